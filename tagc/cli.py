@@ -1,0 +1,55 @@
+"""The `tagc` command."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tagc.policy import Policy, PolicyError, policies
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and gives the exit status: 0, or 2 for invalid input."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except PolicyError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _policies(args: argparse.Namespace) -> int:
+    listed = policies()
+    width = max(map(len, listed))
+    for name, about in listed.items():
+        print(f"{name:{width}}  {about}")
+    return 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    policy = Policy.load(args.file)
+    count = len(policy.gradients)
+    print(f"ok {policy.name}: {count} rule{'' if count == 1 else 's'}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    # Each subcommand sets `run`: a function of the parsed arguments that gives the exit status.
+    parser = argparse.ArgumentParser(
+        prog="tagc", description="Compressed gradient reduce-scatter for sharded training."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    command = commands.add_parser("policies", help="list the built-in policies")
+    command.set_defaults(run=_policies)
+
+    command = commands.add_parser("validate", help="check a policy file")
+    command.add_argument("file", metavar="FILE", help="a YAML file, or the name of a built-in")
+    command.set_defaults(run=_validate)
+
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The `tagc` command."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tagc.cli import main
+from tagc.policy import policies
+
+GOOD = """
+schema: 1
+gradients:
+  - when: {role: attention}
+    codec: {kind: sketch, density: 0.1}
+  - when: {}
+    codec: {kind: dense}
+"""
+
+
+def test_policies_lists_every_name_with_its_about(capsys):
+    assert main(["policies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [tuple(line.split(maxsplit=1)) for line in lines] == list(policies().items())
+
+
+def test_validate_good(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text(GOOD)
+    assert main(["validate", str(file)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"ok {file}: 2 rules\n"
+    assert err == ""
+
+
+def test_validate_builtin_name(capsys):
+    assert main(["validate", "dense"]) == 0
+    assert capsys.readouterr().out == "ok dense: 1 rule\n"
+
+
+def test_validate_bad(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text(GOOD.replace("density", "densty"))
+    assert main(["validate", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{file}:5: gradients[0].codec.densty: unknown key; did you mean 'density'?" in err
+
+
+def test_validate_missing_file(tmp_path, capsys):
+    assert main(["validate", str(tmp_path / "none.yaml")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["validate"], ["polices"]])
+def test_usage_errors(argv, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    assert "usage: tagc" in capsys.readouterr().err
+
+
+def test_exit_status_reaches_the_shell():
+    command = [sys.executable, "-m", "tagc.cli", "validate", "atn-only"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "did you mean 'attn-only'?" in done.stderr
