@@ -1,0 +1,66 @@
+"""Single LLVM instructions that numba has no name for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+# numba passes its typing context first; callers do not, which type checkers cannot follow.
+_instruction: Callable[..., Any] = intrinsic
+
+
+@_instruction
+def float_bits(typingctx, x):
+    """Bits of a float32 as uint32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@_instruction
+def bits_float(typingctx, x):
+    """The float32 with these uint32 bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+@_instruction
+def trailing_zeros(typingctx, x):
+    """Index of the lowest set bit of a non-zero uint32."""
+
+    def codegen(context, builder, signature, args):
+        count = builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+        return builder.zext(count, ir.IntType(64))
+
+    return types.int64(types.uint32), codegen
+
+
+@_instruction
+def popcount(typingctx, x):
+    """Number of set bits of a uint32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.zext(builder.ctpop(args[0]), ir.IntType(64))
+
+    return types.int64(types.uint32), codegen
+
+
+@_instruction
+def high_product(typingctx, x, y):
+    """Upper 32 bits of the product of two uint32."""
+
+    def codegen(context, builder, signature, args):
+        wide = [builder.zext(a, ir.IntType(64)) for a in args]
+        product = builder.mul(wide[0], wide[1])
+        return builder.lshr(product, ir.Constant(ir.IntType(64), 32))
+
+    return types.int64(types.uint32, types.uint32), codegen

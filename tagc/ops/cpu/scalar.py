@@ -1,0 +1,102 @@
+"""Scalars for the CPU kernels: storage dtypes, the hash, lanes of a symbol.
+
+numba promotes uint32 arithmetic to 64 bits; every hash step is cast back. Functions that depend
+on a dtype are stubs here, which numba's ``overload`` fills in at compile time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload, register_jitable
+
+from tagc.ops.cpu.llvm import bits_float, float_bits, high_product
+
+U = np.uint32
+compiled = njit(nogil=True, cache=True, boundscheck=False)
+
+
+def load(a, j):  # bfloat16 travels as uint16, None stands for zeros
+    raise NotImplementedError
+
+
+def store(a, j, x):
+    raise NotImplementedError
+
+
+def section(a, lo, hi):
+    raise NotImplementedError
+
+
+@overload(load, inline="always")
+def _(a, j):
+    if isinstance(a, types.NoneType):
+        return lambda a, j: np.float32(0.0)
+    if a.dtype == types.uint16:
+        return lambda a, j: bits_float(U(U(a[j]) << U(16)))
+    return lambda a, j: a[j]
+
+
+@overload(store, inline="always")
+def _(a, j, x):
+    if isinstance(a, types.NoneType):
+        return lambda a, j, x: None
+    if a.dtype == types.uint16:
+
+        def store_bfloat16(a, j, x):  # x finite; round to nearest even
+            b = float_bits(x)
+            a[j] = np.uint16(U(b + U(0x7FFF) + ((b >> U(16)) & U(1))) >> U(16))
+
+        return store_bfloat16
+
+    def store(a, j, x):
+        a[j] = x
+
+    return store
+
+
+@overload(section, inline="always")
+def _(a, lo, hi):
+    if isinstance(a, types.NoneType):
+        return lambda a, lo, hi: None
+    return lambda a, lo, hi: a[lo:hi]
+
+
+@register_jitable(inline="always")
+def fmix32(x):
+    x = U(x ^ (x >> U(16)))
+    x = U(x * U(0x85EBCA6B))
+    x = U(x ^ (x >> U(13)))
+    x = U(x * U(0xC2B2AE35))
+    return U(x ^ (x >> U(16)))
+
+
+@register_jitable(inline="always")
+def salts_of(seed, hashes):
+    salts = np.empty(hashes, np.uint32)
+    for i in range(hashes):
+        salts[i] = fmix32(U(U(seed) * U(0x9E3779B9) + U(U(i + 1) * U(0x7F4A7C15))))
+    return salts
+
+
+@register_jitable(inline="always")
+def positions(keys, count, salts, partition, where):
+    """Cells of ``count`` keys, ``where[i, t]``; a loop per hash so that it vectorizes."""
+    for i in range(salts.size):
+        salt, row = salts[i], where[i]
+        for t in range(count):
+            row[t] = i * partition + high_product(fmix32(U(keys[t] ^ salt)), U(partition))
+
+
+@register_jitable(inline="always")
+def lane_of(v, lane, lanes):
+    """Signed lane of a symbol sum, carries from the lower lanes undone."""
+    bits = 32 // lanes
+    half = np.int64(1) << (bits - 1)
+    mask = (half << 1) - 1
+    rest = np.int64(v)
+    q = ((rest + half) & mask) - half
+    for _ in range(lane):
+        rest = (rest - q) >> bits
+        q = ((rest + half) & mask) - half
+    return q

@@ -1,0 +1,190 @@
+"""Eager torch specification of :class:`tagc.ops.Ops`: readable first, any device, any dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagc.bitmap import from_bitmap, to_bitmap
+from tagc.layout import SketchLayout
+from tagc.symbols import pack, unpack
+
+_MASK = 0xFFFFFFFF
+_GOLDEN, _STRIDE = 0x9E3779B9, 0x7F4A7C15
+
+
+def fmix32(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finalizer, a bijection; int64 tensor holding uint32 values."""
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & _MASK
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+def positions(keys: Tensor, seed: Tensor, layout: SketchLayout) -> Tensor:
+    """Cells of each key.
+
+    Cell ``i`` of key ``k`` lies in partition ``i`` at ``(fmix32(k ^ salt_i) * partition) >> 32``,
+    with ``salt_i = fmix32(seed * 0x9E3779B9 + (i + 1) * 0x7F4A7C15)``.
+
+    Args:
+        keys: ``[K]`` int64.
+        seed: ``[1]`` int32.
+
+    Returns:
+        ``[K, hashes]`` int64.
+    """
+    if layout.direct:
+        return keys[:, None]
+    i = torch.arange(layout.hashes, device=keys.device)
+    salt = fmix32((((seed.to(torch.int64) & _MASK) * _GOLDEN) + (i + 1) * _STRIDE) & _MASK)
+    spread = (fmix32(keys[:, None] ^ salt) * layout.partition) >> 32
+    return i * layout.partition + spread
+
+
+def _grouped(x: Tensor, layout: SketchLayout) -> Tensor:
+    """``[n]`` to ``[groups, lanes]``, padded with zeros."""
+    pad = layout.groups * layout.symbol.lanes - layout.numel
+    return torch.nn.functional.pad(x, (0, pad)).view(layout.groups, layout.symbol.lanes)
+
+
+def _keep_largest(selected: Tensor, size: Tensor, capacity: int) -> Tensor:
+    """At most ``capacity`` of the selected groups: the largest, ties to the lower index."""
+    order = torch.argsort(size.masked_fill(~selected, -1.0), descending=True, stable=True)
+    kept = torch.zeros_like(selected)
+    kept[order[:capacity]] = True
+    return kept & selected
+
+
+def encode(
+    grad: Tensor,
+    residual: Tensor | None,
+    threshold: Tensor,
+    step: Tensor,
+    seed: Tensor,
+    index: Tensor,
+    cells: Tensor,
+    counts: Tensor,
+    *,
+    layout: SketchLayout,
+    levels: int,
+    capacity: int,
+) -> None:
+    """See :meth:`tagc.ops.Ops.encode`."""
+    for d in range(grad.shape[0]):
+        x = grad[d].float() if residual is None else grad[d].float() + residual[d].float()
+        groups = _grouped(x, layout)
+        finite = groups.isfinite().all(-1)
+        size = groups.abs().amax(-1).masked_fill(~finite, 0.0)
+        above = finite & (size >= threshold[d])
+        kept = _keep_largest(above, size, capacity) if capacity < layout.groups else size > 0
+
+        if layout.symbol.integer:
+            q = (groups * (1.0 / step[d])).clamp(-levels, levels).round()
+            symbols, sent = pack(q.nan_to_num(0.0).to(torch.int64), layout.symbol), q * step[d]
+        else:
+            symbols, sent = groups[:, 0], groups
+        if residual is not None:
+            left = torch.where(kept[:, None], groups - sent, groups).flatten()[: layout.numel]
+            stay = (~finite)[:, None].expand_as(groups).flatten()[: layout.numel]
+            residual[d] = torch.where(stay, residual[d], left.to(residual.dtype))
+
+        index[d, : layout.words] = to_bitmap(kept)
+        index[d, layout.words] = (~finite).any()
+        insert(symbols, index[d, : layout.words], seed, cells[d], layout=layout)
+        counts[d] = torch.stack([above.sum(), (size > 0).sum(), kept.sum()])
+
+
+def decode(
+    index: Tensor,
+    cells: Tensor,
+    step: Tensor,
+    seed: Tensor,
+    out: Tensor,
+    residual: Tensor | None,
+    stats: Tensor,
+    *,
+    layout: SketchLayout,
+    divisor: int,
+) -> None:
+    """See :meth:`tagc.ops.Ops.decode`."""
+    present = from_bitmap(index[:, : layout.words], layout.groups).any(0)
+    poisoned = index[:, layout.words].any()
+    symbols, stuck, left, degree = _peel(cells, present, seed, layout)
+    out.copy_((_values(symbols, step, layout) / divisor).flatten()[: layout.numel])
+    out.masked_fill_(poisoned, torch.nan)
+    stats[0], stats[1] = present.sum(), stuck.sum()
+    if residual is None:
+        return
+    keys = stuck.nonzero().flatten()
+    estimate = torch.zeros(layout.groups, layout.symbol.lanes, device=out.device)
+    share = torch.zeros(keys.numel(), layout.symbol.lanes, device=out.device)
+    for column in positions(keys, seed, layout).unbind(-1):
+        share += _values(left[column], step, layout) / degree[column, None]
+    estimate[keys] = share / layout.hashes
+    add = estimate.flatten()[: layout.numel]
+    residual.copy_(torch.where(add != 0, residual.float() + add, residual.float()))
+
+
+def _values(symbols: Tensor, step: Tensor, layout: SketchLayout) -> Tensor:
+    """Symbols to float32 elements, ``[..., lanes]``."""
+    if not layout.symbol.integer:
+        return symbols[..., None].float()
+    return unpack(symbols, layout.symbol).float() * step
+
+
+def insert(
+    symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
+) -> None:
+    """See :meth:`tagc.ops.Ops.insert`."""
+    keys = from_bitmap(index, layout.groups).nonzero().flatten()
+    cells.zero_()
+    where = positions(keys, seed, layout)
+    cells.index_add_(0, where.flatten(), symbols[keys][:, None].expand_as(where).flatten())
+
+
+def peel(
+    cells: Tensor, index: Tensor, seed: Tensor, *, layout: SketchLayout
+) -> tuple[Tensor, Tensor]:
+    """See :meth:`tagc.ops.Ops.peel`."""
+    symbols, stuck, _, _ = _peel(cells, from_bitmap(index, layout.groups), seed, layout)
+    return symbols, stuck
+
+
+def _peel(
+    cells: Tensor, present: Tensor, seed: Tensor, layout: SketchLayout
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Peel in rounds: every cell with one key left gives that key, then all its cells lose it.
+
+    float32 cells are peeled in float64, and a key is read from the first (lowest) of its cells
+    that has only this key left when the round begins: that fixes which cells a value came from,
+    whatever the implementation.
+
+    Returns:
+        symbols ``[groups]``, unresolved ``[groups]`` bool, what is left in the cells, and the
+        number of keys left per cell ``[cells]``.
+    """
+    keys = present.nonzero().flatten()
+    where = positions(keys, seed, layout)  # [K, hashes]
+    left = cells.clone() if layout.symbol.integer else cells.double()
+    degree = torch.zeros(layout.cells, dtype=torch.int64, device=cells.device)
+    degree.index_add_(0, where.flatten(), torch.ones_like(where).flatten())
+    value = torch.zeros(keys.numel(), dtype=left.dtype, device=cells.device)
+    todo = torch.ones(keys.numel(), dtype=torch.bool, device=cells.device)
+    while True:
+        alone = (degree[where] == 1) & todo[:, None]  # [K, hashes]
+        found = alone.any(-1)
+        if not found.any():
+            break
+        source = where[found].gather(1, alone[found].to(torch.int64).argmax(-1, keepdim=True))
+        value[found] = left[source.flatten()]
+        gone = where[found]
+        left.index_add_(0, gone.flatten(), -value[found][:, None].expand_as(gone).flatten())
+        degree.index_add_(0, gone.flatten(), -torch.ones_like(gone).flatten())
+        todo &= ~found
+    symbols = torch.zeros(layout.groups, dtype=cells.dtype, device=cells.device)
+    symbols[keys] = value.to(cells.dtype)
+    stuck = torch.zeros(layout.groups, dtype=torch.bool, device=cells.device)
+    stuck[keys[todo]] = True
+    return symbols, stuck, left.to(cells.dtype), degree

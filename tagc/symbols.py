@@ -1,0 +1,155 @@
+"""Symbols: how a group of quantized elements travels in one 32-bit word that can be summed.
+
+A symbol carries ``lanes`` signed integers of ``bits`` bits each::
+
+    v = sum(q[i] * 2**(bits * i) for i in range(lanes))   (mod 2**32)
+
+with carries and borrows left in place. Addition of symbols modulo 2**32 is then addition of all
+lanes at once, and the sum decodes exactly whenever every *final* lane sum fits its ``bits`` bits;
+overflow on the way there is harmless because arithmetic modulo 2**32 forgets it.
+
+Worked example (``int8x4``): q = (-1, 2, 0, 0) is v = -1 + 2*256 = 511; adding (1, -2, 0, 3) =
+1 - 512 + 3*2**24 gives 50331648 = 3*2**24, which decodes to (0, 0, 0, 3).
+
+``float32`` is the symbol of TAGC (arXiv 2504.05638): one element, not quantized, exact only up to
+float rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Symbol:
+    """A symbol format.
+
+    Attributes:
+        name: spelling used in policies.
+        lanes: elements carried by one symbol (the group size).
+        bits: bits per element.
+        headroom: log2 of the largest magnitude that can be sent, in thresholds; larger elements
+            saturate and the rest of them stays in the residual.
+    """
+
+    name: str
+    lanes: int
+    bits: int
+    headroom: int = 0
+
+    @property
+    def integer(self) -> bool:
+        """Whether lanes are integers (exact sums) rather than one float."""
+        return self.name != "float32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the sketch cells that hold sums of these symbols."""
+        return torch.int32 if self.integer else torch.float32
+
+    @property
+    def qmax(self) -> int:
+        """Largest lane sum that decodes exactly."""
+        return (1 << (self.bits - 1)) - 1
+
+    def levels(self, world_size: int) -> int:
+        """Largest magnitude that each of ``world_size`` ranks may send so that sums always fit.
+
+        The result is a float32-representable integer, so that clipping in float32 is exact.
+
+        Raises:
+            ValueError: if the lanes are too narrow for this many ranks.
+        """
+        if not self.integer:
+            return 0
+        levels = self.qmax // world_size
+        if levels < 1:
+            raise ValueError(
+                f"symbol {self.name} cannot hold a sum over {world_size} ranks "
+                f"({self.bits} bits per element); use a wider symbol or 'auto'"
+            )
+        spare = max(0, levels.bit_length() - 24)
+        return (levels >> spare) << spare
+
+    def step_shift(self, levels: int) -> int:
+        """``a`` in ``step = 2**(floor(log2(threshold)) - a)`` for this many levels.
+
+        Ties the quantization step to the threshold: elements of magnitude up to about
+        ``2**headroom`` thresholds are representable.
+        """
+        return (levels + 1).bit_length() - 1 - self.headroom
+
+
+SYMBOLS: dict[str, Symbol] = {
+    s.name: s
+    for s in (
+        Symbol(name="int8x4", lanes=4, bits=8, headroom=4),
+        Symbol(name="int16x2", lanes=2, bits=16, headroom=7),
+        Symbol(name="int32x1", lanes=1, bits=32, headroom=12),
+        Symbol(name="float32", lanes=1, bits=32),
+    )
+}
+
+# Below this many levels per rank an int8 lane quantizes too coarsely next to the threshold.
+_MIN_LEVELS_AUTO = 15
+
+
+def resolve_symbol(name: str, world_size: int) -> Symbol:
+    """The symbol called ``name``; ``auto`` is the narrowest one with 15 levels per rank or more.
+
+    Raises:
+        ValueError: if the name is unknown or the symbol cannot hold a sum over ``world_size``.
+    """
+    if name == "auto":
+        for symbol in SYMBOLS.values():
+            if symbol.integer and symbol.qmax // world_size >= _MIN_LEVELS_AUTO:
+                return symbol
+        raise ValueError(f"no integer symbol can hold a sum over {world_size} ranks")
+    if name not in SYMBOLS:
+        raise ValueError(f"unknown symbol {name!r}; choose from {', '.join(SYMBOLS)} or auto")
+    symbol = SYMBOLS[name]
+    symbol.levels(world_size)
+    return symbol
+
+
+def wrap_int32(x: Tensor) -> Tensor:
+    """int64 tensor reduced modulo 2**32 to int32 (two's complement)."""
+    x = x & 0xFFFFFFFF
+    return (x - ((x >> 31) << 32)).to(torch.int32)
+
+
+def pack(q: Tensor, symbol: Symbol) -> Tensor:
+    """Integer lanes to symbols.
+
+    Args:
+        q: ``[..., lanes]`` integer tensor, each lane within ``bits`` bits (two's complement).
+        symbol: an integer symbol.
+
+    Returns:
+        ``[...]`` int32 symbols.
+    """
+    shifts = torch.arange(symbol.lanes, device=q.device, dtype=torch.int64) * symbol.bits
+    return wrap_int32((q.to(torch.int64) << shifts).sum(-1))
+
+
+def unpack(v: Tensor, symbol: Symbol) -> Tensor:
+    """Symbols (or sums of symbols) to integer lanes.
+
+    Args:
+        v: ``[...]`` int32 symbols.
+        symbol: an integer symbol.
+
+    Returns:
+        ``[..., lanes]`` int32 lane sums.
+    """
+    rest = v.to(torch.int64)
+    half, span = 1 << (symbol.bits - 1), 1 << symbol.bits
+    lanes = []
+    for _ in range(symbol.lanes):
+        lane = ((rest + half) & (span - 1)) - half
+        lanes.append(lane)
+        rest = (rest - lane) >> symbol.bits
+    return torch.stack(lanes, -1).to(torch.int32)
