@@ -1,0 +1,19 @@
+"""tagc: compressed gradient reduce-scatter for sharded PyTorch training."""
+
+from tagc.policy import Policy, PolicyError, policies
+from tagc.sketch import CountSketch, Decoded, Sketch
+from tagc.version import __version__
+from tagc.wrapper import Compressor, compressor, wrap
+
+__all__ = [
+    "Compressor",
+    "CountSketch",
+    "Decoded",
+    "Policy",
+    "PolicyError",
+    "Sketch",
+    "__version__",
+    "compressor",
+    "policies",
+    "wrap",
+]

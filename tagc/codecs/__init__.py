@@ -1,0 +1,1 @@
+"""Codecs: how the segments of a unit travel."""

@@ -1,0 +1,86 @@
+"""Collectives: started together, waited for one by one, every byte counted.
+
+Wire bytes are what a rank must send to others: ``(W - 1) / W`` of the buffer for a reduce-scatter
+or an all-to-all, twice that for an all-reduce. gloo's own reduce-scatter sends twice what it must,
+so integer sums go by all-to-all and a local addition there, to the same result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed the former to the latter.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class Pending:
+    """A collective in flight.
+
+    Attributes:
+        wire_bytes: bytes that this rank sends to others.
+    """
+
+    work: dist.Work | None
+    wire_bytes: int
+    parts: Tensor | None = None
+    out: Tensor | None = None
+
+    def wait(self) -> None:
+        """Until the result can be used (on a GPU: by the current stream)."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        if self.parts is not None and self.out is not None:
+            torch.sum(self.parts, dim=0, dtype=self.out.dtype, out=self.out)
+            self.parts = None
+
+
+def _to_others(t: Tensor, world_size: int) -> int:
+    return t.numel() * t.element_size() * (world_size - 1) // world_size
+
+
+def all_to_all(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Row ``d`` of ``inp`` ``[W, m]`` goes to rank ``d``; row ``r`` of ``out`` came from ``r``."""
+    work = dist.all_to_all_single(out, inp, group=group, async_op=True)
+    return Pending(work, _to_others(inp, group.size()))
+
+
+def sum_rows(out: Tensor, inp: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Reduce-scatter SUM: ``out`` ``[m]`` is the sum over ranks of their row for this rank.
+
+    Args:
+        scratch: like ``inp`` ``[W, m]``, used where the backend's reduce-scatter is wasteful.
+    """
+    if dist.get_backend(group) == "gloo":
+        pending = all_to_all(scratch, inp, group)
+        pending.parts, pending.out = scratch, out
+        return pending
+    work = reduce_scatter(out, inp.view(-1), op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return Pending(work, _to_others(inp, group.size()))
+
+
+def dense_reduce_scatter(
+    out: Tensor, inp: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
+) -> Pending:
+    """The backend's own reduce-scatter of ``inp`` ``[W * m]`` to ``out`` ``[m]``."""
+    work = reduce_scatter(out, inp, op=op, group=group, async_op=True)
+    return Pending(work, _to_others(inp, group.size()))
+
+
+def all_reduce_sum(t: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Sum over ranks, in place."""
+    work = dist.all_reduce(t, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return Pending(work, 2 * _to_others(t, group.size()))
+
+
+def gather_rows(t: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``t`` of every rank, ``[R, *t.shape]``, synchronously."""
+    out = t.new_empty((group.size(), *t.shape))
+    all_gather(out.view(-1), t.contiguous().view(-1), group=group)
+    return out

@@ -1,0 +1,147 @@
+"""FSDP2: the one file that knows ``fully_shard``'s internals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from tagc.plan import UnitInfo, UnitParam
+
+Reduce = Callable[[Tensor, Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType], None]
+
+
+@dataclass(frozen=True)
+class FSDP2Unit:
+    """One communication unit of a ``fully_shard``-ed model."""
+
+    info: UnitInfo
+    module: FSDPModule
+    group: dist.ProcessGroup
+    device: torch.device
+    native: Any
+
+    def install(self, reduce: Reduce) -> None:
+        """Let FSDP reduce this unit's gradients with ``reduce(out, inp, group, op)``."""
+        self.module.set_custom_reduce_scatter(_CustomReduceScatter(reduce))
+
+    def restore(self) -> None:
+        """Give FSDP its own reduce-scatter back."""
+        self.module.set_custom_reduce_scatter(self.native)
+
+
+class _CustomReduceScatter(ReduceScatter):
+    def __init__(self, reduce: Reduce) -> None:
+        self._reduce = reduce
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._reduce(output_tensor, input_tensor, group, op)
+
+
+def find_units(model: nn.Module) -> list[FSDP2Unit]:
+    """The FSDP2 units of a model that have trainable parameters, in module order.
+
+    Raises:
+        ValueError: if the model is not sharded by ``fully_shard``, or in a way whose
+            reduce-scatter cannot be replaced.
+    """
+    if not any(isinstance(m, FSDPModule) for m in model.modules()):
+        raise ValueError(_not_sharded(model))
+    # Under this name no shared parameter appears twice.
+    names = {id(p): name for name, p in model.named_parameters()}
+    units, seen = [], set()
+    for name, module in model.named_modules():
+        for group in _param_groups(name, module):
+            if id(group) not in seen:
+                seen.add(id(group))
+                unit = _unit(name, module, group, names)
+                if unit is not None:
+                    units.append(unit)
+    return units
+
+
+def _param_groups(name: str, module: nn.Module) -> Iterator[Any]:
+    if not isinstance(module, FSDPModule):
+        return
+    state: Any = module._get_fsdp_state()
+    # torch 2.13 has a list, 2.11 at most one.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [g for g in (state._fsdp_param_group,) if g is not None]
+    if len(groups) > 1:
+        raise ValueError(
+            f"{name or 'the root module'!r} has {len(groups)} FSDP parameter groups (from "
+            "shard_placement_fn with several meshes); torch cannot replace the reduce-scatter of "
+            "such a module. Apply fully_shard to its children separately"
+        )
+    yield from groups
+
+
+def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FSDP2Unit | None:
+    assert isinstance(module, FSDPModule)
+    trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    mesh = group.mesh_info
+    if not hasattr(mesh, "shard_mesh_size"):
+        raise ValueError(
+            f"{name or 'the root module'!r} is replicated, not sharded: there is no "
+            "reduce-scatter to compress. Give fully_shard a mesh with a shard dimension"
+        )
+    if not trainable:
+        return None
+    params = tuple(
+        UnitParam(
+            name=names[id(p.sharded_param)],
+            shape=tuple(p.sharded_param.shape),
+            columns=p.padded_sharded_param_size.numel(),
+        )
+        for p in trainable
+    )
+    policy = group.mp_policy
+    return FSDP2Unit(
+        info=UnitInfo(
+            name=name,
+            params=params,
+            world_size=mesh.shard_mesh_size,
+            dtype=policy.reduce_dtype or policy.param_dtype or trainable[0].sharded_param.dtype,
+        ),
+        module=module,
+        group=mesh.shard_process_group,
+        device=group.device,
+        native=group._reduce_scatter_comm,
+    )
+
+
+def _not_sharded(model: nn.Module) -> str:
+    kind = type(model).__name__
+    if kind == "DistributedDataParallel":
+        return (
+            "the model is wrapped in DistributedDataParallel, which all-reduces whole gradients; "
+            "tagc compresses FSDP's reduce-scatter: use torch.distributed.fsdp.fully_shard"
+        )
+    if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+        return (
+            "the model uses FSDP1 (FullyShardedDataParallel), which tagc does not support yet; "
+            "use torch.distributed.fsdp.fully_shard"
+        )
+    return (
+        f"{kind} is not sharded: call torch.distributed.fsdp.fully_shard on its blocks and on "
+        "itself first, then tagc.wrap"
+    )

@@ -1,0 +1,30 @@
+"""Message buffers that all units share: they work one after another, in one stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Workspace:
+    """Named buffers that grow to the largest use and are then handed out again and again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A buffer of this shape; its content is whatever its last user left there."""
+        numel = 1
+        for size in shape:
+            numel *= size
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < numel:
+            buffer = torch.empty(numel, dtype=dtype, device=self._device)
+            self._buffers[name, dtype] = buffer
+        return buffer[:numel].view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(b.numel() * b.element_size() for b in self._buffers.values())
