@@ -1,0 +1,55 @@
+# Everything runs from .venv, which the first target that needs it creates.
+#
+#   make demo                          both runs of examples/train_gpt.py, under four minutes
+#   make demo POLICY=all STEPS=1000    another policy (a name or a YAML file), a longer run
+#   make demo TORCH=torch              the registry's newest torch; TORCH= keeps what is installed
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+RANKS ?= 2
+POLICY ?= non-attn
+STEPS ?= 400
+
+BIN := .venv/bin
+# The stamp names the choice of torch, so that another choice installs again.
+INSTALLED := .venv/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow test-gpu lint bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
+
+# torch goes first and alone: its version is a choice, the rest follows from pyproject.toml.
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(if $(strip $(TORCH)),$(BIN)/python -m pip install $(foreach word,$(TORCH),'$(word)'))
+	$(BIN)/python -m pip install -e '.[demo,test,lint]'
+	rm -f .venv/.installed-*
+	touch $@
+
+# The script sets its own threads; without the variable torchrun prints a notice about them.
+demo: $(INSTALLED) ## train a small GPT dense and compressed, compare (RANKS, POLICY, STEPS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --policy $(POLICY) --steps $(STEPS)
+
+test: $(INSTALLED) ## run the tests that need neither minutes nor a GPU
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(INSTALLED) ## run the tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(INSTALLED) ## check style, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+bench: $(INSTALLED) ## run the benchmarks
+	$(BIN)/python -m benchmarks
+
+clean: ## remove build output and caches; .venv and runs stay
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

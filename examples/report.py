@@ -1,0 +1,164 @@
+"""What the demo leaves behind: a table (Markdown), numbers (JSON, CSV) and a picture (PNG)."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+NOTE = """\
+Sent are the gradient bytes of one rank. The dense run's are those of an ideal fp32 reduce-scatter
+of FSDP2's padded buffers (gloo itself sends twice as many); the compressed run's are counted from
+what it handed to the collectives. The ratios are to the dense bytes of all parameters, and of the
+compressed ones alone. Gathering the parameters is not counted. Step time is the median.
+"""
+COLOURS = ("#555555", "#0072b2", "#d55e00", "#009e73")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run. `train_losses[i]` belongs to step i + 1, losses are means over ranks.
+
+    Fields that hold None do not apply to a dense run.
+    """
+
+    name: str
+    train_losses: list[float]
+    validation_losses: dict[int, float]
+    """By the number of steps done."""
+    step_seconds: float
+    """Median over the steps, the first few left out."""
+    wire_bytes_per_step: float
+    dense_bytes_per_step: float
+    compressed_wire_bytes_per_step: float | None = None
+    compressed_dense_bytes_per_step: float | None = None
+    density_target: float | None = None
+    density: float | None = None
+    union_density: float | None = None
+    unresolved: int | None = None
+    residual_norm: float | None = None
+
+    @property
+    def final_loss(self) -> float:
+        return self.validation_losses[max(self.validation_losses)]
+
+
+def write_report(runs: Sequence[Run], settings: dict[str, object], out: Path) -> str:
+    """Write summary.md, summary.json, losses.csv and losses.png to `out`; return the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows = table(runs)
+    (out / "summary.md").write_text(f"{rows}\n{NOTE}", encoding="utf-8")
+    summary = {"settings": settings, "runs": [_summary(run) for run in runs]}
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    with (out / "losses.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("run", "step", "wire_bytes", "train_loss", "validation_loss"))
+        for run in runs:
+            for step, loss in enumerate([None, *run.train_losses]):
+                wire_bytes = round(step * run.wire_bytes_per_step)
+                validation = run.validation_losses.get(step)
+                writer.writerow((run.name, step, wire_bytes, loss, validation))
+    plot(runs, out / "losses.png")
+    return rows
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The comparison as a Markdown table, padded so that it reads well in a terminal too."""
+    header = (
+        "run",
+        "val. loss",
+        "gap",
+        "sent/step",
+        "ratio",
+        "ratio, compressed part",
+        "step time",
+        "density (target)",
+        "union density",
+        "unresolved",
+    )
+    cells = [header, *(_row(run, runs) for run in runs)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in cells
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines) + "\n"
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """Validation (markers) and smoothed training loss, over steps and over bytes sent."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
+    for run, colour in zip(runs, COLOURS, strict=False):
+        smoothed = _smoothed(run.train_losses)
+        for axes, unit in ((by_step, 1.0), (by_bytes, run.wire_bytes_per_step / 1e6)):
+            trained = [unit * (step + 1) for step in range(len(smoothed))]
+            measured = [unit * step for step in run.validation_losses]
+            axes.plot(trained, smoothed, color=colour, alpha=0.45, label=f"{run.name}, training")
+            axes.plot(
+                measured,
+                list(run.validation_losses.values()),
+                color=colour,
+                marker="o",
+                markersize=4,
+                label=f"{run.name}, validation",
+            )
+    by_step.set(xlabel="steps", ylabel="loss (nats per byte)", title="The same steps")
+    by_bytes.set(xlabel="gradient bytes sent per rank (MB)", title="The same bytes")
+    # The fall from the first loss would flatten all that the runs differ in.
+    losses = [loss for run in runs for loss in run.validation_losses.values()]
+    by_step.set_ylim(0.95 * min(losses), 1.1 * max(losses))
+    first_bytes = min(min(run.validation_losses) * run.wire_bytes_per_step for run in runs)
+    if first_bytes:  # one rank alone sends nothing
+        # The runs differ by a factor in bytes: a logarithm shows it as a distance.
+        by_bytes.set_xscale("log")
+        by_bytes.set_xlim(left=first_bytes / 2 / 1e6)
+        by_bytes.xaxis.set_major_formatter("{x:g}")
+    for axes in (by_step, by_bytes):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    by_step.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _row(run: Run, runs: Sequence[Run]) -> tuple[str, ...]:
+    dense = next((other for other in runs if other.density is None), None)
+    gap = f"{100 * (run.final_loss / dense.final_loss - 1):+.2f}%" if dense else "-"
+    target, density = run.density_target, run.density
+    return (
+        run.name,
+        f"{run.final_loss:.4f}",
+        "-" if run is dense else gap,
+        f"{run.wire_bytes_per_step / 1e6:.3f} MB",
+        _ratio(run.dense_bytes_per_step, run.wire_bytes_per_step),
+        _ratio(run.compressed_dense_bytes_per_step, run.compressed_wire_bytes_per_step),
+        f"{1e3 * run.step_seconds:.0f} ms",
+        "-" if density is None or target is None else f"{density:.3%} ({target:.3%})",
+        "-" if run.union_density is None else f"{run.union_density:.3%}",
+        "-" if run.unresolved is None else str(run.unresolved),
+    )
+
+
+def _ratio(dense: float | None, wire: float | None) -> str:
+    return f"{dense / wire:.2f}×" if dense and wire else "-"
+
+
+def _summary(run: Run) -> dict[str, object]:
+    # The curves are in losses.csv.
+    numbers = asdict(run)
+    del numbers["train_losses"], numbers["validation_losses"]
+    return {**numbers, "validation_loss": run.final_loss}
+
+
+def _smoothed(losses: Sequence[float], decay: float = 0.9) -> list[float]:
+    """Moving average with Adam's bias correction, so that it starts at the first loss."""
+    average, smoothed = 0.0, []
+    for step, loss in enumerate(losses, start=1):
+        average = decay * average + (1 - decay) * loss
+        smoothed.append(average / (1 - decay**step))
+    return smoothed

@@ -1,0 +1,278 @@
+"""Train a small GPT twice from the same seed: dense FSDP2, then the same with `tagc.wrap`.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --policy non-attn
+    python examples/train_gpt.py --ranks 2        # the same: it starts torchrun itself
+
+It ends with a comparison of loss, bytes and time, which it also writes to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, GPTConfig
+from report import Run, write_report
+from text import Corpus, load_corpus
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from tqdm import tqdm
+
+import tagc
+
+UNTIMED_STEPS = 5
+HELD_OUT_WINDOWS = 256
+
+
+def main() -> None:
+    args = parse_arguments()
+    try:
+        corpus = load_corpus(args.data)
+        if "compressed" in args.runs:
+            tagc.Policy.load(args.policy)  # a misspelt policy should not wait for the dense run
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"train_gpt: {error}") from None
+    if "RANK" not in os.environ:
+        start_torchrun(args.ranks)
+
+    place = Place.join()
+    place.print(
+        f"{place.ranks} ranks on {place.device.type}, {args.steps} steps of {args.batch} × "
+        f"{GPTConfig().context} bytes per rank, from {corpus.source}"
+    )
+    try:
+        runs = [train_one_run(kind, args, corpus, place) for kind in args.runs]
+    finally:
+        dist.destroy_process_group()
+    if place.rank == 0:
+        settings = vars(args) | {"ranks": place.ranks, "device": place.device.type}
+        settings |= {"corpus": corpus.source, "torch": torch.__version__}
+        print("\n" + write_report(runs, {k: _plain(v) for k, v in settings.items()}, args.out))
+        print(f"written to {args.out}: summary.md, summary.json, losses.csv, losses.png")
+
+
+def train_one_run(kind: str, args: argparse.Namespace, corpus: Corpus, place: Place) -> Run:
+    """Train one model, `dense` or `compressed`; every rank returns the same losses."""
+    torch.manual_seed(args.seed)
+    model = GPT(GPTConfig()).to(place.device)
+    mesh = init_device_mesh(place.device.type, (place.ranks,))
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    # The one line that compresses; nothing below knows of it.
+    if kind == "compressed":
+        model = tagc.wrap(model, policy=args.policy)
+        place.print(f"\n{tagc.compressor(model).plan()}")
+
+    name = "dense" if kind == "dense" else Path(args.policy).stem
+    optimizer, schedule = make_optimizer(model, args)
+    length = model.config.context
+    train_losses = torch.zeros(args.steps, device=place.device)
+    validation_losses: dict[int, float] = {}
+    seconds: list[float] = []
+    bar = place.progress_bar(name, args.steps)
+    for step in range(args.steps):
+        batch = corpus.batch(args.batch, length, seed=args.seed, step=step, rank=place.rank)
+        tokens, targets = (tensor.to(place.device) for tensor in batch)
+        place.synchronize()
+        start = time.perf_counter()
+        loss = model(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        place.synchronize()
+        seconds.append(time.perf_counter() - start)
+
+        train_losses[step] = loss.detach()
+        if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
+            validation_losses[step + 1] = evaluate(model, corpus, place)
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+        bar.update()
+    bar.close()
+
+    seconds = seconds[UNTIMED_STEPS:] or seconds
+    return Run(
+        name=name,
+        train_losses=mean_over_ranks(train_losses).tolist(),
+        validation_losses=validation_losses,
+        step_seconds=statistics.median(seconds),
+        **traffic(model, kind, place),
+    )
+
+
+def make_optimizer(
+    model: nn.Module, args: argparse.Namespace
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW with a tenth of the steps to warm up, then a cosine down to a tenth of the rate."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+    warm_up = max(1, args.steps // 10)
+
+    def factor(step: int) -> float:
+        if step < warm_up:
+            return (step + 1) / warm_up
+        progress = (step - warm_up) / max(1, args.steps - warm_up)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+@torch.no_grad()
+def evaluate(model: GPT, corpus: Corpus, place: Place) -> float:
+    """Mean loss over the same held-out windows every time, split among the ranks."""
+    batch = corpus.held_out(
+        HELD_OUT_WINDOWS, model.config.context, rank=place.rank, ranks=place.ranks
+    )
+    tokens, targets = (tensor.to(place.device) for tensor in batch)
+    return mean_over_ranks(model(tokens, targets)).item()
+
+
+def traffic(model: nn.Module, kind: str, place: Place) -> dict[str, Any]:
+    """The fields of `Run` that count gradient bytes and tell how they came about."""
+    if kind == "dense":
+        dense = dense_bytes_per_step(model, place.ranks)
+        return {"wire_bytes_per_step": dense, "dense_bytes_per_step": dense}
+    metrics = tagc.compressor(model).metrics()
+    return {
+        "wire_bytes_per_step": metrics.wire_bytes_per_step,
+        "dense_bytes_per_step": metrics.dense_bytes_per_step,
+        "compressed_wire_bytes_per_step": metrics.compressed_wire_bytes_per_step,
+        "compressed_dense_bytes_per_step": metrics.compressed_dense_bytes_per_step,
+        "density_target": metrics.density_target,
+        "density": metrics.density,
+        "union_density": metrics.union_density,
+        "unresolved": metrics.unresolved,
+        "residual_norm": metrics.residual_norm,
+    }
+
+
+def dense_bytes_per_step(model: nn.Module, ranks: int) -> int:
+    """What one rank sends in an ideal fp32 reduce-scatter: (W−1)/W of each unit's buffer.
+
+    FSDP2 splits every parameter along dimension 0 into W chunks and pads all to the first's size.
+    """
+    shard = sum(math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:]) for p in model.parameters())
+    return (ranks - 1) * shard * 4
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    # Divided here: gloo has an average in recent versions only.
+    value = value / dist.get_world_size()
+    dist.all_reduce(value)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this process stands: one rank of many, on one device."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+
+    @staticmethod
+    def join() -> Place:
+        """Join the process group that torchrun describes: NCCL with a GPU per rank, else gloo."""
+        local_rank, local_ranks = (int(os.environ[k]) for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        torch.set_num_threads(max(1, cores() // local_ranks))
+        if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
+            device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(device)
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            device = torch.device("cpu")
+            dist.init_process_group("gloo")
+        return Place(rank=dist.get_rank(), ranks=dist.get_world_size(), device=device)
+
+    def print(self, message: str) -> None:
+        if self.rank == 0:
+            print(message, flush=True)
+
+    def progress_bar(self, name: str, steps: int) -> tqdm:
+        # In a log file every refresh is a line.
+        interval = 0.2 if sys.stderr.isatty() else 15
+        return tqdm(
+            total=steps,
+            desc=name,
+            mininterval=interval,
+            maxinterval=4 * interval,
+            disable=self.rank != 0,
+        )
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def parse_arguments() -> argparse.Namespace:
+    started = int(os.environ.get("WORLD_SIZE", 2))  # torchrun's, if it is running
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--policy", default="non-attn", help="name of a policy, or a YAML file")
+    parser.add_argument("--runs", default="dense,compressed", type=run_kinds, help="which to train")
+    parser.add_argument("--steps", default=400, type=positive, help="optimizer steps per run")
+    parser.add_argument("--ranks", default=started, type=positive, help="processes to start")
+    parser.add_argument("--data", type=Path, help="text file to train on; None: standard library")
+    parser.add_argument("--batch", default=8, type=positive, help="sequences per rank and step")
+    parser.add_argument("--lr", default=2e-3, type=float, help="peak learning rate")
+    parser.add_argument("--seed", default=0, type=int, help="of the weights and the batches")
+    parser.add_argument("--eval-every", default=50, type=positive, help="steps per validation")
+    parser.add_argument("--out", default=Path("runs/demo"), type=Path, help="where results go")
+    args = parser.parse_args()
+    if "WORLD_SIZE" in os.environ and args.ranks != started:
+        parser.error(f"--ranks {args.ranks}, but torchrun started {started}")
+    return args
+
+
+def run_kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    if not set(kinds) <= {"dense", "compressed"} or len(set(kinds)) < len(kinds):
+        raise argparse.ArgumentTypeError(f"{text!r}: choose from dense,compressed")
+    return kinds
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def start_torchrun(ranks: int) -> None:
+    """Replace this process by torchrun on this script, with the same arguments."""
+    # Set, or torchrun prints a notice; each rank settles its own number of threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    sys.stdout.flush()
+    os.execv(sys.executable, [*torchrun, "--nproc-per-node", str(ranks), __file__, *sys.argv[1:]])
+
+
+def cores() -> int:
+    # The cores this process may use, where the system can tell (not on macOS).
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
+if __name__ == "__main__":
+    main()
