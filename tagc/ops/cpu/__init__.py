@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tagc.layout import SketchLayout
-from tagc.ops.cpu.decode import decode_shard, peel_shard
-from tagc.ops.cpu.encode import encode_row, insert_shard
+from tagc.ops.cpu.decoder import decode_shard, peel_shard
+from tagc.ops.cpu.encoder import encode_row, insert_shard
+from tagc.ops.cpu.scalar import group_of
 
 
 def _numpy(t: Tensor | None) -> Any:
@@ -50,9 +51,10 @@ def encode(
     g, e, words = _numpy(grad), _numpy(residual), _words(index)
     cells_, counts_ = cells.numpy(), counts.numpy()
     thresholds, steps = threshold.numpy(), step.numpy()
+    group = group_of(layout.symbol.lanes)
     for d in range(grad.shape[0]):
         encode_row(
-            g[d], None if e is None else e[d], layout.numel, layout.symbol.lanes, thresholds[d],
+            g[d], None if e is None else e[d], layout.numel, group, thresholds[d],
             steps[d], seed.numpy()[0], levels, capacity, _hashes(layout), layout.partition,
             words[d], cells_[d], counts_[d],
         )  # fmt: skip
@@ -74,7 +76,7 @@ def decode(
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     union, stuck = decode_shard(
         np.bitwise_or.reduce(_words(index), axis=0), cells.numpy(), layout.numel,
-        layout.symbol.lanes, step.numpy()[0], seed.numpy()[0], np.float32(divisor),
+        group_of(layout.symbol.lanes), step.numpy()[0], seed.numpy()[0], np.float32(divisor),
         _hashes(layout), layout.partition, _numpy(wide), _numpy(residual),
     )  # fmt: skip
     if wide is not out:

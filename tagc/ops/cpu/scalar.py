@@ -1,7 +1,11 @@
 """Scalars for the CPU kernels: storage dtypes, the hash, lanes of a symbol.
 
-numba promotes uint32 arithmetic to 64 bits; every hash step is cast back. Functions that depend
-on a dtype are stubs here, which numba's ``overload`` fills in at compile time.
+Three habits make these kernels fast. numba promotes uint32 arithmetic to 64 bits, so every hash
+step is cast back. It lets a signed index be negative, so hot loops index with ``N`` (uint64). And
+the number of lanes is the length of a tuple of type ``Group``, which makes it a constant that
+LLVM unrolls by.
+
+Functions that depend on a dtype are stubs here, which ``overload`` fills in at compile time.
 """
 
 from __future__ import annotations
@@ -12,8 +16,16 @@ from numba.extending import overload, register_jitable
 
 from tagc.ops.cpu.llvm import bits_float, float_bits, high_product
 
-U = np.uint32
+U, N = np.uint32, np.uint64
 compiled = njit(nogil=True, cache=True, boundscheck=False)
+
+
+Group = tuple[int, ...]
+
+
+def group_of(lanes: int) -> Group:
+    """The tuple whose length tells the kernels how many elements a symbol carries."""
+    return (0,) * lanes
 
 
 def load(a, j):  # bfloat16 travels as uint16, None stands for zeros
@@ -21,10 +33,6 @@ def load(a, j):  # bfloat16 travels as uint16, None stands for zeros
 
 
 def store(a, j, x):
-    raise NotImplementedError
-
-
-def section(a, lo, hi):
     raise NotImplementedError
 
 
@@ -55,13 +63,6 @@ def _(a, j, x):
     return store
 
 
-@overload(section, inline="always")
-def _(a, lo, hi):
-    if isinstance(a, types.NoneType):
-        return lambda a, lo, hi: None
-    return lambda a, lo, hi: a[lo:hi]
-
-
 @register_jitable(inline="always")
 def fmix32(x):
     x = U(x ^ (x >> U(16)))
@@ -83,9 +84,9 @@ def salts_of(seed, hashes):
 def positions(keys, count, salts, partition, where):
     """Cells of ``count`` keys, ``where[i, t]``; a loop per hash so that it vectorizes."""
     for i in range(salts.size):
-        salt, row = salts[i], where[i]
-        for t in range(count):
-            row[t] = i * partition + high_product(fmix32(U(keys[t] ^ salt)), U(partition))
+        salt, row, first = salts[i], where[i], i * partition
+        for t in range(N(count)):
+            row[t] = first + high_product(fmix32(U(keys[t] ^ salt)), U(partition))
 
 
 @register_jitable(inline="always")

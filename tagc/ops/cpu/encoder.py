@@ -7,7 +7,7 @@ from numba import types
 from numba.extending import overload, register_jitable
 
 from tagc.ops.cpu.llvm import float_bits, popcount, trailing_zeros
-from tagc.ops.cpu.scalar import U, compiled, load, positions, salts_of, section, store
+from tagc.ops.cpu.scalar import N, U, compiled, load, positions, salts_of, store
 
 _ABS, _INF = U(0x7FFFFFFF), U(0x7F800000)
 _BATCH = 256
@@ -15,18 +15,18 @@ _BATCH = 256
 
 @compiled
 def encode_row(
-    g, e, n, lanes, threshold, step, seed, levels, capacity, hashes, partition, index, cells, counts
+    g, e, n, group, threshold, step, seed, levels, capacity, hashes, partition, index, cells, counts
 ):
     words = index[: index.size - 1]
-    bits, groups = float_bits(threshold), -(-n // lanes)
+    bits, groups = float_bits(threshold), -(-n // len(group))
     above, nonzero, kept, poison = _select(
-        g, e, n, lanes, bits, bits if capacity < groups else U(1), words
+        g, e, n, group, bits, bits if capacity < groups else U(1), words
     )
     if kept > capacity:
-        _trim(g, e, n, lanes, capacity, kept, words)
+        _trim(g, e, n, len(group), capacity, kept, words)
         kept = capacity
     salts = salts_of(seed, hashes)
-    _emit(g, e, n, lanes, step, levels, words, salts, partition, cells)
+    _emit(g, e, n, group, step, levels, words, salts, partition, cells)
     index[index.size - 1] = poison
     counts[0], counts[1], counts[2] = above, nonzero, kept
 
@@ -37,7 +37,7 @@ def insert_shard(symbols, words, seed, hashes, partition, cells):
 
 
 @compiled
-def _select(g, e, n, lanes, threshold_bits, select_bits, words):
+def _select(g, e, n, group, threshold_bits, select_bits, words):
     """Accumulate into the residual and mark the selected groups.
 
     float32 residuals of kept groups are left holding x; others keep their old value there, since
@@ -45,23 +45,20 @@ def _select(g, e, n, lanes, threshold_bits, select_bits, words):
 
     Returns: groups above the threshold, groups not zero, groups kept, poison.
     """
+    lanes = len(group)
     block = 32 * lanes
-    x = np.zeros(block, np.float32)
-    bits = x.view(np.uint32)
-    size = np.empty(32, np.uint32)
+    x, old = np.zeros(128, np.float32), _storage_like(e, 128)
+    bits, size = x.view(np.uint32), np.empty(32, np.uint32)
     above, nonzero, kept, poison = 0, 0, 0, 0
     for w in range(words.size):
-        lo = w * block
-        fill = min(block, n - lo)
-        gw, ew = section(g, lo, lo + fill), section(e, lo, lo + fill)
-        if fill == block:
-            for j in range(block):
-                x[j] = load(gw, j) + load(ew, j)
+        base, fill = N(w * block), N(min(block, n - w * block))
+        if fill == N(block):
+            for j in range(N(block)):
+                x[j] = load(g, base + j) + load(e, base + j)
         else:
-            for j in range(block):
-                x[j] = np.float32(0.0)
+            x[:] = np.float32(0.0)
             for j in range(fill):
-                x[j] = load(gw, j) + load(ew, j)
+                x[j] = load(g, base + j) + load(e, base + j)
         if lanes == 4:
             for i in range(32):
                 a, b = bits[4 * i] & _ABS, bits[4 * i + 1] & _ABS
@@ -70,24 +67,36 @@ def _select(g, e, n, lanes, threshold_bits, select_bits, words):
         elif lanes == 2:
             for i in range(32):
                 size[i] = max(bits[2 * i] & _ABS, bits[2 * i + 1] & _ABS)
-        else:
-            for i in range(32):
-                size[i] = bits[i] & _ABS
-        word, largest, some, large = U(0), U(0), 0, 0
+        word, largest, some, large = U(0), U(0), U(0), U(0)
         for i in range(32):
-            m = size[i]
+            m = size[i] if lanes > 1 else bits[i] & _ABS
             largest = max(largest, m)
-            some += np.int64(m > U(0))
-            large += np.int64(m >= threshold_bits)
+            some += U(m > U(0))
+            large += U(m >= threshold_bits)
             word |= U(m >= select_bits) << U(i)
-        if largest < _INF and (word == U(0) or _keeps_x(e)):
-            for j in range(fill):
-                store(ew, j, x[j])
-        else:
-            word, bad = _settle(ew, x, size, fill, lanes, word)
-            poison |= np.int64(bad > 0)
-            some -= bad
-            large -= bad
+        bad = U(0)
+        if largest >= _INF:
+            for i in range(32):
+                bad |= U((size[i] if lanes > 1 else bits[i] & _ABS) >= _INF) << U(i)
+            poison = 1
+            word &= ~bad
+            some -= U(popcount(bad))
+            large -= U(popcount(bad))
+        if e is not None:
+            spared = bad if _keeps_x(e) else bad | word
+            if fill == N(block) and spared == U(0):
+                for j in range(N(block)):
+                    store(e, base + j, x[j])
+            else:
+                for j in range(fill):
+                    old[j] = e[base + j]
+                for j in range(fill):
+                    store(e, base + j, x[j])
+                while spared:
+                    first = N(trailing_zeros(spared) * lanes)
+                    spared &= U(spared - U(1))
+                    for j in range(first, min(fill, first + N(lanes))):
+                        e[base + j] = old[j]
         words[w] = word
         above += large
         nonzero += some
@@ -95,18 +104,15 @@ def _select(g, e, n, lanes, threshold_bits, select_bits, words):
     return above, nonzero, kept, poison
 
 
-@compiled
-def _settle(ew, x, size, fill, lanes, word):
-    """Write the residual of one word group by group: not where non-finite, not where kept."""
-    bad = 0
-    for i in range(32):
-        if size[i] >= _INF:
-            word &= ~(U(1) << U(i))
-            bad += 1
-        elif _keeps_x(ew) or not (word >> U(i)) & U(1):
-            for j in range(i * lanes, min(fill, (i + 1) * lanes)):
-                store(ew, j, x[j])
-    return word, bad
+def _storage_like(e, size):
+    raise NotImplementedError
+
+
+@overload(_storage_like)
+def _(e, size):
+    if isinstance(e, types.NoneType):
+        return lambda e, size: np.empty(0, np.float32)
+    return lambda e, size: np.empty(size, e.dtype)
 
 
 def _keeps_x(e):
@@ -164,21 +170,22 @@ def _trim(g, e, n, lanes, capacity, kept, words):
 
 
 @compiled
-def _emit(g, e, n, lanes, step, levels, words, salts, partition, cells):
+def _emit(g, e, n, group, step, levels, words, salts, partition, cells):
     """Quantize what is kept, leave the rest in the residual, add the symbols to the cells."""
     cells[:] = 0
+    lanes = len(group)
     inverse, limit = np.float32(1.0) / step, np.float32(levels)
     keys, symbols = np.empty(_BATCH, np.uint32), np.empty(_BATCH, cells.dtype)
-    where = np.empty((max(1, salts.size), _BATCH), np.int64)
+    where = np.empty((max(1, salts.size), _BATCH), np.uint64)
     count = 0
     for w in range(words.size):
         word = words[w]
         while word:
             key = w * 32 + trailing_zeros(word)
             word &= U(word - U(1))
-            lo = key * lanes
+            size = N(min(lanes, n - key * lanes))
             symbols[count] = _quantize(
-                g, e, lo, min(n, lo + lanes), lanes, step, inverse, limit, cells
+                g, e, N(key * lanes), size, group, step, inverse, limit, cells
             )
             keys[count] = key
             count += 1
@@ -188,29 +195,29 @@ def _emit(g, e, n, lanes, step, levels, words, salts, partition, cells):
     _scatter(keys, symbols, count, salts, partition, where, cells)
 
 
-def _quantize(g, e, lo, hi, lanes, step, inverse, limit, cells):
+def _quantize(g, e, at, size, group, step, inverse, limit, cells):
     raise NotImplementedError
 
 
-@overload(_quantize)
-def _(g, e, lo, hi, lanes, step, inverse, limit, cells):
+@overload(_quantize, inline="always")
+def _(g, e, at, size, group, step, inverse, limit, cells):
     if cells.dtype == types.float32:
 
-        def whole(g, e, lo, hi, lanes, step, inverse, limit, cells):
-            x = _value(g, e, lo)
-            store(e, lo, np.float32(0.0))
+        def whole(g, e, at, size, group, step, inverse, limit, cells):
+            x = _value(g, e, at)
+            store(e, at, np.float32(0.0))
             return x
 
         return whole
 
-    def quantized(g, e, lo, hi, lanes, step, inverse, limit, cells):
-        bits = 32 // lanes
+    def quantized(g, e, at, size, group, step, inverse, limit, cells):
         symbol = np.int64(0)
-        for j in range(lo, hi):
-            x = _value(g, e, j)
-            q = np.rint(min(max(x * inverse, -limit), limit))
-            store(e, j, np.float32(x - np.float32(q * step)))
-            symbol += np.int64(q) << (bits * (j - lo))
+        for j in range(N(len(group))):
+            if j < size:
+                x = _value(g, e, at + j)
+                q = np.rint(min(max(x * inverse, -limit), limit))
+                store(e, at + j, np.float32(x - np.float32(q * step)))
+                symbol += np.int64(q) << np.int64(N(32 // len(group)) * j)
         return np.int32(symbol)
 
     return quantized
@@ -219,13 +226,13 @@ def _(g, e, lo, hi, lanes, step, inverse, limit, cells):
 @compiled
 def _scatter(keys, symbols, count, salts, partition, where, cells):
     if salts.size == 0:  # direct
-        for t in range(count):
+        for t in range(N(count)):
             cells[keys[t]] = symbols[t]
         return
     positions(keys, count, salts, partition, where)
     for i in range(salts.size):
         row = where[i]
-        for t in range(count):
+        for t in range(N(count)):
             cells[row[t]] += symbols[t]
 
 
@@ -233,7 +240,7 @@ def _scatter(keys, symbols, count, salts, partition, where, cells):
 def _insert(symbols, words, salts, partition, cells):
     cells[:] = 0
     keys, batch = np.empty(_BATCH, np.uint32), np.empty(_BATCH, cells.dtype)
-    where = np.empty((max(1, salts.size), _BATCH), np.int64)
+    where = np.empty((max(1, salts.size), _BATCH), np.uint64)
     count = 0
     for w in range(words.size):
         word = words[w]

@@ -7,7 +7,7 @@ from numba import types
 from numba.extending import overload
 
 from tagc.ops.cpu.llvm import popcount, trailing_zeros
-from tagc.ops.cpu.scalar import U, compiled, lane_of, load, positions, salts_of, store
+from tagc.ops.cpu.scalar import N, U, compiled, lane_of, load, positions, salts_of, store
 
 _BATCH = 256
 # A table entry holds the number of keys left in the upper 24 bits, the sum of their slots below.
@@ -16,7 +16,7 @@ _SLOT = _ONE - 1
 
 
 @compiled
-def decode_shard(index, cells, n, lanes, step, seed, divisor, hashes, partition, out, residual):
+def decode_shard(index, cells, n, group, step, seed, divisor, hashes, partition, out, residual):
     """:meth:`tagc.ops.Ops.decode` from the OR of the ranks' indexes."""
     poison, words = index[index.size - 1], index[: index.size - 1]
     keys = _keys(words)
@@ -28,12 +28,12 @@ def decode_shard(index, cells, n, lanes, step, seed, divisor, hashes, partition,
         values, done, where, table = _recover(keys, salts, partition, cells)
         stuck = keys.size - np.sum(done)
         if stuck and residual is not None:
-            _estimate(keys, done, where, table, cells, n, lanes, step, hashes, residual)
+            _estimate(keys, done, where, table, cells, n, len(group), step, hashes, residual)
     if poison:
         # A bfloat16 output is an integer array here: 0x7fc0 is its NaN.
         _fill_nan(out)
     else:
-        _write(values, words, n, lanes, step, divisor, out)
+        _write(values, words, n, group, step, divisor, out)
     return keys.size, stuck
 
 
@@ -92,87 +92,94 @@ def _keys(words):
 def _build(keys, salts, partition):
     """Cells of every key ``[K * hashes]`` and the table of degrees and slot sums ``[cells]``."""
     hashes = salts.size
-    where = np.empty(keys.size * hashes, np.int32)
+    where = np.empty(keys.size * hashes, np.uint32)
     table = np.zeros(hashes * partition, np.int64)
-    batch = np.empty((hashes, _BATCH), np.int64)
+    batch = np.empty((hashes, _BATCH), np.uint64)
     for lo in range(0, keys.size, _BATCH):
         count = min(_BATCH, keys.size - lo)
         positions(keys[lo : lo + count], count, salts, partition, batch)
         for i in range(hashes):
-            row = batch[i]
-            for t in range(count):
-                where[(lo + t) * hashes + i] = row[t]
-                table[row[t]] += _ONE + lo + t
+            row, at, entry = batch[i], N(lo * hashes + i), _ONE + lo
+            for t in range(N(count)):
+                where[at] = row[t]
+                at += N(hashes)
+                table[row[t]] += entry
+                entry += 1
     return where, table
+
+
+@compiled
+def _lonely(table):
+    """Queue that begins with the cells of degree one, and its tail."""
+    queue = np.empty(table.size + 1, np.uint32)
+    tail = N(0)
+    for c in range(N(table.size)):
+        queue[tail] = c
+        tail += N(table[c] >> 40 == 1)
+    return queue, tail
 
 
 @compiled
 def _peel(where, table, left, values, done, hashes):
     """Peel with a queue. Order does not matter to integers, so one pass in any order will do."""
-    queue = np.empty(table.size + 1, np.int32)
-    tail = 0
-    for c in range(table.size):
-        queue[tail] = c
-        tail += np.int64(table[c] >> 40 == 1)
-    head = 0
+    queue, tail = _lonely(table)
+    head = N(0)
     while head < tail:
         c = queue[head]
-        head += 1
-        if table[c] >> 40 != 1:
+        head += N(1)
+        entry = table[c]
+        if entry >> 40 != 1:
             continue
-        slot = table[c] & _SLOT
+        slot = N(entry & _SLOT)
         value = left[c]
         values[slot] = value
         done[slot] = 1
-        entry = _ONE + slot
-        for i in range(hashes):
-            p = where[slot * hashes + i]
+        at = slot * N(hashes)
+        for i in range(N(hashes)):
+            p = where[at + i]
             left[p] -= value
-            table[p] -= entry
-            # A cell enters the queue once, when its degree falls to one. The cell in hand falls
-            # to zero, and every push is paid for by a cell that left, so the queue never overruns.
+            rest = table[p] - entry
+            table[p] = rest
+            # Without a branch: a cell enters for good when its degree falls to one, which
+            # happens once, so the queue needs no more room than there are cells.
             queue[tail] = p
-            tail += np.int64(table[p] >> 40 == 1)
+            tail += N(rest >> 40 == 1)
 
 
 @compiled
 def _peel_rounds(where, table, left, values, done, hashes):
     """Peel round by round, reading each key from its first lonely cell (float32 symbols)."""
-    queue = np.empty(table.size + 1, np.int32)
-    tail = 0
-    for c in range(table.size):
-        queue[tail] = c
-        tail += np.int64(table[c] >> 40 == 1)
-    slots = np.empty(done.size, np.int64)
-    head = 0
+    queue, tail = _lonely(table)
+    slots = np.empty(done.size, np.uint64)
+    head = N(0)
     while head < tail:
-        found, end = 0, tail
+        found, end = N(0), tail
         while head < end:
             c = queue[head]
-            head += 1
+            head += N(1)
             if table[c] >> 40 != 1:
                 continue
-            slot = table[c] & _SLOT
-            first = c
-            for i in range(hashes):
-                p = where[slot * hashes + i]
-                if table[p] >> 40 == 1:
-                    first = p
+            slot = N(table[c] & _SLOT)
+            at, first = slot * N(hashes), c
+            for i in range(N(hashes)):
+                if table[where[at + i]] >> 40 == 1:
+                    first = where[at + i]
                     break
             if first == c:
                 slots[found] = slot
                 values[slot] = left[c]
-                found += 1
+                found += N(1)
         for t in range(found):
             slot = slots[t]
             done[slot] = 1
-            entry = _ONE + slot
-            for i in range(hashes):
-                p = where[slot * hashes + i]
+            at, entry = slot * N(hashes), _ONE + np.int64(slot)
+            for i in range(N(hashes)):
+                p = where[at + i]
                 left[p] -= values[slot]
-                table[p] -= entry
+                rest = table[p] - entry
+                table[p] = rest
                 queue[tail] = p
-                tail += np.int64(table[p] >> 40 == 1)
+                tail += N(rest >> 40 == 1)
 
 
 def _solve(where, table, cells, values, done, hashes):
@@ -205,22 +212,29 @@ def _recover(keys, salts, partition, cells):
 
 
 @compiled
-def _write(values, words, n, lanes, step, divisor, out):
+def _write(values, words, n, group, step, divisor, out):
     """Dequantize into the output, front to back; ``values`` follow the set bits of ``words``."""
+    lanes = len(group)
     block = 32 * lanes
-    zero, t = np.float32(0.0), 0
+    zero, t = np.float32(0.0), N(0)
     for w in range(words.size):
-        lo = w * block
-        row = out[lo : min(n, lo + block)]
-        for j in range(row.size):
-            store(row, j, zero)
+        base, fill = N(w * block), N(min(block, n - w * block))
+        if fill == N(block):
+            for j in range(N(block)):
+                store(out, base + j, zero)
+        else:
+            for j in range(fill):
+                store(out, base + j, zero)
         word = words[w]
         while word:
-            first = trailing_zeros(word) * lanes
+            first = N(trailing_zeros(word) * lanes)
             word &= U(word - U(1))
-            for lane in range(min(lanes, row.size - first)):
-                store(row, first + lane, _dequantize(values[t], lane, lanes, step) / divisor)
-            t += 1
+            for lane in range(lanes):
+                at = first + N(lane)
+                if at < fill:
+                    value = _dequantize(values[t], lane, lanes, step) / divisor
+                    store(out, base + at, value)
+            t += N(1)
 
 
 def _dequantize(v, lane, lanes, step):
