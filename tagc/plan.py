@@ -20,7 +20,7 @@ from tagc.policy import ParamInfo, Policy, PolicyError, Rule, SketchCodec
 from tagc.symbols import Symbol, resolve_symbol
 
 # Room above the target density, per destination: what a step selects beyond it waits a step.
-SLACK = 1.125
+SLACK = 1.0625
 
 
 @dataclass(frozen=True, kw_only=True)

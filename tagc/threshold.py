@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.ops import ABOVE, NONZERO
+from tagc.ops import ABOVE, KEPT, NONZERO
 from tagc.quantize import MAX_THRESHOLD, MIN_THRESHOLD
 
 _SAMPLE = 8192
@@ -20,6 +20,7 @@ _SAMPLE = 8192
 _NONZERO_SHARE = 0.9
 _MAX_RATIO = 256.0
 _NOTHING_ABOVE = 1 / 16
+_BIAS_RATE, _MAX_BIAS = 0.1, 4.0
 
 
 def sampled_threshold(grad: Tensor, lanes: int, density: float) -> Tensor:
@@ -61,20 +62,26 @@ def agree(sampled: Tensor) -> Tensor:
     return torch.where(seen > 0, mean, 1.0).clamp(MIN_THRESHOLD, MAX_THRESHOLD)
 
 
-def steer(threshold: Tensor, counts: Tensor, target: Tensor) -> None:
+def steer(threshold: Tensor, bias: Tensor, counts: Tensor, target: Tensor) -> None:
     """Move thresholds towards the target, in place.
 
     The number of groups above a threshold falls roughly with its square or cube, so the fourth
     root of the ratio closes half of the gap or more in a step, without overshoot.
 
+    Gradients vary in size from step to step, and what exceeds the capacity in a large one does
+    not make up for what a small one lacks. ``bias`` learns slowly how many groups to aim for so
+    that the number *kept* is on target in the mean.
+
     Args:
         threshold: ``[segments, W]`` float32.
+        bias: ``[segments, W]`` float32, 1 at first.
         counts: ``[segments, W, 3]`` int32, summed over ranks, of the previous step.
-        target: ``[segments, 1]`` float32, groups that all ranks together should have above.
+        target: ``[segments, 1]`` float32, groups that all ranks together should keep.
     """
-    above, nonzero = counts[..., ABOVE].float(), counts[..., NONZERO].float()
-    wanted = torch.minimum(target, nonzero * _NONZERO_SHARE).clamp(min=0.5)
-    ratio = (above / wanted).clamp(1 / _MAX_RATIO, _MAX_RATIO)
+    above, nonzero, kept = (counts[..., i].float() for i in (ABOVE, NONZERO, KEPT))
+    goal = torch.minimum(target, nonzero * _NONZERO_SHARE).clamp(min=0.5)
+    bias.mul_(1 + _BIAS_RATE * (goal - kept) / goal).clamp_(1.0, _MAX_BIAS)
+    ratio = (above / (goal * bias)).clamp(1 / _MAX_RATIO, _MAX_RATIO)
     factor = torch.where(above > 0, ratio.sqrt().sqrt(), _NOTHING_ABOVE)
     factor = torch.where(nonzero > 0, factor, 1.0)
     threshold.mul_(factor).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)

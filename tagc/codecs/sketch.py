@@ -65,6 +65,7 @@ class SketchColumns:
         n = len(self._lanes)
         self._seed = torch.tensor([seed], dtype=torch.int32, device=device)
         self.thresholds = torch.zeros(n, W, device=device)
+        self._bias = torch.ones(n, W, device=device)
         self._steps = torch.ones(n, W, device=device)
         self._target = torch.tensor(
             [[W * self._scale_density(lane) * lane.sketch.layout.groups] for lane in self._lanes],
@@ -188,7 +189,7 @@ class SketchColumns:
             self.thresholds.copy_(agree(gather_rows(sampled, group)))
         else:
             self._steering.wait()
-            steer(self.thresholds, self._summed, self._target)
+            steer(self.thresholds, self._bias, self._summed, self._target)
 
     def _buffer(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:
         return self._workspace.take(name, (self._world_size, columns), dtype)
