@@ -15,7 +15,7 @@ class Metrics:
     """Counts of one rank since ``tagc.wrap``, or since the last reset.
 
     Bytes are gradient bytes that this rank handed to collectives for other ranks. Densities are
-    fractions of the compressed elements, averaged over steps.
+    fractions of the compressed elements, averaged over the steps after the warm-up.
 
     Attributes:
         steps: reductions per unit (the largest).
@@ -66,7 +66,7 @@ class Metrics:
 def collect(reducers: Sequence[UnitReducer]) -> Metrics:
     """Read the counters of all units. Waits for the device."""
     kept = selectable = union = shard = target = 0.0
-    unresolved = compressed_wire = dense = compressed_dense = dense_wire = 0
+    unresolved = compressed_wire = dense = compressed_dense = wire = 0
     norm = 0.0
     for reducer in reducers:
         plan, totals = reducer.plan, reducer.sketch.totals.tolist()
@@ -76,19 +76,19 @@ def collect(reducers: Sequence[UnitReducer]) -> Metrics:
             lanes, groups = sketch.symbol.lanes, sketch.layout.groups
             ranks = plan.info.world_size
             kept, union, unresolved = kept + k * lanes, union + u * lanes, unresolved + lost
-            shard += groups * lanes * reducer.steps
-            selectable += groups * lanes * reducer.steps * ranks
-            target += sketch.density * groups * lanes * reducer.steps
+            elements = groups * lanes * reducer.sketch_steps
+            shard, selectable = shard + elements, selectable + elements * ranks
+            target += sketch.density * elements
         for residual in reducer.sketch.residuals.values():
             norm += torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item() ** 2
         compressed_columns = sum(s.columns for s in plan.sketched)
         dense += plan.dense_bytes(plan.columns) * reducer.steps
         compressed_dense += plan.dense_bytes(compressed_columns) * reducer.steps
-        compressed_wire += reducer.sketch.wire_bytes
-        dense_wire += reducer.dense_wire_bytes
+        compressed_wire += reducer.compressed_wire_bytes
+        wire += reducer.wire_bytes
     return Metrics(
         steps=max((r.steps for r in reducers), default=0),
-        wire_bytes=compressed_wire + dense_wire,
+        wire_bytes=wire,
         compressed_wire_bytes=compressed_wire,
         dense_bytes=dense,
         compressed_dense_bytes=compressed_dense,

@@ -50,6 +50,7 @@ class SketchPlan:
         capacity: groups that a rank keeps at most, per destination.
         levels: largest quantized magnitude that a rank sends.
         residual_dtype: storage of the feedback, None without feedback.
+        warmup_steps: reductions that go dense first.
     """
 
     layout: SketchLayout
@@ -57,11 +58,19 @@ class SketchPlan:
     capacity: int
     levels: int
     residual_dtype: torch.dtype | None
+    warmup_steps: int
 
     @property
     def symbol(self) -> Symbol:
         """Format of a group."""
         return self.layout.symbol
+
+    @property
+    def max_boost(self) -> float:
+        """Largest factor on the quantization step that lets every kept group send something."""
+        if not self.symbol.integer:
+            return 1.0
+        return max(1.0, 2.0 ** (self.symbol.step_shift(self.levels) + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +108,11 @@ class UnitPlan:
         return tuple(s for s in self.segments if s.sketch is not None)
 
     @property
+    def warmup_steps(self) -> int:
+        """Reductions of the whole unit that go dense first: the most that any segment asks for."""
+        return max((s.sketch.warmup_steps for s in self.segments if s.sketch), default=0)
+
+    @property
     def dense(self) -> tuple[Segment, ...]:
         """The segments that do not."""
         return tuple(s for s in self.segments if s.sketch is None)
@@ -112,7 +126,7 @@ class UnitPlan:
         if segment.sketch is None:
             return self.dense_bytes(segment.columns)
         W, layout = self.info.world_size, segment.sketch.layout
-        counts = 2 * (W - 1) / W * W * 3
+        counts = 2 * (W - 1) / W * W * 4
         return 4 * ((W - 1) * (layout.index_words + layout.cells) + counts)
 
     def residual_bytes(self, segment: Segment) -> int:
@@ -215,10 +229,12 @@ class Plan:
             for row in (head, tuple("-" * w for w in widths), *body, total)
         ]
         ratio = f"{dense / wire:.2f}" if wire else "1.00"
+        warmup = max((unit.warmup_steps for unit in self.units), default=0)
         return "\n".join(
             [
                 f"policy {self.policy.name}: a rank sends {format_bytes(wire)} of gradient per "
-                f"step, {ratio} times less than dense ({format_bytes(dense)})",
+                f"step, {ratio} times less than dense ({format_bytes(dense)})"
+                + (f", after {warmup} dense steps" if warmup else ""),
                 *lines,
             ]
         )
@@ -308,4 +324,5 @@ def _plan_sketch(rule: Rule | None, columns: int, world_size: int) -> SketchPlan
         residual_dtype=(
             getattr(torch, rule.feedback.dtype) if rule.feedback.kind == "residual" else None
         ),
+        warmup_steps=rule.codec.warmup_steps,
     )

@@ -64,7 +64,8 @@ class SketchCodec(_Model):
     """Kept elements, quantized and summed in a count sketch.
 
     `density` is the fraction of elements that a rank keeps, in (0, 1]. `symbol` is the group size
-    and quantization of one 32-bit symbol; `auto` picks by the number of ranks.
+    and quantization of one 32-bit symbol; `auto` picks by the number of ranks. The first
+    `warmup_steps` reductions go dense: gradients change fastest at the start of a training.
     """
 
     compresses: ClassVar[bool] = True
@@ -72,6 +73,7 @@ class SketchCodec(_Model):
     kind: Literal["sketch"] = "sketch"
     density: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
     symbol: Literal["auto", "int8x4", "int16x2", "int32x1", "float32"] = "auto"
+    warmup_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
 
 
 class DenseCodec(_Model):

@@ -22,6 +22,7 @@ class UnitReducer:
         plan: segments of the unit.
         sketch: state of the sketched columns.
         steps: reductions so far.
+        sketch_steps: those after the warm-up.
     """
 
     def __init__(
@@ -31,13 +32,21 @@ class UnitReducer:
         self.sketch = SketchColumns(plan, ops, device, workspace, seed)
         self.dense = DenseColumns(plan, workspace)
         self.steps = 0
+        self.sketch_steps = 0
         self._native_bytes = 0
         self._name = plan.info.name or "(root)"
 
     @property
-    def dense_wire_bytes(self) -> int:
-        """Bytes sent so far for columns that are not compressed."""
-        return self._native_bytes + self.dense.wire_bytes
+    def wire_bytes(self) -> int:
+        """Bytes sent so far, all columns."""
+        return self._native_bytes + self.dense.wire_bytes + self.sketch.wire_bytes
+
+    @property
+    def compressed_wire_bytes(self) -> int:
+        """Bytes sent so far for the columns that the policy compresses, warm-up included."""
+        columns = sum(s.columns for s in self.plan.sketched)
+        warmup = self._native_bytes * columns // self.plan.columns if columns else 0
+        return warmup + self.sketch.wire_bytes
 
     def reduce(
         self,
@@ -60,11 +69,12 @@ class UnitReducer:
         W = self.plan.info.world_size
         self._check(out, inp, group, op)
         self.steps += 1
-        if not self.plan.sketched:
+        if not self.plan.sketched or self.steps <= self.plan.warmup_steps:
             pending = dense_reduce_scatter(out, inp, group, op)
             self._native_bytes += pending.wire_bytes
             pending.wait()
             return
+        self.sketch_steps += 1
         grad = inp.view(W, -1)
         with record_function(f"TAGC::encode ({self._name})"):
             self.sketch.encode(grad, group)

@@ -145,11 +145,8 @@ def unpack(v: Tensor, symbol: Symbol) -> Tensor:
     Returns:
         ``[..., lanes]`` int32 lane sums.
     """
-    rest = v.to(torch.int64)
-    half, span = 1 << (symbol.bits - 1), 1 << symbol.bits
-    lanes = []
-    for _ in range(symbol.lanes):
-        lane = ((rest + half) & (span - 1)) - half
-        lanes.append(lane)
-        rest = (rest - lane) >> symbol.bits
-    return torch.stack(lanes, -1).to(torch.int32)
+    # Adding half of each lane's range undoes all borrows at once: lanes become plain digits.
+    half = 1 << (symbol.bits - 1)
+    shifts = torch.arange(symbol.lanes, device=v.device, dtype=torch.int64) * symbol.bits
+    biased = v.to(torch.int64) + (half << shifts).sum()
+    return (((biased[..., None] >> shifts) & (2 * half - 1)) - half).to(torch.int32)

@@ -2,7 +2,7 @@
 
 Every rank selects with the same threshold. Each step the ranks' counts are summed by an
 all-reduce that nobody waits for, and the next step on, all ranks move the threshold alike. Only
-multiplication, division, comparison and square roots are used, which IEEE 754 rounds the same way
+the four basic operations and comparisons are used, which IEEE 754 rounds the same way
 everywhere, so thresholds stay equal to the bit.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.ops import ABOVE, KEPT, NONZERO
+from tagc.ops import ABOVE, KEPT, NONZERO, SATURATED
 from tagc.quantize import MAX_THRESHOLD, MIN_THRESHOLD
 
 _SAMPLE = 8192
@@ -19,8 +19,10 @@ _SAMPLE = 8192
 # non-zero groups below it when there are fewer of those than the target.
 _NONZERO_SHARE = 0.9
 _MAX_RATIO = 256.0
+_FIRST_EXPONENT, _MIN_EXPONENT, _MAX_EXPONENT = 1 / 4, 1 / 32, 1 / 2
 _NOTHING_ABOVE = 1 / 16
-_BIAS_RATE, _MAX_BIAS = 0.1, 4.0
+# The bias learns only while the threshold is about right: elsewhere it would wind up.
+_BIAS_RATE, _MAX_BIAS, _NEAR = 0.1, 4.0, 4.0
 
 
 def sampled_threshold(grad: Tensor, lanes: int, density: float) -> Tensor:
@@ -62,26 +64,67 @@ def agree(sampled: Tensor) -> Tensor:
     return torch.where(seen > 0, mean, 1.0).clamp(MIN_THRESHOLD, MAX_THRESHOLD)
 
 
-def steer(threshold: Tensor, bias: Tensor, counts: Tensor, target: Tensor) -> None:
-    """Move thresholds towards the target, in place.
+class Steering:
+    """Thresholds of a unit's segments and what is needed to keep them on target.
 
-    The number of groups above a threshold falls roughly with its square or cube, so the fourth
-    root of the ratio closes half of the gap or more in a step, without overshoot.
+    How steeply the count falls with the threshold differs widely: like its square for raw
+    gradients, like its tenth power for a residual that piled up just below. So the exponent of
+    the correction is learnt: it grows while the count stays on one side of the target and halves
+    when it overshoots (as in Rprop).
 
-    Gradients vary in size from step to step, and what exceeds the capacity in a large one does
-    not make up for what a small one lacks. ``bias`` learns slowly how many groups to aim for so
-    that the number *kept* is on target in the mean.
+    Gradients also vary in size from step to step, and what exceeds the capacity in a large one
+    does not make up for what a small one lacks. ``bias`` learns slowly how many groups to aim for
+    so that the number *kept* is on target in the mean.
 
-    Args:
+    Where a distribution's tail is heavy (embedding, head), elements saturate however common the
+    threshold is; ``boost`` doubles the quantization step while more than one kept group in 64
+    clips, and gives it back when none in 1024 does.
+
+    Attributes:
         threshold: ``[segments, W]`` float32.
-        bias: ``[segments, W]`` float32, 1 at first.
-        counts: ``[segments, W, 3]`` int32, summed over ranks, of the previous step.
-        target: ``[segments, 1]`` float32, groups that all ranks together should keep.
+        boost: ``[segments, W]`` float32 power of two, 1 or more: factor on the quantization step.
     """
-    above, nonzero, kept = (counts[..., i].float() for i in (ABOVE, NONZERO, KEPT))
-    goal = torch.minimum(target, nonzero * _NONZERO_SHARE).clamp(min=0.5)
-    bias.mul_(1 + _BIAS_RATE * (goal - kept) / goal).clamp_(1.0, _MAX_BIAS)
-    ratio = (above / (goal * bias)).clamp(1 / _MAX_RATIO, _MAX_RATIO)
-    factor = torch.where(above > 0, ratio.sqrt().sqrt(), _NOTHING_ABOVE)
-    factor = torch.where(nonzero > 0, factor, 1.0)
-    threshold.mul_(factor).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)
+
+    def __init__(self, target: Tensor, max_boost: Tensor, world_size: int) -> None:
+        """New state.
+
+        Args:
+            target: ``[segments]`` float32, groups that all ranks together should keep.
+            max_boost: ``[segments]`` float32 powers of two.
+        """
+        shape = (target.shape[0], world_size)
+        self.threshold = target.new_ones(shape)
+        self.boost = target.new_ones(shape)
+        self._target, self._max_boost = target[:, None], max_boost[:, None]
+        self._bias = target.new_ones(shape)
+        self._exponent = target.new_full(shape, _FIRST_EXPONENT)
+        self._side = target.new_zeros(shape)
+
+    def update(self, counts: Tensor) -> None:
+        """Move the thresholds towards the target.
+
+        Args:
+            counts: ``[segments, W, 4]`` int32, summed over ranks, of the previous step.
+        """
+        above, nonzero, kept = (counts[..., i].float() for i in (ABOVE, NONZERO, KEPT))
+        saturated = counts[..., SATURATED].float()
+        coarser, finer = saturated * 64 > kept, saturated * 1024 < kept
+        self.boost.mul_(torch.where(coarser, 2.0, torch.where(finer, 0.5, 1.0)))
+        self.boost.copy_(self.boost.clamp(min=1.0).minimum(self._max_boost))
+        goal = torch.minimum(self._target, nonzero * _NONZERO_SHARE).clamp(min=0.5)
+        ratio = (above / (goal * self._bias)).clamp(max=_MAX_RATIO)
+        near = (ratio > 1 / _NEAR) & (ratio < _NEAR)
+        learn = torch.where(near, _BIAS_RATE * (goal - kept) / goal, 0.0)
+        self._bias.mul_(1 + learn).clamp_(1.0, _MAX_BIAS)
+
+        side = (ratio - 1).sign()
+        swung = side * self._side < 0
+        self._exponent.mul_(torch.where(swung, 0.5, 1.25)).clamp_(_MIN_EXPONENT, _MAX_EXPONENT)
+        self._side.copy_(side)
+        # ratio ** p to first order around 1, bounded by (1 + p) / (1 - p), and free of functions
+        # that another libm rounds differently.
+        p = self._exponent
+        factor = ((1 - p) + (1 + p) * ratio) / ((1 + p) + (1 - p) * ratio)
+        factor = torch.where(above > 0, factor, _NOTHING_ABOVE)
+        factor = torch.where(nonzero > 0, factor, 1.0)
+        self.threshold.mul_(factor).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)

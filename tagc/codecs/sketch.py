@@ -12,7 +12,7 @@ from tagc.exchange import Pending, all_reduce_sum, all_to_all, gather_rows, sum_
 from tagc.ops import KEPT, UNION, UNRESOLVED, Ops
 from tagc.plan import Segment, SketchPlan, UnitPlan
 from tagc.quantize import quantization_step
-from tagc.threshold import agree, sampled_threshold, steer
+from tagc.threshold import Steering, agree, sampled_threshold
 from tagc.workspace import Workspace
 
 # With room for every group nothing is selected away and the threshold only sets the step: the
@@ -35,7 +35,7 @@ class SketchColumns:
     """State and step of the sketched columns of a unit.
 
     Attributes:
-        thresholds: ``[segments, W]`` float32, equal on every rank.
+        steering: the segments' thresholds, equal on every rank.
         totals: ``[segments, 3]`` int64 sums over steps on this rank: groups kept for all
             destinations, groups in the union of the own shard, groups unresolved there.
         wire_bytes: bytes sent to other ranks so far.
@@ -64,17 +64,16 @@ class SketchColumns:
         self._words = words
         n = len(self._lanes)
         self._seed = torch.tensor([seed], dtype=torch.int32, device=device)
-        self.thresholds = torch.zeros(n, W, device=device)
-        self._bias = torch.ones(n, W, device=device)
         self._steps = torch.ones(n, W, device=device)
-        self._target = torch.tensor(
-            [[W * self._scale_density(lane) * lane.sketch.layout.groups] for lane in self._lanes],
-            device=device,
+        target = [W * self._scale_density(lane) * lane.sketch.layout.groups for lane in self._lanes]
+        boost = [lane.sketch.max_boost for lane in self._lanes]
+        self.steering = Steering(
+            torch.tensor(target, device=device), torch.tensor(boost, device=device), W
         )
-        self._counts = torch.zeros(n, W, 3, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(n, W, 4, dtype=torch.int32, device=device)
         self._summed = torch.zeros_like(self._counts)
         self._stats = torch.zeros(n, 2, dtype=torch.int32, device=device)
-        self._steering: Pending | None = None
+        self._counting: Pending | None = None
         self._index: Pending | None = None
         self._sums: list[tuple[torch.dtype, Pending]] = []
         self.totals = torch.zeros(n, 3, dtype=torch.int64, device=device)
@@ -96,11 +95,12 @@ class SketchColumns:
             return
         self._update_thresholds(grad, group)
         self._seed.add_(1)
+        threshold = self.steering.threshold
         index = self._buffer("index_send", self._words, torch.int32)
         for i, lane in enumerate(self._lanes):
             sketch = lane.sketch
             torch.mul(
-                quantization_step(self.thresholds[i], sketch.symbol, sketch.levels),
+                quantization_step(threshold[i], sketch.symbol, sketch.levels),
                 1.0,
                 out=self._steps[i],
             )
@@ -110,7 +110,7 @@ class SketchColumns:
             self._ops.encode(
                 grad[:, lane.segment.start : lane.segment.stop],
                 lane.residual,
-                self.thresholds[i],
+                threshold[i],
                 self._steps[i],
                 self._seed,
                 index[:, lane.index],
@@ -138,9 +138,9 @@ class SketchColumns:
                 )
                 self._sums.append((dtype, pending))
         self._summed.copy_(self._counts)
-        self._steering = all_reduce_sum(self._summed, group)
+        self._counting = all_reduce_sum(self._summed, group)
         self.wire_bytes += sum(
-            p.wire_bytes for p in (self._index, self._steering, *(p for _, p in self._sums))
+            p.wire_bytes for p in (self._index, self._counting, *(p for _, p in self._sums))
         )
 
     def wait(self) -> None:
@@ -174,7 +174,7 @@ class SketchColumns:
             self.totals[:, 2] += self._stats[:, UNRESOLVED]
 
     def _update_thresholds(self, grad: Tensor, group: dist.ProcessGroup) -> None:
-        if self._steering is None:
+        if self._counting is None:
             # The only exchange that a unit ever waits for before it sends.
             sampled = torch.stack(
                 [
@@ -186,10 +186,10 @@ class SketchColumns:
                     for lane in self._lanes
                 ]
             )
-            self.thresholds.copy_(agree(gather_rows(sampled, group)))
+            self.steering.threshold.copy_(agree(gather_rows(sampled, group)))
         else:
-            self._steering.wait()
-            steer(self.thresholds, self._bias, self._summed, self._target)
+            self._counting.wait()
+            self.steering.update(self._summed)
 
     def _buffer(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:
         return self._workspace.take(name, (self._world_size, columns), dtype)

@@ -20,8 +20,8 @@ from tagc.layout import SketchLayout
 
 NAMES = ("auto", "reference", "cpu", "triton")
 
-# Columns of the `counts` that `encode` writes, [W, 3] int32.
-ABOVE, NONZERO, KEPT = 0, 1, 2
+# Columns of the `counts` that `encode` writes, [W, 4] int32.
+ABOVE, NONZERO, KEPT, SATURATED = range(4)
 # Entries of the `stats` that `decode` writes, [2] int32.
 UNION, UNRESOLVED = 0, 1
 
@@ -71,8 +71,8 @@ class Ops(Protocol):
             index: ``[W, index_words]`` int32, written: bitmaps (bit ``g % 32`` of word ``g // 32``
                 for group ``g``), then the poison word (0 or 1).
             cells: ``[W, cells]`` of the symbol's dtype, written.
-            counts: ``[W, 3]`` int32, written: groups above the threshold, groups with any
-                non-zero finite element, groups kept.
+            counts: ``[W, 4]`` int32, written: groups above the threshold, finite groups that
+                are not all zero, groups kept, kept groups with an element that was clipped.
         """
         ...
 

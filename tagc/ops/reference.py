@@ -81,10 +81,12 @@ def encode(
         kept = _keep_largest(above, size, capacity) if capacity < layout.groups else size > 0
 
         if layout.symbol.integer:
-            q = (groups * (1.0 / step[d])).clamp(-levels, levels).round()
+            scaled = groups * (1.0 / step[d])
+            q = scaled.clamp(-levels, levels).round()
+            clipped = (scaled.abs() > levels).any(-1) & kept
             symbols, sent = pack(q.nan_to_num(0.0).to(torch.int64), layout.symbol), q * step[d]
         else:
-            symbols, sent = groups[:, 0], groups
+            symbols, sent, clipped = groups[:, 0], groups, torch.zeros_like(kept)
         if residual is not None:
             left = torch.where(kept[:, None], groups - sent, groups).flatten()[: layout.numel]
             stay = (~finite)[:, None].expand_as(groups).flatten()[: layout.numel]
@@ -93,7 +95,7 @@ def encode(
         index[d, : layout.words] = to_bitmap(kept)
         index[d, layout.words] = (~finite).any()
         insert(symbols, index[d, : layout.words], seed, cells[d], layout=layout)
-        counts[d] = torch.stack([above.sum(), (size > 0).sum(), kept.sum()])
+        counts[d] = torch.stack([above.sum(), (size > 0).sum(), kept.sum(), clipped.sum()])
 
 
 def decode(

@@ -10,9 +10,8 @@ from tagc.ops.cpu.llvm import popcount, trailing_zeros
 from tagc.ops.cpu.scalar import N, U, compiled, lane_of, load, positions, salts_of, store
 
 _BATCH = 256
-# A table entry holds the number of keys left in the upper 24 bits, the sum of their slots below.
-_ONE = np.int64(1) << 40
-_SLOT = _ONE - 1
+_MAX_COMPACT_KEYS = 1 << 20
+_DEGREE = np.int64((1 << 24) - 1)
 
 
 @compiled
@@ -25,15 +24,15 @@ def decode_shard(index, cells, n, group, step, seed, divisor, hashes, partition,
         values = cells[keys]
     else:
         salts = salts_of(seed, hashes)
-        values, done, where, table = _recover(keys, salts, partition, cells)
+        values, done, where, degree = _recover(keys, salts, partition, cells)
         stuck = keys.size - np.sum(done)
         if stuck and residual is not None:
-            _estimate(keys, done, where, table, cells, n, len(group), step, hashes, residual)
+            _estimate(keys, done, where, degree, cells, n, len(group), step, hashes, residual)
     if poison:
         # A bfloat16 output is an integer array here: 0x7fc0 is its NaN.
         _fill_nan(out)
     else:
-        _write(values, words, n, group, step, divisor, out)
+        _write(values, keys, n, group, step, divisor, out)
     return keys.size, stuck
 
 
@@ -77,79 +76,135 @@ def _keys(words):
     total = 0
     for w in range(words.size):
         total += popcount(words[w])
-    keys = np.empty(total, np.uint32)
-    t = 0
+    keys = np.empty(total + 4, np.uint32)
+    t = N(0)
     for w in range(words.size):
         word = words[w]
-        while word:
-            keys[t] = w * 32 + trailing_zeros(word)
-            word &= U(word - U(1))
-            t += 1
-    return keys
+        if word == U(0):
+            continue
+        # Four at a time without a branch; what runs past the last set bit is overwritten next.
+        end = t + N(popcount(word))
+        while True:
+            for _ in range(4):
+                keys[t] = w * 32 + trailing_zeros(word)
+                word &= U(word - U(1))
+                t += N(1)
+            if t >= end:
+                break
+        t = end
+    return keys[:total]
 
 
 @compiled
-def _build(keys, salts, partition):
-    """Cells of every key ``[K * hashes]`` and the table of degrees and slot sums ``[cells]``."""
+def _recover(keys, salts, partition, cells):
+    """Values of the present groups in ascending order, which of them are known, the cells of
+    each, and per cell how many keys are left in it; ``cells`` become what is left in them."""
+    where = np.empty(keys.size * salts.size, np.uint32)
+    values, degree = np.zeros(keys.size, cells.dtype), np.zeros(cells.size, np.int32)
+    done = np.zeros(keys.size, np.uint8)
+    _solve(keys, salts, partition, cells, where, values, done, degree)
+    return values, done, where, degree
+
+
+def _solve(keys, salts, partition, cells, where, values, done, degree):
+    raise NotImplementedError
+
+
+@overload(_solve)
+def _(keys, salts, partition, cells, where, values, done, degree):
+    if cells.dtype == types.float32:
+
+        def solve_float(keys, salts, partition, cells, where, values, done, degree):
+            left, exact = cells.astype(np.float64), np.zeros(values.size, np.float64)
+            _peel_rounds(keys, salts, partition, left, where, exact, done, degree)
+            values[:] = exact
+            cells[:] = left
+
+        return solve_float
+
+    def solve_integer(keys, salts, partition, cells, where, values, done, degree):
+        if keys.size <= _MAX_COMPACT_KEYS and keys.size <= cells.size:
+            _peel_compact(keys, salts, partition, cells, where, values, done, degree)
+        else:
+            _peel_rounds(keys, salts, partition, cells, where, values, done, degree)
+
+    return solve_integer
+
+
+@compiled
+def _build(keys, salts, partition, table, unit, where):
+    """Add ``unit * slot + 1`` for every key to the entry of each of its cells; note the cells."""
     hashes = salts.size
-    where = np.empty(keys.size * hashes, np.uint32)
-    table = np.zeros(hashes * partition, np.int64)
     batch = np.empty((hashes, _BATCH), np.uint64)
     for lo in range(0, keys.size, _BATCH):
         count = min(_BATCH, keys.size - lo)
         positions(keys[lo : lo + count], count, salts, partition, batch)
         for i in range(hashes):
-            row, at, entry = batch[i], N(lo * hashes + i), _ONE + lo
+            row, at, entry = batch[i], N(lo * hashes + i), unit * lo + 1
             for t in range(N(count)):
                 where[at] = row[t]
                 at += N(hashes)
                 table[row[t]] += entry
-                entry += 1
-    return where, table
+                entry += unit
 
 
 @compiled
-def _lonely(table):
+def _lonely(table, mask):
     """Queue that begins with the cells of degree one, and its tail."""
     queue = np.empty(table.size + 1, np.uint32)
     tail = N(0)
     for c in range(N(table.size)):
         queue[tail] = c
-        tail += N(table[c] >> 40 == 1)
+        tail += N(table[c] & mask == 1)
     return queue, tail
 
 
 @compiled
-def _peel(where, table, left, values, done, hashes):
-    """Peel with a queue. Order does not matter to integers, so one pass in any order will do."""
-    queue, tail = _lonely(table)
+def _peel_compact(keys, salts, partition, cells, where, values, done, degree):
+    """Peel integers with a queue, all that is known of a cell in one 64-bit entry.
+
+    From the top: the sum of the symbols (32 bits, wraps), the sum of the keys' slots (26 bits),
+    the number of keys (6 bits). A key leaves a cell by one subtraction. Slots below 2**20 and
+    fewer than 64 keys in a cell keep the lower fields from running over; with no more keys than
+    cells a fuller cell has probability below 1e-40. The order does not matter to integers.
+    """
+    hashes = N(salts.size)
+    table = np.empty(cells.size, np.int64)
+    for c in range(N(cells.size)):
+        table[c] = np.int64(cells[c]) << 32
+    _build(keys, salts, partition, table, np.int64(64), where)
+    queue, tail = _lonely(table, 63)
     head = N(0)
     while head < tail:
         c = queue[head]
         head += N(1)
         entry = table[c]
-        if entry >> 40 != 1:
+        if entry & 63 != 1:
             continue
-        slot = N(entry & _SLOT)
-        value = left[c]
-        values[slot] = value
+        slot = N((entry >> 6) & (_MAX_COMPACT_KEYS - 1))
+        values[slot] = entry >> 32
         done[slot] = 1
-        at = slot * N(hashes)
-        for i in range(N(hashes)):
+        at = slot * hashes
+        for i in range(hashes):
             p = where[at + i]
-            left[p] -= value
             rest = table[p] - entry
             table[p] = rest
             # Without a branch: a cell enters for good when its degree falls to one, which
             # happens once, so the queue needs no more room than there are cells.
             queue[tail] = p
-            tail += N(rest >> 40 == 1)
+            tail += N(rest & 63 == 1)
+    for c in range(N(cells.size)):
+        cells[c], degree[c] = table[c] >> 32, table[c] & 63
 
 
 @compiled
-def _peel_rounds(where, table, left, values, done, hashes):
-    """Peel round by round, reading each key from its first lonely cell (float32 symbols)."""
-    queue, tail = _lonely(table)
+def _peel_rounds(keys, salts, partition, left, where, values, done, degree):
+    """Peel round by round, any dtype and size, reading each key from its first lonely cell."""
+    hashes = N(salts.size)
+    # Upper 40 bits the sum of the slots, lower 24 the number of keys.
+    table = np.zeros(left.size, np.int64)
+    _build(keys, salts, partition, table, np.int64(1 << 24), where)
+    queue, tail = _lonely(table, _DEGREE)
     slots = np.empty(done.size, np.uint64)
     head = N(0)
     while head < tail:
@@ -157,12 +212,12 @@ def _peel_rounds(where, table, left, values, done, hashes):
         while head < end:
             c = queue[head]
             head += N(1)
-            if table[c] >> 40 != 1:
+            if table[c] & _DEGREE != 1:
                 continue
-            slot = N(table[c] & _SLOT)
-            at, first = slot * N(hashes), c
-            for i in range(N(hashes)):
-                if table[where[at + i]] >> 40 == 1:
+            slot = N(table[c] >> 24)
+            at, first = slot * hashes, c
+            for i in range(hashes):
+                if table[where[at + i]] & _DEGREE == 1:
                     first = where[at + i]
                     break
             if first == c:
@@ -172,69 +227,31 @@ def _peel_rounds(where, table, left, values, done, hashes):
         for t in range(found):
             slot = slots[t]
             done[slot] = 1
-            at, entry = slot * N(hashes), _ONE + np.int64(slot)
-            for i in range(N(hashes)):
+            at, entry = slot * hashes, (np.int64(slot) << 24) + 1
+            for i in range(hashes):
                 p = where[at + i]
                 left[p] -= values[slot]
                 rest = table[p] - entry
                 table[p] = rest
                 queue[tail] = p
-                tail += N(rest >> 40 == 1)
-
-
-def _solve(where, table, cells, values, done, hashes):
-    raise NotImplementedError
-
-
-@overload(_solve)
-def _(where, table, cells, values, done, hashes):
-    if cells.dtype != types.float32:
-        return lambda where, table, cells, values, done, hashes: _peel(
-            where, table, cells, values, done, hashes
-        )
-
-    def wide(where, table, cells, values, done, hashes):
-        left, exact = cells.astype(np.float64), np.zeros(values.size, np.float64)
-        _peel_rounds(where, table, left, exact, done, hashes)
-        values[:] = exact
-        cells[:] = left
-
-    return wide
+                tail += N(rest & _DEGREE == 1)
+    for c in range(N(left.size)):
+        degree[c] = table[c] & _DEGREE
 
 
 @compiled
-def _recover(keys, salts, partition, cells):
-    """Values of the present groups in ascending order; what peeling left behind."""
-    values, done = np.zeros(keys.size, cells.dtype), np.zeros(keys.size, np.uint8)
-    where, table = _build(keys, salts, partition)
-    _solve(where, table, cells, values, done, salts.size)
-    return values, done, where, table
-
-
-@compiled
-def _write(values, words, n, group, step, divisor, out):
-    """Dequantize into the output, front to back; ``values`` follow the set bits of ``words``."""
+def _write(values, keys, n, group, step, divisor, out):
+    """Dequantize into the output: zeros everywhere, then the groups that are there."""
     lanes = len(group)
-    block = 32 * lanes
-    zero, t = np.float32(0.0), N(0)
-    for w in range(words.size):
-        base, fill = N(w * block), N(min(block, n - w * block))
-        if fill == N(block):
-            for j in range(N(block)):
-                store(out, base + j, zero)
-        else:
-            for j in range(fill):
-                store(out, base + j, zero)
-        word = words[w]
-        while word:
-            first = N(trailing_zeros(word) * lanes)
-            word &= U(word - U(1))
-            for lane in range(lanes):
-                at = first + N(lane)
-                if at < fill:
-                    value = _dequantize(values[t], lane, lanes, step) / divisor
-                    store(out, base + at, value)
-            t += N(1)
+    zero = np.float32(0.0)
+    for j in range(N(n)):
+        store(out, j, zero)
+    for t in range(N(keys.size)):
+        base = N(keys[t]) * N(lanes)
+        for lane in range(lanes):
+            at = base + N(lane)
+            if at < N(n):
+                store(out, at, _dequantize(values[t], lane, lanes, step) / divisor)
 
 
 def _dequantize(v, lane, lanes, step):
@@ -249,7 +266,7 @@ def _(v, lane, lanes, step):
 
 
 @compiled
-def _estimate(keys, done, where, table, cells, n, lanes, step, hashes, residual):
+def _estimate(keys, done, where, degree, cells, n, lanes, step, hashes, residual):
     """Give the owner's residual an estimate of what could not be peeled."""
     for slot in range(keys.size):
         if done[slot]:
@@ -259,6 +276,6 @@ def _estimate(keys, done, where, table, cells, n, lanes, step, hashes, residual)
             share = np.float32(0.0)
             for i in range(hashes):
                 p = where[slot * hashes + i]
-                share += _dequantize(cells[p], lane, lanes, step) / np.float32(table[p] >> 40)
+                share += _dequantize(cells[p], lane, lanes, step) / np.float32(degree[p])
             share /= np.float32(hashes)
             store(residual, lo + lane, load(residual, lo + lane) + share)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import types
 from numba.extending import overload, register_jitable
@@ -26,9 +28,9 @@ def encode_row(
         _trim(g, e, n, len(group), capacity, kept, words)
         kept = capacity
     salts = salts_of(seed, hashes)
-    _emit(g, e, n, group, step, levels, words, salts, partition, cells)
+    saturated = _emit(g, e, n, group, step, levels, words, salts, partition, cells)
     index[index.size - 1] = poison
-    counts[0], counts[1], counts[2] = above, nonzero, kept
+    counts[0], counts[1], counts[2], counts[3] = above, nonzero, kept, saturated
 
 
 @compiled
@@ -171,31 +173,36 @@ def _trim(g, e, n, lanes, capacity, kept, words):
 
 @compiled
 def _emit(g, e, n, group, step, levels, words, salts, partition, cells):
-    """Quantize what is kept, leave the rest in the residual, add the symbols to the cells."""
+    """Quantize what is kept, leave the rest in the residual, add the symbols to the cells.
+
+    Returns: groups with an element that was clipped.
+    """
     cells[:] = 0
     lanes = len(group)
     inverse, limit = np.float32(1.0) / step, np.float32(levels)
     keys, symbols = np.empty(_BATCH, np.uint32), np.empty(_BATCH, cells.dtype)
     where = np.empty((max(1, salts.size), _BATCH), np.uint64)
-    count = 0
+    count, saturated = 0, 0
     for w in range(words.size):
         word = words[w]
         while word:
             key = w * 32 + trailing_zeros(word)
             word &= U(word - U(1))
             size = N(min(lanes, n - key * lanes))
-            symbols[count] = _quantize(
+            symbols[count], clipped = _quantize(
                 g, e, N(key * lanes), size, group, step, inverse, limit, cells
             )
+            saturated += np.int64(clipped)
             keys[count] = key
             count += 1
             if count == _BATCH:
                 _scatter(keys, symbols, count, salts, partition, where, cells)
                 count = 0
     _scatter(keys, symbols, count, salts, partition, where, cells)
+    return saturated
 
 
-def _quantize(g, e, at, size, group, step, inverse, limit, cells):
+def _quantize(g, e, at, size, group, step, inverse, limit, cells) -> Any:
     raise NotImplementedError
 
 
@@ -206,19 +213,21 @@ def _(g, e, at, size, group, step, inverse, limit, cells):
         def whole(g, e, at, size, group, step, inverse, limit, cells):
             x = _value(g, e, at)
             store(e, at, np.float32(0.0))
-            return x
+            return x, False
 
         return whole
 
     def quantized(g, e, at, size, group, step, inverse, limit, cells):
-        symbol = np.int64(0)
+        symbol, clipped = np.int64(0), False
         for j in range(N(len(group))):
             if j < size:
                 x = _value(g, e, at + j)
-                q = np.rint(min(max(x * inverse, -limit), limit))
+                scaled = x * inverse
+                clipped |= abs(scaled) > limit
+                q = np.rint(min(max(scaled, -limit), limit))
                 store(e, at + j, np.float32(x - np.float32(q * step)))
                 symbol += np.int64(q) << np.int64(N(32 // len(group)) * j)
-        return np.int32(symbol)
+        return np.int32(symbol), clipped
 
     return quantized
 

@@ -91,13 +91,14 @@ def positions(keys, count, salts, partition, where):
 
 @register_jitable(inline="always")
 def lane_of(v, lane, lanes):
-    """Signed lane of a symbol sum, carries from the lower lanes undone."""
-    bits = 32 // lanes
-    half = np.int64(1) << (bits - 1)
-    mask = (half << 1) - 1
-    rest = np.int64(v)
-    q = ((rest + half) & mask) - half
-    for _ in range(lane):
-        rest = (rest - q) >> bits
-        q = ((rest + half) & mask) - half
-    return q
+    """Signed lane of a symbol sum.
+
+    Adding half of each lane's range undoes all borrows at once: lanes become plain digits.
+    """
+    bits = N(32 // lanes)
+    half = N(1) << (bits - N(1))
+    bias = N(0)
+    for i in range(N(lanes)):
+        bias |= half << (bits * i)
+    digit = ((N(U(v)) + bias) >> (bits * N(lane))) & ((half << N(1)) - N(1))
+    return np.int64(digit) - np.int64(half)
