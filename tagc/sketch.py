@@ -155,7 +155,7 @@ class CountSketch:
             values = x.float()
             return values, values != 0
         if x.is_floating_point():
-            if step is None or not step > 0:
+            if step is None or not 0 < step < float("inf"):
                 raise ValueError(
                     f"float input to {symbol.name} needs a positive quantization step, got {step}"
                 )

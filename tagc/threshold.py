@@ -38,7 +38,7 @@ def sampled_threshold(grad: Tensor, lanes: int, density: float) -> Tensor:
     """
     groups = grad.shape[1] // lanes
     if groups == 0:
-        return grad.abs().amax(1).float().nan_to_num(0.0, 0.0)
+        return grad.float().nan_to_num(0.0, 0.0, 0.0).abs().amax(1)
     stride = max(1, groups // _SAMPLE)
     whole = grad[:, : groups * lanes].unflatten(1, (groups, lanes))
     size = whole[:, ::stride].float().nan_to_num(0.0, 0.0, 0.0).abs().amax(-1)

@@ -69,7 +69,12 @@ def test_load_from_every_source(tmp_path, monkeypatch):
 def test_the_content_of_a_file(tmp_path):
     first, second = load_text(BASE, tmp_path).gradients
     assert first.when.role == ("attention",)
-    assert first.codec.model_dump() == {"kind": "sketch", "density": 0.2, "symbol": "int8x4"}
+    assert first.codec.model_dump() == {
+        "kind": "sketch",
+        "density": 0.2,
+        "symbol": "int8x4",
+        "warmup_steps": 0,
+    }
     assert first.feedback == Feedback(kind="residual", dtype="bfloat16")
     assert second.codec == DenseCodec()
 
@@ -111,7 +116,12 @@ def test_builtin_compresses_its_roles(name: str):
         if index is not None and policy.gradients[index].codec.compresses:
             compressed.add(role)
             rule = policy.gradients[index].model_dump()
-            assert rule["codec"] == {"kind": "sketch", "density": 0.2, "symbol": "auto"}
+            assert rule["codec"] == {
+                "kind": "sketch",
+                "density": 0.2,
+                "symbol": "auto",
+                "warmup_steps": 40,
+            }
             assert rule["feedback"] == {"kind": "residual", "dtype": "float32"}
     assert compressed == COMPRESSED[name]
 

@@ -59,7 +59,8 @@ class Ops(Protocol):
            poison word of the destination is set;
         3. a kept element sends ``q = rint(clip(x / step[d], -levels, levels))`` and leaves
            ``x - q * step[d]`` in the residual (``float32`` symbols send ``x`` and leave 0), every
-           other element leaves ``x``, rounded to nearest even in the residual's dtype.
+           other element leaves ``x``, rounded to nearest even in the residual's dtype (finite
+           stays finite).
 
         Args:
             grad: ``[W, n]`` float32, bfloat16 or float16.

@@ -90,7 +90,7 @@ def encode(
         if residual is not None:
             left = torch.where(kept[:, None], groups - sent, groups).flatten()[: layout.numel]
             stay = (~finite)[:, None].expand_as(groups).flatten()[: layout.numel]
-            residual[d] = torch.where(stay, residual[d], left.to(residual.dtype))
+            residual[d] = torch.where(stay, residual[d], _rounded(left, residual.dtype))
 
         index[d, : layout.words] = to_bitmap(kept)
         index[d, layout.words] = (~finite).any()
@@ -126,7 +126,15 @@ def decode(
         share += _values(left[column], step, layout) / degree[column, None]
     estimate[keys] = share / layout.hashes
     add = estimate.flatten()[: layout.numel]
-    residual.copy_(torch.where(add != 0, residual.float() + add, residual.float()))
+    lost = stuck[:, None].expand_as(estimate).flatten()[: layout.numel]
+    more = _rounded(residual.float() + add, residual.dtype)
+    residual.copy_(torch.where(lost, more, residual))
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in the dtype of a residual; what is finite stays finite."""
+    largest = torch.finfo(dtype).max
+    return torch.where(x.isfinite(), x.clamp(-largest, largest), x).to(dtype)
 
 
 def _values(symbols: Tensor, step: Tensor, layout: SketchLayout) -> Tensor:

@@ -7,7 +7,17 @@ from numba import types
 from numba.extending import overload
 
 from tagc.ops.cpu.llvm import popcount, trailing_zeros
-from tagc.ops.cpu.scalar import N, U, compiled, lane_of, load, positions, salts_of, store
+from tagc.ops.cpu.scalar import (
+    N,
+    U,
+    compiled,
+    lane_of,
+    load,
+    positions,
+    salts_of,
+    store,
+    store_finite,
+)
 
 _BATCH = 256
 _MAX_COMPACT_KEYS = 1 << 20
@@ -278,4 +288,4 @@ def _estimate(keys, done, where, degree, cells, n, lanes, step, hashes, residual
                 p = where[slot * hashes + i]
                 share += _dequantize(cells[p], lane, lanes, step) / np.float32(degree[p])
             share /= np.float32(hashes)
-            store(residual, lo + lane, load(residual, lo + lane) + share)
+            store_finite(residual, lo + lane, load(residual, lo + lane) + share)

@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import overload, register_jitable
 
 from tagc.ops.cpu.llvm import float_bits, popcount, trailing_zeros
-from tagc.ops.cpu.scalar import N, U, compiled, load, positions, salts_of, store
+from tagc.ops.cpu.scalar import N, U, compiled, load, positions, salts_of, store_finite
 
 _ABS, _INF = U(0x7FFFFFFF), U(0x7F800000)
 _BATCH = 256
@@ -88,12 +88,12 @@ def _select(g, e, n, group, threshold_bits, select_bits, words):
             spared = bad if _keeps_x(e) else bad | word
             if fill == N(block) and spared == U(0):
                 for j in range(N(block)):
-                    store(e, base + j, x[j])
+                    store_finite(e, base + j, x[j])
             else:
                 for j in range(fill):
                     old[j] = e[base + j]
                 for j in range(fill):
-                    store(e, base + j, x[j])
+                    store_finite(e, base + j, x[j])
                 while spared:
                     first = N(trailing_zeros(spared) * lanes)
                     spared &= U(spared - U(1))
@@ -168,7 +168,7 @@ def _trim(g, e, n, lanes, capacity, kept, words):
                 words[w] &= ~(U(1) << U(i))
                 lo = (w * 32 + i) * lanes
                 for j in range(lo, min(n, lo + lanes)):
-                    store(e, j, _value(g, e, j))
+                    store_finite(e, j, _value(g, e, j))
 
 
 @compiled
@@ -212,7 +212,7 @@ def _(g, e, at, size, group, step, inverse, limit, cells):
 
         def whole(g, e, at, size, group, step, inverse, limit, cells):
             x = _value(g, e, at)
-            store(e, at, np.float32(0.0))
+            store_finite(e, at, np.float32(0.0))
             return x, False
 
         return whole
@@ -225,7 +225,7 @@ def _(g, e, at, size, group, step, inverse, limit, cells):
                 scaled = x * inverse
                 clipped |= abs(scaled) > limit
                 q = np.rint(min(max(scaled, -limit), limit))
-                store(e, at + j, np.float32(x - np.float32(q * step)))
+                store_finite(e, at + j, np.float32(x - np.float32(q * step)))
                 symbol += np.int64(q) << np.int64(N(32 // len(group)) * j)
         return np.int32(symbol), clipped
 

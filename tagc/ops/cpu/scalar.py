@@ -36,6 +36,10 @@ def store(a, j, x):
     raise NotImplementedError
 
 
+def store_finite(a, j, x):  # for residuals: what is finite stays finite in bfloat16, too
+    raise NotImplementedError
+
+
 @overload(load, inline="always")
 def _(a, j):
     if isinstance(a, types.NoneType):
@@ -50,17 +54,30 @@ def _(a, j, x):
     if isinstance(a, types.NoneType):
         return lambda a, j, x: None
     if a.dtype == types.uint16:
+        return lambda a, j, x: _put_bfloat16(a, j, float_bits(x))
 
-        def store_bfloat16(a, j, x):  # x finite; round to nearest even
-            b = float_bits(x)
-            a[j] = np.uint16(U(b + U(0x7FFF) + ((b >> U(16)) & U(1))) >> U(16))
-
-        return store_bfloat16
-
-    def store(a, j, x):
+    def put(a, j, x):
         a[j] = x
 
-    return store
+    return put
+
+
+@overload(store_finite, inline="always")
+def _(a, j, x):
+    if isinstance(a, types.NoneType) or a.dtype != types.uint16:
+        return lambda a, j, x: store(a, j, x)
+
+    def put(a, j, x):
+        b = float_bits(x)
+        _put_bfloat16(a, j, (b & U(0x80000000)) | min(b & U(0x7FFFFFFF), U(0x7F7F0000)))
+
+    return put
+
+
+@register_jitable(inline="always")
+def _put_bfloat16(a, j, b):
+    """Round float32 bits to nearest even; not for NaN."""
+    a[j] = np.uint16(U(b + U(0x7FFF) + ((b >> U(16)) & U(1))) >> U(16))
 
 
 @register_jitable(inline="always")

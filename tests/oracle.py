@@ -1,0 +1,252 @@
+"""What the sketch codec must do, by definition: Python integers, float64, no shortcuts, no tagc.
+
+Only the shape attributes of a layout (``groups``, ``words``, ``hashes``, ...) are read, so a
+mistake in ``tagc.ops`` or ``tagc.symbols`` cannot hide here as well. Meant for small inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# For tensors as small as the tests' a second thread gains nothing, and where cores are shared
+# OpenMP's threads spin waiting for each other: a minute instead of a second.
+torch.set_num_threads(1)
+
+MASK = 0xFFFFFFFF
+SENTINEL = 0x5A5A5A5A
+
+
+def signed(v: int, bits: int) -> int:
+    """The integer in ``[-2**(bits-1), 2**(bits-1))`` congruent to ``v``."""
+    return (v + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
+
+
+def pack(lanes: list[int], bits: int) -> int:
+    """``sum(q[i] * 2**(bits * i))`` modulo 2**32, signed."""
+    return signed(sum(q << (bits * i) for i, q in enumerate(lanes)), 32)
+
+
+def unpack(v: int, lanes: int, bits: int) -> list[int]:
+    """The only lanes of ``bits`` bits that pack to ``v``."""
+    out = []
+    for _ in range(lanes):
+        out.append(signed(v, bits))
+        v = (v - out[-1]) >> bits
+    return out
+
+
+def mix(x: int) -> int:
+    """MurmurHash3's finalizer."""
+    x ^= x >> 16
+    x = x * 0x85EBCA6B & MASK
+    x ^= x >> 13
+    x = x * 0xC2B2AE35 & MASK
+    return x ^ x >> 16
+
+
+def cells_of(key: int, seed: int, layout: Any) -> list[int]:
+    """Cells of a key: one in every partition, or the cell of its own number if ``direct``."""
+    if layout.hashes == 1:
+        return [key]
+    cells = []
+    for i in range(layout.hashes):
+        salt = mix((seed * 0x9E3779B9 + (i + 1) * 0x7F4A7C15) & MASK)
+        cells.append(i * layout.partition + (mix(key ^ salt) * layout.partition >> 32))
+    return cells
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Finite float32 rounded to bfloat16, to nearest even, still stored as float32."""
+    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def bits_of(index: np.ndarray, groups: int) -> list[int]:
+    """Groups in an int32 bitmap, ascending."""
+    words = index.astype(np.int64) & MASK
+    return [g for g in range(groups) if int(words[g // 32]) >> (g % 32) & 1]
+
+
+@dataclass
+class Row:
+    """One destination encoded."""
+
+    present: list[int]
+    poison: int
+    cells: list[int] | list[float]  # float64 sums for float32 symbols
+    counts: tuple[int, int, int, int]  # above, non-zero, kept, kept and clipped somewhere
+    left: np.ndarray  # [n] float32, before rounding to the residual's dtype
+    bad: np.ndarray  # [n] bool, elements whose residual stays as it was
+
+
+def encode_row(
+    x: np.ndarray, threshold: float, step: float, seed: int, layout: Any, levels: int, capacity: int
+) -> Row:
+    """Contract of ``Ops.encode`` for one destination, from float32 ``x`` ``[n]``."""
+    lanes, bits = layout.symbol.lanes, layout.symbol.bits
+    members = [range(g * lanes, min(len(x), (g + 1) * lanes)) for g in range(layout.groups)]
+    finite = [all(np.isfinite(x[j]) for j in m) for m in members]
+    size = [
+        max(abs(float(x[j])) for j in m) if ok else 0.0
+        for m, ok in zip(members, finite, strict=True)
+    ]
+    above = [g for g in range(layout.groups) if finite[g] and size[g] >= threshold]
+    nonzero = [g for g in range(layout.groups) if size[g] > 0]
+    if capacity < layout.groups:
+        present = sorted(sorted(above, key=lambda g: (-size[g], g))[:capacity])
+    else:
+        present = nonzero
+    cells: list[Any] = [0] * layout.cells
+    left = x.astype(np.float32).copy()
+    clipped = 0
+    for g in present:
+        if layout.symbol.integer:
+            # Quotient and product are exact in float64: the step is a power of two.
+            scaled = [float(x[j]) / step for j in members[g]]
+            clipped += any(abs(s) > levels for s in scaled)
+            q = [round(min(max(s, -levels), levels)) for s in scaled]
+            for j, lane in zip(members[g], q, strict=True):
+                left[j] = np.float32(float(x[j]) - lane * step)
+            symbol: Any = pack(q, bits)
+        else:
+            symbol = float(x[g])
+            left[g] = 0.0
+        for c in cells_of(g, seed, layout):
+            cells[c] += symbol
+    if layout.symbol.integer:
+        cells = [signed(c, 32) for c in cells]
+    bad = np.array([not finite[j // lanes] for j in range(len(x))], dtype=bool)
+    counts = (len(above), len(nonzero), len(present), clipped)
+    return Row(present, int(not all(finite)), cells, counts, left, bad)
+
+
+@dataclass
+class Peeled:
+    """What peeling recovered and what it left."""
+
+    values: dict[int, Any]  # by key; float64 for float32 symbols
+    errors: dict[int, float]  # by key, bound on |value - true sum|; float32 symbols only
+    stuck: list[int]
+    left: list[Any]  # by cell
+    degree: list[int]  # by cell: keys left
+
+
+def peel(cells: list[Any], keys: list[int], seed: int, layout: Any, error: Any = None) -> Peeled:
+    """Peel in rounds, every key from the first of its cells that held it alone at the start.
+
+    Args:
+        error: per cell, bound on the distance of the cell from its true sum. A key read from a
+            cell inherits what the cell has by then, and hands it on to the key's other cells; a
+            subtraction in float64 adds at most 2**-53 of its result.
+    """
+    integer = layout.symbol.integer
+    left = list(cells) if integer else [float(c) for c in cells]
+    err = [0.0] * len(left) if error is None else [float(e) for e in error]
+    where = {k: cells_of(k, seed, layout) for k in keys}
+    holds: list[set[int]] = [set() for _ in left]
+    for k, cs in where.items():
+        for c in cs:
+            holds[c].add(k)
+    values: dict[int, Any] = {}
+    errors: dict[int, float] = {}
+    lonely = [c for c, held in enumerate(holds) if len(held) == 1]
+    while lonely:
+        found = sorted({k for c in lonely for k in holds[c]})
+        for k in found:
+            source = next(c for c in where[k] if holds[c] == {k})
+            values[k], errors[k] = left[source], err[source]
+        touched = set()
+        for k in found:
+            for c in where[k]:
+                left[c] = signed(left[c] - values[k], 32) if integer else left[c] - values[k]
+                err[c] += errors[k] + 2.0**-53 * abs(left[c])
+                holds[c].discard(k)
+                touched.add(c)
+        lonely = [c for c in sorted(touched) if len(holds[c]) == 1]
+    stuck = [k for k in keys if k not in values]
+    return Peeled(values, errors, stuck, left, [len(held) for held in holds])
+
+
+def elements(symbol: Any, step: float, layout: Any) -> np.ndarray:
+    """float32 elements ``[lanes]`` of a symbol sum."""
+    if not layout.symbol.integer:
+        return np.array([symbol], dtype=np.float32)
+    lanes = unpack(int(symbol), layout.symbol.lanes, layout.symbol.bits)
+    return np.array(lanes, dtype=np.float32) * np.float32(step)
+
+
+def shard(by_key: dict[int, np.ndarray], layout: Any) -> np.ndarray:
+    """``[n]`` float32 with the elements of some groups, zero elsewhere."""
+    out = np.zeros((layout.groups, layout.symbol.lanes), dtype=np.float32)
+    for k, v in by_key.items():
+        out[k] = v
+    return out.reshape(-1)[: layout.numel]
+
+
+def estimate(peeled: Peeled, seed: int, step: float, layout: Any) -> np.ndarray:
+    """What decode adds to the residual for the groups that peeling left, ``[n]``."""
+    out = {}
+    for k in peeled.stuck:
+        shares = [
+            elements(peeled.left[c], step, layout).astype(np.float64) / peeled.degree[c]
+            for c in cells_of(k, seed, layout)
+        ]
+        out[k] = (sum(shares) / layout.hashes).astype(np.float32)
+    return shard(out, layout)
+
+
+def support(kind: str, groups: int, keys: int, rng: np.random.Generator) -> np.ndarray:
+    """``keys`` distinct groups, ascending: ``uniform``, or in ``rows`` as embeddings have them."""
+    if kind == "uniform":
+        return np.sort(rng.choice(groups, keys, replace=False))
+    width = int(rng.integers(8, 65))
+    rows = rng.permutation(-(-groups // width))
+    members = (rows[: -(-keys // width) + 1, None] * width + np.arange(width)).reshape(-1)
+    return np.sort(members[members < groups][:keys])
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    """An output buffer in which an entry that was not written shows: NaN, or a sentinel."""
+    value = float("nan") if dtype.is_floating_point else SENTINEL
+    return torch.full(shape, value, dtype=dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit: NaN equals itself, zeros of different sign differ."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def widened(x: Tensor) -> Tensor:
+    """The same values as the middle columns of a buffer with poison on both sides."""
+    buffer = poisoned(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype)
+    buffer[..., 3:-5] = x
+    return buffer[..., 3:-5]
+
+
+def check_margins(*views: Tensor | None) -> None:
+    """Nothing was written outside views made by :func:`widened`."""
+    for view in views:
+        if view is not None:
+            base = view._base
+            assert base is not None
+            poison = poisoned(1, dtype=view.dtype)
+            for edge in (base[..., :3].contiguous(), base[..., -5:].contiguous()):
+                assert same_bits(edge, poison.expand_as(edge).contiguous())
+
+
+def values(shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
+    """Heavy-tailed, with zeros of both signs and, coarse as they are, many ties."""
+    x = rng.laplace(size=shape) ** 3
+    if rng.random() < 0.5:
+        x = np.round(x)
+    x = np.where(rng.random(shape) < 0.2, 0.0, x) * rng.choice([-1, 1], shape)
+    return torch.from_numpy(x.astype(np.float32))

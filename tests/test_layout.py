@@ -1,0 +1,165 @@
+"""Layouts, bitmaps, and where keys lie."""
+
+import itertools
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tagc.bitmap import from_bitmap, to_bitmap
+from tagc.layout import MAX_HASHES, plan_layout
+from tagc.ops import reference
+from tagc.symbols import SYMBOLS
+
+examples = settings(deadline=None, max_examples=80, derandomize=True)
+INT8, INT32 = SYMBOLS["int8x4"], SYMBOLS["int32x1"]
+LARGE = 1 << 30
+SEEDS = [0, 1, -1, 12345, -(2**31), 2**31 - 1]
+
+
+@given(st.lists(st.booleans(), max_size=200))
+@examples
+def test_bitmap_round_trip(bits):
+    present = torch.tensor(bits, dtype=torch.bool)
+    words = to_bitmap(present)
+    assert words.dtype == torch.int32
+    assert words.shape == (-(-len(bits) // 32),)
+    for w, word in enumerate(words.tolist()):
+        chunk = bits[32 * w : 32 * w + 32]
+        assert word & oracle.MASK == sum(1 << i for i, bit in enumerate(chunk) if bit)
+    assert torch.equal(from_bitmap(words, len(bits)), present)
+
+
+def test_bitmap_rows_are_independent():
+    present = torch.rand(3, 77, generator=torch.Generator().manual_seed(0)) < 0.5
+    words = to_bitmap(present)
+    assert words.shape == (3, 3)
+    for row in range(3):
+        assert torch.equal(words[row], to_bitmap(present[row]))
+    assert torch.equal(from_bitmap(words, 77), present)
+    assert torch.equal(
+        from_bitmap(words, 77).any(0), from_bitmap(words[0] | words[1] | words[2], 77)
+    )
+
+
+@given(st.sampled_from(list(SYMBOLS.values())), st.integers(0, 1 << 24), st.integers(0, 1 << 24))
+@examples
+def test_shape(symbol, numel, keys):
+    layout = plan_layout(numel, symbol, keys)
+    assert layout.numel == numel
+    assert layout.symbol is symbol
+    assert (layout.groups - 1) * symbol.lanes < numel <= layout.groups * symbol.lanes or numel == 0
+    assert (layout.words - 1) * 32 < layout.groups <= layout.words * 32 or numel == 0
+    assert layout.index_words == layout.words + 1
+    assert layout.keys == min(keys, layout.groups)
+    assert layout.cells == layout.hashes * layout.partition
+    assert layout.keys <= layout.cells <= layout.groups
+    assert 1 <= layout.hashes <= MAX_HASHES
+    assert layout.direct == (layout.hashes == 1)
+    if layout.direct:
+        assert layout.cells == layout.groups
+    else:
+        assert layout.hashes >= 3
+        assert layout.partition >= 32
+
+
+def test_hashes_fall_and_cells_grow_with_keys():
+    sizes = sorted({*range(1, 300), *(int(1.1**i) for i in range(1, 180))})
+    layouts = [plan_layout(LARGE, INT32, keys) for keys in sizes]
+    for a, b in itertools.pairwise(layouts):
+        assert b.hashes <= a.hashes
+        if b.hashes == a.hashes:
+            assert b.cells >= a.cells
+    assert {layout.hashes for layout in layouts} == {3, 4, 5, 6}
+
+
+# Dietzfelbinger & Walzer: below this many cells per key, peeling fails however large the table.
+@pytest.mark.parametrize(
+    ("keys", "least"),
+    [(100, 1.570), (511, 1.570), (512, 1.425), (4096, 1.295), (1 << 22, 1.222), (1 << 24, 1.222)],
+)
+def test_cells_per_key_exceed_the_peeling_threshold(keys, least):
+    layout = plan_layout(LARGE, INT32, keys)
+    margin = layout.cells / keys - least
+    # A margin of 4.5 / sqrt(keys), and what rounding up to whole partitions may add.
+    assert 4.5 / keys**0.5 <= margin <= 4.5 / keys**0.5 + MAX_HASHES / keys + 1e-9
+
+
+def test_direct_where_a_table_would_be_no_smaller():
+    # 6 partitions of 32 cells are the smallest table there is.
+    assert plan_layout(192, INT32, 1).direct
+    assert not plan_layout(193, INT32, 1).direct
+    full = plan_layout(4097, INT8, 1 << 20)
+    assert full.direct
+    assert (full.keys, full.groups, full.cells) == (1025, 1025, 1025)
+    empty = plan_layout(0, INT8, 5)
+    assert (empty.groups, empty.words, empty.index_words, empty.cells) == (0, 0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("numel", "keys", "message"),
+    [
+        (-1, 1, "numel must not be negative, got -1"),
+        (1, -1, "keys must not be negative, got -1"),
+        (1 << 31, 1, r"fewer than 2\*\*31 groups"),
+    ],
+)
+def test_errors(numel, keys, message):
+    with pytest.raises(ValueError, match=message):
+        plan_layout(numel, INT32, keys)
+
+
+def test_groups_are_what_is_limited():
+    assert plan_layout(4 * (2**31 - 1), INT8, 10).groups == 2**31 - 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("keys", [0, 1, 100, 1000, 5000, 1 << 22])
+def test_positions_follow_the_definition(seed, keys):
+    layout = plan_layout(LARGE, INT32, keys)
+    ids = [0, 1, 31, 32, 12345, 2**20, LARGE - 1]
+    where = reference.positions(torch.tensor(ids), torch.tensor([seed], dtype=torch.int32), layout)
+    assert where.tolist() == [oracle.cells_of(k, seed, layout) for k in ids]
+
+
+def test_positions_of_a_direct_layout_are_the_keys():
+    layout = plan_layout(50, INT32, 50)
+    where = reference.positions(torch.arange(50), torch.tensor([7], dtype=torch.int32), layout)
+    assert where.tolist() == [[k] for k in range(50)]
+
+
+@pytest.mark.parametrize("stride", [1, 32, 1024])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_keys_spread_evenly_over_each_partition(seed, stride):
+    """Chi-squared over the cells of a partition, for keys as regular as rows of a matrix."""
+    layout = plan_layout(LARGE, INT32, 5000)
+    keys = torch.arange(100_000) * stride
+    where = reference.positions(keys, torch.tensor([seed], dtype=torch.int32), layout).numpy()
+    expected = len(keys) / layout.partition
+    for i in range(layout.hashes):
+        inside = where[:, i] - i * layout.partition
+        assert inside.min() >= 0
+        assert inside.max() < layout.partition
+        counts = np.bincount(inside, minlength=layout.partition)
+        chi2 = float(((counts - expected) ** 2 / expected).sum())
+        freedom = layout.partition - 1
+        # Six standard deviations of a chi-squared variable; MurmurHash3's mixer can be too even.
+        assert abs(chi2 - freedom) < 6 * (2 * freedom) ** 0.5
+
+
+def test_hashes_and_seeds_are_independent():
+    """Two hashes of a key, or two seeds, agree as rarely as chance has it."""
+    layout = plan_layout(LARGE, INT32, 1000)
+    keys = torch.arange(200_000)
+    seeds = [torch.tensor([s], dtype=torch.int32) for s in (0, 1, 2)]
+    columns = [
+        column - i * layout.partition
+        for seed in seeds
+        for i, column in enumerate(reference.positions(keys, seed, layout).unbind(-1))
+    ]
+    expected = len(keys) / layout.partition
+    for a, b in itertools.combinations(columns, 2):
+        assert abs(int((a == b).sum()) - expected) < 6 * expected**0.5

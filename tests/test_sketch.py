@@ -1,0 +1,350 @@
+"""The count sketch on its own: the decoded sum of sketches is the sum of the vectors."""
+
+import itertools
+
+import numpy as np
+import oracle
+import pytest
+import torch
+
+from tagc.sketch import CountSketch
+from tagc.symbols import SYMBOLS
+
+INTEGER = ["int8x4", "int16x2", "int32x1"]
+DENSITIES = [0.001, 0.01, 0.05, 0.2]
+SMALL = [1, 2, 3, 5, 31, 32, 33, 127, 129, 1000, 4097]
+# numel, ranks, density, support
+LARGE = [
+    (1 << 17, 8, 0.2, "uniform"),
+    (1 << 17, 8, 0.2, "rows"),
+    ((1 << 18) + 3, 5, 0.05, "rows"),
+    ((1 << 20) - 1, 2, 0.01, "uniform"),
+]
+
+
+def sparse_integers(name, numel, ranks, density, kind, rng):
+    """``[ranks, numel]`` int32 whose sums fit, and the number of distinct groups."""
+    symbol = SYMBOLS[name]
+    groups = -(-numel // symbol.lanes)
+    levels = symbol.levels(ranks)
+    x = np.zeros((ranks, groups, symbol.lanes), dtype=np.int32)
+    for row in x:
+        present = oracle.support(kind, groups, max(1, round(density * groups)), rng)
+        row[present] = rng.integers(-levels, levels, (len(present), symbol.lanes), endpoint=True)
+    x = x.reshape(ranks, -1)[:, :numel]
+    union = np.zeros(groups * symbol.lanes, dtype=bool)
+    union[:numel] = (x != 0).any(0)
+    return torch.from_numpy(np.ascontiguousarray(x)), int(union.reshape(groups, -1).any(1).sum())
+
+
+def orders(sketches, rng):
+    """Left to right, right to left, a random tree."""
+    total = sketches[0]
+    for s in sketches[1:]:
+        total = total + s
+    yield total
+    total = sketches[-1]
+    for s in sketches[-2::-1]:
+        total = s + total
+    yield total
+    rest = list(sketches)
+    while len(rest) > 1:
+        a = rest.pop(int(rng.integers(len(rest))))
+        b = rest.pop(int(rng.integers(len(rest))))
+        rest.append(a + b)
+    yield rest[0]
+
+
+def check_exact(name, numel, ranks, density, kind, rng):
+    x, keys = sparse_integers(name, numel, ranks, density, kind, rng)
+    codec = CountSketch(numel, keys=keys, symbol=name, seed=int(rng.integers(-(2**31), 2**31)))
+    total = x.sum(0, dtype=torch.int32)
+    for s in orders([codec.encode(row) for row in x], rng):
+        decoded = codec.decode(s)
+        assert decoded.unresolved == 0, (numel, ranks, density)
+        assert decoded.values.dtype == torch.int32
+        assert torch.equal(decoded.values, total), (numel, ranks, density)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "rows"])
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("name", INTEGER)
+def test_sums_are_exact(name, ranks, kind):
+    rng = np.random.default_rng([ranks, INTEGER.index(name), kind == "rows"])
+    for numel, density in itertools.product(SMALL, DENSITIES):
+        check_exact(name, numel, ranks, density, kind, rng)
+
+
+@pytest.mark.parametrize(("numel", "ranks", "density", "kind"), LARGE)
+@pytest.mark.parametrize("name", INTEGER)
+def test_large_sums_are_exact(name, numel, ranks, density, kind):
+    rng = np.random.default_rng([numel, ranks, kind == "rows"])
+    check_exact(name, numel, ranks, density, kind, rng)
+
+
+def test_four_million_elements():
+    check_exact("int8x4", 1 << 22, 8, 0.001, "uniform", np.random.default_rng(0))
+    check_exact("int16x2", 1 << 22, 2, 0.01, "rows", np.random.default_rng(1))
+
+
+def test_cells_and_lanes_may_overflow_on_the_way():
+    codec = CountSketch(1000, keys=3, symbol="int8x4")
+    x = torch.zeros(1000, dtype=torch.int32)
+    x[[7, 500, 999]] = torch.tensor([127, -127, 127], dtype=torch.int32)
+    plus, minus = codec.encode(x), codec.encode(-x)
+    for s in (plus + plus + plus + minus + minus, (minus + minus) + (plus + (plus + plus))):
+        assert torch.equal(codec.decode(s).values, x)
+
+
+def test_the_reference_decodes_the_same():
+    rng = np.random.default_rng(0)
+    x, keys = sparse_integers("int16x2", 3001, 3, 0.05, "rows", rng)
+    fast, slow = (
+        CountSketch(3001, keys=keys, symbol="int16x2", ops=ops) for ops in ("cpu", "reference")
+    )
+    for row in x:
+        assert torch.equal(fast.encode(row).cells, slow.encode(row).cells)
+    s = slow.encode(x[0]) + fast.encode(x[1]) + slow.encode(x[2])
+    assert torch.equal(fast.decode(s).values, x.sum(0, dtype=torch.int32))
+    assert torch.equal(slow.decode(s).values, x.sum(0, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("step", [2.0**-10, 1.0, 0.1])
+@pytest.mark.parametrize("name", INTEGER)
+def test_float_input_is_rounded_to_steps(name, step, ranks):
+    rng = np.random.default_rng(ranks)
+    q, keys = sparse_integers(name, 2001, ranks, 0.05, "uniform", rng)
+    # float64 input less than half a step away from the integers
+    x = (q.double() + torch.from_numpy(rng.uniform(-0.4, 0.4, q.shape)) * (q != 0)) * step
+    codec = CountSketch(2001, keys=keys, symbol=name)
+    for s in orders([codec.encode(row, step=step) for row in x], rng):
+        decoded = codec.decode(s)
+        assert decoded.unresolved == 0
+        assert decoded.values.dtype == torch.float32
+        assert torch.equal(decoded.values, q.sum(0).float() * step)
+
+
+def test_ties_round_to_even():
+    codec = CountSketch(8, keys=2, symbol="int8x4")
+    x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.4, 0.6])
+    decoded = codec.decode(codec.encode(x, step=1.0))
+    assert decoded.values.tolist() == [0, 2, 2, 0, -2, -2, 0, 1]
+
+
+def float_error_bounds(x, seed, layout):
+    """Values by key and how far each may lie from the true sum, by the oracle's peeling.
+
+    With u = 2**-24 and gamma(m) = m*u / (1 - m*u): a cell is the float32 sum, in some order, of
+    its m terms (one for every rank and key in it), so it is off by at most gamma(m - 1) times
+    the sum of their magnitudes, whatever the order (Higham, Accuracy and Stability of Numerical
+    Algorithms, section 4.2). Peeling runs in float64. A key read from a cell is off by the error
+    of that cell plus the errors of the keys subtracted from it before, plus 2**-53 of each
+    intermediate value: err(key) <= err(cell) + sum of err(other keys of that cell). Which cell
+    that is follows from the contract: the first one that held the key alone when the round began.
+    The result is rounded to float32 once, u times its magnitude more.
+    """
+    u = 2.0**-24
+    magnitude, terms = np.zeros(layout.cells), np.zeros(layout.cells)
+    for row in x:
+        for k in np.flatnonzero(row):
+            for c in oracle.cells_of(int(k), seed, layout):
+                magnitude[c] += abs(float(row[k]))
+                terms[c] += 1
+    m = np.maximum(terms - 1, 0)
+    cell_error = m * u / (1 - m * u) * magnitude * (1 + 1e-9)
+    keys = [int(k) for k in np.flatnonzero((x != 0).any(0))]
+    # Only the errors are of interest: they do not depend on what the cells hold.
+    exact = np.zeros(layout.cells)
+    for k in keys:
+        for c in oracle.cells_of(k, seed, layout):
+            exact[c] += float(x[:, k].astype(np.float64).sum())
+    peeled = oracle.peel(list(exact), keys, seed, layout, error=cell_error)
+    assert not peeled.stuck
+    bounds = np.zeros(x.shape[1])
+    for k, e in peeled.errors.items():
+        value = abs(float(x[:, k].astype(np.float64).sum()))
+        bounds[k] = e + u * (value + e) + 2.0**-149
+    return bounds
+
+
+@pytest.mark.parametrize("ops", ["cpu", "reference"])
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    ("numel", "density", "kind"),
+    [(1, 1.0, "uniform"), (1000, 0.05, "uniform"), (20_011, 0.05, "rows"), (60_000, 0.01, "rows")],
+)
+def test_float32_symbols_stay_within_the_bound(numel, density, kind, ranks, ops):
+    rng = np.random.default_rng([numel, ranks])
+    x = np.zeros((ranks, numel), dtype=np.float32)
+    for row in x:
+        present = oracle.support(kind, numel, max(1, round(density * numel)), rng)
+        # magnitudes over four decades, so that small keys share cells with large ones
+        row[present] = rng.standard_normal(len(present)) * 10 ** rng.uniform(-2, 2, len(present))
+    keys = int((x != 0).any(0).sum())
+    codec = CountSketch(numel, keys=keys, symbol="float32", seed=ranks, ops=ops)
+    bounds = float_error_bounds(x, ranks, codec.layout)
+    total = x.astype(np.float64).sum(0)
+    for s in orders([codec.encode(torch.from_numpy(row)) for row in x], rng):
+        decoded = codec.decode(s)
+        assert decoded.unresolved == 0
+        error = np.abs(decoded.values.double().numpy() - total)
+        assert (error <= bounds).all(), float((error - bounds).max())
+    # The bound says something: it is a thousandth of a typical value at most.
+    assert np.median(bounds[total != 0]) < 1e-3 * np.median(np.abs(total[total != 0]))
+
+
+@pytest.mark.parametrize("load", [1, 1.3, 1.7, 2.5, 6])
+@pytest.mark.parametrize("name", INTEGER)
+def test_too_small_a_table_loses_the_2_core_and_nothing_else(name, load):
+    """``load`` times the keys that the table is made for."""
+    symbol = SYMBOLS[name]
+    seed, keys = 3, 400
+    numel = 40_003 * symbol.lanes
+    codec = CountSketch(numel, keys=keys, symbol=name, seed=seed)
+    rng = np.random.default_rng(1)
+    groups = oracle.support("uniform", codec.layout.groups, round(load * keys), rng)
+    lanes = rng.integers(1, 100, (2, len(groups), symbol.lanes))
+    if symbol.lanes == 4:
+        lanes = lanes % 60 + 1
+    x = torch.zeros(2, codec.layout.groups, symbol.lanes, dtype=torch.int32)
+    x[:, torch.from_numpy(groups)] = torch.from_numpy(lanes).to(torch.int32)
+    x = x.flatten(1)[:, :numel]
+    s = codec.encode(x[0]) + codec.encode(x[1])
+    stuck = oracle.peel(s.cells.tolist(), groups.tolist(), seed, codec.layout).stuck
+    assert bool(stuck) == (load > 1)
+    decoded = codec.decode(s)
+    assert decoded.unresolved == len(stuck)
+    expected = x.sum(0, dtype=torch.int32)
+    lost = torch.zeros(codec.layout.groups, dtype=torch.bool)
+    lost[stuck] = True
+    expected[lost.repeat_interleave(symbol.lanes)[:numel]] = 0
+    assert torch.equal(decoded.values, expected)
+
+
+@pytest.mark.parametrize("ops", ["cpu", "reference"])
+@pytest.mark.parametrize("name", list(SYMBOLS))
+@pytest.mark.parametrize("numel", [0, 1, 7, 1000])
+def test_nothing_present(numel, name, ops):
+    codec = CountSketch(numel, keys=4, symbol=name, ops=ops)
+    x = torch.zeros(numel, dtype=torch.int32 if SYMBOLS[name].integer else torch.float32)
+    s = codec.encode(x) + codec.encode(x)
+    assert not s.cells.any()
+    assert not s.index.any()
+    decoded = codec.decode(s)
+    assert torch.equal(decoded.values, x)
+    assert decoded.unresolved == 0
+
+
+def test_no_room_for_any_key_is_counted():
+    codec = CountSketch(1000, keys=0, symbol="int32x1")
+    x = torch.ones(1000, dtype=torch.int32)
+    decoded = codec.decode(codec.encode(x))
+    assert decoded.unresolved > 0
+    assert int((decoded.values == 0).sum()) == decoded.unresolved
+    assert bool(((decoded.values == 0) | (decoded.values == 1)).all())
+
+
+def test_decode_leaves_the_sketch_alone():
+    codec = CountSketch(1000, keys=20, symbol="int8x4")
+    x = torch.zeros(1000, dtype=torch.int32)
+    x[::100] = 5
+    s = codec.encode(x)
+    cells, index = s.cells.clone(), s.index.clone()
+    assert torch.equal(codec.decode(s).values, codec.decode(s).values)
+    assert torch.equal(s.cells, cells)
+    assert torch.equal(s.index, index)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "different seed do not add: 0 and 1"),
+        ({"keys": 60}, "different layout do not add"),
+        ({"symbol": "int16x2"}, "different layout do not add"),
+        ({"numel": 1001}, "different layout do not add"),
+    ],
+)
+def test_mismatching_sketches_do_not_add(change, message):
+    arguments = {"numel": 1000, "keys": 20, "symbol": "int8x4", "seed": 0}
+    a, b = (CountSketch(**kw) for kw in (arguments, {**arguments, **change}))
+    s, t = (c.encode(torch.zeros(c.layout.numel, dtype=torch.int32)) for c in (a, b))
+    with pytest.raises(ValueError, match=message):
+        _ = s + t
+    with pytest.raises(ValueError, match="CountSketch of other arguments"):
+        a.decode(t)
+
+
+def test_sketches_of_different_steps_do_not_add():
+    codec = CountSketch(100, keys=5)
+    a, b = codec.encode(torch.zeros(100), step=1.0), codec.encode(torch.zeros(100), step=2.0)
+    with pytest.raises(ValueError, match=r"different step do not add: 1\.0 and 2\.0"):
+        _ = a + b
+    with pytest.raises(TypeError, match="unsupported operand"):
+        _ = a + 1  # pyright: ignore[reportOperatorIssue]
+
+
+@pytest.mark.parametrize(
+    ("symbol", "x", "step", "message"),
+    [
+        ("int8x4", torch.zeros(9, dtype=torch.int32), None, r"expected shape \(10,\), got \(9,\)"),
+        ("int8x4", torch.zeros(1, 10, dtype=torch.int32), None, r"got \(1, 10\)"),
+        ("int8x4", torch.zeros(10), None, "int8x4 needs a positive quantization step, got None"),
+        ("int8x4", torch.zeros(10), 0.0, "positive quantization step"),
+        ("int8x4", torch.zeros(10), -1.0, "positive quantization step"),
+        ("int8x4", torch.zeros(10), float("nan"), "positive quantization step"),
+        ("int8x4", torch.zeros(10), float("inf"), "positive quantization step"),
+        ("int8x4", torch.zeros(10, dtype=torch.int32), 1.0, "leave out step"),
+        ("int8x4", torch.full((10,), 128), None, r"\[-128, 127\] \(in steps\) for int8x4"),
+        ("int8x4", torch.full((10,), -129), None, r"\[-128, 127\]"),
+        ("int8x4", torch.full((10,), 127.6), 1.0, r"\[-128, 127\]"),
+        ("int8x4", torch.full((10,), float("nan")), 1.0, r"\[-128, 127\]"),
+        ("int8x4", torch.full((10,), float("inf")), 1.0, r"\[-128, 127\]"),
+        ("int16x2", torch.full((10,), 1 << 15), None, r"\[-32768, 32767\]"),
+        ("int32x1", torch.full((10,), 1 << 31), None, r"\[-2147483648, 2147483647\]"),
+        ("float32", torch.zeros(10, dtype=torch.int32), None, "float input and no step"),
+        ("float32", torch.zeros(10), 1.0, "float input and no step"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused(symbol, x, step, message):
+    with pytest.raises(ValueError, match=message):
+        CountSketch(10, keys=10, symbol=symbol).encode(x, step=step)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"symbol": "int8"}, "unknown symbol 'int8'; choose from"),
+        ({"symbol": "auto"}, "unknown symbol 'auto'"),
+        ({"seed": 1 << 31}, "seed must fit 32 bits, got 2147483648"),
+        ({"keys": -1}, "keys must not be negative"),
+        ({"numel": -1}, "numel must not be negative"),
+    ],
+)
+def test_arguments_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CountSketch(**{"numel": 10, "keys": 1, **arguments})
+
+
+def test_the_extremes_of_every_lane_are_accepted():
+    for name in INTEGER:
+        symbol = SYMBOLS[name]
+        x = torch.tensor([-symbol.qmax - 1, symbol.qmax, 0, 1], dtype=torch.int32)
+        codec = CountSketch(4, keys=4, symbol=name)
+        assert torch.equal(codec.decode(codec.encode(x)).values, x)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("ops", ["cpu", "reference"])
+def test_non_finite_float32_symbols_come_out_non_finite(ops, bad):
+    codec = CountSketch(5000, keys=100, symbol="float32", ops=ops)
+    x = torch.zeros(5000)
+    x[::50] = 1.0
+    x[100] = bad
+    decoded = codec.decode(codec.encode(x))
+    assert not decoded.values[100].isfinite()
+
+
+def test_the_implementation_is_checked():
+    with pytest.raises(ValueError, match="unknown implementation 'fast'"):
+        CountSketch(4, keys=1, ops="fast").encode(torch.zeros(4, dtype=torch.int32))

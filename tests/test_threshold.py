@@ -1,0 +1,348 @@
+"""Thresholds follow the density, on every rank alike; steps are powers of two tied to them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tagc.layout import plan_layout
+from tagc.ops import ABOVE, KEPT, get_ops
+from tagc.plan import SLACK
+from tagc.quantize import MAX_THRESHOLD, MIN_THRESHOLD, quantization_step
+from tagc.symbols import SYMBOLS
+from tagc.threshold import Steering, agree, sampled_threshold
+
+OPS = get_ops("cpu", "cpu")
+SYMBOL = SYMBOLS["int8x4"]
+W, COLUMNS = 2, 1 << 16
+GROUPS = COLUMNS // SYMBOL.lanes
+SETTLE = 20
+examples = settings(deadline=None, max_examples=100, derandomize=True)
+
+
+def gaussian(shape, generator):
+    return torch.randn(shape, generator=generator)
+
+
+def laplace(shape, generator):
+    magnitude = torch.empty(shape).exponential_(generator=generator)
+    return magnitude * torch.empty(shape).uniform_(-1, 1, generator=generator).sign()
+
+
+def heavy_tailed(shape, generator):
+    """Student's t with 3 degrees of freedom: the variance exists, the third moment does not."""
+    normal = torch.randn((4, *shape), generator=generator)
+    return normal[0] / normal[1:].square().mean(0).sqrt()
+
+
+class Run:
+    """``W`` ranks that sketch for ``W`` destinations, thresholds steered as in training."""
+
+    def __init__(self, draw, density, *, feedback=True, scale=1e-3, threshold=None):
+        self.draw, self.density, self.scale = draw, density, scale
+        self.generator = torch.Generator().manual_seed(0)
+        self.capacity = int(SLACK * density * GROUPS) + 1
+        self.layout = plan_layout(COLUMNS, SYMBOL, W * self.capacity)
+        self.levels = SYMBOL.levels(W)
+        self.residual = torch.zeros(W, W, COLUMNS) if feedback else None
+        self.index = torch.empty(W, self.layout.index_words, dtype=torch.int32)
+        self.cells = torch.empty(W, self.layout.cells, dtype=torch.int32)
+        self.counts = torch.empty(W, 1, W, 4, dtype=torch.int32)
+        self.target = W * density * GROUPS
+        self.steering = Steering(torch.tensor([self.target]), torch.ones(1), W)
+        self.first = threshold
+        self.steps = 0
+
+    @property
+    def threshold(self):
+        return self.steering.threshold
+
+    def step(self):
+        """Groups above the threshold and groups kept, as shares of what was asked for."""
+        grads = [self.draw((W, COLUMNS), self.generator) * self.scale for _ in range(W)]
+        if self.steps:
+            self.steering.update(self.counts.sum(0, dtype=torch.int32))
+        elif self.first is not None:
+            self.threshold.fill_(self.first)
+        else:
+            samples = [sampled_threshold(g, SYMBOL.lanes, self.density)[None] for g in grads]
+            self.threshold.copy_(agree(torch.stack(samples)))
+        quantum = quantization_step(self.threshold[0], SYMBOL, self.levels)
+        seed = torch.tensor([self.steps], dtype=torch.int32)
+        for rank, grad in enumerate(grads):
+            OPS.encode(
+                grad, None if self.residual is None else self.residual[rank], self.threshold[0],
+                quantum, seed, self.index, self.cells, self.counts[rank, 0],
+                layout=self.layout, levels=self.levels, capacity=self.capacity,
+            )  # fmt: skip
+        self.steps += 1
+        assert MIN_THRESHOLD <= self.threshold.min() <= self.threshold.max() <= MAX_THRESHOLD
+        share = self.counts.sum(0)[0] / self.target
+        return share[:, ABOVE].mean().item(), share[:, KEPT].mean().item()
+
+    def run(self, steps):
+        return np.array([self.step() for _ in range(steps)])
+
+
+def check_settled(run):
+    """The next 20 steps keep what was asked for: 10% in the mean, no step far from it.
+
+    A capacity of little more than the target bounds what is kept from above, so what exceeds the
+    threshold is looked at as well: it drifts while residuals build up, but must not swing.
+    """
+    above, kept = run.run(20).T
+    assert abs(kept.mean() - 1) < 0.1, kept.round(2)
+    assert kept.min() > 0.6, kept.round(2)
+    assert abs(np.median(above) - 1) < 0.35, above.round(2)
+    assert above.max() < 8, above.round(2)
+
+
+by_shape = pytest.mark.parametrize(
+    "draw", [gaussian, laplace, heavy_tailed], ids=lambda f: f.__name__
+)
+by_density = pytest.mark.parametrize("density", [0.01, 0.05, 0.2])
+
+
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "plain"])
+@by_density
+@by_shape
+def test_stationary_gradients(draw, density, feedback):
+    run = Run(draw, density, feedback=feedback)
+    run.run(SETTLE)
+    check_settled(run)
+
+
+@pytest.mark.parametrize("wrong", [1 / 30, 30])
+@by_density
+def test_a_wrong_first_threshold(density, wrong):
+    right = Run(gaussian, density)
+    right.step()
+    run = Run(gaussian, density, threshold=right.threshold[0, 0].item() * wrong)
+    run.run(SETTLE)
+    check_settled(run)
+
+
+@pytest.mark.parametrize("factor", [1e3, 1e-3])
+@by_density
+def test_a_sudden_change_of_scale(density, factor):
+    """Without feedback, which would go on paying out the large gradients for long."""
+    run = Run(laplace, density, feedback=False)
+    run.run(10)
+    run.scale *= factor
+    run.run(SETTLE)
+    check_settled(run)
+
+
+@by_density
+def test_gradients_grow_a_thousandfold_with_feedback(density):
+    run = Run(laplace, density)
+    run.run(10)
+    run.scale *= 1e3
+    run.run(SETTLE)
+    check_settled(run)
+
+
+@pytest.mark.parametrize("before", [0, 5])
+@by_density
+def test_all_zero_gradients_leave_the_threshold_alone(density, before):
+    run = Run(laplace, density, feedback=False)
+    run.run(before)
+    scale, run.scale = run.scale, 0.0
+    run.step()  # steered by the last counts that are not zero
+    threshold = run.threshold.clone()
+    if not before:
+        assert threshold.tolist() == [[1.0, 1.0]]
+    run.run(20)
+    assert oracle.same_bits(run.threshold, threshold)
+    run.scale = scale
+    run.run(SETTLE)
+    check_settled(run)
+
+
+def test_few_non_zero_groups_are_all_the_target_there_is():
+    """1% of the groups are not zero where 20% are asked for: no run-off to the lower bound."""
+
+    def sparse(shape, generator):
+        x = gaussian(shape, generator)
+        x.view(W, GROUPS, SYMBOL.lanes)[:, GROUPS // 100 :] = 0
+        return x
+
+    run = Run(sparse, 0.2, feedback=False)
+    run.run(SETTLE)
+    kept = run.run(20)[:, 1] * 0.2
+    assert abs(kept.mean() - 0.009) < 0.001
+    assert bool((run.threshold > 1e-5).all())
+
+
+counts = st.one_of(st.integers(0, 2**31 - 1), st.integers(0, 300))
+thresholds = st.floats(MIN_THRESHOLD, MAX_THRESHOLD, width=32)
+
+
+@given(thresholds, st.lists(st.tuples(counts, counts, counts, counts), min_size=1, max_size=30))
+@examples
+def test_steering_never_leaves_the_bounds(threshold, history):
+    steering = Steering(torch.tensor([100.0]), torch.tensor([8.0]), 1)
+    steering.threshold.fill_(threshold)
+    for step in history:
+        before = steering.threshold.item()
+        steering.update(torch.tensor([[step]], dtype=torch.int32))
+        assert MIN_THRESHOLD <= steering.threshold.item() <= MAX_THRESHOLD
+        assert 1 / 17 < steering.threshold.item() / before < 4
+        assert steering.boost.item() in (1, 2, 4, 8)
+
+
+def test_steering_moves_the_right_way():
+    # above, non-zero, kept, clipped; of a target of 100
+    table = [(1000, 5000, 100, 0), (10, 5000, 10, 0), (0, 5000, 0, 0), (0, 0, 0, 0)]
+    steering = Steering(torch.full((4,), 100.0), torch.ones(4), 1)
+    steering.update(torch.tensor(table, dtype=torch.int32)[:, None])
+    up, down, nothing_above, zero = steering.threshold.flatten().tolist()
+    assert up > 1 > down > nothing_above > 0
+    assert zero == 1
+
+
+def test_boost_follows_the_clipping():
+    steering = Steering(torch.tensor([2000.0]), torch.tensor([4.0]), 1)
+    boosts = []
+    for clipped in (31, 32, 100, 100, 10, 2, 1, 1, 0):
+        row = [2000, 9000, 2000, clipped]
+        steering.update(torch.tensor([[row]], dtype=torch.int32))
+        boosts.append(steering.boost.item())
+    # More than one kept group in 64 doubles it, to no more than 4; fewer than one in 1024 halves.
+    assert boosts == [1, 2, 4, 4, 4, 4, 2, 1, 1]
+
+
+def test_steering_is_the_same_to_the_bit_however_batched():
+    """Ranks must agree, whatever vector instructions their shapes or strides take."""
+    generator = torch.Generator().manual_seed(3)
+    threshold = torch.rand(5, 37, generator=generator) * 1e-3 + 1e-6
+    history = torch.randint(0, 5000, (8, 5, 37, 4), generator=generator, dtype=torch.int32)
+    history[2, 0, ::3] = 0
+    target, boost = torch.rand(5, generator=generator) * 1000, torch.full((5,), 8.0)
+
+    def steered(threshold, target, boost, history):
+        steering = Steering(target, boost, threshold.shape[1])
+        steering.threshold.copy_(threshold)
+        for counts in history:
+            steering.update(counts)
+        return torch.stack([steering.threshold, steering.boost])
+
+    together = steered(threshold, target, boost, history)
+    assert not torch.equal(together[0], threshold)
+    strided = history.transpose(0, 3).contiguous().transpose(0, 3)
+    assert oracle.same_bits(steered(threshold, target, boost, strided), together)
+    for i in range(5):
+        for j in range(37):
+            one = steered(
+                threshold[i : i + 1, j : j + 1], target[i : i + 1], boost[i : i + 1],
+                history[:, i : i + 1, j : j + 1],
+            )  # fmt: skip
+            assert oracle.same_bits(one[:, 0, 0], together[:, i, j])
+
+
+sample = st.one_of(st.just(0.0), st.floats(0, 2.0**127, width=32))
+
+
+@given(st.lists(st.lists(sample, min_size=3, max_size=3), min_size=1, max_size=9))
+@examples
+def test_agree_is_the_mean_of_those_who_saw_something(rows):
+    """In float32 and in rank order, so that it has one value only."""
+    agreed = agree(torch.tensor(rows))
+    for column, got in zip(zip(*rows, strict=True), agreed, strict=True):
+        total, seen = np.float32(0), [v for v in column if v > 0]
+        with np.errstate(over="ignore"):
+            for v in column:
+                total = np.float32(total + np.float32(v))
+            mean = total / np.float32(len(seen)) if seen else np.float32(1)
+        assert got.item() == min(max(float(mean), MIN_THRESHOLD), MAX_THRESHOLD)
+
+
+def test_agree_is_the_same_to_the_bit_however_batched():
+    sampled = torch.rand(7, 4, 33, generator=torch.Generator().manual_seed(0))
+    sampled[sampled < 0.2] = 0
+    together = agree(sampled)
+    transposed = agree(sampled.transpose(1, 2)).T
+    assert oracle.same_bits(transposed, together)
+    for i in range(4):
+        for j in range(33):
+            assert oracle.same_bits(agree(sampled[:, i, j]), together[i, j])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+@by_density
+def test_sampled_threshold_is_about_the_quantile(density, lanes, dtype):
+    grad = torch.randn(3, 100_003, generator=torch.Generator().manual_seed(0)).to(dtype)
+    got = sampled_threshold(grad, lanes, density)
+    assert got.dtype == torch.float32
+    assert got.shape == (3,)
+    n = 100_003 // lanes * lanes
+    size = grad[:, :n].float().view(3, -1, lanes).abs().amax(-1)
+    share = (size >= got[:, None]).float().mean(1)
+    # Five standard deviations of a quantile of 8192 samples; half-precision values have ties.
+    slack = 5 * (density / 8192) ** 0.5 + (0 if dtype == torch.float32 else 0.05 * density)
+    assert bool(((share - density).abs() < slack).all())
+
+
+def test_sampled_threshold_of_odd_gradients():
+    grad = torch.zeros(4, 40)
+    grad[1, 7] = -3.0  # the only group: above the quantile, which is zero
+    grad[2] = 1.0
+    grad[2, :8] = torch.tensor([math.nan, math.inf, -math.inf, 1, 1, 1, 1, 1])
+    grad[3] = torch.arange(40)
+    assert sampled_threshold(grad, 4, 0.5)[:3].tolist() == [0, 3, 1]
+    assert sampled_threshold(grad, 4, 0.5)[3] in (19, 23)
+    assert sampled_threshold(grad[:, :3], 4, 0.5).tolist() == [0, 0, 0, 2]
+    assert sampled_threshold(grad, 4, 1.0)[3] == 3
+
+
+@given(thresholds, st.sampled_from(list(SYMBOLS.values())), st.integers(1, 127))
+@examples
+def test_quantization_step(threshold, symbol, world):
+    levels = symbol.levels(world)
+    step = quantization_step(torch.tensor([threshold]), symbol, levels)
+    assert step.dtype == torch.float32
+    if not symbol.integer:
+        assert step.item() == 1
+        return
+    exponent = math.floor(math.log2(math.frexp(threshold)[0] * 2)) + math.frexp(threshold)[1] - 1
+    assert step.item() == 2.0 ** (exponent - symbol.step_shift(levels))
+    # Step, its inverse and the largest product are normal float32 numbers.
+    tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    for x in (step, 1 / step, levels * step):
+        assert tiny <= x.item() <= huge
+    assert (1 / step).item() * step.item() == 1
+
+
+@given(
+    thresholds,
+    st.sampled_from([s for s in SYMBOLS.values() if s.integer]),
+    st.integers(1, 8),
+    st.floats(-1, 1, width=32),
+)
+@examples
+def test_quantization_is_exact(threshold, symbol, world, part):
+    """``x / step``, ``q * step`` and ``x - q * step`` are, for ``|x| < 2**24 * step``."""
+    levels = symbol.levels(world)
+    step = quantization_step(torch.tensor(threshold), symbol, levels)
+    x = torch.tensor(part) * step * 2.0**20
+    q = (x / step).clamp(-levels, levels).round()
+    assert torch.equal((x * (1 / step)).double(), x.double() / step.double())
+    assert torch.equal((q * step).double(), q.double() * step.double())
+    left = x - q * step
+    assert torch.equal(left.double(), x.double() - q.double() * step.double())
+    assert torch.equal(q * step + left, x)
+
+
+def test_steps_of_many_thresholds_at_once():
+    t = torch.logspace(-28, 28, 101)
+    step = quantization_step(t.view(1, 101), SYMBOL, 31)
+    assert step.shape == (1, 101)
+    each = torch.stack([quantization_step(v, SYMBOL, 31) for v in t])
+    assert oracle.same_bits(step[0], each)
