@@ -8,7 +8,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 RANKS ?= 2
 POLICY ?= non-attn
-STEPS ?= 400
+STEPS ?= 900
 
 BIN := .venv/bin
 # The stamp names the choice of torch, so that another choice installs again.

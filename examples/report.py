@@ -30,6 +30,8 @@ class Run:
     train_losses: list[float]
     validation_losses: dict[int, float]
     """By the number of steps done."""
+    wire_bytes: list[int]
+    """Gradient bytes that a rank sent up to and with each step; a warm-up costs more."""
     step_seconds: float
     """Median over the steps, the first few left out."""
     wire_bytes_per_step: float
@@ -58,10 +60,9 @@ def write_report(runs: Sequence[Run], settings: dict[str, object], out: Path) ->
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("run", "step", "wire_bytes", "train_loss", "validation_loss"))
         for run in runs:
-            for step, loss in enumerate([None, *run.train_losses]):
-                wire_bytes = round(step * run.wire_bytes_per_step)
-                validation = run.validation_losses.get(step)
-                writer.writerow((run.name, step, wire_bytes, loss, validation))
+            curve = zip(run.train_losses, run.wire_bytes, strict=True)
+            for step, (loss, sent) in enumerate(curve, start=1):
+                writer.writerow((run.name, step, sent, loss, run.validation_losses.get(step)))
     plot(runs, out / "losses.png")
     return rows
 
@@ -96,12 +97,11 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
     for run, colour in zip(runs, COLOURS, strict=False):
         smoothed = _smoothed(run.train_losses)
-        for axes, unit in ((by_step, 1.0), (by_bytes, run.wire_bytes_per_step / 1e6)):
-            trained = [unit * (step + 1) for step in range(len(smoothed))]
-            measured = [unit * step for step in run.validation_losses]
-            axes.plot(trained, smoothed, color=colour, alpha=0.45, label=f"{run.name}, training")
+        steps = range(1, len(smoothed) + 1)
+        for axes, x in ((by_step, steps), (by_bytes, [sent / 1e6 for sent in run.wire_bytes])):
+            axes.plot(x, smoothed, color=colour, alpha=0.45, label=f"{run.name}, training")
             axes.plot(
-                measured,
+                [x[step - 1] for step in run.validation_losses],
                 list(run.validation_losses.values()),
                 color=colour,
                 marker="o",
@@ -113,7 +113,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     # The fall from the first loss would flatten all that the runs differ in.
     losses = [loss for run in runs for loss in run.validation_losses.values()]
     by_step.set_ylim(0.95 * min(losses), 1.1 * max(losses))
-    first_bytes = min(min(run.validation_losses) * run.wire_bytes_per_step for run in runs)
+    first_bytes = min(run.wire_bytes[min(run.validation_losses) - 1] for run in runs)
     if first_bytes:  # one rank alone sends nothing
         # The runs differ by a factor in bytes: a logarithm shows it as a distance.
         by_bytes.set_xscale("log")
@@ -151,7 +151,8 @@ def _ratio(dense: float | None, wire: float | None) -> str:
 def _summary(run: Run) -> dict[str, object]:
     # The curves are in losses.csv.
     numbers = asdict(run)
-    del numbers["train_losses"], numbers["validation_losses"]
+    for curve in ("train_losses", "validation_losses", "wire_bytes"):
+        del numbers[curve]
     return {**numbers, "validation_loss": run.final_loss}
 
 

@@ -81,6 +81,7 @@ def train_one_run(kind: str, args: argparse.Namespace, corpus: Corpus, place: Pl
     train_losses = torch.zeros(args.steps, device=place.device)
     validation_losses: dict[int, float] = {}
     seconds: list[float] = []
+    sent: list[int] = []
     bar = place.progress_bar(name, args.steps)
     for step in range(args.steps):
         batch = corpus.batch(args.batch, length, seed=args.seed, step=step, rank=place.rank)
@@ -97,6 +98,7 @@ def train_one_run(kind: str, args: argparse.Namespace, corpus: Corpus, place: Pl
         seconds.append(time.perf_counter() - start)
 
         train_losses[step] = loss.detach()
+        sent.append(bytes_sent(model, kind, step + 1, place))
         if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
             validation_losses[step + 1] = evaluate(model, corpus, place)
         bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
@@ -108,6 +110,7 @@ def train_one_run(kind: str, args: argparse.Namespace, corpus: Corpus, place: Pl
         name=name,
         train_losses=mean_over_ranks(train_losses).tolist(),
         validation_losses=validation_losses,
+        wire_bytes=sent,
         step_seconds=statistics.median(seconds),
         **traffic(model, kind, place),
     )
@@ -159,6 +162,13 @@ def traffic(model: nn.Module, kind: str, place: Place) -> dict[str, Any]:
         "unresolved": metrics.unresolved,
         "residual_norm": metrics.residual_norm,
     }
+
+
+def bytes_sent(model: nn.Module, kind: str, steps: int, place: Place) -> int:
+    """Gradient bytes that this rank sent in so many steps."""
+    if kind == "dense":
+        return steps * dense_bytes_per_step(model, place.ranks)
+    return tagc.compressor(model).wire_bytes
 
 
 def dense_bytes_per_step(model: nn.Module, ranks: int) -> int:
@@ -227,13 +237,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--policy", default="non-attn", help="name of a policy, or a YAML file")
     parser.add_argument("--runs", default="dense,compressed", type=run_kinds, help="which to train")
-    parser.add_argument("--steps", default=400, type=positive, help="optimizer steps per run")
+    parser.add_argument("--steps", default=900, type=positive, help="optimizer steps per run")
     parser.add_argument("--ranks", default=started, type=positive, help="processes to start")
     parser.add_argument("--data", type=Path, help="text file to train on; None: standard library")
-    parser.add_argument("--batch", default=8, type=positive, help="sequences per rank and step")
+    parser.add_argument("--batch", default=4, type=positive, help="sequences per rank and step")
     parser.add_argument("--lr", default=2e-3, type=float, help="peak learning rate")
     parser.add_argument("--seed", default=0, type=int, help="of the weights and the batches")
-    parser.add_argument("--eval-every", default=50, type=positive, help="steps per validation")
+    parser.add_argument("--eval-every", default=100, type=positive, help="steps per validation")
     parser.add_argument("--out", default=Path("runs/demo"), type=Path, help="where results go")
     args = parser.parse_args()
     if "WORLD_SIZE" in os.environ and args.ranks != started:

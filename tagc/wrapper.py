@@ -40,6 +40,11 @@ class Compressor:
         """What happened so far on this rank. Waits for the device; no collective."""
         return collect(self._reducers)
 
+    @property
+    def wire_bytes(self) -> int:
+        """Gradient bytes that this rank sent so far; free to ask for in every step."""
+        return sum(reducer.wire_bytes for reducer in self._reducers)
+
     def remove(self) -> None:
         """Give FSDP its own reduce-scatter back and drop all residuals. The model may be wrapped
         again afterwards."""
