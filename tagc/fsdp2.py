@@ -57,24 +57,21 @@ class _CustomReduceScatter(ReduceScatter):
 
 
 def find_units(model: nn.Module) -> list[FSDP2Unit]:
-    """The FSDP2 units of a model that have trainable parameters, in module order.
+    """The FSDP2 units of a model, in module order, with their trainable parameters.
 
     Raises:
         ValueError: if the model is not sharded by ``fully_shard``, or in a way whose
-            reduce-scatter cannot be replaced.
+            reduce-scatter cannot be replaced, or if a unit is already wrapped.
     """
     if not any(isinstance(m, FSDPModule) for m in model.modules()):
         raise ValueError(_not_sharded(model))
-    # Under this name no shared parameter appears twice.
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(module): name for name, module in model.named_modules()}
     units, seen = [], set()
     for name, module in model.named_modules():
         for group in _param_groups(name, module):
             if id(group) not in seen:
                 seen.add(id(group))
-                unit = _unit(name, module, group, names)
-                if unit is not None:
-                    units.append(unit)
+                units.append(_unit(name, module, group, names))
     return units
 
 
@@ -95,7 +92,7 @@ def _param_groups(name: str, module: nn.Module) -> Iterator[Any]:
     yield from groups
 
 
-def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FSDP2Unit | None:
+def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FSDP2Unit:
     assert isinstance(module, FSDPModule)
     trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     mesh = group.mesh_info
@@ -104,11 +101,14 @@ def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FS
             f"{name or 'the root module'!r} is replicated, not sharded: there is no "
             "reduce-scatter to compress. Give fully_shard a mesh with a shard dimension"
         )
-    if not trainable:
-        return None
+    if isinstance(group._reduce_scatter_comm, _CustomReduceScatter):
+        raise ValueError(
+            f"{name or 'the root module'!r} is already wrapped, by itself or as a part of another "
+            "model; call tagc.compressor(that_model).remove() first"
+        )
     params = tuple(
         UnitParam(
-            name=names[id(p.sharded_param)],
+            name=_param_name(p, names),
             shape=tuple(p.sharded_param.shape),
             columns=p.padded_sharded_param_size.numel(),
         )
@@ -120,13 +120,27 @@ def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FS
             name=name,
             params=params,
             world_size=mesh.shard_mesh_size,
-            dtype=policy.reduce_dtype or policy.param_dtype or trainable[0].sharded_param.dtype,
+            dtype=(
+                policy.reduce_dtype
+                or policy.param_dtype
+                or group.fsdp_params[0].sharded_param.dtype
+            ),
         ),
         module=module,
         group=mesh.shard_process_group,
         device=group.device,
         native=group._reduce_scatter_comm,
     )
+
+
+def _param_name(param: Any, names: dict[int, str]) -> str:
+    """Qualified name of an FSDP parameter; a shared one has the name that FSDP knows it by.
+
+    Not by way of ``named_parameters``: between forward and backward the module holds another,
+    unsharded object under this name.
+    """
+    owner = names[id(param._module_info.module)]
+    return f"{owner}.{param._module_info.param_name}" if owner else param._module_info.param_name
 
 
 def _not_sharded(model: nn.Module) -> str:

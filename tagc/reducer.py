@@ -60,14 +60,15 @@ class UnitReducer:
         Args:
             out: ``[S]``.
             inp: ``[W * S]``, row ``d`` for rank ``d``.
-            op: SUM or AVG.
+            op: SUM or AVG; any, if the unit has nothing to compress.
 
         Raises:
             RuntimeError: if buffer, group or operation are not what the plan was made for; on
                 every rank alike, before anything is sent.
         """
         W = self.plan.info.world_size
-        self._check(out, inp, group, op)
+        if self.plan.sketched:
+            self._check(out, inp, group, op)
         self.steps += 1
         if not self.plan.sketched or self.steps <= self.plan.warmup_steps:
             pending = dense_reduce_scatter(out, inp, group, op)

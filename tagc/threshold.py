@@ -22,7 +22,7 @@ _MAX_RATIO = 256.0
 _FIRST_EXPONENT, _MIN_EXPONENT, _MAX_EXPONENT = 1 / 4, 1 / 32, 1 / 2
 _NOTHING_ABOVE = 1 / 16
 # The bias learns only while the threshold is about right: elsewhere it would wind up.
-_BIAS_RATE, _MAX_BIAS, _NEAR = 0.1, 4.0, 4.0
+_BIAS_RATE, _MAX_BIAS, _NEAR = 0.3, 4.0, 4.0
 
 
 def sampled_threshold(grad: Tensor, lanes: int, density: float) -> Tensor:

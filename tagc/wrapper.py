@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -22,15 +21,17 @@ from tagc.workspace import Workspace
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Modules hash by identity; a weak key lets a discarded model go.
-_compressors: weakref.WeakKeyDictionary[nn.Module, Compressor] = weakref.WeakKeyDictionary()
+# On the model itself, so that both are garbage together.
+_ATTRIBUTE = "_tagc_compressor"
 
 
 class Compressor:
     """Handle on a wrapped model; get it with :func:`tagc.compressor`."""
 
-    def __init__(self, plan: Plan, units: list[FSDP2Unit], reducers: list[UnitReducer]) -> None:
-        self._plan, self._units, self._reducers = plan, units, reducers
+    def __init__(
+        self, model: nn.Module, plan: Plan, units: list[FSDP2Unit], reducers: list[UnitReducer]
+    ) -> None:
+        self._model, self._plan, self._units, self._reducers = model, plan, units, reducers
 
     def plan(self) -> Plan:
         """What happens to every parameter's gradient; print it."""
@@ -51,9 +52,8 @@ class Compressor:
         for unit in self._units:
             unit.restore()
         self._reducers.clear()
-        for model, found in list(_compressors.items()):
-            if found is self:
-                del _compressors[model]
+        if getattr(self._model, _ATTRIBUTE, None) is self:
+            delattr(self._model, _ATTRIBUTE)
 
 
 def wrap(
@@ -77,43 +77,46 @@ def wrap(
         ``model``.
 
     Raises:
-        ValueError: if the model is not sharded, or already wrapped.
+        ValueError: if the model is not sharded, or already wrapped (as a whole or in part).
         tagc.PolicyError: if the policy is not valid, or compresses nothing in this model.
-        RuntimeError: if the ranks disagree, or wrapping failed on another rank.
+        RuntimeError: if the ranks disagree, or wrapping failed on another rank. (A rank whose
+            model is not sharded at all, or already wrapped, has nobody to tell: the others learn
+            of it from the process group's timeout.)
     """
-    if model in _compressors:
-        raise ValueError(
-            "this model is already wrapped; call tagc.compressor(model).remove() first to wrap "
-            "it with another policy"
-        )
     units = find_units(model)
-    plan: Plan | None = None
+    made: tuple[Plan, list[UnitReducer]] | None = None
     failure: Exception | None = None
     try:
         plan = build_plan([u.info for u in units], Policy.load(policy))
+        made = plan, _make_reducers(units, plan, ops)
     except Exception as error:
         failure = error
-    _check_agreement(units, plan, failure)
-    assert plan is not None
+    _check_agreement(units, None if made is None else made[0], failure)
+    assert made is not None
+    plan, reducers = made
 
-    reducers: list[UnitReducer] = []
     if all(u.info.world_size == 1 for u in units):
+        reducers.clear()
         warnings.warn(
             "tagc.wrap does nothing at world size 1: FSDP skips the reduce-scatter", stacklevel=2
         )
-    else:
-        workspaces: dict[Any, Workspace] = {}
-        for i, (unit, unit_plan) in enumerate(zip(units, plan.units, strict=True)):
-            workspace = workspaces.setdefault(unit.device, Workspace(unit.device))
-            # Units differ in their seeds, so that equal layouts do not share bad luck.
-            reducer = UnitReducer(
-                unit_plan, get_ops(unit.device, ops), unit.device, workspace, seed=i << 20
-            )
-            reducers.append(reducer)
-        for unit, reducer in zip(units, reducers, strict=True):
-            unit.install(reducer.reduce)
-    _compressors[model] = Compressor(plan, units, reducers)
+    for unit, reducer in zip(units, reducers, strict=False):
+        unit.install(reducer.reduce)
+    object.__setattr__(model, _ATTRIBUTE, Compressor(model, plan, units, reducers))
     return model
+
+
+def _make_reducers(units: list[FSDP2Unit], plan: Plan, ops: str | None) -> list[UnitReducer]:
+    workspaces: dict[Any, Workspace] = {}
+    reducers = []
+    for i, (unit, unit_plan) in enumerate(zip(units, plan.units, strict=True)):
+        workspace = workspaces.setdefault(unit.device, Workspace(unit.device))
+        # Units differ in their seeds, so that equal layouts do not share bad luck.
+        seed = (i * 0x9E3779B1) % 2**31
+        reducers.append(
+            UnitReducer(unit_plan, get_ops(unit.device, ops), unit.device, workspace, seed)
+        )
+    return reducers
 
 
 def compressor(model: nn.Module) -> Compressor:
@@ -122,7 +125,7 @@ def compressor(model: nn.Module) -> Compressor:
     Raises:
         ValueError: if the model is not wrapped.
     """
-    found = _compressors.get(model)
+    found = getattr(model, _ATTRIBUTE, None)
     if found is None:
         raise ValueError("this model is not wrapped: call tagc.wrap(model, policy=...) first")
     return found

@@ -99,14 +99,10 @@ class SketchColumns:
         index = self._buffer("index_send", self._words, torch.int32)
         for i, lane in enumerate(self._lanes):
             sketch = lane.sketch
-            torch.mul(
-                quantization_step(threshold[i], sketch.symbol, sketch.levels),
-                1.0,
-                out=self._steps[i],
-            )
-            cells = self._buffer(
-                "cells_send", self._cells[sketch.symbol.dtype], sketch.symbol.dtype
-            )
+            dtype = sketch.symbol.dtype
+            step = quantization_step(threshold[i], sketch.symbol, sketch.levels)
+            self._steps[i] = step * self.steering.boost[i]
+            cells = self._buffer("cells_send", self._cells[dtype], dtype)
             self._ops.encode(
                 grad[:, lane.segment.start : lane.segment.stop],
                 lane.residual,
@@ -186,7 +182,9 @@ class SketchColumns:
                     for lane in self._lanes
                 ]
             )
-            self.steering.threshold.copy_(agree(gather_rows(sampled, group)))
+            gathered = gather_rows(sampled, group)
+            self.wire_bytes += (self._world_size - 1) * sampled.numel() * sampled.element_size()
+            self.steering.threshold.copy_(agree(gathered))
         else:
             self._counting.wait()
             self.steering.update(self._summed)

@@ -1,0 +1,261 @@
+"""Run a function on several ranks: one process a rank, gloo on loopback, and never a hang.
+
+The processes are kept for the whole session, and every call gets a process group of its own, so
+that a test costs milliseconds instead of an import of torch. After any failure they are killed and
+the next call starts new ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# A rank that is left alone in a collective waits for this share of the time limit, and can then
+# say itself where it waited.
+_GROUP_SHARE = 1 / 3
+# What the other ranks get to fail by themselves once one has failed.
+_GRACE = 5
+# numba compiles once a checkout; one rank does it, the others then read its cache.
+_COMPILE_LIMIT = 110
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+}
+
+
+class RanksError(AssertionError):
+    """A function failed, or did not end, on some rank; the message has every rank's traceback."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list:
+    """What ``fn(rank, *args)`` returned on every rank of a gloo group, in rank order.
+
+    Args:
+        fn: a function at the top level of a module. Warnings are errors in it, threads are one,
+            and the random seed is 0.
+        args: picklable, as the results must be.
+        timeout: seconds after which all ranks are killed, and their stacks shown.
+
+    Raises:
+        RanksError: if ``fn`` raised on any rank, or did not return in time.
+    """
+    return _pool(world_size).run(fn, world_size, args, timeout)
+
+
+def on_ranks(*world_sizes: int, timeout: float = 60) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of ``body(rank, world_size, ...)``, run on all ranks of each world size.
+
+    Further parameters of the body are parameters of the test. Asserts in it are plain ones: pytest
+    does not rewrite modules that the ranks import.
+    """
+
+    def decorate(body: Callable[..., None]) -> Any:
+        names = list(inspect.signature(body).parameters.values())[1:]
+
+        def test(**kwargs: Any) -> None:
+            run_ranks(test, kwargs["world_size"], kwargs, timeout=timeout)
+
+        # pytest asks for the arguments by this signature; a rank finds the body by the name.
+        test.__dict__.update(__signature__=inspect.Signature(names), body=body)
+        for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
+            setattr(test, attribute, getattr(body, attribute))
+        test.__dict__.update(pytestmark=getattr(body, "pytestmark", []))
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
+
+    return decorate
+
+
+class _Pool:
+    def __init__(self, size: int) -> None:
+        # Forked from a server that has imported torch, and started no thread.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.fsdp", "tagc.ops.cpu"])
+        self._folder = tempfile.TemporaryDirectory()
+        self._jobs = 0
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self._log(rank)), daemon=True)
+            with patch.dict(os.environ, _ENVIRONMENT):
+                process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    @property
+    def size(self) -> int:
+        return len(self._processes)
+
+    def run(self, fn: Callable[..., Any], world_size: int, args: tuple, timeout: float) -> list:
+        self._jobs += 1
+        store = str(Path(self._folder.name) / f"store{self._jobs}")
+        for rank, pipe in enumerate(self._pipes[:world_size]):
+            pipe.send_bytes(pickle.dumps((fn, args, rank, world_size, store, timeout)))
+        answers = self._collect(world_size, timeout)
+        if all(ok for ok, _ in answers):
+            return [result for _, result in answers]
+        self.kill()
+        raise RanksError(
+            "\n".join(
+                f"rank {rank}: {'returned' if ok else said}"
+                for rank, (ok, said) in enumerate(answers)
+            )
+        )
+
+    def kill(self) -> None:
+        """End all ranks, now."""
+        if _pools and _pools[0] is self:
+            _pools.clear()
+        for process in self._processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def _collect(self, world_size: int, timeout: float) -> list[tuple[bool, Any]]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < world_size:
+            waiting = [rank for rank in range(world_size) if rank not in answers]
+            left = max(0.0, deadline - time.monotonic())
+            ready = connection.wait([self._pipes[rank] for rank in waiting], left)
+            if not ready:
+                answers.update({rank: (False, self._stack(rank)) for rank in waiting})
+            for rank in waiting:
+                if self._pipes[rank] in ready:
+                    answers[rank] = self._answer(rank)
+                    if not answers[rank][0]:
+                        deadline = min(deadline, time.monotonic() + _GRACE)
+        return [answers[rank] for rank in range(world_size)]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        try:
+            return pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionError):
+            self._processes[rank].join(_GRACE)
+            code = self._processes[rank].exitcode
+            return False, f"died with exit code {code}\n{self._log(rank).read_text()}"
+
+    def _stack(self, rank: int) -> str:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        stack = self._log(rank).read_text()
+        return f"did not end in time; its stack, innermost call first:\n{stack}"
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"log{rank}"
+
+
+_pools: list[_Pool] = []
+
+
+def _pool(world_size: int) -> _Pool:
+    if _pools and _pools[0].size < world_size:
+        _pools[0].kill()
+    if not _pools:
+        _pools.append(_Pool(max(4, world_size)))
+        _pools[0].run(_compile, 1, (), _COMPILE_LIMIT)
+    return _pools[0]
+
+
+@atexit.register
+def _kill_all() -> None:
+    for pool in list(_pools):
+        pool.kill()
+
+
+def _serve(pipe: connection.Connection, log: Path) -> None:
+    """A rank's process: take a job, answer, until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
+    with log.open("w") as file:
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGUSR1, file)
+        torch.set_num_threads(1)
+        while True:
+            try:
+                job = pipe.recv_bytes()
+            except EOFError:
+                return
+            try:
+                answer = pickle.dumps((True, _run(*pickle.loads(job))))
+            except BaseException:
+                answer = pickle.dumps((False, traceback.format_exc()))
+            pipe.send_bytes(answer)
+
+
+def _run(
+    fn: Callable[..., Any], args: tuple, rank: int, world_size: int, store: str, timeout: float
+) -> Any:
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout * _GROUP_SHARE),
+    )
+    try:
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            body = getattr(fn, "body", None)
+            result = fn(rank, *args) if body is None else body(rank, **args[0])
+        # A rank that leaves first would close connections that others still use.
+        dist.barrier()
+        return result
+    finally:
+        # After an error this closes the connections, so that the others fail, too, and soon.
+        dist.destroy_process_group()
+
+
+def _compile(rank: int) -> None:
+    """Let numba compile what the tests use; the other ranks find it in the cache."""
+    from tagc.layout import plan_layout
+    from tagc.ops import get_ops
+    from tagc.symbols import SYMBOLS
+
+    ops = get_ops("cpu")
+    f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
+    for symbol, dtype, stored in (
+        ("int8x4", f32, f32),
+        ("int8x4", f32, bf16),
+        ("int8x4", f32, None),
+        ("int8x4", bf16, f32),
+        ("int8x4", bf16, bf16),
+        ("float32", f32, f32),
+    ):
+        layout = plan_layout(1000, SYMBOLS[symbol], 20)
+        grad = torch.ones(1, 1000, dtype=dtype)
+        residual = None if stored is None else torch.zeros(1, 1000, dtype=stored)
+        one, seed = torch.ones(1), torch.ones(1, dtype=i32)
+        index = torch.empty(1, layout.index_words, dtype=i32)
+        cells = torch.empty(1, layout.cells, dtype=SYMBOLS[symbol].dtype)
+        counts, stats = torch.empty(1, 4, dtype=i32), torch.empty(2, dtype=i32)
+        sizes: Any = {"layout": layout, "levels": 10, "capacity": 20}
+        ops.encode(grad, residual, one, one, seed, index, cells, counts, **sizes)
+        own = None if residual is None else residual[0]
+        ops.decode(index, cells[0], one, seed, grad[0], own, stats, layout=layout, divisor=1)

@@ -1,0 +1,123 @@
+"""The built wheel: what is in it, and that it imports from where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tagc
+
+ROOT = Path(__file__).parents[1]
+
+PROBE = """
+import json
+import tagc, tagc.cli, tagc.codecs.sketch, tagc.ops.cpu, tagc.ops.reference
+import tagc.policies, tagc.triton_kernels
+print(json.dumps({
+    "files": [m.__file__ for m in (tagc, tagc.ops.cpu, tagc.policies, tagc.triton_kernels)],
+    "policies": tagc.policies(),
+    "loads": [tagc.Policy.load(name).name for name in tagc.policies()],
+    "version": tagc.__version__,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the sources that git would see, built without the network."""
+    # Built from a copy: setuptools leaves build/ and egg-info beside the sources, and picks up
+    # what an earlier build left in build/.
+    source = tmp_path_factory.mktemp("source")
+    for name in ("tagc", "policies", "triton_kernels"):
+        for file in (ROOT / name).rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts:
+                copy = source / file.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(file.read_bytes())
+    for name in ("pyproject.toml", "LICENSE"):
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    readme = ROOT / "README.md"
+    (source / "README.md").write_bytes(readme.read_bytes() if readme.exists() else b"tagc")
+
+    out = tmp_path_factory.mktemp("wheel")
+    if importlib.util.find_spec("build") and importlib.util.find_spec("setuptools"):
+        command = ["build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    else:
+        command = ["pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)]
+    run(sys.executable, "-m", *command)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def run(*command: str, cwd: Path | None = None) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env=clean_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
+def test_the_wheel_holds_every_source(wheel: Path) -> None:
+    held = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    expected = {"tagc/py.typed"}
+    for folder, package in (
+        ("tagc", "tagc"),
+        ("policies", "tagc/policies"),
+        ("triton_kernels", "tagc/triton_kernels"),
+    ):
+        for pattern in ("*.py", "*.yaml"):
+            for file in (ROOT / folder).rglob(pattern):
+                expected.add(f"{package}/{file.relative_to(ROOT / folder).as_posix()}")
+    assert held == expected
+    assert {Path(n).stem for n in held if n.endswith(".yaml")} == set(tagc.policies())
+
+
+def test_the_installed_wheel_imports(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "installed"
+    pip = ["pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    run(sys.executable, "-m", *pip, str(wheel))
+    # Isolated from the working directory; the path goes before the editable install's.
+    probe = f"import sys; sys.path.insert(0, {str(target)!r})\n{PROBE}"
+    said = json.loads(run(sys.executable, "-c", probe, cwd=tmp_path))
+    assert all(Path(file).is_relative_to(target) for file in said["files"]), said["files"]
+    assert said["policies"] == tagc.policies()
+    assert said["loads"] == list(tagc.policies())
+    assert said["version"] == tagc.__version__
+    assert (target / "tagc" / "py.typed").exists()
+
+
+def test_public_names() -> None:
+    assert tagc.__all__ == [
+        "Compressor",
+        "CountSketch",
+        "Decoded",
+        "Policy",
+        "PolicyError",
+        "Sketch",
+        "__version__",
+        "compressor",
+        "policies",
+        "wrap",
+    ]
+    assert all(hasattr(tagc, name) for name in tagc.__all__)
+
+
+def test_policies_stays_callable_when_imported_as_a_module() -> None:
+    before = tagc.policies()
+    module: Any = importlib.import_module("tagc.policies")
+    assert sys.modules["tagc.policies"] is module
+    assert tagc.policies() == before == module()
+    assert {"all", "attn-only", "dense", "mlp-only", "non-attn"} <= set(before)

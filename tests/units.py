@@ -1,0 +1,96 @@
+"""One unit's reducer and gradients for it, without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tagc.ops import get_ops
+from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.policy import Policy
+from tagc.reducer import UnitReducer
+from tagc.workspace import Workspace
+
+AVG = dist.ReduceOp.AVG
+
+
+def policy(*rules: tuple[dict, float], symbol: str = "auto", stored: str = "float32") -> Policy:
+    """Sketches with a density for each `when`; all else is dense."""
+    return Policy.load(
+        {
+            "schema": 1,
+            "gradients": [
+                {
+                    "when": when,
+                    "codec": {"kind": "sketch", "density": density, "symbol": symbol},
+                    "feedback": {"kind": "residual", "dtype": stored},
+                }
+                for when, density in rules
+            ],
+        }
+    )
+
+
+def unit_plan(
+    world_size: int,
+    dtype: torch.dtype = torch.float32,
+    density: tuple[float, float] = (0.1, 0.4),
+    **spec: Any,
+) -> UnitPlan:
+    """A unit of 1249 columns; `a` (911, odd) and `c` (303) are sketched, `b` and `d` dense."""
+    columns = {"a": 911, "b": 30, "c": 303, "d": 5}
+    info = UnitInfo(
+        name="unit",
+        params=tuple(
+            UnitParam(name=f"{name}.weight", shape=(n * world_size, 1), columns=n)
+            for name, n in columns.items()
+        ),
+        world_size=world_size,
+        dtype=dtype,
+    )
+    rules = policy(({"name": "a.*"}, density[0]), ({"name": "c.*"}, density[1]), **spec)
+    return build_plan([info], rules).units[0]
+
+
+def unit_reducer(plan: UnitPlan, ops: str = "cpu") -> UnitReducer:
+    device = torch.device("cpu")
+    return UnitReducer(plan, get_ops(device, ops), device, Workspace(device), seed=7)
+
+
+def reduce(reducer: UnitReducer, inp: Tensor, op: Any = AVG) -> Tensor:
+    """This rank's shard; NaN where nothing was written."""
+    out = torch.full((reducer.plan.columns,), torch.nan, dtype=inp.dtype)
+    group = dist.group.WORLD
+    assert group is not None
+    reducer.reduce(out, inp.clone().view(-1), group, op)
+    return out
+
+
+def normal(world_size: int, columns: int, step: int) -> Tensor:
+    """Buffers of all ranks, `[R, W, S]`, with scales that differ between columns."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (world_size, world_size, columns)
+    scale = 10 ** torch.linspace(-3, 1, columns)
+    return torch.randn(shape, generator=generator) * scale
+
+
+def spiky(world_size: int, columns: int, step: int) -> Tensor:
+    """Like `normal`, with an outlier in a hundred elements: so many that steps must grow."""
+    buffers = normal(world_size, columns, step)
+    picked = torch.rand(buffers.shape, generator=torch.Generator().manual_seed(step)) < 0.01
+    return torch.where(picked, 1000 * buffers, buffers)
+
+
+def on_grid(world_size: int, columns: int, step: int) -> Tensor:
+    """Like `normal`, in multiples of 2**-10 below 4: a few dozen of these add without rounding."""
+    return (normal(world_size, columns, step) * 2**10).round().clamp(-4095, 4095) / 2**10
+
+
+def gathered(t: Tensor) -> Tensor:
+    """`[R, ...]`."""
+    out = torch.empty(dist.get_world_size(), *t.shape, dtype=t.dtype)
+    dist.all_gather(list(out.unbind()), t.contiguous())
+    return out
