@@ -138,7 +138,8 @@ class Ops(Protocol):
 def _warn_reference(device_type: str) -> None:
     warnings.warn(
         f"tagc runs its eager reference on {device_type}: exact, but slow and with host "
-        "synchronization in decode",
+        "synchronization in decode; ops='triton' takes the Triton kernels, which are tested in "
+        "Triton's interpreter and compile, but have not been measured on a GPU yet",
         stacklevel=4,
     )
 
@@ -149,7 +150,8 @@ def get_ops(device: torch.device | str, name: str | None = None) -> Ops:
     Args:
         device: where the tensors live.
         name: one of ``NAMES``; default from the environment variable ``TAGC_OPS``, else ``auto``:
-            ``cpu`` on a CPU, the eager reference (with a warning) elsewhere.
+            ``cpu`` on a CPU, the eager reference (with a warning) elsewhere. ``triton`` is for
+            CUDA devices.
 
     Raises:
         ValueError: if the name is unknown or the implementation does not run on the device.
@@ -162,8 +164,15 @@ def get_ops(device: torch.device | str, name: str | None = None) -> Ops:
         name = "cpu" if kind == "cpu" else "reference"
         if name == "reference":
             _warn_reference(kind)
-    if name == "cpu" and kind != "cpu":
-        raise ValueError(f"the implementation 'cpu' does not run on {kind}; use 'reference'")
-    if name == "triton":
-        raise ValueError("the Triton implementation does not exist yet; use 'reference'")
-    return cast(Ops, importlib.import_module(f"tagc.ops.{name}"))
+    needs = {"cpu": "cpu", "triton": "cuda"}.get(name, kind)
+    if kind != needs:
+        raise ValueError(
+            f"the implementation {name!r} does not run on {kind}; use 'reference' or 'auto'"
+        )
+    module = "tagc.triton_kernels.ops" if name == "triton" else f"tagc.ops.{name}"
+    try:
+        return cast(Ops, importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError("the implementation 'triton' needs the package triton") from error

@@ -1,0 +1,38 @@
+"""Which implementation runs, and what is said when one cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from tagc.ops import _warn_reference, cpu, get_ops, reference
+
+
+def test_choice(monkeypatch):
+    assert get_ops("cpu") is cpu
+    assert get_ops("cpu", "reference") is reference
+    monkeypatch.setenv("TAGC_OPS", "reference")
+    assert get_ops("cpu") is reference
+    assert get_ops("cpu", "cpu") is cpu
+
+
+def test_a_gpu_gets_the_reference_with_a_warning():
+    _warn_reference.cache_clear()  # it warns once
+    with pytest.warns(UserWarning, match="eager reference on cuda"):
+        assert get_ops("cuda") is reference
+
+
+def test_triton_is_for_cuda():
+    assert hasattr(get_ops("cuda", "triton"), "encode")
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "message"),
+    [
+        ("cpu", "fast", "unknown implementation 'fast'; choose from auto, reference, cpu, triton"),
+        ("cuda", "cpu", "'cpu' does not run on cuda"),
+        ("cpu", "triton", "'triton' does not run on cpu"),
+    ],
+)
+def test_what_cannot_run_is_refused(device, name, message):
+    with pytest.raises(ValueError, match=message):
+        get_ops(device, name)

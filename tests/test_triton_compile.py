@@ -1,0 +1,307 @@
+"""The Triton kernels compile for NVIDIA GPUs, without one: registers, spills, width of accesses.
+
+The launchers themselves run, on CPU tensors, with a driver that compiles for the wanted
+architecture and launches nothing, so what is examined is what would be launched. ``table()``
+gives the numbers as text: ``python tests/test_triton_compile.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import itertools
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tagc.layout import SketchLayout
+from tagc.symbols import SYMBOLS, Symbol
+
+triton = pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
+ops = importlib.import_module("tagc.triton_kernels.ops")
+select = importlib.import_module("tagc.triton_kernels.select").select
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+ARCHITECTURES = (80, 90)
+KERNELS = {
+    "select_kernel", "count_kernel", "drop_kernel", "emit_kernel", "insert_kernel", "union_kernel",
+    "keys_kernel", "peel_kernel", "finish_kernel", "find_kernel", "remove_kernel",
+    "finish_float_kernel", "estimate_kernel", "write_kernel", "expand_kernel",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """One kernel as it would be launched."""
+
+    name: str
+    arch: int
+    signature: dict[str, str]  # Triton types by argument
+    registers: int
+    spilled: int  # bytes, stores and loads
+    shared: int  # bytes
+    ptx: str
+
+    @property
+    def variant(self) -> str:
+        """Types of the tensors."""
+        return ", ".join(f"{k} {v[1:]}" for k, v in self.signature.items() if v.startswith("*"))
+
+    @property
+    def instructions(self) -> int:
+        """PTX instructions."""
+        return len(re.findall(r"^\t(?:@|[a-z])", self.ptx, re.MULTILINE))
+
+
+class _Compiler:
+    """Passes for a Triton driver; its device number is the architecture."""
+
+    def __init__(self, arch: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._arch, self._target = arch, GPUTarget("cuda", arch, 32)
+
+    def get_current_device(self) -> int:
+        return self._arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+
+@contextlib.contextmanager
+def compiling(arch: int) -> Iterator[list[Compiled]]:
+    """Inside, launches compile for ``arch`` and are collected, each variant of a kernel once."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    kernels: dict[str, Compiled] = {}
+    found: list[Compiled] = []
+    launch = JITFunction.run
+
+    def run(self, *args, grid, warmup, **kwargs):
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            kernel: Any = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in _EXAMINED:
+            _EXAMINED[kernel.hash] = _examine(self.__name__, arch, kernel, log.getvalue())
+        if kernel.hash not in kernels:
+            kernels[kernel.hash] = _EXAMINED[kernel.hash]
+            found.append(kernels[kernel.hash])
+        return kernel
+
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1"),
+        mock.patch.object(driver, "_active", _Compiler(arch)),
+        mock.patch.object(JITFunction, "run", run),
+    ):
+        yield found
+
+
+# Triton keeps compiled kernels, so their log can be had only once in a process.
+_EXAMINED: dict[str, Compiled] = {}
+
+
+def _examine(name: str, arch: int, kernel: Any, log: str) -> Compiled:
+    def number(pattern: str) -> int:
+        found = re.search(pattern, log)
+        assert found, f"{name}: no {pattern!r} in the log of ptxas:\n{log}"
+        return int(found[1])
+
+    return Compiled(
+        name=name,
+        arch=arch,
+        signature=dict(kernel.src.signature),
+        registers=number(r"Used (\d+) registers"),
+        spilled=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+        shared=kernel.metadata.shared,
+        ptx=kernel.asm["ptx"],
+    )
+
+
+def layout_of(symbol: Symbol, hashes: int, numel: int = 4096) -> SketchLayout:
+    groups = -(-numel // symbol.lanes)
+    partition = groups if hashes == 1 else 64
+    return SketchLayout(numel=numel, symbol=symbol, keys=100, hashes=hashes, partition=partition)
+
+
+def encode(symbol, grad, residual, hashes, every, numel=4096, W=2) -> None:
+    layout = layout_of(symbol, hashes, numel)
+    ops.encode(
+        torch.empty(W, numel, dtype=grad),
+        None if residual is None else torch.empty(W, numel, dtype=residual),
+        torch.ones(W), torch.ones(W), torch.zeros(1, dtype=torch.int32),
+        torch.empty(W, layout.index_words, dtype=torch.int32),
+        torch.empty(W, layout.cells, dtype=symbol.dtype), torch.empty(W, 4, dtype=torch.int32),
+        layout=layout, levels=symbol.levels(W), capacity=layout.groups if every else 10,
+    )  # fmt: skip
+
+
+def decode(symbol, out, residual, hashes, divisor, numel=4096, W=2) -> None:
+    layout = layout_of(symbol, hashes, numel)
+    ops.decode(
+        torch.empty(W, layout.index_words, dtype=torch.int32),
+        torch.empty(layout.cells, dtype=symbol.dtype), torch.ones(1),
+        torch.zeros(1, dtype=torch.int32), torch.empty(numel, dtype=out),
+        None if residual is None else torch.empty(numel, dtype=residual),
+        torch.empty(2, dtype=torch.int32), layout=layout, divisor=divisor,
+    )  # fmt: skip
+
+
+def codec(symbol, hashes) -> None:
+    layout = layout_of(symbol, hashes)
+    index, seed = torch.zeros(layout.words, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    cells = torch.empty(layout.cells, dtype=symbol.dtype)
+    ops.insert(torch.empty(layout.groups, dtype=symbol.dtype), index, seed, cells, layout=layout)
+    ops.peel(cells, index, seed, layout=layout)
+
+
+HASHES = (4, 3, 5, 6, 1)
+# Every symbol with every pair of dtypes; hashes and the rest take turns.
+ENCODES = [
+    (symbol, grad, residual, HASHES[i % 5], i // 3 % 2 == 1)
+    for i, (symbol, grad, residual) in enumerate(
+        itertools.product(SYMBOLS.values(), (F32, BF16, F16), (F32, BF16, None))
+    )
+]
+DECODES = [
+    (symbol, out, residual, HASHES[i % 5], 2 + i // 3 % 2)
+    for i, (symbol, out, residual) in enumerate(
+        itertools.product(SYMBOLS.values(), (F32, BF16, F16), (F32, BF16, None))
+    )
+]
+CODECS = list(itertools.product((SYMBOLS["int8x4"], SYMBOLS["float32"]), HASHES))
+
+
+def compile_all(arch: int, *, share: int = 1, turn: int = 0) -> list[Compiled]:
+    """Every kernel; of the combinations of dtypes one in ``share``, beginning with ``turn``."""
+    with compiling(arch) as found:
+        for arguments in ENCODES[turn::share]:
+            encode(*arguments)
+        for arguments in DECODES[turn::share]:
+            decode(*arguments)
+        for arguments in CODECS:
+            codec(*arguments)
+    return found
+
+
+def table(arch: int = 90) -> str:
+    """Registers, shared memory and PTX instructions of every kernel, smallest to largest."""
+    kernels = compile_all(arch)
+    lines = [
+        f"| kernel (sm_{arch}) | variants | registers | spilled | shared, bytes | instructions |",
+        "|---|---|---|---|---|---|",
+    ]
+
+    def span(values: list[int]) -> str:
+        return f"{min(values)}–{max(values)}" if min(values) < max(values) else f"{values[0]}"
+
+    for name in sorted({k.name for k in kernels}):
+        of_name = [k for k in kernels if k.name == name]
+        columns = (
+            [k.registers for k in of_name], [k.spilled for k in of_name],
+            [k.shared for k in of_name], [k.instructions for k in of_name],
+        )  # fmt: skip
+        label = name.removesuffix("_kernel")
+        lines.append(f"| {label} | {len(of_name)} | " + " | ".join(map(span, columns)) + " |")
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def compiled(request) -> list[Compiled]:
+    # Every kernel for each architecture, half of the combinations of dtypes between them; the slow
+    # test compiles all of them for both.
+    return compile_all(request.param, share=4, turn=2 * ARCHITECTURES.index(request.param))
+
+
+def check_memory(kernels: list[Compiled]) -> None:
+    for k in kernels:
+        where = f"{k.name}({k.variant}) on sm_{k.arch}"
+        assert k.spilled == 0, f"{where} spills {k.spilled} bytes"
+        assert not re.search(r"\b(ld|st|atom|red)\S*\.local", k.ptx), f"{where} uses local memory"
+        # Full occupancy of the warps that these bandwidth-bound kernels need to hide latency.
+        assert k.registers <= 128, f"{where} takes {k.registers} registers"
+
+
+def test_every_kernel_compiles(compiled):
+    assert {k.name for k in compiled} == KERNELS
+
+
+def test_no_spills_and_no_local_memory(compiled):
+    check_memory(compiled)
+
+
+def test_select_reads_and_writes_16_bytes_at_a_time(compiled):
+    kernels = [k for k in compiled if k.name == "select_kernel"]
+    assert kernels
+    for k in kernels:
+        # All that is narrower: the threshold, in, the bitmap and the poison word, out.
+        narrow_in = re.findall(r"ld\.global(?:\.\w+)*?\.[bf]\d+", k.ptx.replace(".v4.b32", ""))
+        assert len(re.findall(r"ld\.global\.v4\.b32", k.ptx)) >= 2, k.variant
+        assert len([x for x in narrow_in if x != "ld.global"]) == 1, (k.variant, narrow_in)
+        stores = len(re.findall(r"st\.global\.v4\.b32", k.ptx))
+        expected = {"*fp32": 4, "*bf16": 2, "constexpr": 0}[k.signature["residual"]]
+        assert stores == expected, k.variant
+
+
+def test_write_stores_vectors(compiled):
+    kernels = [k for k in compiled if k.name == "write_kernel" and k.signature["out"] == "*fp32"]
+    assert any("st.global.v4.b32" in k.ptx for k in kernels)
+
+
+def test_atomics_return_nothing(compiled):
+    """Else a warp waits for each of them; Triton 3.6 leaves it to ptxas to see that it need not."""
+    for k in compiled:
+        for result in re.findall(r"\batom\.global\S* (%\w+),", k.ptx):
+            mentions = re.findall(rf"^.*{result}\b.*$", k.ptx, re.MULTILINE)
+            uses = [line for line in mentions if "atom." not in line and ", 0x0;" not in line]
+            assert not uses, f"{k.name}({k.variant}) uses an atomic's result: {uses}"
+    for name in ("select_kernel", "count_kernel", "emit_kernel", "insert_kernel", "keys_kernel"):
+        atomics = [k for k in compiled if k.name == name and re.search(r"\b(red|atom)\.", k.ptx)]
+        assert atomics, f"no atomics in {name}: nothing was checked"
+
+
+def test_offsets_above_two_to_the_31_are_64_bits_wide():
+    numel = (1 << 31) + 64
+    layout = layout_of(SYMBOLS["int8x4"], 4, numel)
+    with compiling(90) as found:
+        # Addresses only, nothing is touched: gigantic rows that repeat a single element.
+        select(
+            torch.zeros(1, dtype=BF16).expand(2, numel), None, torch.ones(2),
+            torch.zeros(1, dtype=torch.int32).expand(2, layout.index_words),
+            torch.zeros(2, 4, dtype=torch.int32), layout=layout, capacity=10,
+        )  # fmt: skip
+    assert len(found) == 1
+    check_memory(found)
+    assert found[0].signature["n"] == "i64"
+
+
+def test_the_compiler_leaves_no_trace(compiled):
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    assert not isinstance(driver._active, _Compiler)
+    assert JITFunction.run.__module__ == "triton.runtime.jit"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_combination_compiles_without_spills(arch):
+    kernels = compile_all(arch)
+    assert {k.name for k in kernels} == KERNELS
+    check_memory(kernels)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,111 @@
+"""The operators of :class:`tagc.ops.Ops` as fixed sequences of Triton launches.
+
+Which kernels run, with which grid and configuration, follows from the layout and dtypes alone, so
+every rank launches the same, nothing waits for the device, and a CUDA graph can hold the sequence
+(after one call outside of capture, which compiles the kernels). Buffers between the kernels are
+kept, see :mod:`.scratch`; only :func:`peel` allocates, for its results.
+
+Everything that is an integer and every residual of integer symbols has the same bits as the
+reference on a CPU. ``float32`` symbols are summed in cells in no fixed order, as in any collective.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagc.layout import SketchLayout
+
+from .emit import emit
+from .estimate import estimate
+from .expand import expand
+from .keys import list_keys
+from .peel import peel_integers
+from .peel_float import peel_floats
+from .scatter import insert as _insert
+from .scratch import buffer
+from .select import select
+from .table import Table, table_of
+from .trim import trim
+from .union import unite
+from .write import write
+
+
+def encode(
+    grad: Tensor,
+    residual: Tensor | None,
+    threshold: Tensor,
+    step: Tensor,
+    seed: Tensor,
+    index: Tensor,
+    cells: Tensor,
+    counts: Tensor,
+    *,
+    layout: SketchLayout,
+    levels: int,
+    capacity: int,
+) -> None:
+    """See :meth:`tagc.ops.Ops.encode`."""
+    with torch.cuda.device_of(grad):
+        select(grad, residual, threshold, index, counts, layout=layout, capacity=capacity)
+        trim(grad, residual, index, counts, layout=layout, capacity=capacity)
+        emit(
+            grad, residual, step, seed, index, cells, counts,
+            layout=layout, levels=levels, capacity=capacity,
+        )  # fmt: skip
+
+
+def decode(
+    index: Tensor,
+    cells: Tensor,
+    step: Tensor,
+    seed: Tensor,
+    out: Tensor,
+    residual: Tensor | None,
+    stats: Tensor,
+    *,
+    layout: SketchLayout,
+    divisor: int,
+) -> None:
+    """See :meth:`tagc.ops.Ops.decode`."""
+    with torch.cuda.device_of(cells):
+        table = table_of(layout, cells.device)
+        _recover(index, cells, seed, stats, table, layout)
+        if not layout.direct:
+            estimate(step, seed, residual, stats, table, layout=layout)
+        write(cells, step, out, table, layout=layout, divisor=divisor)
+
+
+def insert(
+    symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
+) -> None:
+    """See :meth:`tagc.ops.Ops.insert`."""
+    with torch.cuda.device_of(cells):
+        _insert(symbols, index, seed, cells, layout=layout)
+
+
+def peel(
+    cells: Tensor, index: Tensor, seed: Tensor, *, layout: SketchLayout
+) -> tuple[Tensor, Tensor]:
+    """See :meth:`tagc.ops.Ops.peel`."""
+    symbols = torch.empty(layout.groups, dtype=cells.dtype, device=cells.device)
+    stuck = torch.empty(layout.groups, dtype=torch.int8, device=cells.device)
+    with torch.cuda.device_of(cells):
+        table = table_of(layout, cells.device)
+        stats = buffer("stats", (2,), torch.int32, cells.device, layout)
+        _recover(index[None], cells, seed, stats, table, layout)
+        expand(cells, symbols, stuck, table, layout=layout)
+    return symbols, stuck.view(torch.bool)
+
+
+def _recover(
+    index: Tensor, cells: Tensor, seed: Tensor, stats: Tensor, table: Table, layout: SketchLayout
+) -> None:
+    unite(index, cells, stats, table, layout=layout)
+    if layout.direct:
+        return
+    list_keys(seed, table, layout=layout)
+    if layout.symbol.integer:
+        peel_integers(seed, stats, table, layout=layout)
+    else:
+        peel_floats(seed, stats, table, layout=layout)

@@ -1,0 +1,143 @@
+"""Device functions that several kernels share: hash, bit tricks, storage dtypes, rounding.
+
+Everything is written in integer and correctly rounded operations, so that Triton's interpreter, a
+CPU and every GPU give the same bits. Conversions to and from bfloat16 go through the bit pattern:
+the interpreter's own conversion truncates.
+"""
+
+from __future__ import annotations
+
+from .jit import jit, tl
+
+
+@jit
+def fmix32(x):
+    """MurmurHash3's 32-bit finalizer; uint32."""
+    x = x ^ (x >> 16)
+    x = x * 0x85EBCA6B
+    x = x ^ (x >> 13)
+    x = x * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@jit
+def cell_of(key, seed, partition, i: tl.constexpr):
+    """Cell ``i`` of each key, int64: partition ``i`` at ``fmix32(key ^ salt_i) * partition >> 32``.
+
+    Args:
+        key: uint32 tensor.
+        seed: int32 scalar.
+        partition: integer scalar below ``2**32``.
+    """
+    stride: tl.constexpr = ((i + 1) * 0x7F4A7C15) & 0xFFFFFFFF
+    salt = fmix32(seed.to(tl.uint32, bitcast=True) * 0x9E3779B9 + stride)
+    spread = tl.umulhi(fmix32(key ^ salt), tl.full(key.shape, 0, tl.uint32) + partition)
+    return spread.to(tl.int64) + i * partition.to(tl.int64)
+
+
+@jit
+def popcount(x):
+    """Number of set bits of uint32 values, as int32."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@jit
+def load_words(pointer, mask):
+    """Index words as uint32, 0 where masked off."""
+    return tl.load(pointer, mask=mask, other=0).to(tl.uint32, bitcast=True)
+
+
+@jit
+def bits_of(word):
+    """``[N]`` uint32 to ``[N, 32]`` bool."""
+    return ((word[:, None] >> tl.arange(0, 32).to(tl.uint32)[None, :]) & 1) != 0
+
+
+@jit
+def word_of(bits):
+    """``[N, 32]`` bool to ``[N]`` int32."""
+    word = tl.sum(bits.to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :], 1)
+    return word.to(tl.int32, bitcast=True)
+
+
+@jit
+def slot_of(word, first):
+    """Position of each bit among all set bits, ``[N, 32]``; ``first`` ``[N]`` is that of bit 0."""
+    below = (tl.full([32], 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)) - 1
+    return first[:, None] + popcount(word[:, None] & below[None, :])
+
+
+@jit
+def widen(x):
+    """float32 of a float32, bfloat16 or float16 tensor, exactly."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@jit
+def narrow(x, dtype: tl.constexpr):
+    """float32 rounded to nearest even in ``dtype``; NaN stays NaN."""
+    if dtype == tl.bfloat16:
+        b = x.to(tl.uint32, bitcast=True)
+        b = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+        b = tl.where(x == x, b, 0x7FC0)
+        return b.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@jit
+def narrow_finite(x, dtype: tl.constexpr):
+    """Finite float32 rounded to nearest even in the dtype of a residual, where it stays finite."""
+    if dtype == tl.bfloat16:
+        # The largest bfloat16.
+        x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
+        b = x.to(tl.uint32, bitcast=True)
+        b = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+        return b.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@jit
+def magnitude(x):
+    """Bits of ``|x|`` as int32: orders like ``|x|``, with infinity and NaN on top."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def rint(x):
+    """float32 rounded to the nearest integer, ties to even, the sign of zero kept.
+
+    Below ``2**23`` adding ``2**23`` pushes the fraction out of the mantissa, rounding to nearest
+    even; from there on a float32 is an integer already.
+    """
+    b = x.to(tl.int32, bitcast=True)
+    a = (b & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    a = tl.where(a < 8388608.0, (a + 8388608.0) - 8388608.0, a)
+    b = a.to(tl.int32, bitcast=True) | (b & -0x80000000)
+    return b.to(tl.float32, bitcast=True)
+
+
+@jit
+def lane_sums(v, LANES: tl.constexpr):
+    """Signed lanes of summed symbols: ``[...]`` int32 to ``[..., LANES]`` int32.
+
+    Half of a lane's span, added to every lane at once, makes all lanes non-negative and so undoes
+    the carries; int8x4: 511 + 0x80808080 = 0x8080827f, its bytes less 128 are (-1, 2, 0, 0).
+    """
+    if LANES == 1:
+        return tl.expand_dims(v, -1)
+    else:
+        BITS: tl.constexpr = 32 // LANES
+        HALF: tl.constexpr = 1 << (BITS - 1)
+        BIAS: tl.constexpr = 0x80808080 if LANES == 4 else 0x80008000
+        u = v.to(tl.uint32, bitcast=True) + BIAS
+        shift = tl.arange(0, LANES).to(tl.uint32) * BITS
+        lanes = (tl.expand_dims(u, -1) >> shift) & ((1 << BITS) - 1)
+        return lanes.to(tl.int32) - HALF

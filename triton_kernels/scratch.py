@@ -1,0 +1,40 @@
+"""Buffers between kernels, allocated once and kept.
+
+The key holds the stream, so that calls on two streams never share a buffer; calls on one stream
+are ordered anyway. A CUDA graph captured on a stream of its own gets buffers from its own pool.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagc.layout import SketchLayout
+
+_BUFFERS: dict[tuple[str, tuple[int, ...], torch.device, int, SketchLayout], Tensor] = {}
+
+
+def buffer(
+    purpose: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: SketchLayout,
+) -> Tensor:
+    """A buffer with arbitrary content, the same one for the same arguments and stream."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (purpose, shape, device, stream, layout)
+    found = _BUFFERS.get(key)
+    if found is None:
+        found = _BUFFERS[key] = torch.empty(shape, dtype=dtype, device=device)
+    return found
+
+
+def nbytes() -> int:
+    """Bytes held by all buffers."""
+    return sum(t.numel() * t.element_size() for t in _BUFFERS.values())
+
+
+def release() -> None:
+    """Forget all buffers; the next step allocates again."""
+    _BUFFERS.clear()

@@ -1,0 +1,66 @@
+"""Write: dequantize the recovered symbols into this rank's shard, front to back.
+
+Elements are ``float32(sum of q) * step / divisor``, 0 in groups that are absent or unresolved. The
+step is a power of two, so the product is exact and the division rounds once; where the divisor is a
+power of two as well, multiplying by its inverse gives the same bits. If any rank's poison word is
+set, everything is NaN.
+
+Worked example (int8x4, step 0.5, divisor 2): symbol 511 has the lanes (-1, 2, 0, 0), which become
+(-0.25, 0.5, 0, 0).
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from tagc.layout import SketchLayout
+
+from .jit import jit, tl
+from .scalar import bits_of, lane_sums, load_words, narrow, slot_of
+from .table import Table
+
+_WORDS = 16
+_WARPS = 4
+
+
+@jit(do_not_specialize=["words", "divisor", "step"])
+def write_kernel(
+    union, first_slot, values, step, out, n, words, divisor,
+    LANES: tl.constexpr, WORDS: tl.constexpr, DIVIDE: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * WORDS
+    w = tl.arange(0, WORDS)
+    word = load_words(union + first + w, w < words - first)
+    present = bits_of(word)  # [WORDS, 32]
+    group = tl.expand_dims(w, 1) * 32 + tl.arange(0, 32)
+    if first_slot is None:
+        value = tl.load(values + first * 32 + group, mask=present, other=0)
+    else:
+        start = tl.load(first_slot + first + w, mask=w < words - first, other=0)
+        value = tl.load(values + slot_of(word, start), mask=present, other=0)
+    if values.dtype.element_ty == tl.float32:
+        x = tl.expand_dims(value, 2)  # [WORDS, 32, LANES]
+    else:
+        x = lane_sums(value, LANES).to(tl.float32) * tl.load(step)
+    x = tl.div_rn(x, tl.zeros_like(x) + divisor) if DIVIDE else x * divisor
+    poison = tl.load(union + words) != 0
+    x = tl.where(poison, float("nan"), x)
+    j = tl.expand_dims(group, 2) * LANES + tl.arange(0, LANES)
+    start = first * (32 * LANES)
+    tl.store(out + start + j, narrow(x, out.dtype.element_ty), mask=j < n - start)
+
+
+def write(
+    cells: Tensor, step: Tensor, out: Tensor, table: Table, *, layout: SketchLayout, divisor: int
+) -> None:
+    """Write ``out`` ``[n]`` from ``table``, or from ``cells`` if the layout is direct."""
+    if layout.numel == 0:
+        return
+    divide = divisor & (divisor - 1) != 0
+    write_kernel[(triton.cdiv(layout.words, _WORDS),)](
+        table.union, table.first_slot, cells if layout.direct else table.values, step, out,
+        layout.numel, layout.words, float(divisor) if divide else 1.0 / divisor,
+        LANES=layout.symbol.lanes, WORDS=_WORDS, DIVIDE=divide,
+        num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
