@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.timing import interleaved
 from tagc.layout import plan_layout
-from tagc.ops import get_ops
+from tagc.ops import COUNTS, get_ops
 from tagc.plan import SLACK
 from tagc.quantize import quantization_step
 from tagc.symbols import SYMBOLS
@@ -63,7 +63,7 @@ def _measure(case: Case) -> dict[str, Any]:
     residual = torch.zeros(1, n, dtype=getattr(torch, case.residual))
     index = torch.empty(1, layout.index_words, dtype=torch.int32)
     cells = torch.empty(1, layout.cells, dtype=symbol.dtype)
-    counts, stats = torch.empty(1, 3, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    counts, stats = torch.empty(1, COUNTS, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
     seed = torch.zeros(1, dtype=torch.int32)
     out, total, spare = torch.empty(n), torch.empty(1, n), torch.zeros(1, n)
 

@@ -181,7 +181,6 @@ def dense_bytes_per_step(model: nn.Module, ranks: int) -> int:
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    # Divided here: gloo has an average in recent versions only.
     value = value / dist.get_world_size()
     dist.all_reduce(value)
     return value

@@ -51,13 +51,18 @@ def all_to_all(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> Pending:
     return Pending(work, _to_others(inp, group.size()))
 
 
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    # Not by dist.get_backend, which a group with a backend per device answers otherwise.
+    return group._get_backend(device).name().lower() == "gloo"
+
+
 def sum_rows(out: Tensor, inp: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> Pending:
     """Reduce-scatter SUM: ``out`` ``[m]`` is the sum over ranks of their row for this rank.
 
     Args:
         scratch: like ``inp`` ``[W, m]``, used where the backend's reduce-scatter is wasteful.
     """
-    if dist.get_backend(group) == "gloo":
+    if _is_gloo(group, inp.device):
         pending = all_to_all(scratch, inp, group)
         pending.parts, pending.out = scratch, out
         return pending

@@ -75,6 +75,19 @@ def find_units(model: nn.Module) -> list[FSDP2Unit]:
     return units
 
 
+def unused_parameters_remedy() -> str:
+    """What to do about parameters that a step may leave without a gradient."""
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return (
+            "call set_reduce_scatter_unused_params(True) on the FSDP modules whose parameters a "
+            "step may leave unused"
+        )
+    return (
+        "let every parameter take part in every step (this torch has no "
+        "set_reduce_scatter_unused_params)"
+    )
+
+
 def _param_groups(name: str, module: nn.Module) -> Iterator[Any]:
     if not isinstance(module, FSDPModule):
         return
@@ -96,6 +109,11 @@ def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FS
     assert isinstance(module, FSDPModule)
     trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     mesh = group.mesh_info
+    if hasattr(mesh, "replicate_mesh_size") and hasattr(mesh, "shard_mesh_size"):
+        raise ValueError(
+            f"{name or 'the root module'!r} is sharded and replicated (HSDP), which tagc does not "
+            "support yet; give fully_shard a mesh with one shard dimension"
+        )
     if not hasattr(mesh, "shard_mesh_size"):
         raise ValueError(
             f"{name or 'the root module'!r} is replicated, not sharded: there is no "
@@ -139,7 +157,13 @@ def _param_name(param: Any, names: dict[int, str]) -> str:
     Not by way of ``named_parameters``: between forward and backward the module holds another,
     unsharded object under this name.
     """
-    owner = names[id(param._module_info.module)]
+    owner = names.get(id(param._module_info.module))
+    if owner is None:
+        raise ValueError(
+            f"FSDP shards parameter {param._module_info.param_name!r} together with this model, "
+            "but outside of it (fully_shard of a list of modules); wrap the model that holds all "
+            "of them"
+        )
     return f"{owner}.{param._module_info.param_name}" if owner else param._module_info.param_name
 
 

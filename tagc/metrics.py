@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,10 +13,10 @@ from tagc.reducer import UnitReducer
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Counts of one rank since ``tagc.wrap``, or since the last reset.
+    """Counts of one rank since ``tagc.wrap``.
 
     Bytes are gradient bytes that this rank handed to collectives for other ranks. Densities are
-    fractions of the compressed elements, averaged over the steps after the warm-up.
+    fractions of the compressed elements, averaged over the steps after the warm-up; NaN before.
 
     Attributes:
         steps: reductions per unit (the largest).
@@ -65,7 +66,7 @@ class Metrics:
 
 def collect(reducers: Sequence[UnitReducer]) -> Metrics:
     """Read the counters of all units. Waits for the device."""
-    kept = selectable = union = shard = target = 0.0
+    kept = selectable = union = shard = target = planned = 0.0
     unresolved = compressed_wire = dense = compressed_dense = wire = 0
     norm = 0.0
     for reducer in reducers:
@@ -78,7 +79,7 @@ def collect(reducers: Sequence[UnitReducer]) -> Metrics:
             kept, union, unresolved = kept + k * lanes, union + u * lanes, unresolved + lost
             elements = groups * lanes * reducer.sketch_steps
             shard, selectable = shard + elements, selectable + elements * ranks
-            target += sketch.density * elements
+            target, planned = target + sketch.density * groups * lanes, planned + groups * lanes
         for residual in reducer.sketch.residuals.values():
             norm += torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item() ** 2
         compressed_columns = sum(s.columns for s in plan.sketched)
@@ -86,15 +87,16 @@ def collect(reducers: Sequence[UnitReducer]) -> Metrics:
         compressed_dense += plan.dense_bytes(compressed_columns) * reducer.steps
         compressed_wire += reducer.compressed_wire_bytes
         wire += reducer.wire_bytes
+    nothing = math.nan if planned else 1.0
     return Metrics(
         steps=max((r.steps for r in reducers), default=0),
         wire_bytes=wire,
         compressed_wire_bytes=compressed_wire,
         dense_bytes=dense,
         compressed_dense_bytes=compressed_dense,
-        density_target=target / shard if shard else 1.0,
-        density=kept / selectable if selectable else 1.0,
-        union_density=union / shard if shard else 1.0,
+        density_target=target / planned if planned else 1.0,
+        density=kept / selectable if selectable else nothing,
+        union_density=union / shard if shard else nothing,
         unresolved=unresolved,
         residual_norm=norm**0.5,
     )

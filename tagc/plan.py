@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 
 from tagc.layout import SketchLayout, plan_layout
-from tagc.policy import ParamInfo, Policy, PolicyError, Rule, SketchCodec
+from tagc.policy import ParamInfo, Policy, PolicyError, Rule, SketchCodec, When
 from tagc.symbols import Symbol, resolve_symbol
 
 # Room above the target density, per destination: what a step selects beyond it waits a step.
@@ -263,17 +263,25 @@ def build_plan(units: Sequence[UnitInfo], policy: Policy) -> Plan:
         raise PolicyError(
             f"policy {policy.name!r} compresses nothing in this model: none of its rules "
             f"{means_to} selects any of the {len(names)} parameters "
-            f"({', '.join(names[:4])}{', …' if len(names) > 4 else ''}). 1-D parameters and small "
-            "ones are dense unless a rule names them; check roles and names with "
-            "`tagc.policy.ParamInfo.of(name, shape)`, or use policy 'dense'"
+            f"({', '.join(names[:4])}{', …' if len(names) > 4 else ''}), whose roles are "
+            f"{', '.join(sorted({ParamInfo.of(n, ()).role for n in names}))}. 1-D parameters and "
+            "small ones are dense unless a rule names them; to compress nothing, use policy 'dense'"
         )
     for i, rule in enumerate(policy.gradients):
-        if i not in matched and rule.codec.compresses:
+        if i not in matched and rule.when != When():
             warnings.warn(
                 f"policy {policy.name!r}: rule gradients[{i}] matches no parameter of this model",
                 stacklevel=3,
             )
-    return Plan(policy, plans)
+    plan = Plan(policy, plans)
+    dense, wire = (sum(getattr(r, n) for r in plan.rows) for n in ("dense_bytes", "wire_bytes"))
+    if means_to and wire >= dense > 0:
+        warnings.warn(
+            f"policy {policy.name!r} sends {format_bytes(wire)} per step at this number of ranks, "
+            f"dense {format_bytes(dense)}: do not compress here, or ask for a lower density",
+            stacklevel=3,
+        )
+    return plan
 
 
 def _plan_unit(unit: UnitInfo, policy: Policy, matched: set[int]) -> UnitPlan:

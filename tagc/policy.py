@@ -65,7 +65,8 @@ class SketchCodec(_Model):
 
     `density` is the fraction of elements that a rank keeps, in (0, 1]. `symbol` is the group size
     and quantization of one 32-bit symbol; `auto` picks by the number of ranks. The first
-    `warmup_steps` reductions go dense: gradients change fastest at the start of a training.
+    `warmup_steps` reductions go dense: gradients change fastest at the start of a training. (A
+    unit waits for the longest warm-up of its rules.)
     """
 
     compresses: ClassVar[bool] = True

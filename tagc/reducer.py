@@ -10,6 +10,7 @@ from torch.profiler import record_function
 from tagc.codecs.dense import DenseColumns
 from tagc.codecs.sketch import SketchColumns
 from tagc.exchange import dense_reduce_scatter
+from tagc.fsdp2 import unused_parameters_remedy
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 from tagc.workspace import Workspace
@@ -63,8 +64,8 @@ class UnitReducer:
             op: SUM or AVG; any, if the unit has nothing to compress.
 
         Raises:
-            RuntimeError: if buffer, group or operation are not what the plan was made for; on
-                every rank alike, before anything is sent.
+            RuntimeError: if buffer, group or operation are not what the plan was made for, before
+                anything is sent.
         """
         W = self.plan.info.world_size
         if self.plan.sketched:
@@ -106,8 +107,7 @@ class UnitReducer:
                 f"tagc: unit {self._name!r} was planned for {columns} gradient columns per rank, "
                 f"but FSDP reduces {out.numel()}: some of its parameters got no gradient in this "
                 "backward, or requires_grad changed after tagc.wrap. Freeze parameters before "
-                "tagc.wrap, and call set_reduce_scatter_unused_params(True) on the FSDP modules "
-                "whose parameters a step may leave unused"
+                f"tagc.wrap, and {unused_parameters_remedy()}"
             )
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise RuntimeError(

@@ -11,20 +11,18 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, int], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A buffer of this shape; its content is whatever its last user left there."""
         numel = 1
         for size in shape:
             numel *= size
-        buffer = self._buffers.get((name, dtype))
+        # Units of separate FSDP roots reduce in streams of their own, and may overlap.
+        cuda = self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device).cuda_stream if cuda else 0
+        buffer = self._buffers.get((name, dtype, stream))
         if buffer is None or buffer.numel() < numel:
             buffer = torch.empty(numel, dtype=dtype, device=self._device)
-            self._buffers[name, dtype] = buffer
+            self._buffers[name, dtype, stream] = buffer
         return buffer[:numel].view(shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(b.numel() * b.element_size() for b in self._buffers.values())

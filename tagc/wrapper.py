@@ -71,7 +71,8 @@ def wrap(
         model: a model to which ``fully_shard`` was applied; changed in place.
         policy: name of a built-in policy (``tagc.policies()``), path of a YAML file, mapping, or
             :class:`tagc.Policy`.
-        ops: implementation, see :func:`tagc.ops.get_ops`; for tests and comparisons.
+        ops: implementation, see :func:`tagc.ops.get_ops`. The one for CPUs compiles its kernels
+            here: some seconds the first time, then they are cached.
 
     Returns:
         ``model``.
@@ -83,6 +84,11 @@ def wrap(
             model is not sharded at all, or already wrapped, has nobody to tell: the others learn
             of it from the process group's timeout.)
     """
+    if getattr(model, _ATTRIBUTE, None) is not None:
+        raise ValueError(
+            "this model is already wrapped; call tagc.compressor(model).remove() first to wrap "
+            "it with another policy"
+        )
     units = find_units(model)
     made: tuple[Plan, list[UnitReducer]] | None = None
     failure: Exception | None = None
@@ -113,9 +119,12 @@ def _make_reducers(units: list[FSDP2Unit], plan: Plan, ops: str | None) -> list[
         workspace = workspaces.setdefault(unit.device, Workspace(unit.device))
         # Units differ in their seeds, so that equal layouts do not share bad luck.
         seed = (i * 0x9E3779B1) % 2**31
-        reducers.append(
-            UnitReducer(unit_plan, get_ops(unit.device, ops), unit.device, workspace, seed)
-        )
+        # A unit that stays dense needs no operators, nor a warning about them.
+        chosen = get_ops(unit.device, ops if unit_plan.sketched else "reference")
+        for segment in unit_plan.sketched:
+            assert segment.sketch is not None
+            chosen.prepare(segment.sketch.layout, unit.info.dtype, segment.sketch.residual_dtype)
+        reducers.append(UnitReducer(unit_plan, chosen, unit.device, workspace, seed))
     return reducers
 
 

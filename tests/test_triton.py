@@ -275,11 +275,11 @@ def _(device):
 
 @case("non-finite gradients poison the step and spare the residual")
 def _(device):
-    for residual in (F32, BF16, None):
+    for residual, out in ((F32, F32), (BF16, BF16), (None, F16)):
         # More than one program, the last of which covers the poison word's place, too.
         p = problem("int8x4", F32, residual, 2600, "usual", W=3, hashes=4, seed=1)
         p.grad[0, 3], p.grad[0, 400], p.grad[0, 516] = float("nan"), float("inf"), -float("inf")
-        done = check(p, device)
+        done = check(p, device, out=out)
         assert done["index"][:, -1].tolist() == [1, 0, 0]
         assert done["out"].isnan().all()
 
@@ -406,6 +406,31 @@ def _(device):
         assert not done["index"][0, -1]
 
 
+@case("an estimate on top of the largest bfloat16 stays finite, infinity does not")
+def _(device):
+    p = problem("int32x1", F32, BF16, 400, "all above", hashes=3, room=0.3)
+    p.step, p.threshold = torch.full((2,), 2.0**90), torch.full((2,), 2.0**90)
+    p.grad.zero_()
+    p.residual = torch.full((2, 400), 3.3895313892515355e38, dtype=BF16)
+    assert check(p, device)["stats"][1] > 100
+
+
+@case("bits past the last group mean nothing")
+def _(device):
+    p = problem("int16x2", F32, F32, 600, "usual", hashes=4)
+    p.grad[:, -100:] = 0.0
+    want = run_encode(reference, p, "cpu", False)
+    index, cells = want["index"], want["cells"]
+    assert index is not None
+    assert cells is not None
+    index[1, -2] |= torch.tensor(-1 << 300 % 32, dtype=I32)
+    total = cells.sum(0, dtype=I32)
+    decoded = run_decode(reference, index, total, p, F32, 2, "cpu", False)
+    result = run_decode(kernels("ops"), index, total, p, F32, 2, device, False)
+    for name, tensor in decoded.items():
+        same(name, result[name], tensor)
+
+
 @case("numbers next to zero")
 def _(device):
     # Subnormal sums neither vanish nor round in any residual dtype's own way.
@@ -527,6 +552,12 @@ def interpreted(tmp_path_factory) -> dict[str, str | None]:
 def test_interpreted(interpreted, name):
     failure = interpreted[name]
     assert failure is None, failure
+
+
+def test_the_package_imports_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import tagc.triton_kernels"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # --- natively ---------------------------------------------------------------------------------

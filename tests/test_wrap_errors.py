@@ -12,6 +12,7 @@ import pytest
 import torch
 from distributed import on_ranks, run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from units import normal, reduce, unit_plan, unit_reducer
@@ -400,3 +401,12 @@ def test_discarded_models_go(rank: int, world_size: int) -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+@on_ranks(4)
+def test_hybrid_sharding_is_refused(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(Net(), mesh=mesh)
+    kind, said = fails(lambda: tagc.wrap(model, MLP_ONLY))
+    assert kind == "ValueError"
+    assert "HSDP" in said

@@ -28,21 +28,14 @@ from .scatter import scatter
 
 _WORDS = 16
 _WARPS = 4
+# Arguments whose alignment makes no difference.
+_PLAIN = [
+    *("words", "partition", "capacity", "step", "seed", "counts"),
+    *("index_stride", "cells_stride", "counts_stride"),
+]
 
 
-@jit(
-    do_not_specialize=[
-        "words",
-        "partition",
-        "capacity",
-        "step",
-        "seed",
-        "counts",
-        "index_stride",
-        "counts_stride",
-        "cells_stride",
-    ]
-)
+@jit(do_not_specialize=_PLAIN)
 def emit_kernel(
     grad, residual, step, seed, index, cells, counts, n, words, partition, capacity, levels,
     grad_stride, residual_stride, index_stride, cells_stride, counts_stride,

@@ -76,6 +76,10 @@ def decode(
         write(cells, step, out, table, layout=layout, divisor=divisor)
 
 
+def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
+    """Nothing yet: kernels compile at their first launch, a few seconds in the first step."""
+
+
 def insert(
     symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
 ) -> None:

@@ -11,11 +11,11 @@ Worked example (2 hashes): keys A = 5 in cells 0 and 2, B = 7 in cells 1 and 2. 
 
 A launch sweeps over its keys several times, so that it follows what other programs free meanwhile,
 and raises a flag for the next launch if it recovered any; launches after the last progress only
-read that flag. How many wide launches there are comes from the rounds that peeling takes when each
-sees the result of the last, measured at the sizes of ``plan_layout``: at most 2.3 times the fourth
-root of the number of keys (20 for 4096 keys, 72 for a million). Half of the sweeps are expected to
-be as good as such a round. Should that not be enough, one program finishes the rest, however many
-rounds it takes: what stays unresolved is what no order of peeling can recover.
+read that flag. The number of launches comes from the rounds that peeling takes if each one sees the
+result of the last, measured at the sizes of ``plan_layout``: at most 2 more than 2.3 times the
+fourth root of the number of keys (20 for 4096 keys, 72 for a million). Half of the sweeps are
+expected to be as good as such a round. Should that not be enough, one program finishes the rest,
+however many rounds it takes: what stays unresolved is what no order of peeling can recover.
 """
 
 from __future__ import annotations

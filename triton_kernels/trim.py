@@ -30,10 +30,11 @@ from .scratch import buffer
 _WORDS = 16
 _WARPS = 4
 _PROGRAMS = 256
+# Where the counts of ties, one place per program, follow the three histograms of a row.
+_TIES = 2048 + 1024 + 1024
 # Per pass: bits below the digits found so far, bits below this digit, largest digit, where its
-# histogram starts in a row. The last one counts ties, a place per program.
-_PASSES = ((31, 20, 0x7FF, 0), (20, 10, 0x3FF, 2048), (10, 0, 0x3FF, 3072), (0, 0, 0, 4096))
-_TIES = 4096
+# histogram starts. The last one counts ties.
+_PASSES = ((31, 20, 0x7FF, 0), (20, 10, 0x3FF, 2048), (10, 0, 0x3FF, 3072), (0, 0, 0, _TIES))
 # Arguments whose alignment makes no difference.
 _PLAIN = ["words", "capacity", "counts", "index_stride", "counts_stride", "histogram_stride"]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.exchange import Pending, all_reduce_sum, all_to_all, gather_rows, sum_rows
-from tagc.ops import KEPT, UNION, UNRESOLVED, Ops
+from tagc.ops import COUNTS, KEPT, UNION, UNRESOLVED, Ops
 from tagc.plan import Segment, SketchPlan, UnitPlan
 from tagc.quantize import quantization_step
 from tagc.threshold import Steering, agree, sampled_threshold
@@ -21,7 +21,7 @@ _SCALE_DENSITY = 0.5
 
 
 @dataclass(frozen=True)
-class _Lane:
+class _Part:
     """One segment and where its part of the messages lies."""
 
     segment: Segment
@@ -46,7 +46,7 @@ class SketchColumns:
     ) -> None:
         W = plan.info.world_size
         self._world_size, self._ops, self._workspace = W, ops, workspace
-        self._lanes: list[_Lane] = []
+        self._parts: list[_Part] = []
         words, self._cells = 0, {torch.int32: 0, torch.float32: 0}
         for segment in plan.sketched:
             sketch = segment.sketch
@@ -59,18 +59,18 @@ class SketchColumns:
             )
             cells = slice(self._cells[dtype], self._cells[dtype] + layout.cells)
             index = slice(words, words + layout.index_words)
-            self._lanes.append(_Lane(segment, sketch, index, cells, residual))
+            self._parts.append(_Part(segment, sketch, index, cells, residual))
             words, self._cells[dtype] = index.stop, cells.stop
         self._words = words
-        n = len(self._lanes)
+        n = len(self._parts)
         self._seed = torch.tensor([seed], dtype=torch.int32, device=device)
         self._steps = torch.ones(n, W, device=device)
-        target = [W * self._scale_density(lane) * lane.sketch.layout.groups for lane in self._lanes]
-        boost = [lane.sketch.max_boost for lane in self._lanes]
+        target = [W * self._scale_density(part) * part.sketch.layout.groups for part in self._parts]
+        boost = [part.sketch.max_boost for part in self._parts]
         self.steering = Steering(
             torch.tensor(target, device=device), torch.tensor(boost, device=device), W
         )
-        self._counts = torch.zeros(n, W, 4, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(n, W, COUNTS, dtype=torch.int32, device=device)
         self._summed = torch.zeros_like(self._counts)
         self._stats = torch.zeros(n, 2, dtype=torch.int32, device=device)
         self._counting: Pending | None = None
@@ -80,37 +80,37 @@ class SketchColumns:
         self.wire_bytes = 0
 
     @staticmethod
-    def _scale_density(lane: _Lane) -> float:
-        everything = lane.sketch.capacity >= lane.sketch.layout.groups
-        return min(lane.sketch.density, _SCALE_DENSITY) if everything else lane.sketch.density
+    def _scale_density(part: _Part) -> float:
+        everything = part.sketch.capacity >= part.sketch.layout.groups
+        return min(part.sketch.density, _SCALE_DENSITY) if everything else part.sketch.density
 
     @property
     def residuals(self) -> dict[int, Tensor]:
         """Residual ``[W, columns]`` by position of the segment among the sketched ones."""
-        return {i: lane.residual for i, lane in enumerate(self._lanes) if lane.residual is not None}
+        return {i: part.residual for i, part in enumerate(self._parts) if part.residual is not None}
 
     def encode(self, grad: Tensor, group: dist.ProcessGroup) -> None:
         """Sketch the columns of ``grad`` ``[W, S]`` into the send buffers."""
-        if not self._lanes:
+        if not self._parts:
             return
         self._update_thresholds(grad, group)
         self._seed.add_(1)
         threshold = self.steering.threshold
         index = self._buffer("index_send", self._words, torch.int32)
-        for i, lane in enumerate(self._lanes):
-            sketch = lane.sketch
+        for i, part in enumerate(self._parts):
+            sketch = part.sketch
             dtype = sketch.symbol.dtype
             step = quantization_step(threshold[i], sketch.symbol, sketch.levels)
             self._steps[i] = step * self.steering.boost[i]
             cells = self._buffer("cells_send", self._cells[dtype], dtype)
             self._ops.encode(
-                grad[:, lane.segment.start : lane.segment.stop],
-                lane.residual,
+                grad[:, part.segment.start : part.segment.stop],
+                part.residual,
                 threshold[i],
                 self._steps[i],
                 self._seed,
-                index[:, lane.index],
-                cells[:, lane.cells],
+                index[:, part.index],
+                cells[:, part.cells],
                 self._counts[i],
                 layout=sketch.layout,
                 levels=sketch.levels,
@@ -119,7 +119,7 @@ class SketchColumns:
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Send: index by all-to-all, cells by summing, counts for the next step; all in flight."""
-        if not self._lanes:
+        if not self._parts:
             return
         send = self._buffer("index_send", self._words, torch.int32)
         recv = self._buffer("index_recv", self._words, torch.int32)
@@ -150,21 +150,21 @@ class SketchColumns:
 
     def decode(self, out: Tensor, rank: int, divisor: int) -> None:
         """Write this rank's shard of the sketched columns into ``out`` ``[S]``."""
-        for i, lane in enumerate(self._lanes):
-            dtype = lane.sketch.symbol.dtype
+        for i, part in enumerate(self._parts):
+            dtype = part.sketch.symbol.dtype
             cells = self._workspace.take("cells_sum", (self._cells[dtype],), dtype)
             self._ops.decode(
-                self._buffer("index_recv", self._words, torch.int32)[:, lane.index],
-                cells[lane.cells],
+                self._buffer("index_recv", self._words, torch.int32)[:, part.index],
+                cells[part.cells],
                 self._steps[i, rank : rank + 1],
                 self._seed,
-                out[lane.segment.start : lane.segment.stop],
-                None if lane.residual is None else lane.residual[rank],
+                out[part.segment.start : part.segment.stop],
+                None if part.residual is None else part.residual[rank],
                 self._stats[i],
-                layout=lane.sketch.layout,
+                layout=part.sketch.layout,
                 divisor=divisor,
             )
-        if self._lanes:
+        if self._parts:
             self.totals[:, 0] += self._counts[..., KEPT].sum(1)
             self.totals[:, 1] += self._stats[:, UNION]
             self.totals[:, 2] += self._stats[:, UNRESOLVED]
@@ -175,11 +175,11 @@ class SketchColumns:
             sampled = torch.stack(
                 [
                     sampled_threshold(
-                        grad[:, lane.segment.start : lane.segment.stop],
-                        lane.sketch.symbol.lanes,
-                        self._scale_density(lane),
+                        grad[:, part.segment.start : part.segment.stop],
+                        part.sketch.symbol.lanes,
+                        self._scale_density(part),
                     )
-                    for lane in self._lanes
+                    for part in self._parts
                 ]
             )
             gathered = gather_rows(sampled, group)

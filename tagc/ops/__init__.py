@@ -2,7 +2,8 @@
 
 An implementation is a module with the four functions of :class:`Ops`. ``reference`` (eager torch,
 any device) is the specification; ``cpu`` (numba) and ``tagc.triton_kernels`` must agree with it
-bit for bit on everything that is an integer and on every residual. They never import each other.
+bit for bit on everything that is an integer and on every residual. (Only
+cells of ``float32`` symbols depend on the order of additions.) They never import each other.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ NAMES = ("auto", "reference", "cpu", "triton")
 
 # Columns of the `counts` that `encode` writes, [W, 4] int32.
 ABOVE, NONZERO, KEPT, SATURATED = range(4)
+COUNTS = 4
 # Entries of the `stats` that `decode` writes, [2] int32.
 UNION, UNRESOLVED = 0, 1
 
@@ -107,6 +109,12 @@ class Ops(Protocol):
             residual: ``[n]`` this rank's residual of its own shard, or None.
             stats: ``[2]`` int32, written: groups in the union, groups unresolved.
         """
+        ...
+
+    def prepare(
+        self, layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None
+    ) -> None:
+        """Compile what :meth:`encode` and :meth:`decode` will need, so that no step has to."""
         ...
 
     def insert(

@@ -144,6 +144,10 @@ def _values(symbols: Tensor, step: Tensor, layout: SketchLayout) -> Tensor:
     return unpack(symbols, layout.symbol).float() * step
 
 
+def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
+    """Nothing to compile."""
+
+
 def insert(
     symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
 ) -> None:

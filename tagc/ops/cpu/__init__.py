@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tagc.layout import SketchLayout
+from tagc.layout import SketchLayout, plan_layout
+from tagc.ops import COUNTS
 from tagc.ops.cpu.decoder import decode_shard, peel_shard
 from tagc.ops.cpu.encoder import encode_row, insert_shard
 from tagc.ops.cpu.scalar import group_of
+from tagc.symbols import SYMBOLS
 
 
 def _numpy(t: Tensor | None) -> Any:
@@ -82,6 +85,26 @@ def decode(
     if wide is not out:
         out.copy_(wide)
     stats[0], stats[1] = int(union), int(stuck)
+
+
+@cache
+def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> None:
+    """Run encode and decode once on the smallest input of these dtypes."""
+    layout = plan_layout(32, SYMBOLS[name], 1)
+    columns = torch.zeros(1, 32, dtype=gradient)
+    left = None if residual is None else torch.zeros(1, 32, dtype=residual)
+    index = torch.empty(1, layout.index_words, dtype=torch.int32)
+    cells = torch.empty(1, layout.cells, dtype=layout.symbol.dtype)
+    one, seed = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    counts, stats = torch.empty(1, COUNTS, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    encode(columns, left, one, one, seed, index, cells, counts, layout=layout, levels=1, capacity=1)
+    row = None if left is None else left[0]
+    decode(index, cells[0], one, seed, columns[0], row, stats, layout=layout, divisor=1)
+
+
+def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
+    """See :meth:`tagc.ops.Ops.prepare`; seconds for every new combination of dtypes."""
+    _compile(layout.symbol.name, gradient, residual)
 
 
 def insert(
