@@ -15,6 +15,7 @@ from tagc import exchange
 def test_rows_are_summed_at_the_ideal_cost(rank: int, world_size: int, backend: str) -> None:
     """Whatever a group calls its backend, gloo's own reduce-scatter is not taken."""
     group = dist.new_group(backend=backend)
+    assert isinstance(group, dist.ProcessGroup)
     rows = torch.arange(world_size * 5, dtype=torch.int32).view(world_size, 5) + rank
     out, scratch = torch.full((5,), -7, dtype=torch.int32), torch.full_like(rows, -7)
     pending = exchange.sum_rows(out, rows, scratch, group)
