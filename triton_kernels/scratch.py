@@ -1,8 +1,8 @@
 """Buffers between kernels, allocated once and kept.
 
 The key holds the stream, so that calls on two streams never share a buffer; calls on one stream
-are ordered anyway. A CUDA graph captured on a stream of its own gets buffers in its own pool; graphs
-captured on the same stream share them, so replay those one after another.
+are ordered anyway. A CUDA graph captured on a stream of its own gets buffers in its own pool;
+graphs captured on the same stream share them, so replay those one after another.
 """
 
 from __future__ import annotations
