@@ -31,11 +31,6 @@ def buffer(
     return found
 
 
-def nbytes() -> int:
-    """Bytes held by all buffers."""
-    return sum(t.numel() * t.element_size() for t in _BUFFERS.values())
-
-
 def release() -> None:
     """Forget all buffers; the next step allocates again."""
     _BUFFERS.clear()

@@ -1,6 +1,6 @@
 """The operators of the sketch codec, one contract and several implementations.
 
-An implementation is a module with the four functions of :class:`Ops`. ``reference`` (eager torch,
+An implementation is a module with the functions of :class:`Ops`. ``reference`` (eager torch,
 any device) is the specification; ``cpu`` (numba) and ``tagc.triton_kernels`` must agree with it
 bit for bit on everything that is an integer and on every residual. (Only
 cells of ``float32`` symbols depend on the order of additions.) They never import each other.

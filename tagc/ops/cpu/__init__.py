@@ -124,7 +124,7 @@ def peel(
     symbols = torch.empty(layout.groups, dtype=cells.dtype)
     stuck = torch.empty(layout.groups, dtype=torch.bool)
     peel_shard(
-        cells.numpy(), _words(index), layout.groups, seed.numpy()[0], _hashes(layout),
+        cells.numpy(), _words(index), seed.numpy()[0], _hashes(layout),
         layout.partition, symbols.numpy(), stuck.numpy(),
     )  # fmt: skip
     return symbols, stuck

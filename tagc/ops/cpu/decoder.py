@@ -66,7 +66,7 @@ def _(out):
 
 
 @compiled
-def peel_shard(cells, words, groups, seed, hashes, partition, symbols, stuck):
+def peel_shard(cells, words, seed, hashes, partition, symbols, stuck):
     keys = _keys(words)
     symbols[:] = 0
     stuck[:] = False
