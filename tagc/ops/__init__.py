@@ -75,7 +75,7 @@ def get_ops(device: torch.device | str, name: str | None = None) -> Ops:
         ValueError: if the name is unknown or the implementation does not run on the device.
     """
     kind = torch.device(device).type
-    name = name or os.environ.get("TAGC_OPS", "auto")
+    name = name or os.environ.get("TAGC_OPS") or "auto"
     if name not in NAMES:
         raise ValueError(f"unknown implementation {name!r}; choose from {', '.join(NAMES)}")
     if name == "auto":
