@@ -79,6 +79,12 @@ class Compressor:
         step."""
         return sum(reducer.wire_bytes for reducer in self._installed.reducers)
 
+    @property
+    def parameter_wire_bytes(self) -> int:
+        """Bytes that this rank sent so far in all-gathers; 0 where the policy leaves them to
+        FSDP."""
+        return sum(gatherer.wire_bytes for gatherer in self._installed.gatherers)
+
     def remove(self) -> None:
         """Give FSDP its own collectives back and drop all residuals. The model may be wrapped
         again afterwards."""
