@@ -1,6 +1,7 @@
 """Fast CPU implementation of :class:`tagc.ops.Ops`: numba, one thread, no Python per element."""
 
 from tagc.ops.cpu.blocks import dequantize, prepare_blocks, quantize
+from tagc.ops.cpu.packed import pack, prepare_packed, read_index, select, unpack, write_index
 from tagc.ops.cpu.sketch import decode, encode, insert, peel, prepare
 
 __all__ = [
@@ -8,8 +9,14 @@ __all__ = [
     "dequantize",
     "encode",
     "insert",
+    "pack",
     "peel",
     "prepare",
     "prepare_blocks",
+    "prepare_packed",
     "quantize",
+    "read_index",
+    "select",
+    "unpack",
+    "write_index",
 ]

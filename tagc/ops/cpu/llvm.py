@@ -77,6 +77,16 @@ def shift_left(typingctx, x, by):
 
 
 @_instruction
+def shift_right(typingctx, x, by):
+    """A uint32 shifted by fewer than 32 bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.lshr(args[0], args[1])
+
+    return types.uint32(types.uint32, types.uint32), codegen
+
+
+@_instruction
 def shift_right_signed(typingctx, x, by):
     """The int32 with these uint32 bits, shifted by fewer than 32 bits, as float32."""
 
