@@ -47,8 +47,11 @@ def encode(
 ) -> None:
     """See :meth:`tagc.ops.Ops.encode`."""
     with torch.cuda.device_of(grad):
-        select(grad, residual, threshold, index, counts, layout=layout, capacity=capacity)
-        trim(grad, residual, index, counts, layout=layout, capacity=capacity)
+        bitmap, poison, lanes = index[:, : layout.words], index[:, layout.words], layout.symbol.lanes
+        select(
+            grad, residual, threshold, bitmap, poison, counts, lanes=lanes, capacity=capacity
+        )
+        trim(grad, residual, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
         emit(
             grad, residual, step, seed, index, cells, counts,
             layout=layout, levels=levels, capacity=capacity,
