@@ -19,6 +19,7 @@ from .plots import PlotsUnavailableError
 # name -> module; imported only when asked for.
 SUITES = {
     "kernels": ".kernels",
+    "gpu": ".gpu",
     "report": ".report",
 }
 _DEFAULT = "kernels"
