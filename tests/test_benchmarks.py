@@ -127,6 +127,32 @@ def test_a_contender_that_raises_is_reported_and_the_others_go_on(monkeypatch):
     assert record["contenders"]["tagc"]["ms"] >= 0
 
 
+def test_a_case_that_fails_takes_nothing_from_the_others(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "k.jsonl"
+
+    def problem(chosen, device):
+        raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setattr(encode, "problem", problem)
+    small = [
+        "kernels",
+        "--quick",
+        "--device",
+        "cpu",
+        "--sizes",
+        "12",
+        "13",
+        "--plots",
+        str(tmp_path),
+    ]
+    assert suites.main([*small, "--filter", "5%", "--json", str(file)]) == 1
+    table = capsys.readouterr().out
+    assert "encode/2^12/float32/float32/5%/int8x4 failed: OutOfMemoryError: too large" in table
+    assert "| decode/2^12" in table
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert ["failed" in record for record in records] == [True, False, True, False]
+
+
 def test_slow_contenders_take_fewer_turns():
     order = []
     runs = {name: Timed(lambda name=name: order.append(name)) for name in ("a", "b")}

@@ -65,6 +65,24 @@ def test_a_part_that_fails_or_hangs_takes_nothing_from_the_others(tmp_path, caps
     assert "well" in log
 
 
+def test_a_benchmark_that_is_stopped_is_drawn_all_the_same(tmp_path):
+    file = tmp_path / "kernels.jsonl"
+    small = ["kernels", "--quick", "--device", "cpu", "--sizes", "12", "--json", str(file)]
+    assert suites.main(small) == 0
+    assert gpu._run([python("kernels", "raise SystemExit(1)")], "cpu", tmp_path) == 1
+    report = (tmp_path / "report.md").read_text()
+    assert "| encode/2^12/" in report
+    assert "![kernels-time](kernels-time.png)" in report
+
+
+def test_only_files_with_tests_for_gpus_are_collected(tmp_path):
+    tests = next(part for part in parts("cuda", tmp_path) if part.name == "tests")
+    files = {word for word in tests.command if word.endswith(".py")}
+    assert {"tests/test_triton.py", "tests/test_no_sync.py"} <= files
+    assert "tests/test_policy.py" not in files
+    assert tests.command[-2:] == ["-m", "gpu"]
+
+
 def test_success_needs_a_test_that_passed(tmp_path):
     tests = next(part for part in parts("cuda", tmp_path) if part.name == "tests")
     assert tests.wrong({"passed": 0}) == "no test passed"

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import torch
 
+from .. import kernels
 from ..machine import machine
-from ..records import append
+from ..plots import PlotsUnavailableError
+from ..records import append, read
 from .parts import Part, Running, parts
 from .report import write_report
 
@@ -64,22 +66,36 @@ def _run(todo: list[Part], device: str, out: Path) -> int:
         finished[running.part.name] = outcome
         append(out / "parts.jsonl", {"suite": "gpu"} | facts | outcome)
         _keep_log(out, running)
+        if running.part.name == "kernels":
+            _draw(out)
         write_report(out, facts, todo, finished)
         print(f"{running.part.name}: {outcome['status']}, {outcome['seconds']} s", flush=True)
 
     write_report(out, facts, todo, finished)
-    background = [Running(part, out) for part in todo if part.background]
+    started = [Running(part, out) for part in todo if part.background]
+    background = list(started)
     try:
         for part in todo:
             if not part.background:
-                finish(Running(part, out))
+                started.append(Running(part, out))
+                finish(started[-1])
         for running in background:
             finish(running)
-    finally:
-        for running in background:
+    finally:  # also of an interrupt, which does not reach processes in sessions of their own
+        for running in started:
             running.kill()
     print(f"written to {out}: report.md")
     return 0 if all(o["status"] == "passed" for o in finished.values()) else 1
+
+
+def _draw(out: Path) -> None:
+    """The plots of what a benchmark measured that was stopped before it drew them."""
+    file = out / "kernels.jsonl"
+    if file.exists() and not list(out.glob("kernels-*.png")):
+        try:
+            kernels.plots(read([file]), out)
+        except PlotsUnavailableError as error:
+            print(error, file=sys.stderr)
 
 
 def _keep_log(out: Path, running: Running) -> None:

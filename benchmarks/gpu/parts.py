@@ -92,7 +92,9 @@ def parts(device: str, out: Path) -> list[Part]:
     python, small = [sys.executable, "-m"], device == "cpu"
     compile_ = [*python, f"{_PACKAGE}.gpu.compile", "--json", str(out / "compile.jsonl")]
     kernels = [*python, _PACKAGE, "kernels", "--device", device]
-    kernels += ["--json", str(out / "kernels.jsonl"), "--plots", str(out)]
+    kernels += ["--json", str(out / "kernels.jsonl")]
+    if importlib.util.find_spec("matplotlib"):
+        kernels += ["--plots", str(out)]
     training = [*python, f"{_PACKAGE}.gpu.training", "--device", device]
     training += ["--json", str(out / "fsdp2.jsonl")]
     # A rehearsal measures nothing, so its parts may as well run all at once.
@@ -135,11 +137,15 @@ def _pytest(small: bool) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-vv", "--continue-on-collection-errors"]
     # A notice on import of torch where the package pynvml is installed; warnings are errors.
     command += ["-p", "no:cacheprovider", "-W", "ignore:The pynvml package is deprecated"]
+    # A plugin that warns beside xdist, where it is installed.
+    command += ["-p", "no:benchmark"]
     if small:
         return [*command, "tests/test_symbols.py", "-m", "not gpu and not slow"]
     if importlib.util.find_spec("xdist"):
         command += ["-n", "4"]  # most of the time goes into compiling kernels
-    return [*command, "tests", "-m", "gpu"]
+    # Only what has GPU tests: the others may need packages that a machine for this does not have.
+    files = [p for p in sorted(_ROOT.glob("tests/test_*.py")) if "pytest.mark.gpu" in p.read_text()]
+    return [*command, *(str(p.relative_to(_ROOT)) for p in files), "-m", "gpu"]
 
 
 _OUTCOME = re.compile(

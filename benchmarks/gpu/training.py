@@ -7,6 +7,7 @@ through host memory and both ranks share one GPU, so times compare only with eac
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -56,11 +57,11 @@ class Net(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, T, vocabulary]`` of tokens ``[B, T]``."""
+        """Logits ``[B * T, vocabulary]`` of tokens ``[B, T]``."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        return self.head(x.flatten(0, 1))
 
 
 def train(kind: str, device: torch.device, *, small: bool) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def train(kind: str, device: torch.device, *, small: bool) -> dict[str, Any]:
     losses, seconds = [], []
     for _ in range(steps):
         start = time.perf_counter()
-        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss = nn.functional.cross_entropy(model(tokens), tokens.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -121,6 +122,8 @@ def _finite(x: float) -> bool:
 
 def _rank(rank: int, kinds: list[str], device_type: str, small: bool, folder: str) -> None:
     torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both ranks are here
     if device_type == "cuda":
         torch.cuda.set_device(0)
     store = dist.FileStore(str(Path(folder) / "store"), _RANKS)

@@ -62,14 +62,14 @@ def _checked(makers: dict[str, Any]) -> tuple[dict[str, Contender], dict[str, di
             contender.before()
             contender.run()
         except Exception as error:  # reported; the others go on
-            results[name]["wrong"] = _said(error)
+            results[name]["wrong"] = said(error)
         else:
             contenders[name] = contender
     for name, contender in contenders.items():
         try:
             wrong = contender.check()
         except Exception as error:
-            wrong = f"the check failed: {_said(error)}"
+            wrong = f"the check failed: {said(error)}"
         results[name] |= {"note": contender.note, "wrong": wrong} | contender.details
     return contenders, results
 
@@ -91,7 +91,8 @@ def _speedups(results: dict[str, dict[str, Any]]) -> tuple[dict[str, float], dic
     return speedup, refused
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """Kind and first line of an error."""
     first, *_ = [*str(error).strip().splitlines(), ""]
     return f"{type(error).__name__}: {first}"
 

@@ -8,11 +8,14 @@ from pathlib import Path
 from ..plots import pyplot, save
 from ..records import Record
 from .registry import OURS
+from .table import measured
 
 
 def plots(results: Sequence[Record], folder: Path) -> list[Path]:
     """Write the plots that the results have data for."""
-    kept = _latest(results)
+    kept = _latest(measured(results))
+    if not kept:
+        return []
     drawn = [_over_size(kept, folder / "kernels-time.png")]
     drawn.append(_fractions(kept, folder / "kernels-fraction.png"))
     return drawn
@@ -32,9 +35,9 @@ def _over_size(results: list[Record], file: Path) -> Path:
     for r in results:
         sizes.setdefault(kind(r), set()).add(r["numel"])
     most: dict[tuple, tuple] = {}
-    for k, measured in sizes.items():
+    for k, found in sizes.items():
         panel = (k[0], k[3])
-        if panel not in most or len(measured) > len(sizes[most[panel]]):
+        if panel not in most or len(found) > len(sizes[most[panel]]):
             most[panel] = k
     plt = pyplot()
     figure, axes = plt.subplots(

@@ -15,6 +15,8 @@ def table(results: Sequence[Record]) -> str:
     Beside each other contender's time stands how many times faster ours is, or, where that would
     compare with a wrong result, a number that the notes below explain.
     """
+    failed = [f"{r['case']} failed: {r['failed']}" for r in results if "failed" in r]
+    machine, results = _machine(results), measured(results)
     others = [n for n in dict.fromkeys(n for r in results for n in r["contenders"]) if n != OURS]
     reasons: dict[str, int] = {}
 
@@ -41,7 +43,12 @@ def table(results: Sequence[Record]) -> str:
     ]  # fmt: skip
     head = ["case", "floor", "copy", OURS, "of copy", *(f"{n}, {OURS} faster by" for n in others)]
     notes = [f"[{number}] no speedup: {why}" for why, number in reasons.items()]
-    return "\n\n".join([_machine(results), markdown(head, rows), "  \n".join(notes)]).strip()
+    return "\n\n".join([machine, markdown(head, rows), "  \n".join(notes + failed)]).strip()
+
+
+def measured(results: Sequence[Record]) -> list[Record]:
+    """Without the cases that failed."""
+    return [r for r in results if "failed" not in r]
 
 
 def _ms(result: dict[str, Any]) -> str:
