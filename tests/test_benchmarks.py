@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from benchmarks.kernels.ops.row_hash import RowHash
 from benchmarks.kernels.registry import Contender, Problem
 from benchmarks.kernels.selection import select
 from benchmarks.timing import HostClock, Timed, interleaved
+from tagc.ops import reference
 
 CPU = torch.device("cpu")
 CONTENDERS = {"tagc", "reference", "topk", "row-hash", "clone"}
@@ -127,6 +129,22 @@ def test_a_contender_that_raises_is_reported_and_the_others_go_on(monkeypatch):
     assert record["contenders"]["tagc"]["ms"] >= 0
 
 
+def test_without_the_reference_ours_is_still_checked(monkeypatch):
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("too large")
+
+    for op in ("encode", "decode"):
+        with monkeypatch.context() as patch:
+            module = {"encode": encode, "decode": decode}[op]
+            # encode's check decodes by the reference, which still works.
+            real = {name: getattr(reference, name) for name in ("encode", "decode")}
+            patch.setattr(module, "reference", types.SimpleNamespace(**real | {op: fails}))
+            record = measured(case(op))
+        assert record["contenders"]["tagc"]["compared"].startswith("with nothing")
+        assert record["contenders"]["tagc"]["wrong"] is None
+        assert set(record["refused"]) == {"reference", "row-hash"}
+
+
 def test_a_case_that_fails_takes_nothing_from_the_others(monkeypatch, tmp_path, capsys):
     file = tmp_path / "k.jsonl"
 
@@ -187,6 +205,8 @@ def test_command_line_writes_what_the_report_draws(tmp_path, capsys):
     table = capsys.readouterr().out.strip()
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [r["numel"] for r in records] == [1 << 12, 1 << 12, 1 << 13]
+    said = "python -m benchmarks kernels --device cpu --quick --sizes 12 13 --filter encode"
+    assert {r["command"] for r in records} == {said}
     assert all(r["suite"] == "kernels" and r["tagc"] == tagc.__version__ for r in records)
 
     assert suites.main(["report", str(file), "--plots", str(plots)]) == 0

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, cases: list, device: torch.device, *, budget: float) -> int:
     clock, started = clock_for(device), time.monotonic()
-    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    command = _command(args, device)
     results: list[Record] = []
     for case in cases:
         if time.monotonic() - started > args.time_limit:
@@ -109,6 +109,16 @@ def _run(args: argparse.Namespace, cases: list, device: torch.device, *, budget:
         for file in plots(results, args.plots):
             print(f"wrote {file}")
     return 1 if any("failed" in r or r["contenders"]["tagc"]["wrong"] for r in results) else 0
+
+
+def _command(args: argparse.Namespace, device: torch.device) -> str:
+    """What repeats this, without the files that it writes."""
+    words = ["python -m benchmarks kernels", "--device", device.type]
+    words += ["--quick"] if args.quick else ["--full"] if args.full else []
+    words += ["--sizes", *map(str, args.sizes)] if args.sizes else []
+    words += [word for pattern in args.filter for word in ("--filter", shlex.quote(pattern))]
+    words += ["--threads", str(args.threads)] if args.threads != 1 else []
+    return " ".join(words)
 
 
 def _release(device: torch.device) -> None:
