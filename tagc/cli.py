@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_validate)
 
     command = commands.add_parser(
-        "bench", help="measure the kernels on this machine beside baselines, under a minute"
+        "bench", help="measure the kernels on this machine beside baselines, in about a minute"
     )
     command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     command.add_argument("--json", metavar="FILE", help="append the results, a JSON object a line")

@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--quick", action="store_true", help="few and small cases, under a minute")
+    which.add_argument(
+        "--quick", action="store_true", help="few and small cases, about half a minute"
+    )
     which.add_argument("--full", action="store_true", help="the whole product of all axes: hours")
     parser.add_argument(
         "--filter", action="append", default=[], metavar="GLOB",
