@@ -16,7 +16,7 @@ INSTALLED := .venv/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' '
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu lint bench clean
+.PHONY: help demo test test-slow test-gpu lint bench gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -47,8 +47,11 @@ lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
-bench: $(INSTALLED) ## run the benchmarks
-	$(BIN)/python -m benchmarks
+bench: $(INSTALLED) ## run the kernel benchmark
+	$(BIN)/python -m benchmarks kernels
+
+gpu: $(INSTALLED) ## GPU tests, compile table, benchmark, training steps: a report in runs/gpu
+	$(BIN)/python -m benchmarks gpu --out runs/gpu
 
 clean: ## remove build output and caches; .venv and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

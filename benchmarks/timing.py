@@ -1,61 +1,142 @@
-"""Timing and machine facts, the same for every benchmark."""
+"""Timing: contenders take turns, so that a slow moment hits all of them; medians count."""
 
 from __future__ import annotations
 
-import datetime
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-import tagc
+
+def nothing() -> None:
+    """Does nothing."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Something to time.
+
+    Attributes:
+        run: what the clock measures.
+        before: called ahead of every run, outside the clock, to restore inputs.
+    """
+
+    run: Callable[[], object]
+    before: Callable[[], object] = nothing
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians of one contender.
+
+    Attributes:
+        seconds: time on the device.
+        host_seconds: until the call returned; less than ``seconds`` if nothing waits for a GPU.
+        repeats: runs behind the medians.
+    """
+
+    seconds: float
+    host_seconds: float
+    repeats: int
+
+
+class Clock(Protocol):
+    """Times one run: seconds on the device, seconds until the call returned."""
+
+    def __call__(self, timed: Timed) -> tuple[float, float]: ...
+
+
+class HostClock:
+    """Wall-clock time; caches are as the previous contender and ``before`` left them."""
+
+    about = "median wall-clock time; caches as the previous contender left them"
+
+    def __call__(self, timed: Timed) -> tuple[float, float]:
+        timed.before()
+        start = time.perf_counter()
+        timed.run()
+        elapsed = time.perf_counter() - start
+        return elapsed, elapsed
+
+
+class CudaClock:
+    """CUDA events around the run, with a cold L2 cache and launches queued ahead.
+
+    As in training, where backward keeps the device busy while the host runs ahead, the device
+    sleeps in front of the first event for as long as the host needs for its launches: what is
+    timed is the device, unless the run itself waits for it.
+    """
+
+    about = "median of CUDA events; L2 flushed before every run, launches queued ahead"
+    _LONGEST_SLEEP = 0.03
+
+    def __init__(self, device: torch.device) -> None:
+        properties: Any = torch.cuda.get_device_properties(device)
+        l2 = getattr(properties, "L2_cache_size", 64 << 20)
+        self._flush = torch.empty(max(4 * l2, 256 << 20), dtype=torch.uint8, device=device)
+        self._host: dict[int, float] = {}
+
+    def __call__(self, timed: Timed) -> tuple[float, float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        timed.before()
+        self._flush.zero_()
+        sleep = min(2 * self._host.get(id(timed), 0.0), self._LONGEST_SLEEP)
+        if sleep:
+            torch.cuda._sleep(int(sleep * 2e9))  # cycles of a clock of about 2 GHz
+        start.record()
+        began = time.perf_counter()
+        timed.run()
+        host = time.perf_counter() - began
+        end.record()
+        end.synchronize()
+        self._host[id(timed)] = host
+        return start.elapsed_time(end) / 1e3, host
+
+
+def clock_for(device: torch.device) -> HostClock | CudaClock:
+    """The clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 def interleaved(
-    runs: dict[str, Callable[[], object]],
+    contenders: dict[str, Timed],
+    clock: Clock,
     *,
-    before: Callable[[], object] | None = None,
+    budget: float = 1.0,
     repeats: int = 30,
-    warm_up: int = 3,
-) -> dict[str, float]:
-    """Median seconds of each run, taken in turns so that a slow moment hits all of them.
+    least: int = 3,
+    warm_up: int = 2,
+) -> dict[str, Timing]:
+    """Time all contenders in turns.
 
     Args:
-        before: called ahead of every run, outside the clock, to restore inputs.
+        budget: seconds that each contender may take in all; a slow one sits out the later turns.
+        repeats: turns at most.
+        least: turns that even the slowest takes, unless one of them takes longer than the budget:
+            that one is enough then.
+        warm_up: further runs before, which do not count; one if that takes up the budget.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(warm_up + repeats):
-        for name, run in runs.items():
-            if before is not None:
-                before()
-            start = time.perf_counter()
-            run()
-            elapsed = time.perf_counter() - start
-            if i >= warm_up:
-                seconds[name].append(elapsed)
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on, for the head of every result."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    spent = dict.fromkeys(contenders, 0.0)
+    for turn in range(warm_up + repeats):
+        for name, timed in contenders.items():
+            counted, slow = taken[name], spent[name] >= budget
+            enough = 1 if spent[name] > 2 * budget else least
+            if slow and (turn < warm_up or len(counted) >= enough):
+                continue
+            began = time.perf_counter()
+            measured = clock(timed)
+            spent[name] += time.perf_counter() - began
+            if turn >= warm_up:
+                counted.append(measured)
     return {
-        "date": datetime.date.today().isoformat(),
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "tagc": tagc.__version__,
+        name: Timing(
+            statistics.median(device for device, _ in counted),
+            statistics.median(host for _, host in counted),
+            len(counted),
+        )
+        for name, counted in taken.items()
     }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -1,6 +1,7 @@
 """The `tagc` command."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +35,16 @@ def _validate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(args: argparse.Namespace) -> int:
+    # Only here: the benchmarks import much that the other commands do without.
+    benchmarks = importlib.import_module("tagc.benchmarks.suites").main
+    argv = ["kernels", "--quick"]
+    for option in ("device", "json", "plots"):
+        value = getattr(args, option)
+        argv += [] if value is None else [f"--{option}", value]
+    return benchmarks(argv)
+
+
 def _parser() -> argparse.ArgumentParser:
     # Each subcommand sets `run`: a function of the parsed arguments that gives the exit status.
     parser = argparse.ArgumentParser(
@@ -47,6 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("validate", help="check a policy file")
     command.add_argument("file", metavar="FILE", help="a YAML file, or the name of a built-in")
     command.set_defaults(run=_validate)
+
+    command = commands.add_parser(
+        "bench", help="measure the kernels on this machine beside baselines, in about a minute"
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    command.add_argument("--json", metavar="FILE", help="append the results, a JSON object a line")
+    command.add_argument("--plots", metavar="DIR", help="draw them (needs tagc[demo])")
+    command.set_defaults(run=_bench)
 
     return parser
 

@@ -1,5 +1,7 @@
 """The `tagc` command."""
 
+import argparse
+import importlib
 import subprocess
 import sys
 
@@ -58,6 +60,18 @@ def test_usage_errors(argv, capsys):
         main(argv)
     assert exit_.value.code == 2
     assert "usage: tagc" in capsys.readouterr().err
+
+
+def test_bench_runs_the_quick_form(tmp_path, monkeypatch):
+    ran = []
+    suites = importlib.import_module("tagc.benchmarks.suites")
+    monkeypatch.setattr(suites, "main", lambda argv: ran.append(argv) or 3)
+    assert main(["bench", "--device", "cpu", "--json", "x.jsonl"]) == 3
+    assert ran == [["kernels", "--quick", "--device", "cpu", "--json", "x.jsonl"]]
+    monkeypatch.undo()
+    parse = argparse.ArgumentParser()
+    suites.load("kernels").add_arguments(parse)
+    assert parse.parse_args(ran[0][1:]).quick
 
 
 def test_exit_status_reaches_the_shell():

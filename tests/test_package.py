@@ -22,8 +22,12 @@ PROBE = """
 import json
 import tagc, tagc.cli, tagc.codecs.sketch, tagc.ops.cpu, tagc.ops.reference
 import tagc.policies, tagc.triton_kernels
+import tagc.benchmarks.suites, tagc.benchmarks.gpu.training, tagc.benchmarks.kernels.ops.encode
 print(json.dumps({
-    "files": [m.__file__ for m in (tagc, tagc.ops.cpu, tagc.policies, tagc.triton_kernels)],
+    "files": [
+        m.__file__
+        for m in (tagc, tagc.ops.cpu, tagc.policies, tagc.triton_kernels, tagc.benchmarks.suites)
+    ],
     "policies": tagc.policies(),
     "loads": [tagc.Policy.load(name).name for name in tagc.policies()],
     "version": tagc.__version__,
@@ -37,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Built from a copy: setuptools leaves build/ and egg-info beside the sources, and picks up
     # what an earlier build left in build/.
     source = tmp_path_factory.mktemp("source")
-    for name in ("tagc", "policies", "triton_kernels"):
+    for name in ("tagc", "policies", "triton_kernels", "benchmarks"):
         for file in (ROOT / name).rglob("*"):
             if file.is_file() and "__pycache__" not in file.parts:
                 copy = source / file.relative_to(ROOT)
@@ -77,6 +81,7 @@ def test_the_wheel_holds_every_source(wheel: Path) -> None:
         ("tagc", "tagc"),
         ("policies", "tagc/policies"),
         ("triton_kernels", "tagc/triton_kernels"),
+        ("benchmarks", "tagc/benchmarks"),
     ):
         for pattern in ("*.py", "*.yaml"):
             for file in (ROOT / folder).rglob(pattern):
@@ -97,6 +102,10 @@ def test_the_installed_wheel_imports(wheel: Path, tmp_path: Path) -> None:
     assert said["loads"] == list(tagc.policies())
     assert said["version"] == tagc.__version__
     assert (target / "tagc" / "py.typed").exists()
+    # `tagc bench` from the wheel alone: the suite, its command line, and which cases there are.
+    command = f"import sys; sys.path.insert(0, {str(target)!r}); from tagc.benchmarks.suites import"
+    command += " main; sys.exit(main(['kernels', '--quick', '--list', '--device', 'cpu']))"
+    assert "encode/2^20" in run(sys.executable, "-c", command, cwd=tmp_path)
 
 
 def test_public_names() -> None:

@@ -24,6 +24,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from sync import synchronizing_raises
 from torch import Tensor
 
 from tagc.bitmap import to_bitmap
@@ -624,12 +625,8 @@ def gpu_step(p: Problem):
 def test_nothing_waits_for_the_device(symbol):
     _, run = gpu_step(problem(symbol, F32, F32, 5000, "overflow", hashes=4))
     run()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronizing_raises():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @gpu

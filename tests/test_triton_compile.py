@@ -1,220 +1,37 @@
 """The Triton kernels compile for NVIDIA GPUs, without one: registers, spills, width of accesses.
 
-The launchers themselves run, on CPU tensors, with a driver that compiles for the wanted
-architecture and launches nothing, so what is examined is what would be launched. ``table()``
-gives the numbers as text: ``python tests/test_triton_compile.py``.
+``python -m benchmarks.gpu.compile`` prints the numbers as a table.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
-import itertools
-import os
 import re
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from tagc.layout import SketchLayout
-from tagc.symbols import SYMBOLS, Symbol
+from tagc.symbols import SYMBOLS
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
-ops = importlib.import_module("tagc.triton_kernels.ops")
+
+from benchmarks.compiled import (  # noqa: E402
+    ARCHITECTURES,
+    BF16,
+    F32,
+    KERNELS,
+    Compiled,
+    Compiler,
+    compile_all,
+    compiling,
+    decode,
+    encode,
+    layout_of,
+    rows,
+)
+from benchmarks.compiled_table import table  # noqa: E402
+
 select = importlib.import_module("tagc.triton_kernels.select").select
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-ARCHITECTURES = (80, 90)
-KERNELS = {
-    "select_kernel", "count_kernel", "drop_kernel", "emit_kernel", "insert_kernel", "union_kernel",
-    "keys_kernel", "peel_kernel", "finish_kernel", "find_kernel", "remove_kernel",
-    "finish_float_kernel", "estimate_kernel", "write_kernel", "expand_kernel",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """One kernel as it would be launched."""
-
-    name: str
-    arch: int
-    signature: dict[str, str]  # Triton types by argument
-    registers: int
-    spilled: int  # bytes, stores and loads
-    shared: int  # bytes
-    ptx: str
-
-    @property
-    def variant(self) -> str:
-        """Types of the tensors."""
-        return ", ".join(f"{k} {v[1:]}" for k, v in self.signature.items() if v.startswith("*"))
-
-    @property
-    def instructions(self) -> int:
-        """PTX instructions."""
-        return len(re.findall(r"^\t(?:@|[a-z])", self.ptx, re.MULTILINE))
-
-
-class _Compiler:
-    """Passes for a Triton driver; its device number is the architecture."""
-
-    def __init__(self, arch: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self._arch, self._target = arch, GPUTarget("cuda", arch, 32)
-
-    def get_current_device(self) -> int:
-        return self._arch
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-
-@contextlib.contextmanager
-def compiling(arch: int) -> Iterator[list[Compiled]]:
-    """Inside, launches compile for ``arch`` and are collected, each variant of a kernel once."""
-    from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
-
-    kernels: dict[str, Compiled] = {}
-    found: list[Compiled] = []
-    launch = JITFunction.run
-
-    def run(self, *args, grid, warmup, **kwargs):
-        log = io.StringIO()
-        with contextlib.redirect_stdout(log):
-            kernel: Any = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in _EXAMINED:
-            _EXAMINED[kernel.hash] = _examine(self.__name__, arch, kernel, log.getvalue())
-        if kernel.hash not in kernels:
-            kernels[kernel.hash] = _EXAMINED[kernel.hash]
-            found.append(kernels[kernel.hash])
-        return kernel
-
-    with (
-        tempfile.TemporaryDirectory() as cache,
-        mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1"),
-        mock.patch.object(driver, "_active", _Compiler(arch)),
-        mock.patch.object(JITFunction, "run", run),
-    ):
-        yield found
-
-
-# Triton keeps compiled kernels, so their log can be had only once in a process.
-_EXAMINED: dict[str, Compiled] = {}
-
-
-def _examine(name: str, arch: int, kernel: Any, log: str) -> Compiled:
-    def number(pattern: str) -> int:
-        found = re.search(pattern, log)
-        assert found, f"{name}: no {pattern!r} in the log of ptxas:\n{log}"
-        return int(found[1])
-
-    return Compiled(
-        name=name,
-        arch=arch,
-        signature=dict(kernel.src.signature),
-        registers=number(r"Used (\d+) registers"),
-        spilled=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-        shared=kernel.metadata.shared,
-        ptx=kernel.asm["ptx"],
-    )
-
-
-def layout_of(symbol: Symbol, hashes: int, numel: int = 4096) -> SketchLayout:
-    groups = -(-numel // symbol.lanes)
-    partition = groups if hashes == 1 else 64
-    return SketchLayout(numel=numel, symbol=symbol, keys=100, hashes=hashes, partition=partition)
-
-
-def encode(symbol, grad, residual, hashes, every, numel=4096, W=2) -> None:
-    layout = layout_of(symbol, hashes, numel)
-    ops.encode(
-        torch.empty(W, numel, dtype=grad),
-        None if residual is None else torch.empty(W, numel, dtype=residual),
-        torch.ones(W), torch.ones(W), torch.zeros(1, dtype=torch.int32),
-        torch.empty(W, layout.index_words, dtype=torch.int32),
-        torch.empty(W, layout.cells, dtype=symbol.dtype), torch.empty(W, 4, dtype=torch.int32),
-        layout=layout, levels=symbol.levels(W), capacity=layout.groups if every else 10,
-    )  # fmt: skip
-
-
-def decode(symbol, out, residual, hashes, divisor, numel=4096, W=2) -> None:
-    layout = layout_of(symbol, hashes, numel)
-    ops.decode(
-        torch.empty(W, layout.index_words, dtype=torch.int32),
-        torch.empty(layout.cells, dtype=symbol.dtype), torch.ones(1),
-        torch.zeros(1, dtype=torch.int32), torch.empty(numel, dtype=out),
-        None if residual is None else torch.empty(numel, dtype=residual),
-        torch.empty(2, dtype=torch.int32), layout=layout, divisor=divisor,
-    )  # fmt: skip
-
-
-def codec(symbol, hashes) -> None:
-    layout = layout_of(symbol, hashes)
-    index, seed = torch.zeros(layout.words, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    cells = torch.empty(layout.cells, dtype=symbol.dtype)
-    ops.insert(torch.empty(layout.groups, dtype=symbol.dtype), index, seed, cells, layout=layout)
-    ops.peel(cells, index, seed, layout=layout)
-
-
-HASHES = (4, 3, 5, 6, 1)
-# Every symbol with every pair of dtypes; hashes and the rest take turns.
-ENCODES = [
-    (symbol, grad, residual, HASHES[i % 5], i // 3 % 2 == 1)
-    for i, (symbol, grad, residual) in enumerate(
-        itertools.product(SYMBOLS.values(), (F32, BF16, F16), (F32, BF16, None))
-    )
-]
-DECODES = [
-    (symbol, out, residual, HASHES[i % 5], 2 + i // 3 % 2)
-    for i, (symbol, out, residual) in enumerate(
-        itertools.product(SYMBOLS.values(), (F32, BF16, F16), (F32, BF16, None))
-    )
-]
-CODECS = list(itertools.product((SYMBOLS["int8x4"], SYMBOLS["float32"]), HASHES))
-
-
-def compile_all(arch: int, *, share: int = 1, turn: int = 0) -> list[Compiled]:
-    """Every kernel; of the combinations of dtypes one in ``share``, beginning with ``turn``."""
-    with compiling(arch) as found:
-        for arguments in ENCODES[turn::share]:
-            encode(*arguments)
-        for arguments in DECODES[turn::share]:
-            decode(*arguments)
-        for arguments in CODECS:
-            codec(*arguments)
-    return found
-
-
-def table(arch: int = 90) -> str:
-    """Registers, shared memory and PTX instructions of every kernel, smallest to largest."""
-    kernels = compile_all(arch)
-    lines = [
-        f"| kernel (sm_{arch}) | variants | registers | spilled | shared, bytes | instructions |",
-        "|---|---|---|---|---|---|",
-    ]
-
-    def span(values: list[int]) -> str:
-        return f"{min(values)}–{max(values)}" if min(values) < max(values) else f"{values[0]}"
-
-    for name in sorted({k.name for k in kernels}):
-        of_name = [k for k in kernels if k.name == name]
-        columns = (
-            [k.registers for k in of_name], [k.spilled for k in of_name],
-            [k.shared for k in of_name], [k.instructions for k in of_name],
-        )  # fmt: skip
-        label = name.removesuffix("_kernel")
-        lines.append(f"| {label} | {len(of_name)} | " + " | ".join(map(span, columns)) + " |")
-    return "\n".join(lines)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -307,11 +124,21 @@ def test_rows_that_are_not_aligned_compile_without_spills():
     assert [k.name for k in found if k.spilled] == []
 
 
+def test_the_table_spans_the_variants_of_every_kernel(compiled):
+    records = rows(compiled)
+    assert {f"{r['kernel']}_kernel" for r in records} == KERNELS
+    assert sum(r["variants"] for r in records) == len(compiled)
+    (emit,) = (r for r in records if r["kernel"] == "emit")
+    registers = {k.registers for k in compiled if k.name == "emit_kernel"}
+    assert emit["registers"] == [min(registers), max(registers)]
+    assert len(table(records).splitlines()) == 2 + len(KERNELS)
+
+
 def test_the_compiler_leaves_no_trace(compiled):
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    assert not isinstance(driver._active, _Compiler)
+    assert not isinstance(driver._active, Compiler)
     assert JITFunction.run.__module__ == "triton.runtime.jit"
 
 
@@ -322,7 +149,3 @@ def test_every_combination_compiles_without_spills(arch):
     kernels = compile_all(arch)
     assert {k.name for k in kernels} == KERNELS
     check_memory(kernels)
-
-
-if __name__ == "__main__":
-    print(table())

@@ -1,0 +1,187 @@
+"""FSDP2 training steps on two ranks that share one device through gloo: dense beside tagc.
+
+Whether the step works there, what the loss does and what a step takes. gloo stages CUDA tensors
+through host memory and both ranks share one GPU, so times compare only with each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import tagc
+
+from ..records import append, read
+
+_RANKS = 2
+_UNTIMED = 3
+_POLICY = {
+    "schema": 1,
+    "gradients": [
+        {
+            "when": {"min_numel": 4096},
+            "codec": {"kind": "sketch", "density": 0.05, "symbol": "int8x4"},
+            "feedback": {"kind": "residual", "dtype": "bfloat16"},
+        },
+        {"when": {}, "codec": {"kind": "dense"}},
+    ],
+}
+
+
+class Net(nn.Module):
+    """A small transformer that classifies every token."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits ``[B * T, vocabulary]`` of tokens ``[B, T]``."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.flatten(0, 1))
+
+
+def train(kind: str, device: torch.device, *, small: bool) -> dict[str, Any]:
+    """A few steps on one batch; losses, and the median time of a step in milliseconds."""
+    width, layers, batch, length, steps = (64, 2, 2, 16, 4) if small else (512, 4, 8, 128, 15)
+    torch.manual_seed(0)
+    model = Net(width, layers).to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if kind == "tagc":
+        model = tagc.wrap(model, _POLICY, ops="triton" if device.type == "cuda" else "cpu")
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(256, (batch, length), generator=draw).to(device)
+    losses, seconds = [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        loss = nn.functional.cross_entropy(model(tokens), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    result: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": steps,
+        "losses": [round(x, 4) for x in losses],
+        "step_ms": round(1e3 * statistics.median(seconds[_UNTIMED:]), 2),
+        "first_step_ms": round(1e3 * seconds[0], 1),
+    }
+    if kind == "tagc":
+        metrics = tagc.compressor(model).metrics()
+        result |= {
+            "density": round(metrics.density, 4),
+            "unresolved": metrics.unresolved,
+            "bytes_saved": round(metrics.dense_bytes / metrics.wire_bytes, 2),
+        }
+    return result
+
+
+def problem_with(result: dict[str, Any]) -> str | None:
+    """Why a run is not what training should look like; None if it is."""
+    losses = result["losses"]
+    if not all(map(_finite, losses)):
+        return "the loss is not finite"
+    if losses[-1] >= losses[0]:
+        return f"the loss did not fall: {losses[0]} to {losses[-1]}"
+    if result.get("unresolved"):
+        return f"{result['unresolved']} groups were unresolved"
+    return None
+
+
+def _finite(x: float) -> bool:
+    return abs(x) < float("inf")
+
+
+def _rank(rank: int, kinds: list[str], device_type: str, small: bool, folder: str) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both ranks are here
+    if device_type == "cuda":
+        torch.cuda.set_device(0)
+    store = dist.FileStore(str(Path(folder) / "store"), _RANKS)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=_RANKS, timeout=timedelta(seconds=60)
+    )
+    try:
+        device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+        for kind in kinds:
+            result = train(kind, device, small=small)
+            if rank == 0:
+                append(Path(folder) / "results.jsonl", {"run": kind} | result)
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def attempts(kinds: list[str], device: str, *, small: bool) -> Iterator[dict[str, Any]]:
+    """The results of all runs; after one that fails, new processes do the rest."""
+    # CUDA does not survive a fork.
+    start = "fork" if device == "cpu" else "spawn"
+    while kinds:
+        error = None
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                mp.start_processes(
+                    _rank, args=(kinds, device, small, folder), nprocs=_RANKS, start_method=start
+                )
+            except Exception as raised:  # goes into the report; the other run is tried all the same
+                traceback.print_exc()
+                error = str(raised).strip().splitlines()[-1]
+            results = Path(folder) / "results.jsonl"
+            done = read([results]) if results.exists() else []
+        for result in done:
+            yield result | {"wrong": problem_with(result)}
+        kinds = kinds[len(done) :]
+        if kinds:
+            yield {"run": kinds[0], "wrong": error or "ended without a result"}
+            kinds = kinds[1:]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Both runs; 0 if both trained."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.training", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results there")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model")
+    args = parser.parse_args(argv)
+    results = []
+    facts = {"suite": "fsdp2", "backend": "gloo", "ranks": _RANKS, "device": args.device}
+    for found in attempts(["dense", "tagc"], args.device, small=args.rehearse):
+        result = facts | found
+        print(result, flush=True)
+        if args.json:
+            append(args.json, result)
+        results.append(result)
+    return 1 if any(result["wrong"] for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Which cases run: a choice that shows every axis, a quick one, or the whole product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import product
+from typing import Any
+
+from tagc.symbols import SYMBOLS
+
+from .case import Case
+from .registry import OPS, load
+
+# log2 of the number of elements, the one at which the other axes vary first.
+_SIZES = {"cpu": (22, 24, 20), "cuda": (26, 28, 24, 22, 20)}
+_QUICK = {"cpu": (20, 22), "cuda": (22, 26)}
+_DTYPES = ("float32", "bfloat16")
+_DENSITIES = (0.05, 0.01)
+_AXES: dict[str, tuple[Any, ...]] = {
+    "residual": _DTYPES,
+    "density": _DENSITIES,
+    "symbol": tuple(SYMBOLS),
+}
+
+
+def select(
+    choice: str,
+    device: str,
+    patterns: Iterable[str] = (),
+    sizes: Sequence[int] | None = None,
+) -> list[Case]:
+    """The cases of a choice, most telling ones first, each once.
+
+    Args:
+        choice: ``default``: all sizes and densities with the first dtypes and symbol, then all
+            symbols, then all pairs of dtypes, at one size; ``quick``: two small sizes;
+            ``full``: the whole product.
+        device: ``cpu`` or ``cuda``.
+        sizes: log2 of the numbers of elements, in place of the choice's own.
+        patterns: globs over :attr:`Case.name`, or parts of it; a case that matches any stays.
+    """
+    own = {"default": _SIZES, "quick": _QUICK, "full": _SIZES}[choice][device]
+    cases = {"default": _default, "quick": _quick, "full": _full}[choice](tuple(sizes or own))
+    patterns = list(patterns)
+    return [
+        case
+        for case in dict.fromkeys(cases)
+        if not patterns or any(fnmatchcase(case.name, f"*{pattern}*") for pattern in patterns)
+    ]
+
+
+def _case(op: str, size: int, **values: Any) -> Case:
+    axes = load(op).axes
+    chosen = {axis: values.pop(axis, _AXES[axis][0]) for axis in _AXES}
+    return Case(op=op, numel=1 << size, **{a: chosen[a] for a in axes}, **values)
+
+
+def _default(sizes: tuple[int, ...]) -> Iterator[Case]:
+    for size, density, op in product(sizes, _DENSITIES, OPS):
+        yield _case(op, size, density=density)
+    for symbol, op in product(SYMBOLS, OPS):
+        yield _case(op, sizes[0], symbol=symbol)
+    for gradient, residual, op in product(_DTYPES, _DTYPES, OPS):
+        yield _case(op, sizes[0], gradient=gradient, residual=residual)
+
+
+def _quick(sizes: tuple[int, ...]) -> Iterator[Case]:
+    for size, density, op in product(sizes, _DENSITIES, OPS):
+        yield _case(op, size, density=density)
+
+
+def _full(sizes: tuple[int, ...]) -> Iterator[Case]:
+    axes = (sizes, _DENSITIES, SYMBOLS, _DTYPES, _DTYPES, OPS)
+    for size, density, symbol, gradient, residual, op in product(*axes):
+        yield _case(op, size, density=density, symbol=symbol, gradient=gradient, residual=residual)

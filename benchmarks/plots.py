@@ -1,0 +1,36 @@
+"""What all plots share: matplotlib without a display, and a clear error where it is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+class PlotsUnavailableError(RuntimeError):
+    """matplotlib is not installed."""
+
+
+def pyplot() -> Any:
+    """``matplotlib.pyplot``, drawing into files.
+
+    Raises:
+        PlotsUnavailableError: if matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise PlotsUnavailableError(
+            "plots need matplotlib, which is not installed: pip install 'tagc[demo]'"
+        ) from error
+    matplotlib.use("Agg")
+    return __import__("matplotlib.pyplot").pyplot
+
+
+def save(figure: Any, file: Path) -> Path:
+    """Write a figure as PNG, small enough for a repository."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=90, bbox_inches="tight")
+    pyplot().close(figure)
+    return file

@@ -1,0 +1,163 @@
+"""A step of the reducer never waits for the device: not for a value, not for a copy.
+
+On ``meta`` tensors, which have no values to wait for, everything but the operators and the
+collectives; on a GPU (``-m gpu``) all of it, with NCCL and a single rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from sync import synchronizing_raises
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from units import AVG, normal, unit_plan
+
+from tagc import exchange
+from tagc.ops import get_ops
+from tagc.reducer import UnitReducer
+from tagc.workspace import Workspace
+
+META = torch.device("meta")
+
+
+class OnDevice(TorchDispatchMode):
+    """Every tensor of every operation must be on the device: a copy to or from it may wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.operations.append(str(func))
+        for leaf in tree_leaves((args, kwargs, out)):
+            if isinstance(leaf, Tensor):
+                assert leaf.device == META, f"{func} with a tensor on {leaf.device}"
+        return out
+
+
+class Nothing:
+    """A group of two, its collectives in flight, and operators: all without an effect."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+    def wait(self) -> None: ...
+
+    def encode(self, *tensors: Tensor, **sizes: Any) -> None: ...
+
+    def decode(self, *tensors: Tensor, **sizes: Any) -> None: ...
+
+
+@pytest.fixture
+def without_ranks():
+    def start(*args: Any, **options: Any) -> Nothing:
+        return Nothing()
+
+    with (
+        mock.patch.multiple(dist, all_to_all_single=start, all_reduce=start),
+        mock.patch.multiple(exchange, reduce_scatter=start, all_gather=start),
+        mock.patch.object(exchange, "_is_gloo", return_value=False),
+    ):
+        yield Nothing()
+
+
+@pytest.mark.parametrize("symbol", ["int8x4", "float32"])
+def test_no_value_of_a_tensor_is_asked_for(without_ranks, symbol):
+    nothing: Any = without_ranks
+    plan = unit_plan(2, symbol=symbol)
+    reducer = UnitReducer(plan, nothing, META, Workspace(META), seed=7)
+    out, inp = torch.empty(plan.columns, device=META), torch.empty(2 * plan.columns, device=META)
+    for _ in range(3):
+        with OnDevice() as seen:
+            reducer.reduce(out, inp, nothing, AVG)
+        assert len(seen.operations) > 50
+    assert "aten.minimum.default" in seen.operations  # steering took part
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: bool(x.any()),
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.add_(torch.ones(4)),
+        lambda x: x.cpu(),
+    ],
+)
+def test_the_check_can_fail(asks: Callable[[Tensor], Any]):
+    x = torch.empty(4, device=META)
+    with pytest.raises((RuntimeError, AssertionError, NotImplementedError)), OnDevice():
+        asks(x)
+
+
+def shards(
+    device: torch.device, ops: str, guard: Callable[[], AbstractContextManager[Any]]
+) -> list[Tensor]:
+    """What a single rank gets in five steps; all but the first, which compiles, are guarded."""
+    plan = unit_plan(1, symbol="int8x4", stored="bfloat16")
+    reducer = UnitReducer(plan, get_ops(device, ops), device, Workspace(device), seed=7)
+    group = dist.group.WORLD
+    assert group is not None
+    found = []
+    for step in range(5):
+        inp = normal(1, plan.columns, step)[0].to(device)
+        out = torch.full((plan.columns,), torch.nan, device=device)
+        with guard() if step else nullcontext():
+            reducer.reduce(out, inp.view(-1), group, AVG)
+        found.append(out.cpu())
+    return found
+
+
+def group_of_one(backend: str, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), 1)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def same(got: list[Tensor], want: list[Tensor]) -> None:
+    for step, (mine, other) in enumerate(zip(got, want, strict=True)):
+        assert not mine.isnan().any()
+        assert torch.equal(mine, other), f"step {step}"
+
+
+def test_one_rank_gets_the_same_from_both_implementations(tmp_path):
+    group_of_one("gloo", tmp_path)
+    try:
+        cpu = torch.device("cpu")
+        got = shards(cpu, "cpu", nullcontext)
+        assert not torch.equal(got[1], got[2])
+        same(got, shards(cpu, "reference", nullcontext))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_a_step_does_not_wait_for_the_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    group_of_one("cpu:gloo,cuda:nccl", tmp_path)
+    try:
+        cuda = torch.device("cuda", torch.cuda.current_device())
+        got = shards(cuda, "triton", synchronizing_raises)
+        same(got, shards(torch.device("cpu"), "reference", nullcontext))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_the_guard_sees_a_wait():
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError, match="synchroniz"), synchronizing_raises():
+        x.sum().item()
