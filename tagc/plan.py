@@ -90,9 +90,14 @@ class UnitPlan:
         return self.segments[-1].stop if self.segments else 0
 
     @property
+    def for_all(self) -> bool:
+        """Whether all ranks get the same message, and decode the same."""
+        return self.direction != "gradients"
+
+    @property
     def destinations(self) -> int:
-        """Messages that a rank makes: one to every owner, or the same one to all."""
-        return self.info.world_size if self.direction == "gradients" else 1
+        """Messages that a rank makes: one to every owner, or one for all."""
+        return 1 if self.for_all else self.info.world_size
 
     @property
     def compressed(self) -> tuple[Segment, ...]:
@@ -146,7 +151,7 @@ class UnitPlan:
         words = (W - 1) * segment.codec.words * (1 if self.kept else self.info.per_step)
         if isinstance(segment.codec, SketchPlan):
             reduced = 2 * (W - 1) / W
-            summed = W - 1 if self.direction == "gradients" else reduced
+            summed = reduced if self.for_all else W - 1
             words += summed * segment.codec.cells + reduced * self.destinations * COUNTS
         return 4 * words
 

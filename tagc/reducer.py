@@ -118,7 +118,7 @@ class UnitReducer:
             for columns, message in zip(self._columns, self._split(send), strict=True):
                 columns.encode(grad, message, group)
         with record_function(f"TAGC::exchange ({self._name})"):
-            exchange = all_to_all if D > 1 else gather_messages
+            exchange = gather_messages if self.plan.for_all else all_to_all
             pending = exchange(received, send, group)
             self._message_bytes += pending.wire_bytes
             for columns in self._columns:
@@ -127,7 +127,7 @@ class UnitReducer:
             for columns in self._columns:
                 columns.wait()
         with record_function(f"TAGC::decode ({self._name})"):
-            owner = group.rank() if D > 1 else 0
+            owner = 0 if self.plan.for_all else group.rank()
             divisor = W if op == dist.ReduceOp.AVG else 1
             for columns, message in zip(self._columns, self._split(received), strict=True):
                 columns.decode(message, out, owner, divisor)
@@ -138,7 +138,7 @@ class UnitReducer:
     def _reduce_natively(
         self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
     ) -> None:
-        if self.plan.destinations > 1:
+        if not self.plan.for_all:
             pending: Pending = dense_reduce_scatter(out, inp, group, op)
             pending.wait()
         else:

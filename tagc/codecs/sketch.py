@@ -46,7 +46,7 @@ class SketchColumns:
     ) -> None:
         W, D = plan.info.world_size, plan.destinations
         self._destinations, self._ops, self._workspace = D, ops, workspace
-        self._world_size = W
+        self._world_size, self._for_all = W, plan.for_all
         self._parts: list[_Part] = []
         words, self._cells = 0, {torch.int32: 0, torch.float32: 0}
         for segment in plan.of(SketchPlan):
@@ -92,7 +92,7 @@ class SketchColumns:
         if not self._parts:
             return
         # Where all ranks decode the same shard, one of them takes what is left of it.
-        self._takes_estimates = self._destinations > 1 or group.rank() == 0
+        self._takes_estimates = not self._for_all or group.rank() == 0
         self._update_thresholds(grad, group)
         self._seed.add_(1)
         threshold = self.steering.threshold
@@ -128,7 +128,7 @@ class SketchColumns:
 
     def _sum(self, dtype: torch.dtype, numel: int, group: dist.ProcessGroup) -> Pending:
         send = self._cells_send(dtype)
-        if self._destinations == 1:
+        if self._for_all:
             return all_reduce_sum(send, group)
         received = self._workspace.take("cells_recv", send.shape, dtype)
         return sum_rows(self._cells_sum(dtype), send, received, group)
@@ -183,6 +183,6 @@ class SketchColumns:
         return self._workspace.take("cells_send", (self._destinations, self._cells[dtype]), dtype)
 
     def _cells_sum(self, dtype: torch.dtype) -> Tensor:
-        if self._destinations == 1:  # summed in place
+        if self._for_all:  # summed in place
             return self._cells_send(dtype)[0]
         return self._workspace.take("cells_sum", (self._cells[dtype],), dtype)
