@@ -250,3 +250,69 @@ def values(shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
         x = np.round(x)
     x = np.where(rng.random(shape) < 0.2, 0.0, x) * rng.choice([-1, 1], shape)
     return torch.from_numpy(x.astype(np.float32))
+
+
+@dataclass
+class Quantized:
+    """A row quantized in blocks."""
+
+    words: list[int]  # the message
+    scale: np.ndarray  # [blocks] float32
+    q: np.ndarray  # [blocks, block] int64
+    left: np.ndarray  # [n] float32, what the codes do not say
+    bad: np.ndarray  # [n] bool, elements of blocks that hold something not finite
+
+
+def quantize_row(x: np.ndarray, bits: int, block: int) -> Quantized:
+    """Contract of ``BlockOps.quantize`` from float32 ``x`` ``[n]``, up to the residual.
+
+    In float64 products of float32 are exact; ``np.float32`` rounds them once.
+    """
+    n, levels = len(x), 2 ** (bits - 1) - 1
+    blocks = -(-n // block)
+    wide = np.zeros(blocks * block, np.float64)
+    wide[:n] = x
+    wide = wide.reshape(blocks, block)
+    finite = np.isfinite(wide).all(1)
+    wide[~finite] = 0.0
+    largest = np.abs(wide).max(1, initial=0.0)
+    s = (largest * float(np.float32(1 / levels))).astype(np.float32)
+    s = to_bfloat16(np.minimum(s, np.float32(2.0**127 * (2 - 2.0**-7))))
+    s[s < 2.0**-126] = 0.0
+    exact = s.astype(np.float64)[:, None]
+    inverse = np.divide(1.0, exact, out=np.zeros_like(exact), where=exact > 0).astype(np.float32)
+    scaled = (wide * inverse.astype(np.float64)).astype(np.float32).astype(np.float64)
+    q = np.rint(np.clip(scaled, -levels, levels)).astype(np.int64)
+    left = wide - q * exact
+    assert np.array_equal(left.astype(np.float32), left)
+    scale = np.where(finite, s, np.float32(np.nan))
+    halves = [0x7FC0 if np.isnan(v) else int(v.view(np.uint32)) >> 16 for v in scale]
+    halves += [0] * (len(halves) % 2)
+    words = [signed(halves[i] | halves[i + 1] << 16, 32) for i in range(0, len(halves), 2)]
+    m = block * bits // 32
+    for row in q.tolist():
+        for j in range(m):
+            digits = [row[i * m + j] % 2**bits << bits * i for i in range(32 // bits)]
+            words.append(signed(sum(digits), 32))
+    flat = left.reshape(-1)[:n].astype(np.float32)
+    return Quantized(words, scale, q, flat, np.repeat(~finite, block)[:n])
+
+
+def elements_of(row: Quantized, n: int) -> np.ndarray:
+    """What the codes say, ``[n]`` float64, NaN where the scale is."""
+    return (row.q * row.scale.astype(np.float64)[:, None]).reshape(-1)[:n]
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit but for the bits of NaN."""
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and same_bits(a.masked_fill(nan, 0), b.masked_fill(nan, 0))
+
+
+def spread(shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
+    """:func:`values` of magnitudes that change every 64 elements, subnormal to huge."""
+    x = values(shape, rng).numpy()
+    octave = rng.integers(-150, 115, (*shape[:-1], -(-shape[-1] // 64)))
+    octave = np.where(rng.random(octave.shape) < 0.4, 0, octave)
+    octave = np.repeat(octave, 64, -1)[..., : shape[-1]]
+    return torch.from_numpy(np.ldexp(x, octave).astype(np.float32))

@@ -31,6 +31,7 @@ def rows_of(t: Tensor) -> tuple[Any, int]:
     """The memory under ``[R, words]``, one array from the first row's begin to the last one's end,
     and the distance of rows in it: a row of a two-dimensional array is not known to be contiguous.
     """
-    rows, words = t.shape
-    distance = t.stride(0) if rows > 1 else words
-    return words_of(t.as_strided((max(0, rows - 1) * distance + words,), (1,))), distance
+    if not t.numel():
+        return words_of(t.flatten()), 0
+    distance = t.stride(0)
+    return words_of(t.as_strided(((len(t) - 1) * distance + t.shape[1],), (1,))), distance

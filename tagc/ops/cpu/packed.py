@@ -75,7 +75,7 @@ def _select(
     )
     if kept > capacity:
         keep_largest(g, e, n, layout.group, capacity, kept, words)
-    return (above, nonzero), poison
+    return (int(above), int(nonzero)), int(poison)
 
 
 def _keys(words: Any, layout: PackedLayout) -> Any:
@@ -104,8 +104,8 @@ def _read_index(index: Any, keys: Any, layout: PackedLayout) -> int:
     """Write the keys of an index; returns how many."""
     low, high = index[: layout.low_words], index[layout.low_words :]
     if layout.low_bits:
-        return bitmaps.read_index(layout.low_bits, low, high, keys, layout.capacity)
-    return bitmaps.write_keys(high, keys, layout.capacity)
+        return int(bitmaps.read_index(layout.low_bits, low, high, keys, layout.capacity))
+    return int(bitmaps.write_keys(high, keys, layout.capacity))
 
 
 def unpack(

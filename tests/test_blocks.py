@@ -1,0 +1,311 @@
+"""Block quantization: the format, the reference against the oracle, the CPU against both.
+
+Every tensor is a slice of a wider buffer; outputs are poisoned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tagc.blocks import BITS, MIN_SCALE, BlockLayout
+from tagc.ops import get_ops
+from tagc.ops.cpu import quantizer
+
+OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+both = pytest.mark.parametrize("ops", OPS, ids=["cpu", "reference"])
+# bits, gradient, residual: every pair of two of them, but for float16, which the CPU widens
+# first. Each row but those costs a compilation.
+VARIANTS = [
+    (2, F32, F32),
+    (2, BF16, BF16),
+    (4, F32, BF16),
+    (4, BF16, F32),
+    (4, F16, BF16),
+    (8, F32, F32),
+    (8, F16, F32),
+    (8, BF16, None),
+    (16, F32, None),
+    (16, BF16, F32),
+    (16, F16, None),
+]
+variants = pytest.mark.parametrize(
+    ("bits", "grad_dtype", "residual_dtype"),
+    VARIANTS,
+    ids=lambda v: str(v).removeprefix("torch."),
+)
+SIZES = [1, 31, 32, 33, 255, 257, 1000]
+
+
+@dataclass
+class Case:
+    """Arguments of a quantization."""
+
+    grad: Tensor
+    residual: Tensor | None
+    layout: BlockLayout
+
+    @property
+    def x(self) -> Tensor:
+        if self.residual is None:
+            return self.grad.float()
+        return self.grad.float() + self.residual.float()
+
+
+def make_case(n, R, block, variant, rng, *, spoilt=False) -> Case:
+    bits, grad_dtype, residual_dtype = variant
+    grad = oracle.spread((R, n), rng).to(grad_dtype)
+    residual = None
+    if residual_dtype is not None:
+        residual = (oracle.spread((R, n), rng) if spoilt else oracle.values((R, n), rng)).to(
+            residual_dtype
+        )
+    if spoilt and n:
+        for value in (math.nan, math.inf, -math.inf, 3.4028234e38, -3.4028234e38, 1e-45, -0.0):
+            grad[rng.integers(R), rng.integers(n)] = value
+    elif grad_dtype == F16:
+        grad = grad.clamp(-60000, 60000)
+    return Case(
+        oracle.widened(grad),
+        None if residual is None else oracle.widened(residual),
+        BlockLayout(numel=n, bits=bits, block=block),
+    )
+
+
+def quantize(ops, case: Case, average=0.0) -> tuple[Tensor, Tensor | None]:
+    """The message and the residual after."""
+    residual = None if case.residual is None else oracle.widened(case.residual)
+    rows = case.grad.shape[0]
+    message = oracle.widened(oracle.poisoned(rows, case.layout.words, dtype=torch.int32))
+    before = case.grad.clone()
+    ops.quantize(case.grad, residual, message, layout=case.layout, average=average)
+    oracle.check_margins(message, residual)
+    assert oracle.same_bits(case.grad, before)
+    return message, residual
+
+
+def dequantize(ops, message: Tensor, layout: BlockLayout, dtype=F32, divisor=1) -> Tensor:
+    out = oracle.widened(oracle.poisoned(message.shape[0], layout.numel, dtype=dtype))
+    ops.dequantize(message, out, layout=layout, divisor=divisor)
+    oracle.check_margins(out)
+    return out
+
+
+def test_words_of_a_layout():
+    layout = BlockLayout(numel=1000, bits=4, block=256)
+    assert layout.levels == 7
+    assert layout.blocks == 4
+    assert (layout.scale_words, layout.block_words) == (2, 32)
+    assert layout.words == 2 + 4 * 32
+    odd = BlockLayout(numel=513, bits=2, block=256)
+    assert (odd.levels, odd.blocks, odd.scale_words, odd.words) == (1, 3, 2, 2 + 3 * 16)
+    assert BlockLayout(numel=0, bits=16).words == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"numel": -1, "bits": 4}, "numel must not be negative, got -1"),
+        ({"numel": 1, "bits": 3}, r"bits must be one of \(2, 4, 8, 16\), got 3"),
+        ({"numel": 1, "bits": 4, "block": 16}, r"in \[32, 4096\], got 16"),
+        ({"numel": 1, "bits": 4, "block": 8192}, r"in \[32, 4096\], got 8192"),
+        ({"numel": 1, "bits": 4, "block": 48}, "a power of two .*, got 48"),
+    ],
+)
+def test_layouts_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        BlockLayout(**arguments)
+
+
+@both
+def test_a_message_written_out(ops):
+    """Neighbours lie in neighbouring words: with ``bits=8, block=32``, element 8 i + j is byte i
+    of word j. The scale of 1.0 = 127 / 127 is 0x3F80."""
+    layout = BlockLayout(numel=33, bits=8, block=32)
+    grad = torch.zeros(1, 33)
+    grad[0, :5] = torch.tensor([127.0, -1.0, 2.5, 3.5, 0.5])
+    grad[0, 8], grad[0, 17], grad[0, 24], grad[0, 32] = 5.0, 6.0, -127.0, -254.0
+    message = oracle.poisoned(1, layout.words, dtype=torch.int32)
+    ops.quantize(grad, None, message, layout=layout, average=0.0)
+    words = [w & oracle.MASK for w in message[0].tolist()]
+    assert words[0] == 0x4000_3F80  # the scales 1 and 2
+    assert words[1:9] == [0x81_00_05_7F, 0x00_06_00_FF, 0x02, 0x04, 0x00, 0x00, 0x00, 0x00]
+    assert words[9:] == [0x81, 0, 0, 0, 0, 0, 0, 0]
+
+
+def expected_residual(row: oracle.Quantized, before: Tensor, average: float) -> Tensor:
+    left = row.left
+    if average:
+        kept, fresh = np.float32(average), np.float32(1 - average)
+        left = kept * before.float().numpy() + fresh * left
+    if before.dtype == BF16:
+        largest = np.float32(torch.finfo(BF16).max)
+        left = np.clip(oracle.to_bfloat16(left), -largest, largest)
+    return torch.where(torch.from_numpy(row.bad), before, torch.from_numpy(left).to(before.dtype))
+
+
+@pytest.mark.parametrize("average", [0.0, 0.3])
+@both
+@variants
+def test_quantizes_by_the_contract(bits, grad_dtype, residual_dtype, ops, average):
+    rng = np.random.default_rng(0)
+    variant = bits, grad_dtype, residual_dtype
+    for n, spoilt in itertools.product(SIZES, (False, True)):
+        case = make_case(n, 2, 32 if n < 100 else 128, variant, rng, spoilt=spoilt)
+        message, residual = quantize(ops, case, average)
+        for r, x in enumerate(case.x.numpy()):
+            row = oracle.quantize_row(x, bits, case.layout.block)
+            assert message[r].tolist() == row.words
+            if residual is not None and case.residual is not None:
+                assert torch.equal(residual[r], expected_residual(row, case.residual[r], average))
+                assert bool(residual.isfinite().all())
+
+
+@pytest.mark.parametrize("divisor", [1, 3])
+@both
+@variants
+def test_dequantizes_by_the_contract(bits, grad_dtype, residual_dtype, ops, divisor):
+    rng = np.random.default_rng(1)
+    variant = bits, grad_dtype, residual_dtype
+    for n in SIZES:
+        case = make_case(n, 3, 64, variant, rng, spoilt=n == SIZES[-1])
+        message, _ = quantize(REFERENCE, case)
+        total = np.zeros(n, np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for x in case.x.numpy():
+                row = oracle.quantize_row(x, bits, 64)
+                total = total + oracle.elements_of(row, n).astype(np.float32)
+            total = total / np.float32(divisor)
+        out = dequantize(ops, message[None], case.layout, grad_dtype, divisor)
+        assert oracle.same_values(out[0], torch.from_numpy(total).to(grad_dtype))
+
+
+@pytest.mark.parametrize("block", [32, 256, 4096])
+@variants
+def test_cpu_is_the_reference_to_the_bit(bits, grad_dtype, residual_dtype, block):
+    rng = np.random.default_rng(2)
+    variant = bits, grad_dtype, residual_dtype
+    for n, average, spoilt in itertools.product((0, 1, 31, 257, 4099), (0, 0.7), (False, True)):
+        case = make_case(n, 3, block, variant, rng, spoilt=spoilt)
+        (fast, left), (slow, owed) = (quantize(ops, case, average) for ops in (CPU, REFERENCE))
+        assert torch.equal(fast, slow)
+        if left is not None and owed is not None:
+            assert oracle.same_bits(left, owed)
+        # Two shards of three and of two messages, and all of them to one.
+        for messages in (fast[None, :2], fast[None], torch.stack([fast, slow])):
+            outs = [dequantize(ops, messages, case.layout, grad_dtype, 3) for ops in OPS]
+            assert oracle.same_values(*outs)
+
+
+@both
+def test_twice_the_same(ops):
+    case = make_case(1000, 2, 64, (4, F32, BF16), np.random.default_rng(3))
+    (a, left), (b, again) = (quantize(ops, case) for _ in range(2))
+    assert torch.equal(a, b)
+    assert left is not None
+    assert again is not None
+    assert oracle.same_bits(left, again)
+
+
+@both
+@pytest.mark.parametrize("bits", BITS)
+def test_what_is_not_finite_shows_and_stays_out_of_the_residual(bits, ops):
+    """In its block only; a sum of finite numbers that overflows counts, too."""
+    for where, value, old in ((70, math.nan, 0.5), (70, -math.inf, 0.5), (99, 3e38, 3e38)):
+        grad, residual = torch.ones(2, 100), torch.full((2, 100), 0.5)
+        grad[1, where], residual[1, where] = value, old
+        case = Case(grad, residual, BlockLayout(numel=100, bits=bits, block=32))
+        message, left = quantize(ops, case)
+        block = torch.zeros(2, 100, dtype=torch.bool)
+        block[1, where // 32 * 32 : where // 32 * 32 + 32] = True
+        assert left is not None
+        assert bool(left.isfinite().all())
+        assert oracle.same_bits(left[block], residual[block])
+        assert not torch.equal(left[~block], residual[~block])
+        for dtype in (F32, BF16, F16):
+            out = dequantize(ops, message[None], case.layout, dtype)
+            assert torch.equal(out[0].isnan(), block[1])
+
+
+@both
+@pytest.mark.parametrize("bits", BITS)
+def test_the_ends_of_the_range(bits, ops):
+    """Below ``MIN_SCALE`` nothing is sent and all stays; the largest numbers do not overflow."""
+    layout, levels = BlockLayout(numel=64, bits=bits, block=32), 2 ** (bits - 1) - 1
+    for top in (1e-45, MIN_SCALE * levels * 0.99, MIN_SCALE * levels, 1.0, 3.4028234663852886e38):
+        grad, residual = torch.zeros(1, 64), torch.zeros(1, 64)
+        grad[0, :4] = torch.tensor([top, -top, -0.0, top / 2])
+        case = Case(grad, residual, layout)
+        message, left = quantize(ops, case)
+        sent = dequantize(ops, message[None], layout)
+        assert left is not None
+        assert bool((left + sent).isfinite().all())
+        assert torch.equal(left.double() + sent.double(), grad.double())
+        assert bool(sent.any()) == (top >= MIN_SCALE * levels)
+        # bfloat16 of the scale, and half a step.
+        assert top < MIN_SCALE * levels or float(left.abs().max()) <= top * (2**-8 + 0.5 / levels)
+
+
+values_ = st.one_of(
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+    st.floats(-4, 4, width=32),
+    st.just(-0.0),
+)
+
+
+@both
+@given(
+    pairs=st.lists(st.tuples(values_, values_), min_size=1, max_size=80),
+    bits=st.sampled_from(BITS),
+    dtype=st.sampled_from([F32, BF16]),
+)
+@settings(deadline=None, max_examples=80, derandomize=True)
+def test_what_is_sent_plus_what_stays_is_what_was_there(ops, pairs, bits, dtype):
+    """To the last bit; a bfloat16 residual is off by its rounding, half of 2**-7."""
+    grad, residual = (torch.tensor(pairs).T.contiguous()[:, None] / 4).unbind(0)
+    residual = residual.to(dtype).clamp(-1e38, 1e38)
+    case = Case(grad, residual, BlockLayout(numel=len(pairs), bits=bits, block=32))
+    message, left = quantize(ops, case)
+    assert left is not None
+    sent = dequantize(ops, message[None], case.layout).double()
+    exact = case.x.double() - sent
+    if dtype == F32:
+        assert torch.equal(left.double(), exact)
+    else:
+        off = (left.double() - exact).abs()
+        assert bool((off <= exact.abs() * 2.0**-8 + 2.0**-134).all())
+
+
+@both
+def test_a_running_average(ops):
+    """LoCo: a share of the old residual stays, the rest is this step's error."""
+    grad = torch.zeros(1, 32)
+    grad[0, 0], grad[0, 1] = 7.0, 0.25
+    residual = torch.zeros(1, 32)
+    residual[0, 1] = 1.0
+    # The scale is 1; x is 7 and 1.25, of which 7 and 1 are sent.
+    case = Case(grad, residual, BlockLayout(numel=32, bits=4, block=32))
+    _, left = quantize(ops, case, 0.75)
+    assert left is not None
+    assert left[0, :3].tolist() == [0.0, 0.75 * 1.0 + 0.25 * 0.25, 0.0]
+
+
+@pytest.mark.parametrize(("bits", "grad_dtype", "residual_dtype"), VARIANTS[:3])
+def test_prepared_is_compiled(bits, grad_dtype, residual_dtype):
+    case = make_case(100, 2, 64, (bits, grad_dtype, residual_dtype), np.random.default_rng(4))
+    kernels = (quantizer.quantize_row, quantizer.dequantize_shard)
+    CPU.prepare_blocks(case.layout, grad_dtype, residual_dtype, 0.5)
+    before = [len(kernel.signatures) for kernel in kernels]
+    message, _ = quantize(CPU, case, 0.5)
+    dequantize(CPU, message[None], case.layout, grad_dtype, 2)
+    assert [len(kernel.signatures) for kernel in kernels] == before
