@@ -101,10 +101,16 @@ COMPRESSED = {
     "mlp-only": {"mlp"},
     "dense": set(),
 }
+EVERY_ELEMENT = {
+    "loco-4bit": "quantized",
+    "hybrid": "quantized",
+    "packed-20": "packed",
+    "auto": "auto",
+}
 
 
 def test_policies_are_sorted_and_say_what_they_do():
-    assert list(policies()) == sorted(COMPRESSED)
+    assert list(policies()) == sorted([*COMPRESSED, *EVERY_ELEMENT])
     assert all(about.endswith(".") for about in policies().values())
 
 
@@ -126,6 +132,89 @@ def test_builtin_compresses_its_roles(name: str):
             assert rule["feedback"]["kind"] == "residual"
             assert rule["feedback"]["dtype"] == "float32"
     assert compressed == COMPRESSED[name]
+
+
+@pytest.mark.parametrize(("name", "kind"), EVERY_ELEMENT.items())
+def test_builtin_takes_every_matrix(name: str, kind: str):
+    policy = Policy.load(name)
+    for role in ROLES:
+        index = policy.match(ParamInfo(name="w", shape=BIG, role=role, layer=0))
+        if role in COMPRESSED["all"]:
+            assert index is not None
+            assert policy.gradients[index].codec.kind == kind
+        else:
+            assert index is None
+    assert bool(policy.parameters) == (name == "hybrid")
+    for rule in policy.parameters:
+        assert rule.codec.model_dump() == {
+            "kind": "quantized", "bits": 8, "block": 256, "keep_for_backward": True,
+        }  # fmt: skip
+
+
+NEW = """\
+schema: 1
+gradients:
+  - when: {}
+    codec: {kind: %s}
+parameters:
+  - when: {}
+    codec: {kind: %s}
+"""
+
+
+@pytest.mark.parametrize(
+    ("gradient", "parameter", "message"),
+    [
+        ("quantised, bits: 4", "dense", "4: gradients[0].codec.kind: unknown value 'quantised'; "
+         "did you mean 'quantized'?"),
+        ("quantized, bit: 4", "dense", "4: gradients[0].codec.bit: unknown key; did you mean"),
+        ("quantized, bits: 3", "dense", "4: gradients[0].codec.bits: unknown value 3; "
+         "available: 2, 4, 8"),
+        ("quantized, block: 48", "dense", "gradients[0].codec.block: unknown value 48"),
+        ("packed, density: 0", "dense", "gradients[0].codec.density: must be greater than 0"),
+        ("dense, wire: bf16", "dense", "gradients[0].codec.wire: unknown value 'bf16'; "
+         "did you mean 'bfloat16'?"),
+        ("dense", "sketch", "7: parameters[0].codec.kind: unknown value 'sketch'; "
+         "available: quantized, dense"),
+        ("dense", "quantized, keep: true", "parameters[0].codec.keep: unknown key"),
+    ],
+)  # fmt: skip
+def test_errors_of_every_codec(gradient: str, parameter: str, message: str, tmp_path):
+    [line] = errors(NEW % (gradient, parameter), tmp_path)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("codec", "feedback", "message"),
+    [
+        ({"kind": "packed", "density": 0.1}, {"kind": "average"}, "would forget most"),
+        ({"kind": "sketch", "density": 0.1}, {"kind": "average"}, "would forget most"),
+        ({"kind": "packed", "density": 0.1}, {"beta": 0.5}, "only the kind 'average' has them"),
+        ({"kind": "packed", "density": 0.1, "support": "shared"}, {"kind": "none"}, "residuals"),
+        ({"kind": "dense", "wire": "bfloat16"}, {"kind": "residual"}, "has no effect"),
+        ({"kind": "quantized"}, {"kind": "average", "beta": 1.0}, "less than 1"),
+    ],
+)
+def test_feedback_must_go_with_the_codec(codec: dict, feedback: dict, message: str):
+    rule = {"when": {}, "codec": codec, "feedback": feedback}
+    with pytest.raises(PolicyError, match=message):
+        Policy.load({"schema": 1, "gradients": [rule]})
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind"),
+    [
+        ({"kind": "dense"}, "none"),
+        ({"kind": "dense", "wire": "bfloat16"}, "none"),
+        ({"kind": "sketch", "density": 0.1}, "residual"),
+        ({"kind": "packed", "density": 0.1}, "residual"),
+        ({"kind": "quantized"}, "average"),
+        ({"kind": "auto"}, "average"),
+    ],
+)
+def test_feedback_that_fits_is_the_default(codec: dict, kind: str):
+    policy = Policy.load({"schema": 1, "gradients": [{"when": {}, "codec": codec}]})
+    assert policy.gradients[0].feedback.kind == kind
 
 
 # Matching
@@ -396,7 +485,7 @@ def test_all_errors_are_listed_by_line(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("attn_only", "did you mean 'attn-only'? available: all, attn-only, dense, mlp-only, non"),
+        ("attn_only", "did you mean 'attn-only'? available: all, attn-only, auto, dense, hybrid"),
         ("zzz", "no built-in policy 'zzz'; available: all, attn-only"),
         ("", "no built-in policy ''; available"),
         ("missing/p", "missing/p: cannot be read: No such file"),
