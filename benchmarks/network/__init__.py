@@ -27,7 +27,8 @@ _QUICK: dict[str, Any] = {
     "rates": "unlimited,200mbit",
     "width": 160,
     "layers": 4,
-    "loss_steps": 60,
+    "loss_steps": 50,
+    "steps": 6,
 }
 
 

@@ -207,7 +207,12 @@ def remove_stale() -> list[str]:
     for name in existing():
         found = _NAME.match(name)
         if found and not Path(f"/proc/{found[1]}").exists():
-            _run(["ip", "netns", "del", name])
+            try:
+                _run(["ip", "netns", "del", name])
+            except NetworkUnavailable:
+                # Another run that begins now may have been quicker.
+                if name in existing():
+                    raise
             stale.append(name)
     return stale
 
