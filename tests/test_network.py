@@ -63,6 +63,8 @@ def test_the_kernel_counts_what_tagc_counts(tmp_path):
         half = steps[f"{policy}@bf16", rate]
         assert half["kernel_bytes"] == pytest.approx(gathered / 2 + half["tagc_bytes"], rel=0.03)
         dense = _shard_bytes(2)
+        assert ours["payload_bytes"]["gradients"] == ours["tagc_bytes"]
+        assert steps["fp32", rate]["payload_bytes"]["gradients"] == dense
         assert steps["fp32", rate]["kernel_bytes"] == pytest.approx(gathered + dense, rel=0.03)
         # gloo's own reduce-scatter sends twice what it must.
         wasted = steps["fp32-gloo", rate]["kernel_bytes"]

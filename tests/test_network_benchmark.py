@@ -209,7 +209,15 @@ def test_a_cell_is_as_slow_as_its_slowest_rank():
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("all_gather", 720), ("reduce_scatter", 180), ("all_reduce", 360)]
+    ("kind", "size"),
+    [
+        ("all_gather", 720),
+        ("reduce_scatter", 180),
+        ("all_to_all", 180),
+        ("all_reduce", 360),
+        ("send", 240),
+        ("receive", 0),
+    ],
 )
 def test_payload_is_what_a_rank_must_send(kind, size):
     assert ledger.payload_bytes(kind, torch.zeros(60), 4) == size

@@ -4,9 +4,10 @@ The functions of ``torch.distributed`` are replaced by ones that count and call 
 FSDP2 and tagc are measured alike. Install it before anything binds those functions by name.
 
 Payload bytes are what a rank must send to others, headers and a backend's waste left out:
-``(W - 1) / W`` of a reduce-scatter's or all-to-all's input, ``W - 1`` times an all-gather's, and
-``2 (W - 1) / W`` of an all-reduce's. Seconds are those that the calling thread spends in the call
-and in ``wait()``: time that communication adds to the step, waiting for slower ranks included.
+``(W - 1) / W`` of a reduce-scatter's or all-to-all's input, ``W - 1`` times an all-gather's,
+``2 (W - 1) / W`` of an all-reduce's, and all of a message to one rank. Seconds are those that the
+calling thread spends in the call and in ``wait()``: time that communication adds to the step,
+waiting for slower ranks included.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 PARAMETERS, GRADIENTS, OTHER = "parameters", "gradients", "other"
 
@@ -33,7 +35,13 @@ _KINDS = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "all_reduce": "all_reduce",
+    "isend": "send",
+    "irecv": "receive",
 }
+# Their first argument is what they send, of the others the second.
+_IN_PLACE = ("all_reduce", "send", "receive")
+# ``batch_isend_irecv`` compares its operations with those of this module.
+_ALSO_IN_C10D = ("isend", "irecv")
 
 
 @dataclass
@@ -59,7 +67,10 @@ def install() -> None:
     for name, kind in _KINDS.items():
         original = getattr(dist, name, None)
         if original is not None:
-            setattr(dist, name, _counted(original, kind))
+            counted = _counted(original, kind)
+            setattr(dist, name, counted)
+            if name in _ALSO_IN_C10D:
+                setattr(distributed_c10d, name, counted)
 
 
 def reset() -> Tally:
@@ -96,6 +107,10 @@ def payload_bytes(kind: str, sent: Tensor, world_size: int, splits: list[int] | 
             as staying here, which is a lower bound.
     """
     size = sent.numel() * sent.element_size()
+    if kind == "receive":
+        return 0
+    if kind == "send":
+        return size
     if kind == "all_gather":
         return size * (world_size - 1)
     if kind == "all_reduce":
@@ -129,9 +144,7 @@ def _counted(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def counted(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
-        # The input is the second tensor argument, of an all-reduce the only one.
-        tensors = list(arguments.values())[:2]
-        sent = tensors[0] if kind == "all_reduce" else tensors[1]
+        sent = list(arguments.values())[0 if kind in _IN_PLACE else 1]
         ranks = dist.get_world_size(arguments.get("group"))
         size = payload_bytes(kind, sent, ranks, arguments.get("input_split_sizes"))
         toward = _direction or (PARAMETERS if kind == "all_gather" else GRADIENTS)
