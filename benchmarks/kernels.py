@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks.timing import interleaved
+from tagc.codec_plans import SLACK
 from tagc.layout import plan_layout
 from tagc.ops import COUNTS, get_ops
-from tagc.plan import SLACK
 from tagc.quantize import quantization_step
 from tagc.symbols import SYMBOLS
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 NOTE = """\
-Sent are the gradient bytes of one rank. The dense run's are those of an ideal fp32 reduce-scatter
-of FSDP2's padded buffers (gloo itself sends twice as many); the compressed run's are counted from
-what it handed to the collectives. The ratios are to the dense bytes of all parameters, and of the
-compressed ones alone. Gathering the parameters is not counted. Step time is the median.
+Bytes are what one rank sends in a training step: gradients in reduce-scatters, parameters in
+all-gathers. For plain FSDP2 they are those of ideal fp32 collectives (gloo's own reduce-scatter
+sends twice as many), for the others they are counted from what was handed to the collectives.
+Ratios are to plain FSDP2. Step time is the median.
 """
 COLOURS = ("#555555", "#0072b2", "#d55e00", "#009e73")
 
@@ -23,7 +23,7 @@ COLOURS = ("#555555", "#0072b2", "#d55e00", "#009e73")
 class Run:
     """One training run. `train_losses[i]` belongs to step i + 1, losses are means over ranks.
 
-    Fields that hold None do not apply to a dense run.
+    Fields that hold None do not apply.
     """
 
     name: str
@@ -31,18 +31,18 @@ class Run:
     validation_losses: dict[int, float]
     """By the number of steps done."""
     wire_bytes: list[int]
-    """Gradient bytes that a rank sent up to and with each step; a warm-up costs more."""
+    """Bytes that a rank sent up to and with each step; a warm-up costs more."""
     step_seconds: float
     """Median over the steps, the first few left out."""
-    wire_bytes_per_step: float
-    dense_bytes_per_step: float
-    compressed_wire_bytes_per_step: float | None = None
-    compressed_dense_bytes_per_step: float | None = None
+    gradient_bytes_per_step: float
+    parameter_bytes_per_step: float
+    dense_gradient_bytes_per_step: float
+    dense_parameter_bytes_per_step: float
     density_target: float | None = None
     density: float | None = None
-    union_density: float | None = None
     unresolved: int | None = None
     residual_norm: float | None = None
+    parameter_error: float | None = None
 
     @property
     def final_loss(self) -> float:
@@ -73,12 +73,13 @@ def table(runs: Sequence[Run]) -> str:
         "run",
         "val. loss",
         "gap",
-        "sent/step",
+        "gradients/step",
         "ratio",
-        "ratio, compressed part",
+        "parameters/step",
+        "ratio",
+        "ratio, all",
         "step time",
         "density (target)",
-        "union density",
         "unresolved",
     )
     cells = [header, *(_row(run, runs) for run in runs)]
@@ -109,7 +110,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
                 label=f"{run.name}, validation",
             )
     by_step.set(xlabel="steps", ylabel="loss (nats per byte)", title="The same steps")
-    by_bytes.set(xlabel="gradient bytes sent per rank (MB)", title="The same bytes")
+    by_bytes.set(xlabel="bytes sent per rank (MB)", title="The same bytes")
     # The fall from the first loss would flatten all that the runs differ in.
     losses = [loss for run in runs for loss in run.validation_losses.values()]
     by_step.set_ylim(0.95 * min(losses), 1.1 * max(losses))
@@ -127,19 +128,22 @@ def plot(runs: Sequence[Run], path: Path) -> None:
 
 
 def _row(run: Run, runs: Sequence[Run]) -> tuple[str, ...]:
-    dense = next((other for other in runs if other.density is None), None)
-    gap = f"{100 * (run.final_loss / dense.final_loss - 1):+.2f}%" if dense else "-"
+    plain = next((other for other in runs if other.unresolved is None), None)
+    gap = f"{100 * (run.final_loss / plain.final_loss - 1):+.2f}%" if plain else "-"
+    gradients, parameters = run.gradient_bytes_per_step, run.parameter_bytes_per_step
+    dense = run.dense_gradient_bytes_per_step, run.dense_parameter_bytes_per_step
     target, density = run.density_target, run.density
     return (
         run.name,
         f"{run.final_loss:.4f}",
-        "-" if run is dense else gap,
-        f"{run.wire_bytes_per_step / 1e6:.3f} MB",
-        _ratio(run.dense_bytes_per_step, run.wire_bytes_per_step),
-        _ratio(run.compressed_dense_bytes_per_step, run.compressed_wire_bytes_per_step),
+        "-" if run is plain else gap,
+        f"{gradients / 1e6:.3f} MB",
+        _ratio(dense[0], gradients),
+        f"{parameters / 1e6:.3f} MB",
+        _ratio(dense[1], parameters),
+        _ratio(sum(dense), gradients + parameters),
         f"{1e3 * run.step_seconds:.0f} ms",
-        "-" if density is None or target is None else f"{density:.3%} ({target:.3%})",
-        "-" if run.union_density is None else f"{run.union_density:.3%}",
+        "-" if density is None or target is None else f"{density:.2%} ({target:.2%})",
         "-" if run.unresolved is None else str(run.unresolved),
     )
 

@@ -1,7 +1,7 @@
-"""Train a small GPT twice from the same seed: dense FSDP2, then the same with `tagc.wrap`.
+"""Train a small GPT from the same seed with dense FSDP2, then with `tagc.wrap` and each policy.
 
-    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --policy non-attn
-    python examples/train_gpt.py --ranks 2        # the same: it starts torchrun itself
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --policies hybrid,non-attn
+    python examples/train_gpt.py --ranks 2        # it starts torchrun itself
 
 It ends with a comparison of loss, bytes and time, which it also writes to --out.
 """
@@ -38,8 +38,8 @@ def main() -> None:
     args = parse_arguments()
     try:
         corpus = load_corpus(args.data)
-        if "compressed" in args.runs:
-            tagc.Policy.load(args.policy)  # a misspelt policy should not wait for the dense run
+        for policy in args.policies:
+            tagc.Policy.load(policy)  # a misspelt one should not wait for the dense run
     except (OSError, ValueError) as error:
         raise SystemExit(f"train_gpt: {error}") from None
     if "RANK" not in os.environ:
@@ -51,7 +51,7 @@ def main() -> None:
         f"{GPTConfig().context} bytes per rank, from {corpus.source}"
     )
     try:
-        runs = [train_one_run(kind, args, corpus, place) for kind in args.runs]
+        runs = [train_one_run(p, args, corpus, place) for p in (*args.baseline, *args.policies)]
     finally:
         dist.destroy_process_group()
     if place.rank == 0:
@@ -61,8 +61,10 @@ def main() -> None:
         print(f"written to {args.out}: summary.md, summary.json, losses.csv, losses.png")
 
 
-def train_one_run(kind: str, args: argparse.Namespace, corpus: Corpus, place: Place) -> Run:
-    """Train one model, `dense` or `compressed`; every rank returns the same losses."""
+def train_one_run(
+    policy: str | None, args: argparse.Namespace, corpus: Corpus, place: Place
+) -> Run:
+    """Train one model, with plain FSDP2 if `policy` is None; every rank returns the same losses."""
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig()).to(place.device)
     mesh = init_device_mesh(place.device.type, (place.ranks,))
@@ -71,19 +73,21 @@ def train_one_run(kind: str, args: argparse.Namespace, corpus: Corpus, place: Pl
     fully_shard(model, mesh=mesh)
 
     # The one line that compresses; nothing below knows of it.
-    if kind == "compressed":
-        model = tagc.wrap(model, policy=args.policy)
+    if policy is not None:
+        model = tagc.wrap(model, policy=policy)
         place.print(f"\n{tagc.compressor(model).plan()}")
 
-    name = "dense" if kind == "dense" else Path(args.policy).stem
+    name = "plain FSDP2" if policy is None else Path(policy).stem
     optimizer, schedule = make_optimizer(model, args)
     length = model.config.context
     train_losses = torch.zeros(args.steps, device=place.device)
     validation_losses: dict[int, float] = {}
     seconds: list[float] = []
+    traffic = Traffic(model, policy, place.ranks)
     sent: list[int] = []
     bar = place.progress_bar(name, args.steps)
     for step in range(args.steps):
+        traffic.start_step()
         batch = corpus.batch(args.batch, length, seed=args.seed, step=step, rank=place.rank)
         tokens, targets = (tensor.to(place.device) for tensor in batch)
         place.synchronize()
@@ -98,7 +102,8 @@ def train_one_run(kind: str, args: argparse.Namespace, corpus: Corpus, place: Pl
         seconds.append(time.perf_counter() - start)
 
         train_losses[step] = loss.detach()
-        sent.append(bytes_sent(model, kind, step + 1, place))
+        traffic.end_step()
+        sent.append(traffic.gradients + traffic.parameters)
         if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
             validation_losses[step + 1] = evaluate(model, corpus, place)
         bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
@@ -112,7 +117,11 @@ def train_one_run(kind: str, args: argparse.Namespace, corpus: Corpus, place: Pl
         validation_losses=validation_losses,
         wire_bytes=sent,
         step_seconds=statistics.median(seconds),
-        **traffic(model, kind, place),
+        gradient_bytes_per_step=traffic.gradients / args.steps,
+        parameter_bytes_per_step=traffic.parameters / args.steps,
+        dense_gradient_bytes_per_step=traffic.dense_gradients,
+        dense_parameter_bytes_per_step=traffic.dense_parameters,
+        **selection(model, policy),
     )
 
 
@@ -145,39 +154,52 @@ def evaluate(model: GPT, corpus: Corpus, place: Place) -> float:
     return mean_over_ranks(model(tokens, targets)).item()
 
 
-def traffic(model: nn.Module, kind: str, place: Place) -> dict[str, Any]:
-    """The fields of `Run` that count gradient bytes and tell how they came about."""
-    if kind == "dense":
-        dense = dense_bytes_per_step(model, place.ranks)
-        return {"wire_bytes_per_step": dense, "dense_bytes_per_step": dense}
+class Traffic:
+    """Bytes that this rank sends to others in training steps; validation is not counted.
+
+    Of plain FSDP2's collectives, the bytes of ideal fp32 ones: (W−1)/W of each unit's buffer. It
+    splits every parameter along dimension 0 into W chunks and pads all to the first's size, and
+    gathers the blocks twice: their parameters are freed between forward and backward.
+    """
+
+    def __init__(self, model: nn.Module, policy: str | None, ranks: int) -> None:
+        self._compressor = None if policy is None else tagc.compressor(model)
+        self.gradients = self.parameters = 0
+        self.dense_gradients = self.dense_parameters = 0
+        for name, p in model.named_parameters():
+            shard = math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:])
+            sent = (ranks - 1) * shard * 4
+            self.dense_gradients += sent
+            self.dense_parameters += sent * (2 if ".h." in name else 1)
+
+    def start_step(self) -> None:
+        if self._compressor is not None:
+            self._before = self._compressor.wire_bytes, self._compressor.parameter_wire_bytes
+
+    def end_step(self) -> None:
+        gradients, parameters = self.dense_gradients, self.dense_parameters
+        if self._compressor is not None:
+            gradients = self._compressor.wire_bytes - self._before[0]
+            # 0 where the policy leaves them to FSDP.
+            gathered = self._compressor.parameter_wire_bytes - self._before[1]
+            parameters = gathered or parameters
+        self.gradients += gradients
+        self.parameters += parameters
+
+
+def selection(model: nn.Module, policy: str | None) -> dict[str, Any]:
+    """The fields of `Run` that tell how the bytes came about."""
+    if policy is None:
+        return {}
     metrics = tagc.compressor(model).metrics()
+    sparse = metrics.density_target < 1
     return {
-        "wire_bytes_per_step": metrics.wire_bytes_per_step,
-        "dense_bytes_per_step": metrics.dense_bytes_per_step,
-        "compressed_wire_bytes_per_step": metrics.compressed_wire_bytes_per_step,
-        "compressed_dense_bytes_per_step": metrics.compressed_dense_bytes_per_step,
-        "density_target": metrics.density_target,
-        "density": metrics.density,
-        "union_density": metrics.union_density,
+        "density_target": metrics.density_target if sparse else None,
+        "density": metrics.density if sparse else None,
         "unresolved": metrics.unresolved,
         "residual_norm": metrics.residual_norm,
+        "parameter_error": metrics.parameter_error,
     }
-
-
-def bytes_sent(model: nn.Module, kind: str, steps: int, place: Place) -> int:
-    """Gradient bytes that this rank sent in so many steps."""
-    if kind == "dense":
-        return steps * dense_bytes_per_step(model, place.ranks)
-    return tagc.compressor(model).wire_bytes
-
-
-def dense_bytes_per_step(model: nn.Module, ranks: int) -> int:
-    """What one rank sends in an ideal fp32 reduce-scatter: (W−1)/W of each unit's buffer.
-
-    FSDP2 splits every parameter along dimension 0 into W chunks and pads all to the first's size.
-    """
-    shard = sum(math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:]) for p in model.parameters())
-    return (ranks - 1) * shard * 4
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
@@ -234,8 +256,20 @@ def parse_arguments() -> argparse.Namespace:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--policy", default="non-attn", help="name of a policy, or a YAML file")
-    parser.add_argument("--runs", default="dense,compressed", type=run_kinds, help="which to train")
+    parser.add_argument(
+        "--policies",
+        default="hybrid",
+        type=lambda text: [name for name in text.split(",") if name],
+        help="names of policies or YAML files, separated by commas; a run each",
+    )
+    parser.add_argument(
+        "--no-baseline",
+        dest="baseline",
+        action="store_const",
+        const=[],
+        default=[None],
+        help="leave the run with plain FSDP2 out",
+    )
     parser.add_argument("--steps", default=900, type=positive, help="optimizer steps per run")
     parser.add_argument("--ranks", default=started, type=positive, help="processes to start")
     parser.add_argument("--data", type=Path, help="text file to train on; None: standard library")
@@ -248,13 +282,6 @@ def parse_arguments() -> argparse.Namespace:
     if "WORLD_SIZE" in os.environ and args.ranks != started:
         parser.error(f"--ranks {args.ranks}, but torchrun started {started}")
     return args
-
-
-def run_kinds(text: str) -> list[str]:
-    kinds = text.split(",")
-    if not set(kinds) <= {"dense", "compressed"} or len(set(kinds)) < len(kinds):
-        raise argparse.ArgumentTypeError(f"{text!r}: choose from dense,compressed")
-    return kinds
 
 
 def positive(text: str) -> int:

@@ -70,6 +70,12 @@ def sum_rows(out: Tensor, inp: Tensor, scratch: Tensor, group: dist.ProcessGroup
     return Pending(work, _to_others(inp, group.size()))
 
 
+def gather_messages(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> Pending:
+    """``inp`` ``[1, m]`` of rank ``r`` is row ``r`` of ``out`` ``[W, m]`` on every rank."""
+    work = all_gather(out.view(-1), inp.view(-1), group=group, async_op=True)
+    return Pending(work, (group.size() - 1) * inp.numel() * inp.element_size())
+
+
 def dense_reduce_scatter(
     out: Tensor, inp: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
 ) -> Pending:

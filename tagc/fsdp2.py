@@ -10,40 +10,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from tagc.plan import UnitInfo, UnitParam
 
 Reduce = Callable[[Tensor, Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType], None]
+Gather = Callable[[Tensor, Tensor, dist.ProcessGroup, bool], None]
 
 
 @dataclass(frozen=True)
 class FSDP2Unit:
-    """One communication unit of a ``fully_shard``-ed model."""
+    """One communication unit of a ``fully_shard``-ed model.
+
+    Attributes:
+        info: its reduce-scatter, with the trainable parameters.
+        gather_info: its all-gather, with all parameters.
+        group: ranks that it is sharded over.
+    """
 
     info: UnitInfo
+    gather_info: UnitInfo
     module: FSDPModule
     group: dist.ProcessGroup
     device: torch.device
-    native: Any
+    _param_group: Any
+    _native: tuple[Any, Any, Any]
 
     def install(self, reduce: Reduce) -> None:
         """Let FSDP reduce this unit's gradients with ``reduce(out, inp, group, op)``."""
         self.module.set_custom_reduce_scatter(_CustomReduceScatter(reduce))
 
+    def install_gather(self, gather: Gather) -> None:
+        """Let FSDP gather this unit's parameters with ``gather(out, inp, group, in_backward)``."""
+        self.module.set_custom_all_gather(_CustomAllGather(gather, self._param_group))
+
+    def install_all_reduce(self, all_reduce: Callable[[Tensor], None]) -> None:
+        """Call ``all_reduce(shard)`` on this unit's reduced gradient ``[S]``, to change it."""
+        self.module.set_all_reduce_hook(all_reduce)
+
+    def shard(self) -> Tensor:
+        """This rank's part of what the all-gather sends now, ``[S]``."""
+        shards = [p._sharded_param_data.detach() for p in self._param_group.fsdp_params]
+        return torch.cat(shards).to(self.gather_info.dtype)
+
     def restore(self) -> None:
-        """Give FSDP its own reduce-scatter back."""
-        self.module.set_custom_reduce_scatter(self.native)
+        """Give FSDP its own collectives back."""
+        reduce_scatter, all_gather, hook = self._native
+        self.module.set_custom_reduce_scatter(reduce_scatter)
+        self.module.set_custom_all_gather(all_gather)
+        self.module.set_all_reduce_hook(hook)
 
 
-class _CustomReduceScatter(ReduceScatter):
-    def __init__(self, reduce: Reduce) -> None:
-        self._reduce = reduce
+class _Allocates:
+    """FSDP asks the collective for its buffers."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _CustomReduceScatter(_Allocates, ReduceScatter):
+    def __init__(self, reduce: Reduce) -> None:
+        self._reduce = reduce
 
     def __call__(
         self,
@@ -54,6 +83,23 @@ class _CustomReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         self._reduce(output_tensor, input_tensor, group, op)
+
+
+class _CustomAllGather(_Allocates, AllGather):
+    def __init__(self, gather: Gather, param_group: Any) -> None:
+        self._gather, self._param_group = gather, param_group
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        # The state is the same on every rank, for prefetched units, too; that parameters are what
+        # they were in forward is not something a rank could find out for itself.
+        in_backward = self._param_group._training_state.name == "PRE_BACKWARD"
+        self._gather(output_tensor, input_tensor, group, in_backward)
 
 
 def find_units(model: nn.Module) -> list[FSDP2Unit]:
@@ -124,30 +170,37 @@ def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FS
             f"{name or 'the root module'!r} is already wrapped, by itself or as a part of another "
             "model; call tagc.compressor(that_model).remove() first"
         )
-    params = tuple(
-        UnitParam(
-            name=_param_name(p, names),
-            shape=tuple(p.sharded_param.shape),
-            columns=p.padded_sharded_param_size.numel(),
-        )
-        for p in trainable
-    )
-    policy = group.mp_policy
+    policy, stored = group.mp_policy, group.fsdp_params[0].sharded_param.dtype
+    state: Any = module._get_fsdp_state()
+    # FSDP decides in the first forward that its root keeps its parameters until backward.
+    root = name == "" and getattr(state, "_auto_reshard_after_forward", False)
     return FSDP2Unit(
         info=UnitInfo(
             name=name,
-            params=params,
+            params=tuple(_unit_param(p, names) for p in trainable),
             world_size=mesh.shard_mesh_size,
-            dtype=(
-                policy.reduce_dtype
-                or policy.param_dtype
-                or group.fsdp_params[0].sharded_param.dtype
-            ),
+            dtype=policy.reduce_dtype or policy.param_dtype or stored,
+        ),
+        gather_info=UnitInfo(
+            name=name,
+            params=tuple(_unit_param(p, names) for p in group.fsdp_params),
+            world_size=mesh.shard_mesh_size,
+            dtype=policy.param_dtype or stored,
+            per_step=2 if group._reshard_after_forward and not root else 1,
         ),
         module=module,
         group=mesh.shard_process_group,
         device=group.device,
-        native=group._reduce_scatter_comm,
+        _param_group=group,
+        _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
+    )
+
+
+def _unit_param(param: Any, names: dict[int, str]) -> UnitParam:
+    return UnitParam(
+        name=_param_name(param, names),
+        shape=tuple(param.sharded_param.shape),
+        columns=param.padded_sharded_param_size.numel(),
     )
 
 

@@ -1,7 +1,8 @@
-"""From rules to segments: what every parameter's gradient will cost, before any step.
+"""From rules to segments: what every parameter will cost on the wire, before any step.
 
-FSDP's reduce-scatter buffer is ``[W, S]``, and a parameter occupies the same columns in each row.
-Adjacent parameters that share rule and role form a *segment*, which is compressed as one.
+FSDP's reduce-scatter buffer is ``[W, S]``, and a parameter occupies the same columns in each row;
+so it does in the all-gather's buffer. Adjacent parameters that share rule and role form a
+*segment*, which is compressed as one.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
-from tagc.layout import SketchLayout, plan_layout
-from tagc.policy import ParamInfo, Policy, PolicyError, Rule, SketchCodec, When
-from tagc.symbols import Symbol, resolve_symbol
+from tagc.codec_plans import CodecPlan, QuantizedPlan, ResolvedCodec, SketchPlan, plan_codec
+from tagc.ops import COUNTS
+from tagc.plan_table import Row, as_text, format_bytes
+from tagc.policy import ParameterRule, ParamInfo, Policy, PolicyError, Rule, When, first_match
+from tagc.policy_codecs import AutoCodec, DenseCodec, Feedback
 
-# Room above the target density, per destination: what a step selects beyond it waits a step.
-SLACK = 1.0625
+Direction = Literal["gradients", "parameters", "replicas"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,68 +37,52 @@ class UnitParam:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitInfo:
-    """One FSDP unit: its reduce-scatter buffer is ``[world_size, sum of columns]`` of ``dtype``."""
+    """One collective of one FSDP unit.
+
+    Attributes:
+        params: in the order of FSDP's buffer.
+        world_size: ranks that take part.
+        dtype: of the buffer, which is ``[world_size, sum of columns]``.
+        per_step: how often it runs in a step: 2 for the all-gather of a unit that FSDP reshards
+            after forward.
+    """
 
     name: str
     params: tuple[UnitParam, ...]
     world_size: int
     dtype: torch.dtype
-
-
-@dataclass(frozen=True, kw_only=True)
-class SketchPlan:
-    """How one segment is sketched.
-
-    Attributes:
-        capacity: groups that a rank keeps at most, per destination.
-        levels: largest quantized magnitude that a rank sends.
-        residual_dtype: storage of the feedback, None without feedback.
-        warmup_steps: reductions that go dense first.
-    """
-
-    layout: SketchLayout
-    density: float
-    capacity: int
-    levels: int
-    residual_dtype: torch.dtype | None
-    warmup_steps: int
-
-    @property
-    def symbol(self) -> Symbol:
-        """Format of a group."""
-        return self.layout.symbol
-
-    @property
-    def max_boost(self) -> float:
-        """Largest factor on the quantization step that lets every kept group send something."""
-        if not self.symbol.integer:
-            return 1.0
-        return max(1.0, 2.0 ** (self.symbol.step_shift(self.levels) + 1))
+    per_step: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Columns ``start`` to ``stop`` of a unit, reduced by one codec; ``sketch`` None is dense."""
+    """Columns ``start`` to ``stop`` of a unit, which travel by one codec."""
 
     start: int
     stop: int
     params: tuple[UnitParam, ...]
     role: str
     rule: int | None
-    sketch: SketchPlan | None
+    codec: CodecPlan
 
     @property
     def columns(self) -> int:
         """Elements of the segment in one shard."""
         return self.stop - self.start
 
+    @property
+    def compressed(self) -> bool:
+        """Whether anything but the buffer itself travels."""
+        return not getattr(self.codec, "native", False)
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
-    """The segments of one unit, in column order, without gaps."""
+    """The segments of one unit in one direction, in column order, without gaps."""
 
     info: UnitInfo
     segments: tuple[Segment, ...]
+    direction: Direction = "gradients"
 
     @property
     def columns(self) -> int:
@@ -103,234 +90,257 @@ class UnitPlan:
         return self.segments[-1].stop if self.segments else 0
 
     @property
+    def destinations(self) -> int:
+        """Messages that a rank makes: one to every owner, or the same one to all."""
+        return self.info.world_size if self.direction == "gradients" else 1
+
+    @property
+    def compressed(self) -> tuple[Segment, ...]:
+        """The segments that do not travel as they are."""
+        return tuple(s for s in self.segments if s.compressed)
+
+    @property
+    def dense(self) -> tuple[Segment, ...]:
+        """The segments that do."""
+        return tuple(s for s in self.segments if not s.compressed)
+
+    def of(self, *kinds: type[CodecPlan]) -> tuple[Segment, ...]:
+        """The segments with such codecs."""
+        return tuple(s for s in self.segments if isinstance(s.codec, kinds))
+
+    @property
     def sketched(self) -> tuple[Segment, ...]:
         """The segments that travel as sketches."""
-        return tuple(s for s in self.segments if s.sketch is not None)
+        return self.of(SketchPlan)
 
     @property
     def warmup_steps(self) -> int:
         """Reductions of the whole unit that go dense first: the most that any segment asks for."""
-        return max((s.sketch.warmup_steps for s in self.segments if s.sketch), default=0)
+        return max((s.codec.warmup_steps for s in self.segments), default=0)
 
     @property
-    def dense(self) -> tuple[Segment, ...]:
-        """The segments that do not."""
-        return tuple(s for s in self.segments if s.sketch is None)
+    def words(self) -> int:
+        """int32 words of the unit's message to one destination."""
+        return sum(s.codec.words for s in self.segments)
 
-    def dense_bytes(self, columns: int) -> int:
-        """Bytes that a rank sends for so many columns uncompressed."""
-        return (self.info.world_size - 1) * columns * self.info.dtype.itemsize
+    @property
+    def kept(self) -> bool:
+        """Whether the message of the forward's all-gather serves the backward's, too."""
+        plans = (s.codec for s in self.of(QuantizedPlan))
+        return self.info.per_step > 1 and any(
+            isinstance(plan, QuantizedPlan) and plan.keep_for_backward for plan in plans
+        )
+
+    def dense_bytes(self, columns: int) -> float:
+        """Bytes that a rank sends in a step for so many columns uncompressed."""
+        others = self.info.world_size - 1
+        if self.direction == "replicas":  # an all-reduce of one shard
+            return 2 * others / self.info.world_size * columns * self.info.dtype.itemsize
+        return others * columns * self.info.dtype.itemsize * self.info.per_step
 
     def wire_bytes(self, segment: Segment) -> float:
-        """Bytes that a rank sends for a segment, its share of the counts included."""
-        if segment.sketch is None:
+        """Bytes that a rank sends in a step for a segment, its share of the counts included."""
+        if not self.compressed:
             return self.dense_bytes(segment.columns)
-        W, layout = self.info.world_size, segment.sketch.layout
-        counts = 2 * (W - 1) / W * W * 4
-        return 4 * ((W - 1) * (layout.index_words + layout.cells) + counts)
+        W = self.info.world_size
+        words = (W - 1) * segment.codec.words * (1 if self.kept else self.info.per_step)
+        if isinstance(segment.codec, SketchPlan):
+            reduced = 2 * (W - 1) / W
+            summed = W - 1 if self.direction == "gradients" else reduced
+            words += summed * segment.codec.cells + reduced * self.destinations * COUNTS
+        return 4 * words
 
-    def residual_bytes(self, segment: Segment) -> int:
-        """Bytes of residual that a rank stores for a segment."""
-        dtype = segment.sketch and segment.sketch.residual_dtype
-        return self.info.world_size * segment.columns * dtype.itemsize if dtype else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One parameter of the plan; bytes are those that this rank sends in a step."""
-
-    unit: str
-    param: str
-    shape: tuple[int, ...]
-    role: str
-    codec: str
-    density: float
-    dense_bytes: float
-    wire_bytes: float
-    residual_bytes: float
+    def stored_bytes(self, segment: Segment) -> int:
+        """Bytes that a rank stores for a segment between steps: residual, kept message."""
+        feedback = segment.codec.feedback
+        residual = feedback.dtype.itemsize * segment.columns if feedback else 0
+        message = 4 * segment.codec.words * self.info.world_size if self.kept else 0
+        return self.destinations * residual + message
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``tagc.wrap`` does to every parameter's gradient. ``str(plan)`` is a table."""
+    """What ``tagc.wrap`` does to every parameter. ``str(plan)`` is a table.
+
+    Attributes:
+        units: gradients in the reduce-scatter.
+        parameters: parameters in the all-gather; empty where the policy does not mention them.
+        replicas: gradients in the all-reduce across replicas; likewise.
+    """
 
     policy: Policy
     units: tuple[UnitPlan, ...]
+    parameters: tuple[UnitPlan, ...] = ()
+    replicas: tuple[UnitPlan, ...] = ()
+
+    @property
+    def all_units(self) -> tuple[UnitPlan, ...]:
+        """Every direction."""
+        return self.units + self.parameters + self.replicas
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """One row a parameter, in the order of FSDP's buffers."""
-        return tuple(
-            Row(
-                unit=unit.info.name or "(root)",
-                param=param.name,
-                shape=param.shape,
-                role=segment.role,
-                codec="dense" if sketch is None else f"sketch {sketch.symbol.name}",
-                density=1.0 if sketch is None else sketch.density,
-                dense_bytes=unit.dense_bytes(param.columns),
-                wire_bytes=unit.wire_bytes(segment) * param.columns / max(1, segment.columns),
-                residual_bytes=unit.residual_bytes(segment)
-                * param.columns
-                / max(1, segment.columns),
-            )
-            for unit in self.units
-            for segment in unit.segments
-            for sketch in (segment.sketch,)
-            for param in segment.params
-        )
+        """One row a parameter and direction, in the order of FSDP's buffers."""
+        return tuple(_row(u, s, p) for u in self.all_units for s in u.segments for p in s.params)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Reductions that go dense before any unit is compressed in full."""
+        return max((unit.warmup_steps for unit in self.all_units), default=0)
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that ranks must agree on to exchange sketches."""
+        """Hash of everything that ranks must agree on to exchange messages."""
         content = [
-            [u.info.name, u.info.world_size, str(u.info.dtype), [repr(s) for s in u.segments]]
-            for u in self.units
+            [u.direction, repr(u.info), *map(repr, u.segments)]  # frozen dataclasses to the leaves
+            for u in self.all_units
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def __str__(self) -> str:
-        head = (
-            "unit",
-            "parameter",
-            "shape",
-            "role",
-            "codec",
-            "density",
-            "dense",
-            "wire",
-            "residual",
-        )
-        body = [
-            (
-                r.unit,
-                r.param,
-                "×".join(map(str, r.shape)) or "scalar",
-                r.role,
-                r.codec,
-                f"{r.density:g}" if r.density < 1 else "",
-                format_bytes(r.dense_bytes),
-                format_bytes(r.wire_bytes),
-                format_bytes(r.residual_bytes) if r.residual_bytes else "",
-            )
-            for r in self.rows
-        ]
-        dense, wire, kept = (
-            sum(getattr(r, name) for r in self.rows)
-            for name in ("dense_bytes", "wire_bytes", "residual_bytes")
-        )
-        total = ("total", *[""] * 5, *(format_bytes(b) for b in (dense, wire, kept)))
-        widths = [max(map(len, column)) for column in zip(head, *body, total, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(w) if i < 5 else cell.rjust(w)
-                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (head, tuple("-" * w for w in widths), *body, total)
-        ]
-        ratio = f"{dense / wire:.2f}" if wire else "1.00"
-        warmup = max((unit.warmup_steps for unit in self.units), default=0)
-        return "\n".join(
-            [
-                f"policy {self.policy.name}: a rank sends {format_bytes(wire)} of gradient per "
-                f"step, {ratio} times less than dense ({format_bytes(dense)})"
-                + (f", after {warmup} dense steps" if warmup else ""),
-                *lines,
-            ]
-        )
+        return as_text(self.policy.name, self.rows, self.warmup_steps)
 
 
-def format_bytes(n: float) -> str:
-    """Bytes for people: 1234567 is '1.18 MiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
-        n /= 1024
-    return f"{n:.2f} TiB"
+def _row(unit: UnitPlan, segment: Segment, param: UnitParam) -> Row:
+    share = param.columns / max(1, segment.columns)
+    return Row(
+        direction=unit.direction,
+        unit=unit.info.name or "(root)",
+        param=param.name,
+        shape=param.shape,
+        role=segment.role,
+        codec=segment.codec.name,
+        density=segment.codec.density,
+        dense_bytes=unit.dense_bytes(param.columns),
+        wire_bytes=unit.wire_bytes(segment) * share,
+        stored_bytes=unit.stored_bytes(segment) * share,
+    )
 
 
-def build_plan(units: Sequence[UnitInfo], policy: Policy) -> Plan:
+# Where nothing is said about replicas, their gradients must be averaged all the same.
+_DENSE = (Rule(when=When(), codec=DenseCodec()),)
+
+Choose = Callable[[AutoCodec, UnitInfo, int], ResolvedCodec]
+
+
+def build_plan(
+    units: Sequence[UnitInfo],
+    policy: Policy,
+    *,
+    gathers: Sequence[UnitInfo] = (),
+    replicas: Sequence[UnitInfo] = (),
+    choose: Choose | None = None,
+) -> Plan:
     """Apply a policy to the units of a model.
+
+    Args:
+        units: the reduce-scatter of every unit.
+        gathers: the all-gather of every unit; needed for rules about parameters.
+        replicas: the all-reduce of every unit's shard; needed for rules about replicas.
+        choose: resolves ``codec: auto`` for a unit and so many columns.
 
     Raises:
         PolicyError: if the policy means to compress and compresses nothing here.
     """
-    matched: set[int] = set()
-    plans = tuple(_plan_unit(unit, policy, matched) for unit in units)
-    means_to = [i for i, rule in enumerate(policy.gradients) if rule.codec.compresses]
-    if means_to and not any(unit.sketched for unit in plans):
-        names = [p.name for u in units for p in u.params]
+    matched: set[tuple[Direction, int]] = set()
+
+    def applied(
+        infos: Sequence[UnitInfo],
+        rules: Sequence[Rule | ParameterRule],
+        direction: Direction,
+    ) -> tuple[UnitPlan, ...]:
+        if not rules:
+            return ()
+        return tuple(_plan_unit(info, rules, direction, choose, matched) for info in infos)
+
+    plan = Plan(
+        policy,
+        applied(units, policy.gradients, "gradients"),
+        applied(gathers, policy.parameters, "parameters"),
+        applied(replicas, policy.replicas or _DENSE, "replicas"),
+    )
+    _check_effect(plan, matched)
+    return plan
+
+
+def _check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> None:
+    policy = plan.policy
+    rules = [
+        (direction, i, rule)
+        for direction in ("gradients", "parameters", "replicas")
+        for i, rule in enumerate(getattr(policy, direction))
+    ]
+    means_to = [f"{d}[{i}]" for d, i, rule in rules if rule.codec.compresses]
+    automatic = any(isinstance(rule.codec, AutoCodec) for _, _, rule in rules)
+    if means_to and not automatic and not any(unit.compressed for unit in plan.all_units):
+        names = [p.name for u in plan.units for s in u.segments for p in s.params]
         raise PolicyError(
             f"policy {policy.name!r} compresses nothing in this model: none of its rules "
-            f"{means_to} selects any of the {len(names)} parameters "
+            f"({', '.join(means_to)}) selects any of the {len(names)} parameters "
             f"({', '.join(names[:4])}{', …' if len(names) > 4 else ''}), whose roles are "
             f"{', '.join(sorted({ParamInfo.of(n, ()).role for n in names}))}. 1-D parameters and "
             "small ones are dense unless a rule names them; to compress nothing, use policy 'dense'"
         )
-    for i, rule in enumerate(policy.gradients):
-        if i not in matched and rule.when != When():
+    for direction, i, rule in rules:
+        if (direction, i) not in matched and rule.when != When():
             warnings.warn(
-                f"policy {policy.name!r}: rule gradients[{i}] matches no parameter of this model",
-                stacklevel=3,
+                f"policy {policy.name!r}: rule {direction}[{i}] matches no parameter of this model",
+                stacklevel=4,
             )
-    plan = Plan(policy, plans)
     dense, wire = (sum(getattr(r, n) for r in plan.rows) for n in ("dense_bytes", "wire_bytes"))
-    if means_to and wire >= dense > 0:
+    if means_to and not automatic and wire >= dense > 0:
         warnings.warn(
             f"policy {policy.name!r} sends {format_bytes(wire)} per step at this number of ranks, "
             f"dense {format_bytes(dense)}: do not compress here, or ask for a lower density",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return plan
 
 
-def _plan_unit(unit: UnitInfo, policy: Policy, matched: set[int]) -> UnitPlan:
-    segments: list[Segment] = []
-    start = 0
-    run: list[UnitParam] = []
-    run_key: tuple[int | None, str] | None = None
-
-    def close() -> None:
-        nonlocal start
-        if not run or run_key is None:
-            return
-        index, role = run_key
-        stop = start + sum(p.columns for p in run)
-        rule = None if index is None else policy.gradients[index]
-        sketch = _plan_sketch(rule, stop - start, unit.world_size)
-        segments.append(
-            Segment(start=start, stop=stop, params=tuple(run), role=role, rule=index, sketch=sketch)
-        )
-        run.clear()
-        start = stop
-
+def _plan_unit(
+    unit: UnitInfo,
+    rules: Sequence[Rule | ParameterRule],
+    direction: Direction,
+    choose: Choose | None,
+    matched: set[tuple[Direction, int]],
+) -> UnitPlan:
+    runs: list[tuple[int | None, str, list[UnitParam]]] = []
     for param in unit.params:
         info = ParamInfo.of(param.name, param.shape)
-        index = policy.match(info)
+        index = first_match(rules, info)
         if index is not None:
-            matched.add(index)
-        key = (index, info.role)
-        if key != run_key:
-            close()
-        run_key = key
-        run.append(param)
-    close()
-    return UnitPlan(info=unit, segments=tuple(segments))
+            matched.add((direction, index))
+        if not runs or runs[-1][:2] != (index, info.role):
+            runs.append((index, info.role, []))
+        runs[-1][2].append(param)
+
+    segments: list[Segment] = []
+    start = 0
+    for index, role, params in runs:
+        stop = start + sum(p.columns for p in params)
+        rule = None if index is None else rules[index]
+        segments.append(
+            Segment(
+                start=start,
+                stop=stop,
+                params=tuple(params),
+                role=role,
+                rule=index,
+                codec=_plan_segment(rule, unit, stop - start, choose),
+            )
+        )
+        start = stop
+    return UnitPlan(info=unit, segments=tuple(segments), direction=direction)
 
 
-def _plan_sketch(rule: Rule | None, columns: int, world_size: int) -> SketchPlan | None:
-    if rule is None or not isinstance(rule.codec, SketchCodec) or columns == 0:
-        return None
-    symbol = resolve_symbol(rule.codec.symbol, world_size)
-    groups = -(-columns // symbol.lanes)
-    capacity = min(groups, int(SLACK * rule.codec.density * groups) + 1)
-    return SketchPlan(
-        layout=plan_layout(columns, symbol, world_size * capacity),
-        density=rule.codec.density,
-        capacity=capacity,
-        levels=symbol.levels(world_size),
-        residual_dtype=(
-            getattr(torch, rule.feedback.dtype) if rule.feedback.kind == "residual" else None
-        ),
-        warmup_steps=rule.codec.warmup_steps,
+def _plan_segment(
+    rule: Rule | ParameterRule | None, unit: UnitInfo, columns: int, choose: Choose | None
+) -> CodecPlan:
+    codec = DenseCodec() if rule is None else rule.codec
+    feedback = rule.feedback if isinstance(rule, Rule) else Feedback(kind="none")
+    if isinstance(codec, AutoCodec):
+        if choose is None:
+            raise PolicyError("codec 'auto' needs a measured or a given link to choose by")
+        codec = choose(codec, unit, columns)
+    return plan_codec(
+        codec, feedback, columns=columns, world_size=unit.world_size, dtype=unit.dtype
     )

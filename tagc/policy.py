@@ -10,14 +10,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PrivateAttr,
     ValidationError,
@@ -26,6 +24,14 @@ from pydantic import (
     model_validator,
 )
 
+from tagc.policy_codecs import (
+    FEEDBACK_KINDS,
+    Codec,
+    Feedback,
+    GradientCodec,
+    ParameterCodec,
+    Strict,
+)
 from tagc.policy_file import (
     Document,
     PolicyError,
@@ -39,70 +45,18 @@ from tagc.roles import ParamInfo, Role, clean_name
 
 __all__ = [
     "SMALL",
-    "Codec",
-    "DenseCodec",
-    "Feedback",
     "ParamInfo",
+    "ParameterRule",
     "Policy",
     "PolicyError",
     "Rule",
-    "SketchCodec",
     "When",
+    "first_match",
     "policies",
 ]
 
 SMALL = 16384
 """Elements below which a parameter is dense, unless a rule names it or states its `min_numel`."""
-
-
-class _Model(BaseModel):
-    # Strict, so that `true` is no 1 and "0.2" no number.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class SketchCodec(_Model):
-    """Kept elements, quantized and summed in a count sketch.
-
-    `density` is the fraction of elements that a rank keeps, in (0, 1]. `symbol` is the group size
-    and quantization of one 32-bit symbol; `auto` picks by the number of ranks. The first
-    `warmup_steps` reductions go dense: gradients change fastest at the start of a training. (A
-    unit waits for the longest warm-up of its rules.)
-    """
-
-    compresses: ClassVar[bool] = True
-
-    kind: Literal["sketch"] = "sketch"
-    density: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-    symbol: Literal["auto", "int8x4", "int16x2", "int32x1", "float32"] = "auto"
-    warmup_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-
-
-class DenseCodec(_Model):
-    """The gradient as it is, through the ordinary reduce-scatter."""
-
-    compresses: ClassVar[bool] = False
-
-    kind: Literal["dense"] = "dense"
-
-
-# Another codec is a class with a `kind` of its own and a place in this union.
-Codec = Annotated[SketchCodec | DenseCodec, Field(discriminator="kind")]
-
-
-class Feedback(_Model):
-    """What becomes of the part of a gradient that a codec did not send.
-
-    `residual` keeps it per rank in `dtype` and adds it to the next gradient; `none` drops it.
-    """
-
-    kind: Literal["none", "residual"] = "residual"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-
-    @model_validator(mode="after")
-    def _check_dtype(self) -> Self:
-        if self.kind == "none" and self.dtype != "float32":
-            raise ValueError(f"dtype {self.dtype!r} has no effect: kind 'none' stores nothing")
-        return self
 
 
 def _as_tuple(value: object) -> tuple[object, ...]:
@@ -137,7 +91,7 @@ _Layers = Annotated[tuple[int, int], BeforeValidator(_as_range)]
 _Numel = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
-class When(_Model):
+class When(Strict):
     """Conditions on a parameter. All that are given must hold; none given holds for every one.
 
     `role`: one of `tagc.roles.ROLES` or a list of them. `name`: a glob or a list of globs, case
@@ -182,35 +136,11 @@ class When(_Model):
         return self.max_numel is None or param.numel <= self.max_numel
 
 
-class Rule(_Model):
-    """One rule: the parameters `when` selects go through `codec`, with `feedback`.
-
-    Without `feedback`, a codec that compresses gets `Feedback()`, another gets kind `none`.
-    """
+class _Selects(Strict):
+    """What rules for gradients and for parameters have in common."""
 
     when: When
-    codec: Codec
-    feedback: Feedback = Field(default=cast(Feedback, None), validate_default=True)
-
-    @field_validator("feedback", mode="before")
-    @classmethod
-    def _default_feedback(cls, value: object, info: ValidationInfo) -> object:
-        codec = info.data.get("codec")  # absent if it was invalid
-        if value is None:
-            dense = codec is not None and not codec.compresses
-            return Feedback(kind="none" if dense else "residual")
-        return value
-
-    @field_validator("feedback")
-    @classmethod
-    def _check_feedback(cls, value: Feedback, info: ValidationInfo) -> Feedback:
-        codec = info.data.get("codec")
-        if codec is not None and not codec.compresses and value.kind != "none":
-            raise ValueError(
-                f"kind {value.kind!r} has no effect: codec {codec.kind!r} sends everything; "
-                "leave feedback out"
-            )
-        return value
+    codec: Any
 
     def matches(self, param: ParamInfo) -> bool:
         """Whether the rule selects the parameter.
@@ -226,6 +156,51 @@ class Rule(_Model):
         return self.when.matches(param)
 
 
+class Rule(_Selects):
+    """One rule: the gradients of the parameters that `when` selects go through `codec`, with
+    `feedback`. Without `feedback`, a codec gets the first kind of those that it can have:
+    `average` if it sends every element, `residual` if it selects, `none` if it is dense.
+    """
+
+    codec: Codec
+    feedback: Feedback = Field(default=cast(Feedback, None), validate_default=True)
+
+    @field_validator("feedback", mode="before")
+    @classmethod
+    def _default_feedback(cls, value: object, info: ValidationInfo) -> object:
+        codec = info.data.get("codec")  # absent if it was invalid
+        if value is None:
+            return Feedback(kind="none" if codec is None else FEEDBACK_KINDS[codec.kind][0])
+        return value
+
+    @field_validator("feedback")
+    @classmethod
+    def _check_feedback(cls, value: Feedback, info: ValidationInfo) -> Feedback:
+        codec = info.data.get("codec")
+        if codec is None:
+            return value
+        kinds = FEEDBACK_KINDS[codec.kind]
+        if value.kind not in kinds:
+            if codec.kind == "dense":
+                raise ValueError(
+                    f"kind {value.kind!r} has no effect: codec 'dense' sends everything; "
+                    "leave feedback out"
+                )
+            raise ValueError(
+                f"kind {value.kind!r} would forget most of what codec {codec.kind!r} does not "
+                f"select; choose {' or '.join(kinds)}"
+            )
+        if getattr(codec, "support", "own") == "shared" and value.kind != "residual":
+            raise ValueError("support 'shared' is chosen from residuals: kind must be 'residual'")
+        return value
+
+
+class ParameterRule(_Selects):
+    """One rule: the parameters that `when` selects are gathered through `codec`."""
+
+    codec: Annotated[ParameterCodec, Field(discriminator="kind")]
+
+
 def _check_schema(value: object) -> object:
     # A Literal compares with ==, so 1.0 and true would pass for 1.
     if type(value) is not int or value != 1:
@@ -239,8 +214,10 @@ def _as_rules(value: object) -> tuple[object, ...]:
     return tuple(value)
 
 
-class Policy(_Model):
-    """An ordered list of rules for the gradients. Equal content is equal, whatever its source.
+class Policy(Strict):
+    """Ordered lists of rules: for the `gradients` in FSDP's reduce-scatter, the `parameters` in
+    its all-gather, and the gradients in the all-reduce across `replicas` of the sharded model.
+    Equal content is equal, whatever its source.
 
     Load policies with `Policy.load`, whose errors are all PolicyError; the constructor raises
     pydantic's ValidationError, which is a ValueError too.
@@ -249,6 +226,8 @@ class Policy(_Model):
     schema_version: Annotated[Literal[1], BeforeValidator(_check_schema)] = Field(alias="schema")
     about: str = ""
     gradients: Annotated[tuple[Rule, ...], BeforeValidator(_as_rules)]
+    parameters: Annotated[tuple[ParameterRule, ...], BeforeValidator(_as_rules)] = ()
+    replicas: Annotated[tuple[Rule, ...], BeforeValidator(_as_rules)] = ()
 
     _name: str = PrivateAttr(default="<dict>")
 
@@ -289,16 +268,21 @@ class Policy(_Model):
 
     def match(self, param: ParamInfo) -> int | None:
         """Index in `gradients` of the first rule that selects the parameter; None is dense."""
-        for index, rule in enumerate(self.gradients):
-            if rule.matches(param):
-                return index
-        return None
+        return first_match(self.gradients, param)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Policy) and self.hash == other.hash
 
     def __hash__(self) -> int:
         return hash(self.hash)
+
+
+def first_match(rules: Sequence[Rule | ParameterRule], param: ParamInfo) -> int | None:
+    """Index of the first rule that selects the parameter; None is dense."""
+    for index, rule in enumerate(rules):
+        if rule.matches(param):
+            return index
+    return None
 
 
 def policies() -> dict[str, str]:
@@ -326,10 +310,10 @@ def _validate(document: Document, name: str) -> Policy:
 def _keys_at(loc: tuple[str | int, ...]) -> list[str]:
     """The keys of the mapping at pydantic's location, for the nearest valid spelling."""
     last = loc[-1] if loc else ""
-    model: type[_Model] = Rule
+    of_parameters = bool(loc) and loc[0] == "parameters"
+    model: type[Strict] = ParameterRule if of_parameters else Rule
     if isinstance(last, str):
-        codecs = {
-            codec.model_fields["kind"].default: codec for codec in get_args(get_args(Codec)[0])
-        }
+        kinds = get_args(ParameterCodec if of_parameters else GradientCodec)
+        codecs = {codec.model_fields["kind"].default: codec for codec in kinds}
         model = {"when": When, "feedback": Feedback, **codecs}.get(last, Policy)
     return [info.alias or key for key, info in model.model_fields.items()]

@@ -191,8 +191,8 @@ def _path_in(data: object, loc: Keys, *, missing: bool) -> Keys:
 
 
 def _unknown(given: object, expected: str) -> str:
-    # Pydantic lists what it expects as text, each spelling in single quotes.
-    options = re.findall(r"'([^']*)'", expected)
+    # Pydantic lists what it expects as text, each spelling in single quotes, numbers without.
+    options = re.findall(r"'([^']*)'", expected) or re.findall(r"\d+", expected)
     return f"unknown value {_short(given)}; {_nearest(given, options)}"
 
 

@@ -1,4 +1,4 @@
-"""One unit's compressed reduce-scatter, from FSDP's buffer to this rank's shard."""
+"""One unit's compressed reduction, from FSDP's buffer to this rank's shard."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from tagc.codecs import Columns
 from tagc.codecs.dense import DenseColumns
+from tagc.codecs.packed import PackedColumns
+from tagc.codecs.quantized import QuantizedColumns
 from tagc.codecs.sketch import SketchColumns
-from tagc.exchange import dense_reduce_scatter
+from tagc.exchange import (
+    Pending,
+    all_reduce_sum,
+    all_to_all,
+    dense_reduce_scatter,
+    gather_messages,
+)
 from tagc.fsdp2 import unused_parameters_remedy
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
@@ -19,11 +28,15 @@ from tagc.workspace import Workspace
 class UnitReducer:
     """Reduces the gradient buffer of one FSDP unit as its plan says.
 
+    All columns travel in one message to each destination; sketches have their cells summed
+    beside it. Without anything compressed, and during the warm-up, the backend's own collective
+    runs on the whole buffer.
+
     Attributes:
         plan: segments of the unit.
-        sketch: state of the sketched columns.
+        sketch, packed, quantized, dense: state of the columns, by codec.
         steps: reductions so far.
-        sketch_steps: those after the warm-up.
+        compressed_steps: those after the warm-up.
     """
 
     def __init__(
@@ -31,23 +44,45 @@ class UnitReducer:
     ) -> None:
         self.plan = plan
         self.sketch = SketchColumns(plan, ops, device, workspace, seed)
-        self.dense = DenseColumns(plan, workspace)
+        self.packed = PackedColumns(plan, ops, device)
+        self.quantized = QuantizedColumns(plan, ops, device)
+        self.dense = DenseColumns(plan)
+        self._columns: tuple[Columns, ...] = (
+            self.sketch,
+            self.packed,
+            self.quantized,
+            self.dense,
+        )
         self.steps = 0
-        self.sketch_steps = 0
+        self.compressed_steps = 0
+        self._workspace = workspace
         self._native_bytes = 0
+        self._message_bytes = 0
         self._name = plan.info.name or "(root)"
 
     @property
     def wire_bytes(self) -> int:
         """Bytes sent so far, all columns."""
-        return self._native_bytes + self.dense.wire_bytes + self.sketch.wire_bytes
+        beside = sum(columns.wire_bytes for columns in self._columns)
+        return self._native_bytes + self._message_bytes + beside
 
     @property
     def compressed_wire_bytes(self) -> int:
         """Bytes sent so far for the columns that the policy compresses, warm-up included."""
-        columns = sum(s.columns for s in self.plan.sketched)
-        warmup = self._native_bytes * columns // self.plan.columns if columns else 0
-        return warmup + self.sketch.wire_bytes
+        columns = sum(s.columns for s in self.plan.compressed)
+        if not columns:
+            return 0
+        words = sum(s.codec.words for s in self.plan.compressed)
+        return (
+            self._native_bytes * columns // self.plan.columns
+            + self._message_bytes * words // self.plan.words
+            + sum(c.wire_bytes for c in self._columns)
+        )
+
+    @property
+    def residuals(self) -> dict[int, Tensor]:
+        """Residual ``[D, columns]`` by first column of the segment in the unit."""
+        return self.sketch.residuals | self.packed.residuals | self.quantized.residuals
 
     def reduce(
         self,
@@ -60,33 +95,60 @@ class UnitReducer:
 
         Args:
             out: ``[S]``.
-            inp: ``[W * S]``, row ``d`` for rank ``d``.
+            inp: ``[W * S]``, row ``d`` for rank ``d``; across replicas ``[S]``, and all ranks get
+                the same ``out``, which may be ``inp``.
             op: SUM or AVG; any, if the unit has nothing to compress.
 
         Raises:
             RuntimeError: if buffer, group or operation are not what the plan was made for, before
                 anything is sent.
         """
-        W = self.plan.info.world_size
-        if self.plan.sketched:
+        if self.plan.compressed:
             self._check(out, inp, group, op)
         self.steps += 1
-        if not self.plan.sketched or self.steps <= self.plan.warmup_steps:
-            pending = dense_reduce_scatter(out, inp, group, op)
-            self._native_bytes += pending.wire_bytes
-            pending.wait()
+        if not self.plan.compressed or self.steps <= self.plan.warmup_steps:
+            self._reduce_natively(out, inp, group, op)
             return
-        self.sketch_steps += 1
-        grad = inp.view(W, -1)
+        self.compressed_steps += 1
+        W, D = self.plan.info.world_size, self.plan.destinations
+        grad = inp.view(D, -1)
+        send = self._workspace.take("message_send", (D, self.plan.words), torch.int32)
+        received = self._workspace.take("message_recv", (W, self.plan.words), torch.int32)
         with record_function(f"TAGC::encode ({self._name})"):
-            self.sketch.encode(grad, group)
+            for columns, message in zip(self._columns, self._split(send), strict=True):
+                columns.encode(grad, message, group)
         with record_function(f"TAGC::exchange ({self._name})"):
-            self.sketch.start(group)
-            self.dense.start(grad, group, op)
-            self.sketch.wait()
+            exchange = all_to_all if D > 1 else gather_messages
+            pending = exchange(received, send, group)
+            self._message_bytes += pending.wire_bytes
+            for columns in self._columns:
+                columns.start(group)
+            pending.wait()
+            for columns in self._columns:
+                columns.wait()
         with record_function(f"TAGC::decode ({self._name})"):
-            self.sketch.decode(out, group.rank(), W if op == dist.ReduceOp.AVG else 1)
-            self.dense.finish(out)
+            owner = group.rank() if D > 1 else 0
+            divisor = W if op == dist.ReduceOp.AVG else 1
+            for columns, message in zip(self._columns, self._split(received), strict=True):
+                columns.decode(message, out, owner, divisor)
+
+    def _split(self, message: Tensor) -> tuple[Tensor, ...]:
+        return message.split([columns.words for columns in self._columns], dim=1)
+
+    def _reduce_natively(
+        self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
+    ) -> None:
+        if self.plan.destinations > 1:
+            pending: Pending = dense_reduce_scatter(out, inp, group, op)
+            pending.wait()
+        else:
+            if out.data_ptr() != inp.data_ptr():
+                out.copy_(inp)
+            pending = all_reduce_sum(out, group)
+            pending.wait()
+            if op == dist.ReduceOp.AVG:
+                out.div_(self.plan.info.world_size)
+        self._native_bytes += pending.wire_bytes
 
     def _check(
         self,
@@ -102,7 +164,7 @@ class UnitReducer:
                 f"tagc: unit {self._name!r} was planned for {info.world_size} ranks, but FSDP "
                 f"reduces over {group.size()}; call tagc.wrap after the model is sharded for good"
             )
-        if out.numel() != columns or inp.numel() != columns * info.world_size:
+        if out.numel() != columns or inp.numel() != columns * self.plan.destinations:
             raise RuntimeError(
                 f"tagc: unit {self._name!r} was planned for {columns} gradient columns per rank, "
                 f"but FSDP reduces {out.numel()}: some of its parameters got no gradient in this "

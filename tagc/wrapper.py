@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from tagc.agreement import agree_on
 from tagc.fsdp2 import FSDP2Unit, find_units
+from tagc.gatherer import UnitGatherer
 from tagc.metrics import Metrics, collect
-from tagc.ops import get_ops
-from tagc.plan import Plan, build_plan
-from tagc.policy import Policy
+from tagc.ops import Ops, get_ops
+from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
+from tagc.policy import Policy, PolicyError
+from tagc.policy_codecs import AutoCodec
 from tagc.reducer import UnitReducer
 from tagc.version import __version__
 from tagc.workspace import Workspace
@@ -25,33 +31,66 @@ Model = TypeVar("Model", bound=nn.Module)
 _ATTRIBUTE = "_tagc_compressor"
 
 
+@dataclass
+class _Installed:
+    """What replaces FSDP's collectives; the last two are empty where the policy leaves them."""
+
+    reducers: list[UnitReducer] = field(default_factory=list)
+    gatherers: list[UnitGatherer] = field(default_factory=list)
+    replicas: list[UnitReducer] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.reducers.clear()
+        self.gatherers.clear()
+        self.replicas.clear()
+
+
 class Compressor:
     """Handle on a wrapped model; get it with :func:`tagc.compressor`."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, units: list[FSDP2Unit], reducers: list[UnitReducer]
+        self, model: nn.Module, plan: Plan, units: list[FSDP2Unit], installed: _Installed
     ) -> None:
-        self._model, self._plan, self._units, self._reducers = model, plan, units, reducers
+        self._model, self._plan, self._units, self._installed = model, plan, units, installed
 
     def plan(self) -> Plan:
-        """What happens to every parameter's gradient; print it."""
+        """What happens to every parameter; print it."""
         return self._plan
 
     def metrics(self) -> Metrics:
         """What happened so far on this rank. Waits for the device; no collective."""
-        return collect(self._reducers)
+        gatherers = self._installed.gatherers
+        pairs = zip(self._units, gatherers, strict=False)
+        squares = [gatherer.relative_error(unit.shard()) for unit, gatherer in pairs]
+        total = sum(whole for _, whole in squares)
+        return collect(
+            self._installed.reducers,
+            replicas=self._installed.replicas,
+            parameter_bytes=(
+                sum(g.wire_bytes for g in gatherers),
+                sum(g.dense_bytes for g in gatherers),
+            ),
+            parameter_error=(sum(e for e, _ in squares) / total) ** 0.5 if total else 0.0,
+        )
 
     @property
     def wire_bytes(self) -> int:
-        """Gradient bytes that this rank sent so far; free to ask for in every step."""
-        return sum(reducer.wire_bytes for reducer in self._reducers)
+        """Gradient bytes that this rank sent so far in reduce-scatters; free to ask for in every
+        step."""
+        return sum(reducer.wire_bytes for reducer in self._installed.reducers)
+
+    @property
+    def parameter_wire_bytes(self) -> int:
+        """Bytes that this rank sent so far in all-gathers; 0 where the policy leaves them to
+        FSDP."""
+        return sum(gatherer.wire_bytes for gatherer in self._installed.gatherers)
 
     def remove(self) -> None:
-        """Give FSDP its own reduce-scatter back and drop all residuals. The model may be wrapped
+        """Give FSDP its own collectives back and drop all residuals. The model may be wrapped
         again afterwards."""
         for unit in self._units:
             unit.restore()
-        self._reducers.clear()
+        self._installed.clear()
         if getattr(self._model, _ATTRIBUTE, None) is self:
             delattr(self._model, _ATTRIBUTE)
 
@@ -60,17 +99,22 @@ def wrap(
     model: Model,
     policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "attn-only",
     *,
+    replicas: DeviceMesh | dist.ProcessGroup | None = None,
     ops: str | None = None,
 ) -> Model:
-    """Compress the gradients that ``policy`` selects in FSDP2's reduce-scatter.
+    """Compress what ``policy`` selects of FSDP2's traffic.
 
     Call it once, on every rank, after ``fully_shard`` and before the first backward. It gathers
-    a few hundred bytes from each rank to check that all agree.
+    a few hundred bytes from each rank to check that all agree; a policy with ``codec: auto`` also
+    measures the link, for a second or two.
 
     Args:
         model: a model to which ``fully_shard`` was applied; changed in place.
         policy: name of a built-in policy (``tagc.policies()``), path of a YAML file, mapping, or
             :class:`tagc.Policy`.
+        replicas: the ranks that hold the same shard in other copies of the sharded model, as a
+            1-D mesh or a group: the model is sharded over ``mesh["shard"]`` only, and tagc
+            averages gradients over ``mesh["replicate"]``, as the policy's ``replicas`` say.
         ops: implementation, see :func:`tagc.ops.get_ops`. The one for CPUs compiles its kernels
             here: some seconds the first time, then they are cached.
 
@@ -90,42 +134,38 @@ def wrap(
             "it with another policy"
         )
     units = find_units(model)
-    made: tuple[Plan, list[UnitReducer]] | None = None
-    failure: Exception | None = None
-    try:
-        plan = build_plan([u.info for u in units], Policy.load(policy))
-        made = plan, _make_reducers(units, plan, ops)
-    except Exception as error:
-        failure = error
-    _check_agreement(units, None if made is None else made[0], failure)
-    assert made is not None
-    plan, reducers = made
+    replica_group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
+    groups = list({id(u.group): u.group for u in units}.values())
+    if replica_group is not None:
+        groups.append(replica_group)
 
-    if all(u.info.world_size == 1 for u in units):
-        reducers.clear()
+    def load() -> tuple[Policy, str]:
+        loaded = Policy.load(policy)
+        if loaded.replicas and replica_group is None:
+            raise PolicyError(
+                f"policy {loaded.name!r} has rules for replicas: pass tagc.wrap(..., "
+                'replicas=mesh["replicate"]), or take a policy without them'
+            )
+        return loaded, f"{loaded.name} ({loaded.hash[:12]})"
+
+    # No rank measures or plans before all have a policy: a collective of some hangs.
+    loaded = agree_on(groups, {"version": lambda: (None, __version__), "policy": load})["policy"]
+
+    def make() -> tuple[tuple[Plan, _Installed], str]:
+        plan = _plan(units, loaded, replica_group, choose)
+        return (plan, _make(units, plan, ops)), plan.fingerprint[:12]
+
+    choose = _chooser(units, loaded, ops)
+    plan, installed = agree_on(groups, {"plan": make})["plan"]
+
+    if all(u.info.world_size == 1 for u in units) and replica_group is None:
+        installed.clear()
         warnings.warn(
             "tagc.wrap does nothing at world size 1: FSDP skips the reduce-scatter", stacklevel=2
         )
-    for unit, reducer in zip(units, reducers, strict=False):
-        unit.install(reducer.reduce)
-    object.__setattr__(model, _ATTRIBUTE, Compressor(model, plan, units, reducers))
+    _install(units, installed, replica_group)
+    object.__setattr__(model, _ATTRIBUTE, Compressor(model, plan, units, installed))
     return model
-
-
-def _make_reducers(units: list[FSDP2Unit], plan: Plan, ops: str | None) -> list[UnitReducer]:
-    workspaces: dict[Any, Workspace] = {}
-    reducers = []
-    for i, (unit, unit_plan) in enumerate(zip(units, plan.units, strict=True)):
-        workspace = workspaces.setdefault(unit.device, Workspace(unit.device))
-        # Units differ in their seeds, so that equal layouts do not share bad luck.
-        seed = (i * 0x9E3779B1) % 2**31
-        # A unit that stays dense needs no operators, nor a warning about them.
-        chosen = get_ops(unit.device, ops if unit_plan.sketched else "reference")
-        for segment in unit_plan.sketched:
-            assert segment.sketch is not None
-            chosen.prepare(segment.sketch.layout, unit.info.dtype, segment.sketch.residual_dtype)
-        reducers.append(UnitReducer(unit_plan, chosen, unit.device, workspace, seed))
-    return reducers
 
 
 def compressor(model: nn.Module) -> Compressor:
@@ -140,33 +180,80 @@ def compressor(model: nn.Module) -> Compressor:
     return found
 
 
-def _check_agreement(units: list[FSDP2Unit], plan: Plan | None, failure: Exception | None) -> None:
-    """Raise on every rank unless all ranks made the same plan.
+def _plan(
+    units: Sequence[FSDP2Unit],
+    policy: Policy,
+    replica_group: dist.ProcessGroup | None,
+    choose: Choose | None,
+) -> Plan:
+    replicas: list[UnitInfo] = []
+    if replica_group is not None:
+        size = replica_group.size()
+        replicas = [
+            UnitInfo(name=u.info.name, params=u.info.params, world_size=size, dtype=u.info.dtype)
+            for u in units
+        ]
+    return build_plan(
+        [u.info for u in units],
+        policy,
+        gathers=[u.gather_info for u in units],
+        replicas=replicas,
+        choose=choose,
+    )
 
-    A rank whose own plan failed takes part, so that the others learn of it instead of hanging in
-    their first collective.
-    """
-    mine = {
-        "version": __version__,
-        "policy": None if plan is None else f"{plan.policy.name} ({plan.policy.hash[:12]})",
-        "plan": None if plan is None else plan.fingerprint[:12],
-        "error": None if failure is None else f"{type(failure).__name__}: {failure}",
-    }
-    groups = {id(u.group): u.group for u in units}
-    gathered: dict[int, list[dict[str, str | None]]] = {}
-    for key, group in groups.items():
-        gathered[key] = [{} for _ in range(group.size())]
-        dist.all_gather_object(gathered[key], mine, group=group)
-    if failure is not None:
-        raise failure
-    for said in gathered.values():
-        for rank, other in enumerate(said):
-            if other["error"] is not None:
-                raise RuntimeError(f"tagc.wrap failed on rank {rank}: {other['error']}")
-        for what in ("version", "policy", "plan"):
-            if len({other[what] for other in said}) > 1:
-                listing = ", ".join(f"rank {r} has {o[what]}" for r, o in enumerate(said))
-                raise RuntimeError(
-                    f"tagc {what} differs between ranks: {listing}. Every rank must call "
-                    "tagc.wrap with the same model, policy and tagc version"
-                )
+
+def _chooser(units: Sequence[FSDP2Unit], policy: Policy, ops: str | None) -> Choose | None:
+    rules = (*policy.gradients, *policy.replicas)
+    if not any(isinstance(rule.codec, AutoCodec) for rule in rules):
+        return None
+    from tagc.auto import measured_choice
+
+    return measured_choice([(u.group, u.device) for u in units], ops)
+
+
+def _make(units: Sequence[FSDP2Unit], plan: Plan, ops: str | None) -> _Installed:
+    workspaces: dict[Any, Workspace] = {}
+    made = _Installed()
+
+    def chosen(unit: FSDP2Unit, unit_plan: UnitPlan) -> Ops:
+        # A unit that stays dense needs no operators, nor a warning about them.
+        return get_ops(unit.device, ops if unit_plan.compressed else "reference")
+
+    def reducer(i: int, unit: FSDP2Unit, unit_plan: UnitPlan) -> UnitReducer:
+        workspace = workspaces.setdefault(unit.device, Workspace(unit.device))
+        # Units differ in their seeds, so that equal layouts do not share bad luck.
+        seed = (i * 0x9E3779B1) % 2**31
+        return UnitReducer(unit_plan, chosen(unit, unit_plan), unit.device, workspace, seed)
+
+    for i, (unit, unit_plan) in enumerate(zip(units, plan.units, strict=True)):
+        made.reducers.append(reducer(i, unit, unit_plan))
+    for i, (unit, unit_plan) in enumerate(zip(units, plan.replicas, strict=bool(plan.replicas))):
+        made.replicas.append(reducer(i, unit, unit_plan))
+    if any(unit_plan.compressed for unit_plan in plan.parameters):
+        for unit, unit_plan in zip(units, plan.parameters, strict=True):
+            workspace = workspaces.setdefault(unit.device, Workspace(unit.device))
+            made.gatherers.append(
+                UnitGatherer(unit_plan, chosen(unit, unit_plan), unit.device, workspace)
+            )
+    return made
+
+
+def _install(
+    units: Sequence[FSDP2Unit], installed: _Installed, replica_group: dist.ProcessGroup | None
+) -> None:
+    for unit, reducer in zip(units, installed.reducers, strict=False):
+        unit.install(reducer.reduce)
+    for unit, gatherer in zip(units, installed.gatherers, strict=False):
+        if gatherer.plan.compressed:
+            unit.install_gather(gatherer.gather)
+    if replica_group is not None:
+        for unit, reducer in zip(units, installed.replicas, strict=True):
+            unit.install_all_reduce(_averaging(reducer, replica_group))
+
+
+def _averaging(reducer: UnitReducer, group: dist.ProcessGroup) -> Callable[[Tensor], None]:
+    def average(shard: Tensor) -> None:
+        with torch.no_grad():
+            reducer.reduce(shard, shard, group, dist.ReduceOp.AVG)
+
+    return average

@@ -22,6 +22,7 @@ from units import gathered, policy
 
 import tagc
 from tagc import exchange
+from tagc.codec_plans import SketchPlan
 from tagc.policy import Policy
 from tagc.reducer import UnitReducer
 
@@ -216,7 +217,6 @@ def check_columns(calls: list, alone: nn.Module, mine: dict[str, Tensor], world_
     for reducer, inp, out in calls:
         at = 0
         for segment in reducer.plan.segments:
-            assert segment.sketch is not None
             for param in segment.params:
                 grad = grads[param.name]
                 assert grad is not None
@@ -264,7 +264,7 @@ def test_training_is_reproducible(rank: int, world_size: int) -> None:
         model = tagc.wrap(sharded(), EVERYTHING, ops=ops)
         train(model, rank, 10)
         results.append(local_weights(model))
-        for reducer in tagc.compressor(model)._reducers:
+        for reducer in tagc.compressor(model)._installed.reducers:
             steering, seed = reducer.sketch.steering, reducer.sketch._seed
             for shared in (steering.threshold, steering.boost, seed):
                 everyones = gathered(shared)
@@ -337,10 +337,10 @@ def test_wire_bytes(rank: int, world_size: int) -> None:
     for unit in plan.units:
         for segment in unit.segments:
             dense += (W - 1) * segment.columns * 4
-            if segment.sketch is None:
+            if not isinstance(segment.codec, SketchPlan):
                 formula += (W - 1) * segment.columns * 4
             else:
-                layout = segment.sketch.layout
+                layout = segment.codec.layout
                 groups = math.ceil(segment.columns / layout.symbol.lanes)
                 index = (W - 1) * (math.ceil(groups / 32) + 1)
                 counts = 2 * (W - 1) * 4
@@ -351,9 +351,9 @@ def test_wire_bytes(rank: int, world_size: int) -> None:
     rows = plan.rows
     assert sum(row.wire_bytes for row in rows) == pytest.approx(formula, rel=1e-12)
     assert sum(row.dense_bytes for row in rows) == dense
-    held = [r for reducer in compressor._reducers for r in reducer.sketch.residuals.values()]
+    held = [r for reducer in compressor._installed.reducers for r in reducer.residuals.values()]
     residual = sum(r.numel() * r.element_size() for r in held)
-    assert sum(row.residual_bytes for row in rows) == pytest.approx(residual, rel=1e-12)
+    assert sum(row.stored_bytes for row in rows) == pytest.approx(residual, rel=1e-12)
     compressed = sum(row.dense_bytes for row in rows if row.codec != "dense")
     assert after.compressed_dense_bytes - before.compressed_dense_bytes == 3 * compressed
     sketches = sum(row.wire_bytes for row in rows if row.codec != "dense")

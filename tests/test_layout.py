@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tagc.bitmap import from_bitmap, to_bitmap
 from tagc.layout import MAX_HASHES, plan_layout
-from tagc.ops import reference
+from tagc.ops.reference import sketch
 from tagc.symbols import SYMBOLS
 
 examples = settings(deadline=None, max_examples=80, derandomize=True)
@@ -121,13 +121,13 @@ def test_groups_are_what_is_limited():
 def test_positions_follow_the_definition(seed, keys):
     layout = plan_layout(LARGE, INT32, keys)
     ids = [0, 1, 31, 32, 12345, 2**20, LARGE - 1]
-    where = reference.positions(torch.tensor(ids), torch.tensor([seed], dtype=torch.int32), layout)
+    where = sketch.positions(torch.tensor(ids), torch.tensor([seed], dtype=torch.int32), layout)
     assert where.tolist() == [oracle.cells_of(k, seed, layout) for k in ids]
 
 
 def test_positions_of_a_direct_layout_are_the_keys():
     layout = plan_layout(50, INT32, 50)
-    where = reference.positions(torch.arange(50), torch.tensor([7], dtype=torch.int32), layout)
+    where = sketch.positions(torch.arange(50), torch.tensor([7], dtype=torch.int32), layout)
     assert where.tolist() == [[k] for k in range(50)]
 
 
@@ -137,7 +137,7 @@ def test_keys_spread_evenly_over_each_partition(seed, stride):
     """Chi-squared over the cells of a partition, for keys as regular as rows of a matrix."""
     layout = plan_layout(LARGE, INT32, 5000)
     keys = torch.arange(100_000) * stride
-    where = reference.positions(keys, torch.tensor([seed], dtype=torch.int32), layout).numpy()
+    where = sketch.positions(keys, torch.tensor([seed], dtype=torch.int32), layout).numpy()
     expected = len(keys) / layout.partition
     for i in range(layout.hashes):
         inside = where[:, i] - i * layout.partition
@@ -158,7 +158,7 @@ def test_hashes_and_seeds_are_independent():
     columns = [
         column - i * layout.partition
         for seed in seeds
-        for i, column in enumerate(reference.positions(keys, seed, layout).unbind(-1))
+        for i, column in enumerate(sketch.positions(keys, seed, layout).unbind(-1))
     ]
     expected = len(keys) / layout.partition
     for a, b in itertools.combinations(columns, 2):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tagc import CountSketch
 from tagc.layout import plan_layout
-from tagc.ops.reference import fmix32, positions
+from tagc.ops.reference.sketch import fmix32, positions
 from tagc.symbols import SYMBOLS
 
 examples = settings(deadline=None, max_examples=60, derandomize=True)

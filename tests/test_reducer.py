@@ -15,6 +15,7 @@ from distributed import on_ranks
 from torch import Tensor
 from units import gathered, normal, on_grid, reduce, spiky, unit_plan, unit_reducer
 
+from tagc.codec_plans import SketchPlan
 from tagc.plan import UnitPlan
 from tagc.reducer import UnitReducer
 from tagc.symbols import Symbol
@@ -46,10 +47,9 @@ class Oracle:
         self.segments = list(plan.sketched)
         self.residuals: list[Tensor] = []
         for segment in self.segments:
-            assert segment.sketch is not None
-            assert segment.sketch.residual_dtype is not None
+            assert segment.codec.feedback is not None
             shape = (self.W, self.W, segment.columns)
-            self.residuals.append(torch.zeros(shape, dtype=segment.sketch.residual_dtype))
+            self.residuals.append(torch.zeros(shape, dtype=segment.codec.feedback.dtype))
         self.counts = torch.zeros(len(self.segments), self.W, 4, dtype=torch.int32)
 
     def step(self, buffers: Tensor, reducer: UnitReducer, divisor: int) -> Tensor:
@@ -68,8 +68,8 @@ class Oracle:
         return shards
 
     def _send(self, reducer: UnitReducer, i: int, grad: Tensor, rank: int, owner: int) -> Tensor:
-        sketch = self.segments[i].sketch
-        assert sketch is not None
+        sketch = self.segments[i].codec
+        assert isinstance(sketch, SketchPlan)
         symbol, n = sketch.symbol, grad.numel()
         x = grad.float() + self.residuals[i][rank, owner].float()
         groups = torch.zeros(math.ceil(n / symbol.lanes) * symbol.lanes)
@@ -128,7 +128,8 @@ def test_output_is_the_sum_of_what_ranks_send(
         boosted |= bool((reducer.sketch.steering.boost > 1).any())
         expected = oracle.step(buffers, reducer, divisor)[rank]
         for i, segment in enumerate(plan.sketched):
-            span, residuals = slice(segment.start, segment.stop), reducer.sketch.residuals
+            span = slice(segment.start, segment.stop)
+            residuals = list(reducer.sketch.residuals.values())
             torch.testing.assert_close(out[span], expected[span], **EXACT)
             torch.testing.assert_close(residuals[i], oracle.residuals[i][rank], **EXACT)
         for segment in plan.dense:
@@ -192,7 +193,7 @@ def conserved(rank: int, world_size: int, symbol: str, stored: str, draw: Callab
         put_in += buffers
         rounding = 2 * 2**-24 * (buffers.double().abs() + residual.abs())
         for i, span in enumerate(spans):
-            residual[:, :, span] = gathered(reducer.sketch.residuals[i].float())
+            residual[:, :, span] = gathered(list(reducer.sketch.residuals.values())[i].float())
         if stored == "bfloat16":
             rounding += 2**-8 * (1 + 2**-7) * residual.abs()
         if draw is not on_grid:
@@ -219,8 +220,8 @@ def test_density_one_rounds_to_the_step(rank: int, world_size: int, symbol: str)
         total += reduce(reducer, buffers[rank])
         exact += buffers[:, rank].double().mean(0)
         for i, segment in enumerate(plan.sketched):
-            assert segment.sketch is not None
-            levels, size = quantizer(segment.sketch.symbol, reducer, i, rank)
+            assert isinstance(segment.codec, SketchPlan)
+            levels, size = quantizer(segment.codec.symbol, reducer, i, rank)
             # Nothing saturates here, and the step is worth testing: the bound is no truism.
             assert 2.5 < levels * size < 2.0**16
             # float32 rounds x, what stays, and the output.

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tagc.codec_plans import SLACK
 from tagc.layout import plan_layout
 from tagc.ops import ABOVE, KEPT, get_ops
-from tagc.plan import SLACK
 from tagc.quantize import MAX_THRESHOLD, MIN_THRESHOLD, quantization_step
 from tagc.symbols import SYMBOLS
 from tagc.threshold import Steering, agree, sampled_threshold

@@ -278,8 +278,9 @@ def test_offsets_above_two_to_the_31_are_64_bits_wide():
         # Addresses only, nothing is touched: gigantic rows that repeat a single element.
         select(
             torch.zeros(1, dtype=BF16).expand(2, numel), None, torch.ones(2),
-            torch.zeros(1, dtype=torch.int32).expand(2, layout.index_words),
-            torch.zeros(2, 4, dtype=torch.int32), layout=layout, capacity=10,
+            torch.zeros(1, dtype=torch.int32).expand(2, layout.words),
+            torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32),
+            lanes=layout.symbol.lanes, capacity=10,
         )  # fmt: skip
     assert len(found) == 1
     check_memory(found)

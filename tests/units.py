@@ -42,6 +42,24 @@ def unit_plan(
     **spec: Any,
 ) -> UnitPlan:
     """A unit of 1249 columns; `a` (911, odd) and `c` (303) are sketched, `b` and `d` dense."""
+    rules = policy(({"name": "a.*"}, density[0]), ({"name": "c.*"}, density[1]), **spec)
+    return plan_of(world_size, dtype, rules)
+
+
+def codec_plan(
+    world_size: int,
+    codec: dict[str, Any],
+    feedback: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> UnitPlan:
+    """The same unit, with any codec for `a` and `c`."""
+    rule = {"when": {"name": ["a.*", "c.*"]}, "codec": codec}
+    if feedback is not None:
+        rule["feedback"] = feedback
+    return plan_of(world_size, dtype, Policy.load({"schema": 1, "gradients": [rule]}))
+
+
+def plan_of(world_size: int, dtype: torch.dtype, rules: Policy) -> UnitPlan:
     columns = {"a": 911, "b": 30, "c": 303, "d": 5}
     info = UnitInfo(
         name="unit",
@@ -52,7 +70,6 @@ def unit_plan(
         world_size=world_size,
         dtype=dtype,
     )
-    rules = policy(({"name": "a.*"}, density[0]), ({"name": "c.*"}, density[1]), **spec)
     with warnings.catch_warnings():
         # Units as small as this one may well cost more compressed.
         warnings.simplefilter("ignore")

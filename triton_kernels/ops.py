@@ -14,8 +14,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tagc.blocks import BlockLayout
 from tagc.layout import SketchLayout
+from tagc.packed import PackedLayout
 
+from . import dequantize as _dequantize
+from . import pack as _pack
+from . import quantize as _quantize
+from . import read_index as _read_index
+from . import unpack as _unpack
+from . import write_index as _write_index
 from .emit import emit
 from .estimate import estimate
 from .expand import expand
@@ -24,7 +32,7 @@ from .peel import peel_integers
 from .peel_float import peel_floats
 from .scatter import insert as _insert
 from .scratch import buffer
-from .select import select
+from .select import select as _select
 from .table import Table, table_of
 from .trim import trim
 from .union import unite
@@ -47,8 +55,11 @@ def encode(
 ) -> None:
     """See :meth:`tagc.ops.Ops.encode`."""
     with torch.cuda.device_of(grad):
-        select(grad, residual, threshold, index, counts, layout=layout, capacity=capacity)
-        trim(grad, residual, index, counts, layout=layout, capacity=capacity)
+        bitmap, poison, lanes = index[:, : layout.words], index[:, layout.words], layout.symbol.lanes
+        _select(
+            grad, residual, threshold, bitmap, poison, counts, lanes=lanes, capacity=capacity
+        )
+        trim(grad, residual, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
         emit(
             grad, residual, step, seed, index, cells, counts,
             layout=layout, levels=levels, capacity=capacity,
@@ -113,3 +124,77 @@ def _recover(
         peel_integers(seed, stats, table, layout=layout)
     else:
         peel_floats(seed, stats, table, layout=layout)
+
+
+def quantize(
+    grad: Tensor,
+    residual: Tensor | None,
+    message: Tensor,
+    *,
+    layout: BlockLayout,
+    average: float,
+) -> None:
+    """See :meth:`tagc.ops.blocks.BlockOps.quantize`."""
+    with torch.cuda.device_of(grad):
+        _quantize.quantize(grad, residual, message, layout=layout, average=average)
+
+
+def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int) -> None:
+    """See :meth:`tagc.ops.blocks.BlockOps.dequantize`."""
+    with torch.cuda.device_of(out):
+        _dequantize.dequantize(message, out, layout=layout, divisor=divisor)
+
+
+def prepare_blocks(
+    layout: BlockLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
+) -> None:
+    """Nothing yet, as :func:`prepare`."""
+
+
+def pack(
+    grad: Tensor,
+    residual: Tensor | None,
+    threshold: Tensor,
+    support: Tensor | None,
+    message: Tensor,
+    counts: Tensor,
+    *,
+    layout: PackedLayout,
+) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.pack`."""
+    with torch.cuda.device_of(grad):
+        _pack.pack(grad, residual, threshold, support, message, counts, layout=layout)
+
+
+def unpack(
+    message: Tensor, support: Tensor | None, out: Tensor, *, layout: PackedLayout, divisor: int
+) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.unpack`."""
+    with torch.cuda.device_of(out):
+        _unpack.unpack(message, support, out, layout=layout, divisor=divisor)
+
+
+def select(
+    x: Tensor, threshold: Tensor, bitmap: Tensor, counts: Tensor, *, layout: PackedLayout
+) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.select`."""
+    with torch.cuda.device_of(x):
+        _pack.select(x, threshold, bitmap, counts, layout=layout)
+
+
+def write_index(bitmap: Tensor, index: Tensor, *, layout: PackedLayout) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.write_index`."""
+    with torch.cuda.device_of(bitmap):
+        _write_index.write_index(bitmap, index, layout=layout)
+
+
+def read_index(index: Tensor, bitmap: Tensor, *, layout: PackedLayout) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.read_index`."""
+    with torch.cuda.device_of(index):
+        _read_index.read_index(index, bitmap, layout=layout)
+
+
+def prepare_packed(
+    layout: PackedLayout, gradient: torch.dtype, residual: torch.dtype | None
+) -> None:
+    """Nothing yet, as :func:`prepare`."""

@@ -51,6 +51,16 @@ def load_words(pointer, mask):
 
 
 @jit
+def load_bitmap(row, w, groups):
+    """Words ``w`` of a bitmap as uint32; bits past the last of ``groups`` groups are 0."""
+    left = groups - w.to(tl.int64) * 32
+    word = load_words(row + w, left > 0)
+    last = tl.minimum(tl.maximum(left, 0), 31).to(tl.uint32)
+    cut = (tl.full(w.shape, 1, tl.uint32) << last) - 1
+    return tl.where(left < 32, word & cut, word)
+
+
+@jit
 def bits_of(word):
     """``[N]`` uint32 to ``[N, 32]`` bool."""
     return ((word[:, None] >> tl.arange(0, 32).to(tl.uint32)[None, :]) & 1) != 0
@@ -92,14 +102,19 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @jit
+def bfloat16_bits(x):
+    """Bits, uint32, of finite float32 rounded to nearest even in bfloat16, where it stays finite."""
+    # The largest bfloat16.
+    x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
+    b = x.to(tl.uint32, bitcast=True)
+    return (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+
+
+@jit
 def narrow_finite(x, dtype: tl.constexpr):
     """Finite float32 rounded to nearest even in the dtype of a residual, where it stays finite."""
     if dtype == tl.bfloat16:
-        # The largest bfloat16.
-        x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
-        b = x.to(tl.uint32, bitcast=True)
-        b = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
-        return b.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return bfloat16_bits(x).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(dtype)
 

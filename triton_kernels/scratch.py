@@ -7,12 +7,12 @@ graphs captured on the same stream share them, so replay those one after another
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
-from tagc.layout import SketchLayout
-
-_BUFFERS: dict[tuple[str, tuple[int, ...], torch.device, int, SketchLayout], Tensor] = {}
+_BUFFERS: dict[tuple[str, tuple[int, ...], torch.device, int, Hashable], Tensor] = {}
 
 
 def buffer(
@@ -20,7 +20,7 @@ def buffer(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    layout: SketchLayout,
+    layout: Hashable,
 ) -> Tensor:
     """A buffer with arbitrary content, the same one for the same arguments and stream."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -8,9 +8,11 @@ Worked example (2 lanes, threshold 3): gradient (1, -4, 0, 2, inf, 0) and residu
 5) make x = (2, -3 | 0, 2 | inf, 5): sizes 3, 2 and non-finite, bitmap 0b001, 1 above, 2 not zero,
 poison 1.
 
+The marks may also be given: then they are only counted, instead of the groups above the threshold.
+
 The residual becomes x, except in non-finite groups, and except that a bfloat16 residual, which
-could not hold x exactly, keeps its old value in marked groups: the sparse passes accumulate those
-again. Old values are written back rather than masked off, so that every access of the pass is 16
+could not hold x exactly, keeps its old value in marked groups, as does any residual under given
+marks, which non-finite groups may have: the sparse passes accumulate those again. Old values are written back rather than masked off, so that every access of the pass is 16
 bytes wide; that takes rows that start 16-byte aligned and ``n`` divisible by 16, other segments go
 element by element.
 """
@@ -20,21 +22,25 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from tagc.layout import SketchLayout
-
 from .jit import jit, tl
-from .scalar import magnitude, narrow_finite, widen, word_of
+from .scalar import bits_of, load_bitmap, magnitude, narrow_finite, widen, word_of
 
 # Elements per program: 16 per thread keep enough loads in flight.
 _TILE = 2048
 _WARPS = 4
 
 
-@jit(do_not_specialize=["words", "threshold", "counts", "index_stride", "counts_stride"])
+# Arguments whose alignment makes no difference.
+_PLAIN = [
+    *("words", "threshold", "poison", "counts", "index_stride", "poison_stride", "counts_stride"),
+]
+
+
+@jit(do_not_specialize=_PLAIN)
 def select_kernel(
-    grad, residual, threshold, index, counts, n, words,
-    grad_stride, residual_stride, index_stride, counts_stride,
-    LANES: tl.constexpr, WORDS: tl.constexpr, EVERY: tl.constexpr,
+    grad, residual, threshold, index, poison, counts, n, words,
+    grad_stride, residual_stride, index_stride, poison_stride, counts_stride,
+    LANES: tl.constexpr, WORDS: tl.constexpr, EVERY: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * WORDS
@@ -47,21 +53,24 @@ def select_kernel(
         old = tl.load(place, mask=inside, other=0.0)
         x += widen(old)
 
+    w = tl.arange(0, WORDS)
     size = tl.max(tl.reshape(magnitude(x), [WORDS, 32, LANES]), 2)  # [WORDS, 32]
     finite = size < 0x7F800000
-    above = finite & (size >= tl.load(threshold + d).to(tl.int32, bitcast=True))
     some = finite & (size > 0)
-    chosen = some if EVERY else above
+    if GIVEN:
+        above = bits_of(load_bitmap(index + d * index_stride, first + w, tl.cdiv(n, LANES)))
+        chosen = above
+    else:
+        above = finite & (size >= tl.load(threshold + d).to(tl.int32, bitcast=True))
+        chosen = some if EVERY else above
+        tl.store(index + (d * index_stride + first) + w, word_of(chosen), mask=w < words - first)
 
     if residual is not None:
-        holds_x: tl.constexpr = residual.dtype.element_ty == tl.float32
+        holds_x: tl.constexpr = residual.dtype.element_ty == tl.float32 and not GIVEN
         replace = finite if holds_x else finite & (chosen == 0)
         replace = tl.broadcast_to(replace[:, :, None], [WORDS, 32, LANES])
         new = narrow_finite(x, residual.dtype.element_ty)
         tl.store(place, tl.where(tl.reshape(replace, j.shape), new, old), mask=inside)
-
-    w = tl.arange(0, WORDS)
-    tl.store(index + (d * index_stride + first) + w, word_of(chosen), mask=w < words - first)
 
     # The three counts share their reductions: 8 bits each within a word, then 16 bits each.
     packed = above.to(tl.int32) | (some.to(tl.int32) << 8) | ((finite == 0).to(tl.int32) << 16)
@@ -70,8 +79,9 @@ def select_kernel(
     row = counts + d * counts_stride
     tl.atomic_add(row, (total & 0xFFFF).to(tl.int32), sem="relaxed")
     tl.atomic_add(row + 1, ((total >> 16) & 0xFFFF).to(tl.int32), sem="relaxed")
-    if (total >> 32) > 0:
-        tl.store(index + d * index_stride + words, 1)
+    if poison is not None:
+        if (total >> 32) > 0:
+            tl.store(poison + d * poison_stride, 1)
 
 
 def select(
@@ -79,29 +89,37 @@ def select(
     residual: Tensor | None,
     threshold: Tensor,
     index: Tensor,
+    poison: Tensor | None,
     counts: Tensor,
     *,
-    layout: SketchLayout,
+    lanes: int,
     capacity: int,
+    given: bool = False,
 ) -> None:
     """Write bitmaps and poison words, update the residual, count into ``counts[:, :2]``.
 
     Args:
-        grad: ``[W, n]``; residual: ``[W, n]`` or None; threshold: ``[W]``.
-        index: ``[W, index_words]``, written.
-        counts: ``[W, 4]`` int32, written: groups above the threshold, groups not zero, 0, 0.
+        grad: ``[W, n]``; residual: ``[W, n]`` or None.
+        threshold: ``[W]``; not read if the marks are given.
+        index: ``[W, words]``, bitmaps, written unless ``given``.
+        poison: ``[W]`` int32, written: 1 if a group is not finite, else 0; or None.
+        counts: ``[W, 4]`` int32, written: groups above the threshold (or marked, if that is
+            given), groups not zero, 0, 0.
+        lanes: elements of a group.
+        capacity: groups that may stay, see :mod:`.trim`; all may if there are not more.
     """
-    index[:, layout.words].zero_()
+    if poison is not None:
+        poison.zero_()
     counts.zero_()
-    if layout.numel == 0:
+    W, numel = grad.shape
+    if numel == 0:
         return
-    lanes = layout.symbol.lanes
     words = _TILE // (32 * lanes)
-    grid = (triton.cdiv(layout.words, words), grad.shape[0])
+    grid = (triton.cdiv(index.shape[1], words), W)
     select_kernel[grid](
-        grad, residual, threshold, index, counts, layout.numel, layout.words,
+        grad, residual, threshold, index, poison, counts, numel, index.shape[1],
         grad.stride(0), 0 if residual is None else residual.stride(0), index.stride(0),
-        counts.stride(0),
-        LANES=lanes, WORDS=words, EVERY=capacity >= layout.groups,
+        0 if poison is None else poison.stride(0), counts.stride(0),
+        LANES=lanes, WORDS=words, EVERY=capacity >= triton.cdiv(numel, lanes), GIVEN=given,
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -17,17 +17,18 @@ that goes leaves x in a bfloat16 residual; a float32 residual holds it since the
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import triton
 from torch import Tensor
-
-from tagc.layout import SketchLayout
 
 from .jit import jit, tl
 from .marked import load_marked
 from .scalar import magnitude, narrow_finite, word_of
 from .scratch import buffer
 
-_WORDS = 16
+# Most elements and words at once.
+_TILE, _WORDS = 2048, 16
 _WARPS = 4
 _PROGRAMS = 256
 # Where the counts of ties, one place per program, follow the three histograms of a row.
@@ -132,28 +133,32 @@ def trim(
     index: Tensor,
     counts: Tensor,
     *,
-    layout: SketchLayout,
+    lanes: int,
     capacity: int,
+    layout: Hashable,
 ) -> None:
     """Clear bits of ``index`` until every destination keeps at most ``capacity`` groups.
 
     Args:
         grad, residual: as :func:`select` left them.
-        index: ``[W, index_words]``, updated.
+        index: ``[W, words]``, bitmaps, updated.
         counts: ``[W, 4]``, of which the first column says how many groups are marked.
+        lanes: elements of a group.
+        layout: whose scratch buffers to use.
     """
-    if capacity >= layout.groups:
+    W, numel = grad.shape
+    if capacity >= triton.cdiv(numel, lanes):
         return
-    W = grad.shape[0]
-    programs = min(_PROGRAMS, triton.cdiv(layout.words, _WORDS))
+    wide = min(_WORDS, _TILE // (32 * lanes))
+    programs = min(_PROGRAMS, triton.cdiv(index.shape[1], wide))
     histograms = buffer("histograms", (W, _TIES + _PROGRAMS), counts.dtype, grad.device, layout)
     histograms.zero_()
     arguments = (
-        grad, residual, index, counts, histograms, layout.numel, layout.words, capacity,
+        grad, residual, index, counts, histograms, numel, index.shape[1], capacity,
         grad.stride(0), 0 if residual is None else residual.stride(0), index.stride(0),
         counts.stride(0), histograms.stride(0),
     )  # fmt: skip
-    shape = {"LANES": layout.symbol.lanes, "WORDS": _WORDS}
+    shape = {"LANES": lanes, "WORDS": wide}
     options = {"num_warps": _WARPS, "enable_fp_fusion": False}
     for level, digit in enumerate(_PASSES):
         count_kernel[(programs, W)](*arguments, level, *digit, **shape, **options)

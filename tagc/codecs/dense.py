@@ -1,48 +1,51 @@
-"""The ``dense`` codec: columns travel as they are, through the backend's reduce-scatter."""
+"""The ``dense`` codec: columns travel as they are, or as bfloat16, and are summed in float32."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc.exchange import Pending, dense_reduce_scatter
+from tagc.codec_plans import DensePlan
 from tagc.plan import UnitPlan
-from tagc.workspace import Workspace
 
 
 class DenseColumns:
-    """The dense columns of a unit that also has compressed ones, packed into one message."""
+    """The dense columns of a unit that also has compressed ones: they ride in its message.
 
-    def __init__(self, plan: UnitPlan, workspace: Workspace) -> None:
-        self._segments = plan.dense
-        self._columns = sum(s.columns for s in self._segments)
-        self._world_size = plan.info.world_size
-        self._workspace = workspace
-        self._received: Tensor | None = None
-        self._pending: Pending | None = None
+    See :class:`tagc.codecs.Columns`.
+    """
+
+    def __init__(self, plan: UnitPlan) -> None:
+        self.words = 0
         self.wire_bytes = 0
+        self._parts: list[tuple[slice, slice, DensePlan]] = []
+        for segment in plan.of(DensePlan):
+            codec = segment.codec
+            assert isinstance(codec, DensePlan)
+            columns = slice(segment.start, segment.stop)
+            self._parts.append((columns, slice(self.words, self.words + codec.words), codec))
+            self.words += codec.words
 
-    def start(self, grad: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
-        """Start reducing the dense columns of ``grad`` ``[W, S]``."""
-        if not self._columns:
-            return
-        shape = (self._world_size, self._columns)
-        packed = self._workspace.take("dense_send", shape, grad.dtype)
-        at = 0
-        for s in self._segments:
-            packed[:, at : at + s.columns].copy_(grad[:, s.start : s.stop])
-            at += s.columns
-        self._received = self._workspace.take("dense_recv", (self._columns,), grad.dtype)
-        self._pending = dense_reduce_scatter(self._received, packed.view(-1), group, op)
-        self.wire_bytes += self._pending.wire_bytes
+    def encode(self, grad: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:
+        """See :meth:`tagc.codecs.Columns.encode`."""
+        for columns, slot, codec in self._parts:
+            elements_of(message[:, slot], codec).copy_(grad[:, columns])
 
-    def finish(self, out: Tensor) -> None:
-        """Write the reduced columns to their place in ``out`` ``[S]``."""
-        if self._pending is None or self._received is None:
-            return
-        self._pending.wait()
-        self._pending = None
-        at = 0
-        for s in self._segments:
-            out[s.start : s.stop].copy_(self._received[at : at + s.columns])
-            at += s.columns
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Nothing but the message."""
+
+    def wait(self) -> None:
+        """Nothing but the message."""
+
+    def decode(self, received: Tensor, out: Tensor, owner: int, divisor: int) -> None:
+        """See :meth:`tagc.codecs.Columns.decode`."""
+        for columns, slot, codec in self._parts:
+            wide = torch.float64 if codec.wire == torch.float64 else torch.float32
+            total = elements_of(received[:, slot], codec).sum(0, dtype=wide)
+            out[columns].copy_(total if divisor == 1 else total / divisor)
+
+
+def elements_of(words: Tensor, codec: DensePlan) -> Tensor:
+    """A view ``[..., numel]`` of the wire's dtype on ``[..., words]`` int32."""
+    return words.view(codec.wire)[..., : codec.numel]

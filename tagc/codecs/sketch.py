@@ -1,4 +1,4 @@
-"""The ``sketch`` codec: all sketched segments of one unit, in one index and one cells message."""
+"""The ``sketch`` codec: the index rides in the unit's message, the cells are summed on the way."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc.exchange import Pending, all_reduce_sum, all_to_all, gather_rows, sum_rows
+from tagc.codec_plans import SketchPlan
+from tagc.exchange import Pending, all_reduce_sum, gather_rows, sum_rows
 from tagc.ops import COUNTS, KEPT, UNION, UNRESOLVED, Ops
-from tagc.plan import Segment, SketchPlan, UnitPlan
+from tagc.plan import Segment, UnitPlan
 from tagc.quantize import quantization_step
 from tagc.threshold import Steering, agree, sampled_threshold
 from tagc.workspace import Workspace
@@ -32,85 +33,82 @@ class _Part:
 
 
 class SketchColumns:
-    """State and step of the sketched columns of a unit.
+    """State and step of the sketched columns of a unit. See :class:`tagc.codecs.Columns`.
 
     Attributes:
         steering: the segments' thresholds, equal on every rank.
         totals: ``[segments, 3]`` int64 sums over steps on this rank: groups kept for all
             destinations, groups in the union of the own shard, groups unresolved there.
-        wire_bytes: bytes sent to other ranks so far.
     """
 
     def __init__(
         self, plan: UnitPlan, ops: Ops, device: torch.device, workspace: Workspace, seed: int
     ) -> None:
-        W = plan.info.world_size
-        self._world_size, self._ops, self._workspace = W, ops, workspace
+        W, D = plan.info.world_size, plan.destinations
+        self._destinations, self._ops, self._workspace = D, ops, workspace
+        self._world_size = W
         self._parts: list[_Part] = []
         words, self._cells = 0, {torch.int32: 0, torch.float32: 0}
-        for segment in plan.sketched:
-            sketch = segment.sketch
-            assert sketch is not None
-            layout, dtype = sketch.layout, sketch.symbol.dtype
-            residual = (
-                None
-                if sketch.residual_dtype is None
-                else torch.zeros(W, segment.columns, dtype=sketch.residual_dtype, device=device)
-            )
+        for segment in plan.of(SketchPlan):
+            sketch = segment.codec
+            assert isinstance(sketch, SketchPlan)
+            layout, dtype, stored = sketch.layout, sketch.symbol.dtype, sketch.feedback
+            residual = stored and torch.zeros(D, segment.columns, dtype=stored.dtype, device=device)
+            ops.prepare(layout, plan.info.dtype, stored.dtype if stored else None)
             cells = slice(self._cells[dtype], self._cells[dtype] + layout.cells)
             index = slice(words, words + layout.index_words)
             self._parts.append(_Part(segment, sketch, index, cells, residual))
             words, self._cells[dtype] = index.stop, cells.stop
-        self._words = words
+        self.words = words
         n = len(self._parts)
         self._seed = torch.tensor([seed], dtype=torch.int32, device=device)
-        self._steps = torch.ones(n, W, device=device)
+        self._steps = torch.ones(n, D, device=device)
         target = [W * self._scale_density(part) * part.sketch.layout.groups for part in self._parts]
         boost = [part.sketch.max_boost for part in self._parts]
         self.steering = Steering(
-            torch.tensor(target, device=device), torch.tensor(boost, device=device), W
+            torch.tensor(target, device=device), torch.tensor(boost, device=device), D
         )
-        self._counts = torch.zeros(n, W, COUNTS, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
         self._summed = torch.zeros_like(self._counts)
         self._stats = torch.zeros(n, 2, dtype=torch.int32, device=device)
         self._counting: Pending | None = None
-        self._index: Pending | None = None
-        self._sums: list[tuple[torch.dtype, Pending]] = []
+        self._sums: list[Pending] = []
+        self._takes_estimates = True
         self.totals = torch.zeros(n, 3, dtype=torch.int64, device=device)
         self.wire_bytes = 0
 
     @staticmethod
     def _scale_density(part: _Part) -> float:
         everything = part.sketch.capacity >= part.sketch.layout.groups
-        return min(part.sketch.density, _SCALE_DENSITY) if everything else part.sketch.density
+        return min(part.sketch.target, _SCALE_DENSITY) if everything else part.sketch.target
 
     @property
     def residuals(self) -> dict[int, Tensor]:
-        """Residual ``[W, columns]`` by position of the segment among the sketched ones."""
-        return {i: part.residual for i, part in enumerate(self._parts) if part.residual is not None}
+        """Residual ``[D, columns]`` by first column of the segment in the unit."""
+        return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
 
-    def encode(self, grad: Tensor, group: dist.ProcessGroup) -> None:
-        """Sketch the columns of ``grad`` ``[W, S]`` into the send buffers."""
+    def encode(self, grad: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:
+        """See :meth:`tagc.codecs.Columns.encode`."""
         if not self._parts:
             return
+        # Where all ranks decode the same shard, one of them takes what is left of it.
+        self._takes_estimates = self._destinations > 1 or group.rank() == 0
         self._update_thresholds(grad, group)
         self._seed.add_(1)
         threshold = self.steering.threshold
-        index = self._buffer("index_send", self._words, torch.int32)
         for i, part in enumerate(self._parts):
             sketch = part.sketch
             dtype = sketch.symbol.dtype
             step = quantization_step(threshold[i], sketch.symbol, sketch.levels)
             self._steps[i] = step * self.steering.boost[i]
-            cells = self._buffer("cells_send", self._cells[dtype], dtype)
             self._ops.encode(
                 grad[:, part.segment.start : part.segment.stop],
                 part.residual,
                 threshold[i],
                 self._steps[i],
                 self._seed,
-                index[:, part.index],
-                cells[:, part.cells],
+                message[:, part.index],
+                self._cells_send(dtype)[:, part.cells],
                 self._counts[i],
                 layout=sketch.layout,
                 levels=sketch.levels,
@@ -118,48 +116,40 @@ class SketchColumns:
             )
 
     def start(self, group: dist.ProcessGroup) -> None:
-        """Send: index by all-to-all, cells by summing, counts for the next step; all in flight."""
+        """Start summing the cells, and the counts for the next step."""
         if not self._parts:
             return
-        send = self._buffer("index_send", self._words, torch.int32)
-        recv = self._buffer("index_recv", self._words, torch.int32)
-        self._index = all_to_all(recv, send, group)
         for dtype, numel in self._cells.items():
             if numel:
-                pending = sum_rows(
-                    self._workspace.take("cells_sum", (numel,), dtype),
-                    self._buffer("cells_send", numel, dtype),
-                    self._buffer("cells_recv", numel, dtype),
-                    group,
-                )
-                self._sums.append((dtype, pending))
+                self._sums.append(self._sum(dtype, numel, group))
         self._summed.copy_(self._counts)
         self._counting = all_reduce_sum(self._summed, group)
-        self.wire_bytes += sum(
-            p.wire_bytes for p in (self._index, self._counting, *(p for _, p in self._sums))
-        )
+        self.wire_bytes += sum(p.wire_bytes for p in (self._counting, *self._sums))
+
+    def _sum(self, dtype: torch.dtype, numel: int, group: dist.ProcessGroup) -> Pending:
+        send = self._cells_send(dtype)
+        if self._destinations == 1:
+            return all_reduce_sum(send, group)
+        received = self._workspace.take("cells_recv", send.shape, dtype)
+        return sum_rows(self._cells_sum(dtype), send, received, group)
 
     def wait(self) -> None:
-        """Until index and cells are here."""
-        if self._index is not None:
-            self._index.wait()
-            for _, pending in self._sums:
-                pending.wait()
-            self._index = None
-            self._sums.clear()
+        """Until the cells are here."""
+        for pending in self._sums:
+            pending.wait()
+        self._sums.clear()
 
-    def decode(self, out: Tensor, rank: int, divisor: int) -> None:
-        """Write this rank's shard of the sketched columns into ``out`` ``[S]``."""
+    def decode(self, received: Tensor, out: Tensor, owner: int, divisor: int) -> None:
+        """See :meth:`tagc.codecs.Columns.decode`."""
         for i, part in enumerate(self._parts):
-            dtype = part.sketch.symbol.dtype
-            cells = self._workspace.take("cells_sum", (self._cells[dtype],), dtype)
+            residual = part.residual if self._takes_estimates else None
             self._ops.decode(
-                self._buffer("index_recv", self._words, torch.int32)[:, part.index],
-                cells[part.cells],
-                self._steps[i, rank : rank + 1],
+                received[:, part.index],
+                self._cells_sum(part.sketch.symbol.dtype)[part.cells],
+                self._steps[i, owner : owner + 1],
                 self._seed,
                 out[part.segment.start : part.segment.stop],
-                None if part.residual is None else part.residual[rank],
+                None if residual is None else residual[owner],
                 self._stats[i],
                 layout=part.sketch.layout,
                 divisor=divisor,
@@ -189,5 +179,10 @@ class SketchColumns:
             self._counting.wait()
             self.steering.update(self._summed)
 
-    def _buffer(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:
-        return self._workspace.take(name, (self._world_size, columns), dtype)
+    def _cells_send(self, dtype: torch.dtype) -> Tensor:
+        return self._workspace.take("cells_send", (self._destinations, self._cells[dtype]), dtype)
+
+    def _cells_sum(self, dtype: torch.dtype) -> Tensor:
+        if self._destinations == 1:  # summed in place
+            return self._cells_send(dtype)[0]
+        return self._workspace.take("cells_sum", (self._cells[dtype],), dtype)

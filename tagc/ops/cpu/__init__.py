@@ -1,130 +1,22 @@
 """Fast CPU implementation of :class:`tagc.ops.Ops`: numba, one thread, no Python per element."""
 
-from __future__ import annotations
+from tagc.ops.cpu.blocks import dequantize, prepare_blocks, quantize
+from tagc.ops.cpu.packed import pack, prepare_packed, read_index, select, unpack, write_index
+from tagc.ops.cpu.sketch import decode, encode, insert, peel, prepare
 
-from functools import cache
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
-
-from tagc.layout import SketchLayout, plan_layout
-from tagc.ops import COUNTS
-from tagc.ops.cpu.decoder import decode_shard, peel_shard
-from tagc.ops.cpu.encoder import encode_row, insert_shard
-from tagc.ops.cpu.scalar import group_of
-from tagc.symbols import SYMBOLS
-
-
-def _numpy(t: Tensor | None) -> Any:
-    """A view for numba: bfloat16 and index words as unsigned integers."""
-    if t is None:
-        return None
-    if t.dtype == torch.bfloat16:
-        return t.view(torch.uint16).numpy()
-    return t.numpy()
-
-
-def _words(t: Tensor) -> Any:
-    return t.view(torch.uint32).numpy()
-
-
-def _hashes(layout: SketchLayout) -> int:
-    return 0 if layout.direct else layout.hashes
-
-
-def encode(
-    grad: Tensor,
-    residual: Tensor | None,
-    threshold: Tensor,
-    step: Tensor,
-    seed: Tensor,
-    index: Tensor,
-    cells: Tensor,
-    counts: Tensor,
-    *,
-    layout: SketchLayout,
-    levels: int,
-    capacity: int,
-) -> None:
-    """See :meth:`tagc.ops.Ops.encode`."""
-    if grad.dtype == torch.float16:  # numba has no float16 arithmetic on CPUs
-        grad = grad.float()
-    g, e, words = _numpy(grad), _numpy(residual), _words(index)
-    cells_, counts_ = cells.numpy(), counts.numpy()
-    thresholds, steps = threshold.numpy(), step.numpy()
-    group = group_of(layout.symbol.lanes)
-    for d in range(grad.shape[0]):
-        encode_row(
-            g[d], None if e is None else e[d], layout.numel, group, thresholds[d],
-            steps[d], seed.numpy()[0], levels, capacity, _hashes(layout), layout.partition,
-            words[d], cells_[d], counts_[d],
-        )  # fmt: skip
-
-
-def decode(
-    index: Tensor,
-    cells: Tensor,
-    step: Tensor,
-    seed: Tensor,
-    out: Tensor,
-    residual: Tensor | None,
-    stats: Tensor,
-    *,
-    layout: SketchLayout,
-    divisor: int,
-) -> None:
-    """See :meth:`tagc.ops.Ops.decode`."""
-    wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
-    union, stuck = decode_shard(
-        np.bitwise_or.reduce(_words(index), axis=0), cells.numpy(), layout.numel,
-        group_of(layout.symbol.lanes), step.numpy()[0], seed.numpy()[0], np.float32(divisor),
-        _hashes(layout), layout.partition, _numpy(wide), _numpy(residual),
-    )  # fmt: skip
-    if wide is not out:
-        out.copy_(wide)
-    stats[0], stats[1] = int(union), int(stuck)
-
-
-@cache
-def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """Run encode and decode once on the smallest input of these dtypes."""
-    layout = plan_layout(32, SYMBOLS[name], 1)
-    columns = torch.zeros(1, 32, dtype=gradient)
-    left = None if residual is None else torch.zeros(1, 32, dtype=residual)
-    index = torch.empty(1, layout.index_words, dtype=torch.int32)
-    cells = torch.empty(1, layout.cells, dtype=layout.symbol.dtype)
-    one, seed = torch.ones(1), torch.zeros(1, dtype=torch.int32)
-    counts, stats = torch.empty(1, COUNTS, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
-    encode(columns, left, one, one, seed, index, cells, counts, layout=layout, levels=1, capacity=1)
-    row = None if left is None else left[0]
-    decode(index, cells[0], one, seed, columns[0], row, stats, layout=layout, divisor=1)
-
-
-def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """See :meth:`tagc.ops.Ops.prepare`; seconds for every new combination of dtypes."""
-    _compile(layout.symbol.name, gradient, residual)
-
-
-def insert(
-    symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
-) -> None:
-    """See :meth:`tagc.ops.Ops.insert`."""
-    insert_shard(
-        symbols.numpy(), _words(index), seed.numpy()[0], _hashes(layout), layout.partition,
-        cells.numpy(),
-    )  # fmt: skip
-
-
-def peel(
-    cells: Tensor, index: Tensor, seed: Tensor, *, layout: SketchLayout
-) -> tuple[Tensor, Tensor]:
-    """See :meth:`tagc.ops.Ops.peel`."""
-    symbols = torch.empty(layout.groups, dtype=cells.dtype)
-    stuck = torch.empty(layout.groups, dtype=torch.bool)
-    peel_shard(
-        cells.numpy(), _words(index), seed.numpy()[0], _hashes(layout),
-        layout.partition, symbols.numpy(), stuck.numpy(),
-    )  # fmt: skip
-    return symbols, stuck
+__all__ = [
+    "decode",
+    "dequantize",
+    "encode",
+    "insert",
+    "pack",
+    "peel",
+    "prepare",
+    "prepare_blocks",
+    "prepare_packed",
+    "quantize",
+    "read_index",
+    "select",
+    "unpack",
+    "write_index",
+]

@@ -6,10 +6,9 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from tagc.ops.cpu.llvm import popcount, trailing_zeros
+from tagc.ops.cpu.bitmap import keys_of
 from tagc.ops.cpu.scalar import (
     N,
-    U,
     compiled,
     lane_of,
     load,
@@ -28,7 +27,7 @@ _DEGREE = np.int64((1 << 24) - 1)
 def decode_shard(index, cells, n, group, step, seed, divisor, hashes, partition, out, residual):
     """:meth:`tagc.ops.Ops.decode` from the OR of the ranks' indexes."""
     poison, words = index[index.size - 1], index[: index.size - 1]
-    keys = _keys(words)
+    keys = keys_of(words)
     stuck = 0
     if hashes == 0:
         values = cells[keys]
@@ -67,7 +66,7 @@ def _(out):
 
 @compiled
 def peel_shard(cells, words, seed, hashes, partition, symbols, stuck):
-    keys = _keys(words)
+    keys = keys_of(words)
     symbols[:] = 0
     stuck[:] = False
     if hashes == 0:
@@ -78,31 +77,6 @@ def peel_shard(cells, words, seed, hashes, partition, symbols, stuck):
     for slot in range(keys.size):
         symbols[keys[slot]] = values[slot]
         stuck[keys[slot]] = done[slot] == 0
-
-
-@compiled
-def _keys(words):
-    """Present groups in ascending order."""
-    total = 0
-    for w in range(words.size):
-        total += popcount(words[w])
-    keys = np.empty(total + 4, np.uint32)
-    t = N(0)
-    for w in range(words.size):
-        word = words[w]
-        if word == U(0):
-            continue
-        # Four at a time without a branch; what runs past the last set bit is overwritten next.
-        end = t + N(popcount(word))
-        while True:
-            for _ in range(4):
-                keys[t] = w * 32 + trailing_zeros(word)
-                word &= U(word - U(1))
-                t += N(1)
-            if t >= end:
-                break
-        t = end
-    return keys[:total]
 
 
 @compiled

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import overload, register_jitable
+from numba.extending import overload
 
-from tagc.ops.cpu.llvm import float_bits, popcount, trailing_zeros
-from tagc.ops.cpu.scalar import N, U, compiled, load, positions, salts_of, store_finite
+from tagc.ops.cpu.llvm import float_bits, trailing_zeros
+from tagc.ops.cpu.scalar import N, U, compiled, positions, salts_of, store_finite
+from tagc.ops.cpu.selection import keep_largest, select_groups, value
 
-_ABS, _INF = U(0x7FFFFFFF), U(0x7F800000)
 _BATCH = 256
 
 
@@ -21,11 +21,11 @@ def encode_row(
 ):
     words = index[: index.size - 1]
     bits, groups = float_bits(threshold), -(-n // len(group))
-    above, nonzero, kept, poison = _select(
-        g, e, n, group, bits, bits if capacity < groups else U(1), words
+    above, nonzero, kept, poison = select_groups(
+        g, e, n, group, bits, bits if capacity < groups else U(1), words[:0], words
     )
     if kept > capacity:
-        _trim(g, e, n, len(group), capacity, kept, words)
+        keep_largest(g, e, n, len(group), capacity, kept, words)
         kept = capacity
     salts = salts_of(seed, hashes)
     saturated = _emit(g, e, n, group, step, levels, words, salts, partition, cells)
@@ -36,139 +36,6 @@ def encode_row(
 @compiled
 def insert_shard(symbols, words, seed, hashes, partition, cells):
     _insert(symbols, words, salts_of(seed, hashes), partition, cells)
-
-
-@compiled
-def _select(g, e, n, group, threshold_bits, select_bits, words):
-    """Accumulate into the residual and mark the selected groups.
-
-    float32 residuals of kept groups are left holding x; others keep their old value there, since
-    x would not fit, and :func:`_emit` accumulates those again.
-
-    Returns: groups above the threshold, groups not zero, groups kept, poison.
-    """
-    lanes = len(group)
-    block = 32 * lanes
-    x, old = np.zeros(128, np.float32), _storage_like(e, 128)
-    bits, size = x.view(np.uint32), np.empty(32, np.uint32)
-    above, nonzero, kept, poison = 0, 0, 0, 0
-    for w in range(words.size):
-        base, fill = N(w * block), N(min(block, n - w * block))
-        if fill == N(block):
-            for j in range(N(block)):
-                x[j] = load(g, base + j) + load(e, base + j)
-        else:
-            x[:] = np.float32(0.0)
-            for j in range(fill):
-                x[j] = load(g, base + j) + load(e, base + j)
-        if lanes == 4:
-            for i in range(32):
-                a, b = bits[4 * i] & _ABS, bits[4 * i + 1] & _ABS
-                c, d = bits[4 * i + 2] & _ABS, bits[4 * i + 3] & _ABS
-                size[i] = max(max(a, b), max(c, d))
-        elif lanes == 2:
-            for i in range(32):
-                size[i] = max(bits[2 * i] & _ABS, bits[2 * i + 1] & _ABS)
-        word, largest, some, large = U(0), U(0), U(0), U(0)
-        for i in range(32):
-            m = size[i] if lanes > 1 else bits[i] & _ABS
-            largest = max(largest, m)
-            some += U(m > U(0))
-            large += U(m >= threshold_bits)
-            word |= U(m >= select_bits) << U(i)
-        bad = U(0)
-        if largest >= _INF:
-            for i in range(32):
-                bad |= U((size[i] if lanes > 1 else bits[i] & _ABS) >= _INF) << U(i)
-            poison = 1
-            word &= ~bad
-            some -= U(popcount(bad))
-            large -= U(popcount(bad))
-        if e is not None:
-            spared = bad if _keeps_x(e) else bad | word
-            if fill == N(block) and spared == U(0):
-                for j in range(N(block)):
-                    store_finite(e, base + j, x[j])
-            else:
-                for j in range(fill):
-                    old[j] = e[base + j]
-                for j in range(fill):
-                    store_finite(e, base + j, x[j])
-                while spared:
-                    first = N(trailing_zeros(spared) * lanes)
-                    spared &= U(spared - U(1))
-                    for j in range(first, min(fill, first + N(lanes))):
-                        e[base + j] = old[j]
-        words[w] = word
-        above += large
-        nonzero += some
-        kept += popcount(word)
-    return above, nonzero, kept, poison
-
-
-def _storage_like(e, size):
-    raise NotImplementedError
-
-
-@overload(_storage_like)
-def _(e, size):
-    if isinstance(e, types.NoneType):
-        return lambda e, size: np.empty(0, np.float32)
-    return lambda e, size: np.empty(size, e.dtype)
-
-
-def _keeps_x(e):
-    raise NotImplementedError
-
-
-@overload(_keeps_x, inline="always")
-def _(e):
-    """Whether the residual's storage can hold x itself until the sparse pass."""
-    if isinstance(e, types.NoneType) or e.dtype == types.uint16:
-        return lambda e: False
-    return lambda e: True
-
-
-@register_jitable(inline="always")
-def _value(g, e, j):
-    """x of a kept element in the sparse pass."""
-    if _keeps_x(e):
-        return load(e, j)
-    return load(g, j) + load(e, j)
-
-
-@compiled
-def _trim(g, e, n, lanes, capacity, kept, words):
-    """Clear all but the ``capacity`` largest of the selected groups, ties to the lower index."""
-    size = np.empty(kept, np.uint32)
-    t = 0
-    for w in range(words.size):
-        word = words[w]
-        while word:
-            lo = (w * 32 + trailing_zeros(word)) * lanes
-            word &= U(word - U(1))
-            m = U(0)
-            for j in range(lo, min(n, lo + lanes)):
-                m = max(m, float_bits(_value(g, e, j)) & _ABS)
-            size[t] = m
-            t += 1
-    last = np.partition(size, kept - capacity)[kept - capacity] if capacity > 0 else _INF
-    ties = capacity - np.sum(size > last)
-    t = 0
-    for w in range(words.size):
-        word = words[w]
-        while word:
-            i = trailing_zeros(word)
-            word &= U(word - U(1))
-            m = size[t]
-            t += 1
-            if m == last and ties > 0:
-                ties -= 1
-            elif m <= last:
-                words[w] &= ~(U(1) << U(i))
-                lo = (w * 32 + i) * lanes
-                for j in range(lo, min(n, lo + lanes)):
-                    store_finite(e, j, _value(g, e, j))
 
 
 @compiled
@@ -211,7 +78,7 @@ def _(g, e, at, size, group, step, inverse, limit, cells):
     if cells.dtype == types.float32:
 
         def whole(g, e, at, size, group, step, inverse, limit, cells):
-            x = _value(g, e, at)
+            x = value(g, e, at)
             store_finite(e, at, np.float32(0.0))
             return x, False
 
@@ -221,7 +88,7 @@ def _(g, e, at, size, group, step, inverse, limit, cells):
         symbol, clipped = np.int64(0), False
         for j in range(N(len(group))):
             if j < size:
-                x = _value(g, e, at + j)
+                x = value(g, e, at + j)
                 scaled = x * inverse
                 clipped |= abs(scaled) > limit
                 q = np.rint(min(max(scaled, -limit), limit))

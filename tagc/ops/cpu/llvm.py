@@ -64,3 +64,33 @@ def high_product(typingctx, x, y):
         return builder.lshr(product, ir.Constant(ir.IntType(64), 32))
 
     return types.int64(types.uint32, types.uint32), codegen
+
+
+@_instruction
+def shift_left(typingctx, x, by):
+    """A uint32 shifted by fewer than 32 bits; numba's own shift works on 64 bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.shl(args[0], args[1])
+
+    return types.uint32(types.uint32, types.uint32), codegen
+
+
+@_instruction
+def shift_right(typingctx, x, by):
+    """A uint32 shifted by fewer than 32 bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.lshr(args[0], args[1])
+
+    return types.uint32(types.uint32, types.uint32), codegen
+
+
+@_instruction
+def shift_right_signed(typingctx, x, by):
+    """The int32 with these uint32 bits, shifted by fewer than 32 bits, as float32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.sitofp(builder.ashr(args[0], args[1]), ir.FloatType())
+
+    return types.float32(types.uint32, types.uint32), codegen

@@ -1,4 +1,4 @@
-"""Eager torch specification of :class:`tagc.ops.Ops`: readable first, any device, any dtype."""
+"""The sketch's operators."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tagc.bitmap import from_bitmap, to_bitmap
 from tagc.layout import SketchLayout
+from tagc.ops.reference.select import grouped, rounded, select_groups
 from tagc.symbols import pack, unpack
 
 _MASK = 0xFFFFFFFF
@@ -43,20 +44,6 @@ def positions(keys: Tensor, seed: Tensor, layout: SketchLayout) -> Tensor:
     return i * layout.partition + spread
 
 
-def _grouped(x: Tensor, layout: SketchLayout) -> Tensor:
-    """``[n]`` to ``[groups, lanes]``, padded with zeros."""
-    pad = layout.groups * layout.symbol.lanes - layout.numel
-    return torch.nn.functional.pad(x, (0, pad)).view(layout.groups, layout.symbol.lanes)
-
-
-def _keep_largest(selected: Tensor, size: Tensor, capacity: int) -> Tensor:
-    """At most ``capacity`` of the selected groups: the largest, ties to the lower index."""
-    order = torch.argsort(size.masked_fill(~selected, -1.0), descending=True, stable=True)
-    kept = torch.zeros_like(selected)
-    kept[order[:capacity]] = True
-    return kept & selected
-
-
 def encode(
     grad: Tensor,
     residual: Tensor | None,
@@ -74,11 +61,8 @@ def encode(
     """See :meth:`tagc.ops.Ops.encode`."""
     for d in range(grad.shape[0]):
         x = grad[d].float() if residual is None else grad[d].float() + residual[d].float()
-        groups = _grouped(x, layout)
-        finite = groups.isfinite().all(-1)
-        size = groups.abs().amax(-1).masked_fill(~finite, 0.0)
-        above = finite & (size >= threshold[d])
-        kept = _keep_largest(above, size, capacity) if capacity < layout.groups else size > 0
+        groups = grouped(x, layout.symbol.lanes)
+        kept, finite, seen = select_groups(groups, threshold[d], capacity)
 
         if layout.symbol.integer:
             scaled = groups * (1.0 / step[d])
@@ -90,12 +74,12 @@ def encode(
         if residual is not None:
             left = torch.where(kept[:, None], groups - sent, groups).flatten()[: layout.numel]
             stay = (~finite)[:, None].expand_as(groups).flatten()[: layout.numel]
-            residual[d] = torch.where(stay, residual[d], _rounded(left, residual.dtype))
+            residual[d] = torch.where(stay, residual[d], rounded(left, residual.dtype))
 
         index[d, : layout.words] = to_bitmap(kept)
         index[d, layout.words] = (~finite).any()
         insert(symbols, index[d, : layout.words], seed, cells[d], layout=layout)
-        counts[d] = torch.stack([above.sum(), (size > 0).sum(), kept.sum(), clipped.sum()])
+        counts[d] = torch.stack([*seen, kept.sum(), clipped.sum()])
 
 
 def decode(
@@ -127,14 +111,8 @@ def decode(
     estimate[keys] = share / layout.hashes
     add = estimate.flatten()[: layout.numel]
     lost = stuck[:, None].expand_as(estimate).flatten()[: layout.numel]
-    more = _rounded(residual.float() + add, residual.dtype)
+    more = rounded(residual.float() + add, residual.dtype)
     residual.copy_(torch.where(lost, more, residual))
-
-
-def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in the dtype of a residual; what is finite stays finite."""
-    largest = torch.finfo(dtype).max
-    return torch.where(x.isfinite(), x.clamp(-largest, largest), x).to(dtype)
 
 
 def _values(symbols: Tensor, step: Tensor, layout: SketchLayout) -> Tensor:

@@ -1,0 +1,58 @@
+"""Steps of wrapping that must come out the same on every rank, or fail on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+
+def agree_on(
+    groups: Sequence[dist.ProcessGroup],
+    steps: Mapping[str, Callable[[], tuple[Any, str]]],
+) -> dict[str, Any]:
+    """Run the steps on this rank, and compare with the others what came of them.
+
+    A rank whose own steps failed takes part, so that the others learn of it instead of hanging
+    in their next collective.
+
+    Args:
+        groups: those of the ranks that must agree.
+        steps: functions that give a result, and a text that must be equal on all ranks.
+
+    Returns:
+        The results.
+
+    Raises:
+        Exception: what a step raised on this rank.
+        RuntimeError: if a step failed on another rank, or ranks disagree.
+    """
+    results: dict[str, Any] = {}
+    mine: dict[str, str | None] = dict.fromkeys(steps)
+    failure: Exception | None = None
+    try:
+        for name, step in steps.items():
+            results[name], mine[name] = step()
+    except Exception as error:
+        failure = error
+    mine["error"] = None if failure is None else f"{type(failure).__name__}: {failure}"
+    gathered: list[list[dict[str, str | None]]] = []
+    for group in groups:
+        said: list[dict[str, str | None]] = [{} for _ in range(group.size())]
+        dist.all_gather_object(said, mine, group=group)
+        gathered.append(said)
+    if failure is not None:
+        raise failure
+    for said in gathered:
+        for rank, other in enumerate(said):
+            if other["error"] is not None:
+                raise RuntimeError(f"tagc.wrap failed on rank {rank}: {other['error']}")
+        for name in steps:
+            if len({other[name] for other in said}) > 1:
+                listing = ", ".join(f"rank {r} has {o[name]}" for r, o in enumerate(said))
+                raise RuntimeError(
+                    f"tagc {name} differs between ranks: {listing}. Every rank must call "
+                    "tagc.wrap with the same model, policy and tagc version"
+                )
+    return results

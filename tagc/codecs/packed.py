@@ -1,0 +1,181 @@
+"""The ``packed`` codec: the largest groups with their index, one message to each owner.
+
+Thresholds are a rank's own: a message says what is in it, so ranks need not agree, and nothing
+but the messages is exchanged.
+
+With a shared support all ranks send the groups that the shard's owner chose one step ahead: the
+largest of what it owes itself, and a window that rotates over all groups, so that what only other
+ranks see is sent too. The owner's choice for the next step rides in the messages of this one,
+where otherwise the index would be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tagc.codec_plans import PackedPlan
+from tagc.ops import COUNTS, KEPT, Ops
+from tagc.packed import HEADER
+from tagc.plan import Segment, UnitPlan
+from tagc.threshold import Steering, agree, sampled_threshold
+
+
+@dataclass(frozen=True)
+class _Part:
+    segment: Segment
+    plan: PackedPlan
+    slot: slice
+    residual: Tensor | None
+    support: _Support | None
+
+
+class PackedColumns:
+    """State and step of the packed columns of a unit. See :class:`tagc.codecs.Columns`.
+
+    Attributes:
+        totals: ``[segments]`` int64 sum over steps of the groups kept for all destinations.
+    """
+
+    def __init__(self, plan: UnitPlan, ops: Ops, device: torch.device) -> None:
+        D = plan.destinations
+        self.words = 0
+        self.wire_bytes = 0
+        self._ops, self._parts = ops, []
+        for segment in plan.of(PackedPlan):
+            codec = segment.codec
+            assert isinstance(codec, PackedPlan)
+            stored = codec.feedback
+            residual = stored and torch.zeros(D, segment.columns, dtype=stored.dtype, device=device)
+            slot = slice(self.words, self.words + codec.words)
+            support = _Support(codec, D, device) if codec.shared else None
+            self._parts.append(_Part(segment, codec, slot, residual, support))
+            self.words = slot.stop
+            ops.prepare_packed(codec.layout, plan.info.dtype, stored.dtype if stored else None)
+        n = len(self._parts)
+        self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
+        # With a shared support a rank selects in its own shard only.
+        target = [
+            part.support.wanted if part.support else part.plan.target * part.plan.layout.groups
+            for part in self._parts
+        ]
+        self._steering = Steering(
+            torch.tensor(target, device=device), torch.ones(n, device=device), D
+        )
+        self._started = False
+        self.totals = torch.zeros(n, dtype=torch.int64, device=device)
+
+    @property
+    def parts(self) -> list[_Part]:
+        """The segments."""
+        return self._parts
+
+    @property
+    def residuals(self) -> dict[int, Tensor]:
+        """Residual ``[D, columns]`` by first column of the segment in the unit."""
+        return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
+
+    def encode(self, grad: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:
+        """See :meth:`tagc.codecs.Columns.encode`."""
+        if not self._parts:
+            return
+        self._update_thresholds(grad)
+        for i, part in enumerate(self._parts):
+            threshold, counts = self._steering.threshold[i], self._counts[i]
+            self._ops.pack(
+                grad[:, part.segment.start : part.segment.stop],
+                part.residual,
+                threshold,
+                part.support and part.support.current,
+                message[:, part.slot],
+                counts,
+                layout=part.plan.layout,
+            )
+            self.totals[i] += counts[:, KEPT].sum()
+            if part.support is not None:
+                assert part.residual is not None
+                mine = group.rank()
+                index = message[:, part.slot][:, HEADER : HEADER + part.plan.layout.index_words]
+                own = slice(mine, mine + 1)
+                part.support.choose(self._ops, part.residual[own], threshold[own], index, counts)
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Nothing but the message."""
+
+    def wait(self) -> None:
+        """Nothing but the message."""
+
+    def decode(self, received: Tensor, out: Tensor, owner: int, divisor: int) -> None:
+        """See :meth:`tagc.codecs.Columns.decode`."""
+        for part in self._parts:
+            words, layout = received[:, part.slot], part.plan.layout
+            self._ops.unpack(
+                words,
+                None if part.support is None else part.support.current[owner],
+                out[part.segment.start : part.segment.stop],
+                layout=layout,
+                divisor=divisor,
+            )
+            if part.support is not None:
+                index = words[:, HEADER : HEADER + layout.index_words]
+                self._ops.read_index(index, part.support.current, layout=layout)
+
+    def _update_thresholds(self, grad: Tensor) -> None:
+        if self._started:
+            self._steering.update(self._counts)
+            return
+        for i, part in enumerate(self._parts):
+            columns = grad[:, part.segment.start : part.segment.stop]
+            sampled = sampled_threshold(columns, part.plan.layout.group, part.plan.target)
+            self._steering.threshold[i] = agree(sampled[None])
+        self._started = True
+
+
+class _Support:
+    """The groups that all ranks send, for every shard.
+
+    Attributes:
+        current: ``[D, bitmap_words]`` int32, for the step to come.
+        wanted: groups that the owner should choose for their size.
+    """
+
+    def __init__(self, plan: PackedPlan, destinations: int, device: torch.device) -> None:
+        layout = plan.layout
+        self._layout = layout
+        self._words = layout.bitmap_words
+        # Bits past the last group stay clear.
+        self._last = (1 << ((layout.groups - 1) % 32 + 1)) - 1
+        # An eighth of the room explores. Windows are whole words of the bitmap.
+        self._window = max(1, layout.capacity // 256)
+        self._selecting = replace(layout, capacity=layout.capacity - 32 * self._window)
+        self.wanted = plan.target * layout.groups * self._selecting.capacity / layout.capacity
+        self._at = 0
+        self._next = torch.zeros(1, layout.bitmap_words, dtype=torch.int32, device=device)
+        self._explore(self._next)
+        self.current = self._next.expand(destinations, -1).clone()
+
+    def choose(
+        self, ops: Ops, owed: Tensor, threshold: Tensor, index: Tensor, counts: Tensor
+    ) -> None:
+        """Write the next support of this rank's shard to ``index`` ``[D, index_words]``.
+
+        Args:
+            owed: ``[1, columns]``, the rank's residual of its own shard.
+            threshold: ``[1]``.
+            counts: ``[D, 4]``, written: what was selected here, for all destinations.
+        """
+        ops.select(owed, threshold, self._next, counts[:1], layout=self._selecting)
+        counts.copy_(counts[:1].expand_as(counts))
+        self._explore(self._next)
+        ops.write_index(self._next, index[:1], layout=self._layout)
+        index.copy_(index[:1].expand_as(index))
+
+    def _explore(self, bitmap: Tensor) -> None:
+        """Add the next window to ``[1, bitmap_words]``."""
+        stop = min(self._words, self._at + self._window)
+        bitmap[:, self._at : stop] = -1
+        bitmap[:, -1] &= self._last if self._last < 1 << 31 else -1
+        self._at = stop % self._words

@@ -1,0 +1,88 @@
+"""The ``quantized`` codec: every element in a few bits, with a scale per block.
+
+With the feedback kind ``average`` this is LoCo (arXiv 2407.04480), in DeepSpeed's form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tagc.codec_plans import QuantizedPlan
+from tagc.ops import Ops
+from tagc.plan import Segment, UnitPlan
+
+
+@dataclass(frozen=True)
+class _Part:
+    segment: Segment
+    plan: QuantizedPlan
+    slot: slice
+    residual: Tensor | None
+
+
+class QuantizedColumns:
+    """State and step of the quantized columns of a unit. See :class:`tagc.codecs.Columns`."""
+
+    def __init__(self, plan: UnitPlan, ops: Ops, device: torch.device) -> None:
+        self.words = 0
+        self.wire_bytes = 0
+        self._ops, self._steps = ops, 0
+        self._parts: list[_Part] = []
+        for segment in plan.of(QuantizedPlan):
+            codec = segment.codec
+            assert isinstance(codec, QuantizedPlan)
+            stored = codec.feedback
+            residual = stored and torch.zeros(
+                plan.destinations, segment.columns, dtype=stored.dtype, device=device
+            )
+            slot = slice(self.words, self.words + codec.words)
+            self._parts.append(_Part(segment, codec, slot, residual))
+            self.words = slot.stop
+            ops.prepare_blocks(
+                codec.layout,
+                plan.info.dtype,
+                stored.dtype if stored else None,
+                stored.average if stored else 0.0,
+            )
+
+    @property
+    def residuals(self) -> dict[int, Tensor]:
+        """Residual ``[D, columns]`` by first column of the segment in the unit."""
+        return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
+
+    def encode(self, grad: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:
+        """See :meth:`tagc.codecs.Columns.encode`."""
+        for part in self._parts:
+            feedback = part.plan.feedback
+            if part.residual is not None and feedback is not None:
+                every = feedback.reset_steps
+                if every and self._steps and self._steps % every == 0:
+                    part.residual.zero_()
+            self._ops.quantize(
+                grad[:, part.segment.start : part.segment.stop],
+                part.residual,
+                message[:, part.slot],
+                layout=part.plan.layout,
+                average=feedback.average if feedback else 0.0,
+            )
+        self._steps += 1
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Nothing but the message."""
+
+    def wait(self) -> None:
+        """Nothing but the message."""
+
+    def decode(self, received: Tensor, out: Tensor, owner: int, divisor: int) -> None:
+        """See :meth:`tagc.codecs.Columns.decode`."""
+        for part in self._parts:
+            self._ops.dequantize(
+                received[None, :, part.slot],
+                out[None, part.segment.start : part.segment.stop],
+                layout=part.plan.layout,
+                divisor=divisor,
+            )

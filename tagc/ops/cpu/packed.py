@@ -1,0 +1,203 @@
+"""Sparse messages."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tagc.blocks import MIN_BLOCK, BlockLayout
+from tagc.ops.cpu import bitmap as bitmaps
+from tagc.ops.cpu.arrays import halves_of, numpy_of, rows_of, words_of
+from tagc.ops.cpu.blocks import codes_of
+from tagc.ops.cpu.packer import pack_values, unpack_shard
+from tagc.ops.cpu.scalar import group_of
+from tagc.ops.cpu.selection import keep_largest, select_groups
+from tagc.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
+
+_NO_SUPPORT = np.empty(0, np.uint32)
+
+
+def pack(
+    grad: Tensor,
+    residual: Tensor | None,
+    threshold: Tensor,
+    support: Tensor | None,
+    message: Tensor,
+    counts: Tensor,
+    *,
+    layout: PackedLayout,
+) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.pack`."""
+    if grad.dtype == torch.float16:  # numba has no float16 arithmetic on CPUs
+        grad = grad.float()
+    values = layout.values
+    first_value = HEADER + layout.index_words
+    first_code = first_value + values.scale_words
+    header, index = words_of(message[:, :HEADER]), words_of(message[:, HEADER:first_value])
+    scales, codes = halves_of(message[:, first_value:first_code]), words_of(message[:, first_code:])
+    limit, unit = np.float32(values.levels), np.float32(1 / values.levels)
+    g, e, words = numpy_of(grad), numpy_of(residual), np.empty(layout.bitmap_words, np.uint32)
+    given = None if support is None else [_keys(row, layout) for row in words_of(support)]
+    for r in range(grad.shape[0]):
+        row = None if e is None else e[r]
+        mark = _NO_SUPPORT if support is None else words_of(support[r])
+        seen, poison = _select(g[r], row, threshold[r], mark, words, layout)
+        if given is None:
+            keys = _keys(words, layout)
+            _write_index(words, keys, index[r], layout)
+        else:
+            keys = given[r]
+            seen = (keys.size, seen[1])
+        pack_values(
+            g[r], row, layout.numel, layout.group, keys, given is None or not poison, words,
+            values.block, codes_of(values), limit, unit, scales[r], codes[r],
+        )  # fmt: skip
+        header[r, POISON], header[r, KEPT_GROUPS] = poison, keys.size
+        counts.numpy()[r] = (*seen, keys.size, 0)
+
+
+def _select(
+    g: Any, e: Any, threshold: Tensor, support: Any, words: Any, layout: PackedLayout
+) -> tuple[tuple[int, int], int]:
+    """Mark the groups to keep, or the finite ones of a support, and accumulate into the residual.
+
+    Returns:
+        The first two counts of :meth:`pack`, and the poison word.
+    """
+    n, group, capacity = layout.numel, group_of(layout.group), layout.capacity
+    least = threshold.numpy().view(np.uint32)[()]
+    above, nonzero, kept, poison = select_groups(
+        g, e, n, group, least, least if capacity < layout.groups else np.uint32(1), support, words
+    )
+    if kept > capacity:
+        keep_largest(g, e, n, layout.group, capacity, kept, words)
+    return (above, nonzero), poison
+
+
+def _keys(words: Any, layout: PackedLayout) -> Any:
+    """The groups of a bitmap.
+
+    Raises:
+        ValueError: if they do not fit.
+    """
+    keys = bitmaps.keys_of(words)
+    while keys.size and keys[-1] >= layout.groups:
+        keys = keys[:-1]
+    if keys.size > layout.capacity:
+        raise ValueError(f"a message with room for {layout.capacity} groups got {keys.size}")
+    return keys
+
+
+def _write_index(words: Any, keys: Any, index: Any, layout: PackedLayout) -> None:
+    if layout.low_bits:
+        low, high = index[: layout.low_words], index[layout.low_words :]
+        bitmaps.write_index(keys, layout.low_bits, low, high)
+    else:
+        index[:] = words
+
+
+def _read_index(index: Any, keys: Any, layout: PackedLayout) -> int:
+    """Write the keys of an index; returns how many."""
+    low, high = index[: layout.low_words], index[layout.low_words :]
+    if layout.low_bits:
+        return bitmaps.read_index(layout.low_bits, low, high, keys, layout.capacity)
+    return bitmaps.write_keys(high, keys, layout.capacity)
+
+
+def unpack(
+    message: Tensor,
+    support: Tensor | None,
+    out: Tensor,
+    *,
+    layout: PackedLayout,
+    divisor: int,
+) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.unpack`."""
+    headers = words_of(message[:, :HEADER])
+    if headers[:, POISON].any():
+        out.fill_(torch.nan)
+        return
+    first_value = HEADER + layout.index_words
+    if support is None:
+        indexes = words_of(message[:, HEADER:first_value])
+        keys = np.empty((len(indexes), layout.capacity + bitmaps.SLACK), np.uint32)
+        counts = np.array(
+            [_read_index(*pair, layout) for pair in zip(indexes, keys, strict=True)], np.int64
+        )
+    else:
+        keys = _keys(words_of(support), layout)[None]
+        counts = np.array([keys.size])
+    wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
+    words, distance = rows_of(message)
+    unpack_shard(
+        words, distance, message.shape[0], first_value, first_value + layout.values.scale_words,
+        layout.numel, layout.group, keys, counts, layout.values.block, codes_of(layout.values),
+        np.float32(divisor), numpy_of(wide),
+    )  # fmt: skip
+    if wide is not out:
+        out.copy_(wide)
+
+
+def select(
+    x: Tensor, threshold: Tensor, bitmap: Tensor, counts: Tensor, *, layout: PackedLayout
+) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.select`."""
+    rows, words = numpy_of(x), words_of(bitmap)
+    for r in range(x.shape[0]):
+        seen, _ = _select(rows[r], None, threshold[r], _NO_SUPPORT, words[r], layout)
+        counts.numpy()[r] = (*seen, bitmaps.count_bits(words[r]), 0)
+
+
+def write_index(bitmap: Tensor, index: Tensor, *, layout: PackedLayout) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.write_index`."""
+    rows = words_of(bitmap)
+    for r in range(bitmap.shape[0]):
+        _write_index(rows[r], _keys(rows[r], layout), words_of(index[r]), layout)
+
+
+def read_index(index: Tensor, bitmap: Tensor, *, layout: PackedLayout) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.read_index`."""
+    if not layout.low_bits:
+        bitmap.copy_(index)
+        return
+    keys = np.empty(layout.capacity + bitmaps.SLACK, np.uint32)
+    for r in range(index.shape[0]):
+        count = _read_index(words_of(index[r]), keys, layout)
+        bitmaps.write_bitmap(keys[:count], layout.groups, words_of(bitmap[r]))
+
+
+@cache
+def _compile(
+    group: int, low_bits: int, bits: int, gradient: torch.dtype, residual: torch.dtype | None
+) -> None:
+    """Run everything once on a small input of these dtypes that overflows its capacity."""
+    layout = PackedLayout(
+        numel=2 * group,
+        group=group,
+        capacity=1,
+        low_bits=low_bits,
+        values=BlockLayout(numel=group, bits=bits, block=MIN_BLOCK),
+    )
+    grad = torch.ones(1, layout.numel, dtype=gradient)
+    left = None if residual is None else torch.zeros(1, layout.numel, dtype=residual)
+    message = torch.empty(1, layout.words, dtype=torch.int32)
+    bitmap = torch.empty(1, layout.bitmap_words, dtype=torch.int32)
+    one, counts = torch.ones(1), torch.empty(1, 4, dtype=torch.int32)
+    for dtype in {torch.float32, *({gradient, residual} & {torch.bfloat16})}:
+        select(grad.to(dtype), one, bitmap, counts, layout=layout)
+    pack(grad, left, one, None, message, counts, layout=layout)
+    read_index(message[:, HEADER : HEADER + layout.index_words], bitmap, layout=layout)
+    pack(grad, left, one, bitmap, message, counts, layout=layout)
+    unpack(message, None, grad[0], layout=layout, divisor=1)
+    unpack(message, bitmap[0], grad[0], layout=layout, divisor=1)
+
+
+def prepare_packed(
+    layout: PackedLayout, gradient: torch.dtype, residual: torch.dtype | None
+) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.prepare_packed`; seconds for new dtypes or groups."""
+    _compile(layout.group, layout.low_bits, layout.values.bits, gradient, residual)

@@ -1,0 +1,92 @@
+"""Kernels of packed sparse vectors: the sparse pass of packing, and unpacking."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tagc.ops.cpu.llvm import shift_right
+from tagc.ops.cpu.quantizer import dequantize_block, quantize_block, scale_at
+from tagc.ops.cpu.scalar import N, U, compiled, store, store_finite
+from tagc.ops.cpu.selection import value
+
+# Elements of the output that are added up at a time; a multiple of every group.
+_CHUNK = 4096
+
+
+@compiled
+def _has(words, key):
+    return shift_right(words[N(key) >> N(5)], U(key & U(31))) & U(1)
+
+
+@compiled
+def pack_values(g, e, n, lanes, keys, whole, finite, block, group, limit, unit, scales, codes):
+    """Quantize the groups ``keys``, ``lanes`` elements each, and leave the rest in the residual.
+
+    Unless ``whole``, the groups that are not in the bitmap ``finite`` send zeros.
+    """
+    x, c = np.empty(block, np.float32), np.empty(block, np.uint32)
+    size, last = N(lanes), N(n)
+    per_block = N(block) // size
+    words = N(block // len(group))
+    count, blocks = N(keys.size), N(codes.size) // words
+    for b in range(blocks):
+        first = b * per_block
+        fill = min(per_block, count - first) if first < count else N(0)
+        if fill < per_block or not whole:
+            x[:] = np.float32(0.0)
+        for t in range(fill):
+            key = keys[first + t]
+            at = N(key) * size
+            if whole or _has(finite, key):
+                for j in range(min(size, last - at)):
+                    x[t * size + j] = value(g, e, at + j)
+                for j in range(min(size, last - at), size):
+                    x[t * size + j] = np.float32(0.0)
+        scale = quantize_block(x, c, group, limit, unit, codes, b * words)
+        scales[b] = np.uint16(scale >> U(16))
+        if e is None:
+            continue
+        for t in range(fill):
+            key = keys[first + t]
+            at = N(key) * size
+            if whole or _has(finite, key):
+                for j in range(min(size, last - at)):
+                    store_finite(e, at + j, x[t * size + j])
+    for b in range(blocks, N(scales.size)):
+        scales[b] = np.uint16(0)
+
+
+@compiled
+def unpack_shard(
+    messages, distance, ranks, scales, codes, n, lanes, keys, counts, block, group, divisor, out
+):
+    """Add up the values of messages that begin ``distance`` words apart, with scales and codes
+    from ``scales`` and ``codes`` on in each; row ``r`` of ``keys`` (or the only one) says where."""
+    total = np.empty(_CHUNK, np.float32)
+    held = np.empty((ranks, block), np.float32)
+    taken = np.zeros(ranks, np.uint64)
+    size, rows = N(lanes), N(keys.shape[0])
+    per_block, per_chunk = N(block) // size, N(_CHUNK) // size
+    words = N(block // len(group))
+    for base in range(N(0), N(n), N(_CHUNK)):
+        total[:] = np.float32(0.0)
+        start = base // size
+        for r in range(N(ranks)):
+            row = keys[min(r, rows - N(1))]
+            count, values, t = N(counts[min(r, rows - N(1))]), held[r], taken[r]
+            while t < count:
+                # Below the chunk it would be huge: unsigned.
+                key = N(row[t]) - start
+                if key >= per_chunk:
+                    break
+                within = t & (per_block - N(1))
+                if within == N(0):
+                    b, at = t // per_block, r * N(distance)
+                    s = scale_at(messages, at + N(scales), b)
+                    dequantize_block(messages, at + N(codes) + b * words, group, s, values)
+                for j in range(size):
+                    total[key * size + j] += values[within * size + j]
+                t += N(1)
+            taken[r] = t
+        for j in range(min(N(_CHUNK), N(n) - base)):
+            store(out, base + j, total[j] / divisor)

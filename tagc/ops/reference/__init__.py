@@ -1,0 +1,29 @@
+"""Eager torch specification of :class:`tagc.ops.Ops`: readable first, any device, any dtype."""
+
+from tagc.ops.reference.blocks import dequantize, prepare_blocks, quantize
+from tagc.ops.reference.packed import (
+    pack,
+    prepare_packed,
+    read_index,
+    select,
+    unpack,
+    write_index,
+)
+from tagc.ops.reference.sketch import decode, encode, insert, peel, prepare
+
+__all__ = [
+    "decode",
+    "dequantize",
+    "encode",
+    "insert",
+    "pack",
+    "peel",
+    "prepare",
+    "prepare_blocks",
+    "prepare_packed",
+    "quantize",
+    "read_index",
+    "select",
+    "unpack",
+    "write_index",
+]

@@ -1,0 +1,102 @@
+"""Block quantization."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagc.blocks import MIN_SCALE, BlockLayout
+from tagc.ops.reference.select import grouped, rounded
+from tagc.symbols import wrap_int32
+
+_LARGEST = torch.finfo(torch.bfloat16).max
+
+
+def quantize(
+    grad: Tensor,
+    residual: Tensor | None,
+    message: Tensor,
+    *,
+    layout: BlockLayout,
+    average: float,
+) -> None:
+    """See :meth:`tagc.ops.blocks.BlockOps.quantize`."""
+    x = grad.float() if residual is None else grad.float() + residual.float()
+    scale, q, left = quantize_rows(x, layout)
+    message.copy_(torch.cat([pack_scales(scale, layout), pack_codes(q, layout)], dim=-1))
+    if residual is None:
+        return
+    if average:
+        kept, fresh = (x.new_tensor(share) for share in (average, 1 - average))
+        left = kept * residual.float() + fresh * left
+    stay = scale.isnan().repeat_interleave(layout.block, dim=-1)[:, : layout.numel]
+    residual.copy_(torch.where(stay, residual, rounded(left, residual.dtype)))
+
+
+def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int) -> None:
+    """See :meth:`tagc.ops.blocks.BlockOps.dequantize`."""
+    total = None
+    for row in dequantize_rows(message, layout).unbind(1):
+        total = row if total is None else total + row
+    assert total is not None
+    # Divided by a tensor: by a number, CUDA multiplies with the reciprocal.
+    out.copy_(total / torch.full_like(total, divisor))
+
+
+def quantize_rows(x: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales, codes and what they leave.
+
+    Args:
+        x: ``[R, numel]`` float32.
+
+    Returns:
+        ``[R, blocks]`` bfloat16, ``[R, blocks, block]`` int64, ``[R, numel]`` float32.
+    """
+    blocks = grouped(x, layout.block)
+    largest = blocks.abs().amax(-1)
+    scale = (largest * x.new_tensor(1 / layout.levels)).clamp(max=_LARGEST).to(torch.bfloat16)
+    scale = torch.where(scale < MIN_SCALE, 0.0, scale)
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    s = scale.float()[..., None]
+    inverse = torch.where(s > 0, 1 / s, 0.0)
+    q = (blocks * inverse).clamp(-layout.levels, layout.levels).round()
+    q = torch.where(s > 0, q, 0.0)
+    left = (blocks - q * s).flatten(1)[:, : layout.numel]
+    return scale, q.to(torch.int64), left
+
+
+def dequantize_rows(message: Tensor, layout: BlockLayout) -> Tensor:
+    """``[..., words]`` int32 to ``[..., numel]`` float32."""
+    scales, codes = message[..., : layout.scale_words], message[..., layout.scale_words :]
+    bits = torch.stack([scales << 16, scales & ~0xFFFF], dim=-1).flatten(-2)
+    scale = bits.view(torch.float32)[..., : layout.blocks]
+    return (_unpack_codes(codes, layout) * scale[..., None]).flatten(-2)[..., : layout.numel]
+
+
+def pack_scales(scale: Tensor, layout: BlockLayout) -> Tensor:
+    """``[R, blocks]`` bfloat16 to ``[R, scale_words]`` int32, the even one in the low half."""
+    padded = torch.nn.functional.pad(scale, (0, 2 * layout.scale_words - layout.blocks))
+    halves = padded.view(torch.int16).unflatten(-1, (layout.scale_words, 2)).to(torch.int32)
+    return (halves[..., 0] & 0xFFFF) | (halves[..., 1] << 16)
+
+
+def pack_codes(q: Tensor, layout: BlockLayout) -> Tensor:
+    """``[R, blocks, block]`` int64 to ``[R, blocks * block_words]`` int32."""
+    lanes = q.unflatten(-1, (-1, layout.block_words)) & ((1 << layout.bits) - 1)
+    shift = layout.bits * torch.arange(lanes.shape[-2], device=q.device)
+    return wrap_int32((lanes << shift[:, None]).sum(-2)).flatten(1)
+
+
+def _unpack_codes(words: Tensor, layout: BlockLayout) -> Tensor:
+    """``[..., blocks * block_words]`` int32 to ``[..., blocks, block]`` float32."""
+    columns = words.unflatten(-1, (layout.blocks, 1, layout.block_words))
+    above = 32 - layout.bits
+    lanes = torch.arange(32 // layout.bits, device=words.device, dtype=torch.int32)
+    shifted = columns << (above - layout.bits * lanes)[:, None]
+    return (shifted >> above).flatten(-2).float()
+
+
+def prepare_blocks(
+    layout: BlockLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
+) -> None:
+    """Nothing to compile."""

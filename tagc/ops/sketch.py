@@ -1,0 +1,130 @@
+"""Contract of the operators of the ``sketch`` codec."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tagc.layout import SketchLayout
+
+# Columns of the `counts` that selecting operators write, [W, 4] int32.
+ABOVE, NONZERO, KEPT, SATURATED = range(4)
+COUNTS = 4
+# Entries of the `stats` that `decode` writes, [2] int32.
+UNION, UNRESOLVED = 0, 1
+
+
+class SketchOps(Protocol):
+    """Tensors are preallocated; outputs may hold garbage before.
+
+    Shapes: ``W`` destination ranks, ``n`` elements of the segment in one shard. Only the last
+    dimension of a two-dimensional argument needs unit stride.
+    """
+
+    def encode(
+        self,
+        grad: Tensor,
+        residual: Tensor | None,
+        threshold: Tensor,
+        step: Tensor,
+        seed: Tensor,
+        index: Tensor,
+        cells: Tensor,
+        counts: Tensor,
+        *,
+        layout: SketchLayout,
+        levels: int,
+        capacity: int,
+    ) -> None:
+        """Accumulate, select, quantize and sketch one segment for every destination.
+
+        Per destination ``d`` with ``x = float32(grad[d]) + float32(residual[d])``:
+
+        1. a group is selected when its largest ``|x|`` is at least ``threshold[d]``; of more than
+           ``capacity`` selected groups the largest stay, ties to the lower index; a capacity for
+           all groups selects every non-zero one;
+        2. a group with a non-finite ``x`` is never selected, its residual stays as it was and the
+           poison word of the destination is set;
+        3. a kept element sends ``q = rint(clip(x / step[d], -levels, levels))`` and leaves
+           ``x - q * step[d]`` in the residual (``float32`` symbols send ``x`` and leave 0), every
+           other element leaves ``x``, rounded to nearest even in the residual's dtype (finite
+           stays finite).
+
+        Args:
+            grad: ``[W, n]`` float32, bfloat16 or float16.
+            residual: ``[W, n]`` float32 or bfloat16, updated in place; None for no feedback.
+            threshold: ``[W]`` float32, positive.
+            step: ``[W]`` float32 powers of two, so that ``q * step`` and ``x / step`` are exact
+                and ``x - q * step`` is exact in float32 for ``|x| < 2**24 * step``.
+            seed: ``[1]`` int32, the hash seed of this step.
+            index: ``[W, index_words]`` int32, written: bitmaps (bit ``g % 32`` of word ``g // 32``
+                for group ``g``), then the poison word (0 or 1).
+            cells: ``[W, cells]`` of the symbol's dtype, written.
+            counts: ``[W, 4]`` int32, written: groups above the threshold, finite groups that
+                are not all zero, groups kept, kept groups with an element that was clipped.
+        """
+        ...
+
+    def decode(
+        self,
+        index: Tensor,
+        cells: Tensor,
+        step: Tensor,
+        seed: Tensor,
+        out: Tensor,
+        residual: Tensor | None,
+        stats: Tensor,
+        *,
+        layout: SketchLayout,
+        divisor: int,
+    ) -> None:
+        """OR the bitmaps, peel the summed cells and write this rank's shard of the gradient.
+
+        Elements are ``float32(sum of q) * step / divisor``, rounded to ``out``'s dtype; absent
+        groups are zero. If any poison word is set, all of ``out`` is NaN. Groups that peeling
+        cannot recover are zero and counted, and their estimate (the mean over their cells of
+        what is left in the cell, shared equally among the keys left in it, not divided by
+        ``divisor``) is added to ``residual``.
+
+        Args:
+            index: ``[W, index_words]`` int32, what each rank sent to this one.
+            cells: ``[cells]``, the sum over ranks; may be overwritten.
+            step: ``[1]`` float32, the quantization step of this shard.
+            seed: ``[1]`` int32, as in :meth:`encode`.
+            out: ``[n]`` float32, bfloat16 or float16, written.
+            residual: ``[n]`` this rank's residual of its own shard, or None.
+            stats: ``[2]`` int32, written: groups in the union, groups unresolved.
+        """
+        ...
+
+    def prepare(
+        self, layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None
+    ) -> None:
+        """Compile what :meth:`encode` and :meth:`decode` will need, so that no step has to."""
+        ...
+
+    def insert(
+        self, symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
+    ) -> None:
+        """Sketch given symbols: ``cells`` (written) hold the sums over the groups in ``index``.
+
+        Args:
+            symbols: ``[groups]`` of the symbol's dtype; entries of absent groups are ignored.
+            index: ``[words]`` int32 bitmap.
+            seed: ``[1]`` int32.
+            cells: ``[cells]`` of the symbol's dtype.
+        """
+        ...
+
+    def peel(
+        self, cells: Tensor, index: Tensor, seed: Tensor, *, layout: SketchLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Recover the summed symbols of the groups in ``index``.
+
+        Returns:
+            ``[groups]`` symbols (0 where absent or unresolved) and ``[groups]`` bool, True where
+            a present group could not be recovered.
+        """
+        ...

@@ -1,0 +1,148 @@
+"""The codecs and feedback kinds that a policy can ask for, as its YAML spells them."""
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Strict(BaseModel):
+    """A part of a policy: immutable, and without keys that it does not know."""
+
+    # Strict, so that `true` is no 1 and "0.2" no number.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+_Density = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+_Steps = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_Block = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
+
+
+class SketchCodec(Strict):
+    """Kept elements, quantized and summed in a count sketch.
+
+    `density` is the fraction of elements that a rank keeps, in (0, 1]. `symbol` is the group size
+    and quantization of one 32-bit symbol; `auto` picks by the number of ranks. The first
+    `warmup_steps` reductions go dense: gradients change fastest at the start of a training. (A
+    unit waits for the longest warm-up of its rules.)
+    """
+
+    compresses: ClassVar[bool] = True
+
+    kind: Literal["sketch"] = "sketch"
+    density: _Density
+    symbol: Literal["auto", "int8x4", "int16x2", "int32x1", "float32"] = "auto"
+    warmup_steps: _Steps = 0
+
+
+class PackedCodec(Strict):
+    """Kept elements with their index, one message to each owner, who adds them up in float32.
+
+    `density` and `warmup_steps` as for the sketch. Elements are kept in groups of `group`, and
+    quantized to `bits` in blocks of `block` kept elements that share a scale. With the `support`
+    `own` every rank keeps its largest groups; with `shared` all ranks keep the groups that the
+    shard's owner chose one step ahead.
+    """
+
+    compresses: ClassVar[bool] = True
+
+    kind: Literal["packed"] = "packed"
+    density: _Density
+    bits: Literal[4, 8, 16] = 8
+    group: Literal[1, 2, 4, 8, 16, 32] = 1
+    block: _Block = 256
+    support: Literal["own", "shared"] = "own"
+    warmup_steps: _Steps = 0
+
+
+class QuantizedCodec(Strict):
+    """Every element in `bits`, with a scale for every `block` elements; summed in float32."""
+
+    compresses: ClassVar[bool] = True
+
+    kind: Literal["quantized"] = "quantized"
+    bits: Literal[2, 4, 8] = 4
+    block: _Block = 256
+
+
+class DenseCodec(Strict):
+    """The gradient as it is, through the ordinary reduce-scatter.
+
+    With the `wire` `bfloat16` it travels rounded to 16 bits, and is summed in float32.
+    """
+
+    kind: Literal["dense"] = "dense"
+    wire: Literal["native", "bfloat16"] = "native"
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything but the ordinary collective is needed."""
+        return self.wire != "native"
+
+
+class AutoCodec(Strict):
+    """The fastest of dense, bfloat16, 8 and 4 bits on the link that `tagc.wrap` measures.
+
+    `min_bits` bounds the choice from below. None of them costs visible quality: 4 bits go with
+    the rule's feedback, by default `average` (LoCo).
+    """
+
+    compresses: ClassVar[bool] = True
+
+    kind: Literal["auto"] = "auto"
+    min_bits: Literal[4, 8, 16, 32] = 4
+
+
+# Another codec is a class with a `kind` of its own and a place in this union.
+GradientCodec = SketchCodec | PackedCodec | QuantizedCodec | DenseCodec | AutoCodec
+Codec = Annotated[GradientCodec, Field(discriminator="kind")]
+
+
+class QuantizedParameters(Strict):
+    """Parameters in `bits`, with a scale for every `block` elements, in FSDP's all-gather.
+
+    With `keep_for_backward` a rank keeps the message that it received in forward, `bits` per
+    element of the whole unit, and gathers nothing in backward. (It matters where FSDP reshards
+    after forward, and so gathers twice.)
+    """
+
+    compresses: ClassVar[bool] = True
+
+    kind: Literal["quantized"] = "quantized"
+    bits: Literal[4, 8] = 8
+    block: _Block = 256
+    keep_for_backward: bool = False
+
+
+ParameterCodec = QuantizedParameters | DenseCodec
+
+# The first kind is what a codec gets without a word.
+FEEDBACK_KINDS = {
+    "dense": ("none",),
+    "sketch": ("residual", "none"),
+    "packed": ("residual", "none"),
+    "quantized": ("average", "residual", "none"),
+    "auto": ("average", "residual", "none"),
+}
+
+
+class Feedback(Strict):
+    """What becomes of the part of a gradient that a codec did not send.
+
+    `residual` keeps it per rank in `dtype` and adds it to the next gradient; `average` (LoCo)
+    keeps a moving average of it instead, `beta` of the old and `1 - beta` of the new, and starts
+    from zero every `reset_steps`; `none` drops it.
+    """
+
+    kind: Literal["none", "residual", "average"] = "residual"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    beta: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.8
+    reset_steps: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1024
+
+    @model_validator(mode="after")
+    def _check_unused(self) -> Self:
+        if self.kind == "none" and self.dtype != "float32":
+            raise ValueError(f"dtype {self.dtype!r} has no effect: kind 'none' stores nothing")
+        unused = sorted(self.model_fields_set & {"beta", "reset_steps"})
+        if self.kind != "average" and unused:
+            raise ValueError(f"{' and '.join(unused)}: only the kind 'average' has them")
+        return self

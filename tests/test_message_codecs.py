@@ -1,0 +1,233 @@
+"""Codecs that travel in messages alone, one unit on several ranks: `quantized`, `packed`, `dense`.
+
+The oracles here work on all ranks' buffers, by formula, and know nothing of messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import on_ranks
+from torch import Tensor
+from units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
+
+from tagc.plan import UnitPlan
+
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+EXACT: Any = {"rtol": 0, "atol": 0}
+BF16 = {"kind": "dense", "wire": "bfloat16"}
+PLAIN = {"kind": "residual"}
+
+
+def spans(plan: UnitPlan) -> list[slice]:
+    return [slice(s.start, s.stop) for s in plan.compressed]
+
+
+def quantized(x: Tensor, bits: int, block: int) -> Tensor:
+    """`x` as four lines of arithmetic would send it, in float64."""
+    sent = torch.empty_like(x, dtype=torch.float64)
+    levels = 2 ** (bits - 1) - 1
+    for at in range(0, x.numel(), block):
+        part = x[at : at + block]
+        largest = part.abs().max()
+        scale = (largest * torch.tensor(1 / levels)).bfloat16().float()
+        codes = (part * (1 / scale)).clamp(-levels, levels).round() if scale > 0 else 0 * part
+        sent[at : at + block] = codes.double() * scale.double()
+    return sent
+
+
+class LoCo:
+    """DeepSpeed's rule, written out: ``h = g + e``, send ``q(h)``, then
+    ``e = beta * e + (1 - beta) * (h - q(h))``, and ``e = 0`` every ``reset`` steps."""
+
+    def __init__(self, columns: int, bits: int, block: int, beta: float, reset: int) -> None:
+        self.error = torch.zeros(columns)
+        self.bits, self.block, self.beta, self.reset = bits, block, beta, reset
+        self.steps = 0
+
+    def send(self, gradient: Tensor) -> Tensor:
+        if self.steps and self.steps % self.reset == 0:
+            self.error = torch.zeros_like(self.error)
+        self.steps += 1
+        h = gradient + self.error
+        sent = quantized(h, self.bits, self.block)
+        left = (h.double() - sent).float()
+        self.error = self.beta * self.error + (1 - self.beta) * left
+        return sent
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("ops", ["cpu", "reference"])
+def test_average_feedback_is_loco(rank: int, world_size: int, ops: str) -> None:
+    codec = {"kind": "quantized", "bits": 4, "block": 64}
+    feedback = {"kind": "average", "beta": 0.75, "reset_steps": 3}
+    plan = codec_plan(world_size, codec, feedback)
+    reducer = unit_reducer(plan, ops)
+    senders = [
+        [LoCo(s.stop - s.start, 4, 64, 0.75, 3) for s in spans(plan)] for _ in range(world_size)
+    ]
+    for step in range(8):
+        buffers = normal(world_size, plan.columns, step)
+        out = reduce(reducer, buffers[rank])
+        for i, span in enumerate(spans(plan)):
+            total = sum(senders[r][i].send(buffers[r, rank, span]) for r in range(world_size))
+            assert isinstance(total, Tensor)
+            # The owner adds in float32: half an ulp an addition, one for the division.
+            size = buffers[:, rank, span].abs().sum(0) + 1
+            bound = (world_size + 1) * 2**-24 * 8 * size.double()
+            assert ((out[span].double() - total / world_size).abs() <= bound).all(), step
+            mine = list(reducer.quantized.residuals.values())[i][rank]
+            torch.testing.assert_close(mine, senders[rank][i].error, **EXACT)
+
+
+CODECS: dict[str, dict[str, Any]] = {
+    "quantized 2": {"kind": "quantized", "bits": 2, "block": 32},
+    "quantized 4": {"kind": "quantized", "bits": 4},
+    "quantized 8": {"kind": "quantized", "bits": 8, "block": 128},
+    "packed 4": {"kind": "packed", "density": 0.1, "bits": 4},
+    "packed 8 groups": {"kind": "packed", "density": 0.3, "bits": 8, "group": 4, "block": 64},
+    "packed 16": {"kind": "packed", "density": 0.05, "bits": 16},
+    "packed all": {"kind": "packed", "density": 1.0, "bits": 8},
+    "shared": {"kind": "packed", "density": 0.3, "bits": 8, "support": "shared"},
+}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_what_is_not_sent_stays(rank: int, world_size: int, codec: str, stored: str) -> None:
+    """Sum over ranks and steps of inputs = W * sum of outputs + sum over ranks of residuals.
+
+    W is a power of two, so dividing by it is exact, and so are `q * s` and `x - q * s`. What is
+    left rounds, by half an ulp each: g + e, the W - 1 additions at the owner, and a bfloat16
+    residual, by 2**-9 of itself.
+    """
+    plan = codec_plan(world_size, CODECS[codec], {"kind": "residual", "dtype": stored})
+    reducer = unit_reducer(plan)
+    wide = (world_size, world_size, plan.columns)
+    put_in, residual = torch.zeros(wide, dtype=torch.float64), torch.zeros(wide).double()
+    bound = torch.zeros(world_size, plan.columns, dtype=torch.float64)
+    handed_out = torch.zeros_like(bound)
+    for step in range(8):
+        buffers = normal(world_size, plan.columns, step)
+        out = gathered(reduce(reducer, buffers[rank])).double()
+        handed_out += out
+        put_in += buffers
+        there = (buffers.double().abs() + residual.abs()).sum(0)
+        bound += 2**-24 * (2 + world_size) * there
+        for i, span in enumerate(spans(plan)):
+            kept = list(reducer.residuals.values())[i]
+            residual[:, :, span] = gathered(kept.float())
+        if stored == "bfloat16":
+            bound += 2**-8 * residual.abs().sum(0)
+        lost = (put_in.sum(0) - world_size * handed_out - residual.sum(0)).abs()
+        for span in spans(plan):
+            assert (lost <= bound)[:, span].all(), (step, lost[:, span].max())
+    assert all(residual[:, :, span].any() for span in spans(plan))
+
+
+@on_ranks(2, 4)
+def test_a_grid_is_conserved_exactly(rank: int, world_size: int) -> None:
+    """At 16 bits and density 1 nothing is left but what the scale's rounding clips."""
+    plan = codec_plan(world_size, {"kind": "packed", "density": 1.0, "bits": 16}, PLAIN)
+    reducer = unit_reducer(plan)
+    buffers = on_grid(world_size, plan.columns, 0)
+    out = reduce(reducer, buffers[rank], SUM)
+    residuals = list(reducer.residuals.values())
+    for residual, span in zip(residuals, spans(plan), strict=True):
+        left = gathered(residual.double())[:, rank].sum(0)
+        total = buffers[:, rank, span].double().sum(0)
+        assert (out[span].double() + left - total).abs().max() <= world_size * 2**-20
+        assert (left.abs() <= world_size * 4 / 2**14).all()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bfloat16_rounds_once_and_adds_in_float32(
+    rank: int, world_size: int, dtype: torch.dtype
+) -> None:
+    plan = codec_plan(world_size, BF16, dtype=dtype)
+    reducer = unit_reducer(plan)
+    buffers = normal(world_size, plan.columns, 0).to(dtype)
+    out = reduce(reducer, buffers[rank])
+    sent = buffers[:, rank].clone()
+    for span in spans(plan):
+        sent[:, span] = sent[:, span].bfloat16().to(dtype)
+    expected = (sent.float().sum(0) / world_size).to(dtype)
+    torch.testing.assert_close(out, expected, rtol=2**-20 if dtype == torch.float32 else 0, atol=0)
+    words = [-(-c * 2 // 4) for c in (911, 303)] + [-(-c * dtype.itemsize // 4) for c in (30, 5)]
+    assert reducer.wire_bytes == 4 * (world_size - 1) * sum(words)
+
+
+@on_ranks(2, 3, 5)
+@pytest.mark.parametrize("codec", CODECS)
+def test_bytes_are_what_the_plan_says(rank: int, world_size: int, codec: str) -> None:
+    plan = codec_plan(world_size, CODECS[codec], PLAIN)
+    reducer = unit_reducer(plan)
+    for step in range(3):
+        reduce(reducer, normal(world_size, plan.columns, step)[rank])
+    assert reducer.wire_bytes == 3 * sum(plan.wire_bytes(s) for s in plan.segments)
+    compressed = 3 * sum(plan.wire_bytes(s) for s in plan.compressed)
+    assert reducer.compressed_wire_bytes == compressed
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("codec", CODECS)
+def test_cpu_and_reference_agree_on_everything(rank: int, world_size: int, codec: str) -> None:
+    plan = codec_plan(world_size, CODECS[codec], PLAIN)
+    fast, slow = unit_reducer(plan, "cpu"), unit_reducer(plan, "reference")
+    for step in range(5):
+        buffers = normal(world_size, plan.columns, step)
+        mine, theirs = reduce(fast, buffers[rank]), reduce(slow, buffers[rank])
+        torch.testing.assert_close(mine, theirs, **EXACT)
+        for a, b in zip(fast.residuals.values(), slow.residuals.values(), strict=True):
+            torch.testing.assert_close(a, b, **EXACT)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_at_its_owner_and_is_not_kept(
+    rank: int, world_size: int, codec: str, bad: float
+) -> None:
+    plan = codec_plan(world_size, CODECS[codec], PLAIN)
+    reducer = unit_reducer(plan)
+    column = spans(plan)[0].start + 5
+    for step in range(3):
+        buffers = normal(world_size, plan.columns, step)
+        if step == 1:
+            buffers[0, 1, column] = bad  # seen by rank 0, owned by rank 1
+        out = reduce(reducer, buffers[rank])
+        assert bool(out[column].isnan()) == (step == 1 and rank == 1)
+        assert out[spans(plan)[1]].isfinite().all()
+    assert all(r.isfinite().all() for r in reducer.residuals.values())
+
+
+# Shared support
+
+
+@on_ranks(3)
+def test_all_ranks_send_the_groups_that_the_owner_chose(rank: int, world_size: int) -> None:
+    plan = codec_plan(world_size, CODECS["shared"], PLAIN)
+    reducer = unit_reducer(plan)
+    sent: list[set[int]] = []
+    span = spans(plan)[0]
+    for step in range(40):
+        support = reducer.packed.parts[0].support
+        assert support is not None
+        everywhere = gathered(support.current)
+        torch.testing.assert_close(everywhere[0], everywhere[rank], **EXACT)
+        out = reduce(reducer, normal(world_size, plan.columns, step)[rank])
+        sent.append(set(out[span].nonzero().flatten().tolist()))
+    assert max(map(len, sent)) <= 0.3 * 1.0625 * 911 + 1
+    # The window has been everywhere: 29 words, one a step.
+    assert set().union(*sent) == set(range(911))
+
+
+def test_a_support_too_small_to_explore_is_a_ranks_own() -> None:
+    plan = codec_plan(2, {"kind": "packed", "density": 0.05, "support": "shared"}, PLAIN)
+    names = [segment.codec.name for segment in plan.compressed]
+    assert names == ["packed int8", "packed int8"]

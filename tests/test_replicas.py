@@ -1,0 +1,104 @@
+"""Copies of a sharded model: sharded over one mesh dimension, replicated over another."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import on_ranks
+from test_fsdp2 import EXACT, local_weights, net, train
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import tagc
+
+CODECS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"kind": "dense", "wire": "bfloat16"},
+    "quantized": {"kind": "quantized", "bits": 8, "block": 32},
+    "packed": {"kind": "packed", "density": 0.4},
+    "sketch": {"kind": "sketch", "density": 0.4},
+    "sketch float32": {"kind": "sketch", "density": 0.4, "symbol": "float32"},
+}
+DENSE = [{"when": {}, "codec": {"kind": "dense"}}]
+
+
+def two_by_two() -> tuple[Any, Any]:
+    """The model, sharded within pairs of ranks, and the mesh of its copies."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = net()
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=mesh["shard"])
+    return model, mesh["replicate"]
+
+
+def of_replicas(t: Tensor, mesh: DeviceMesh) -> list[Tensor]:
+    """The same shard in every copy."""
+    out = [torch.empty_like(t) for _ in range(2)]
+    dist.all_gather(out, t.contiguous(), group=mesh.get_group())
+    return out
+
+
+def wrapped(policy: dict[str, Any]) -> tuple[Any, DeviceMesh]:
+    model, replicas = two_by_two()
+    with warnings.catch_warnings():
+        # Units as small as these may well cost more compressed.
+        warnings.simplefilter("ignore")
+        return tagc.wrap(model, {"schema": 1, **policy}, replicas=replicas), replicas
+
+
+@on_ranks(4)
+def test_without_a_rule_replicas_are_averaged_as_they_are(rank: int, world_size: int) -> None:
+    model, _ = wrapped({"gradients": DENSE})
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    native: Any = net()
+    for module in (native.first, native.second, native):
+        fully_shard(module, mesh=mesh)  # FSDP's own HSDP
+    torch.testing.assert_close(train(model, rank, 3), train(native, rank, 3), **EXACT)
+    metrics = tagc.compressor(model).metrics()
+    assert metrics.replica_wire_bytes == metrics.replica_dense_bytes > 0
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("codec", CODECS)
+def test_replicas_stay_equal_and_close_to_dense(rank: int, world_size: int, codec: str) -> None:
+    rule = {"when": {"name": "*.weight"}, "codec": CODECS[codec]}
+    model, mesh = wrapped({"gradients": DENSE, "replicas": [rule]})
+    dense, _ = wrapped({"gradients": DENSE})
+    train(model, rank, 6)
+    train(dense, rank, 6)
+    for name, weight in local_weights(model).items():
+        one, other = of_replicas(weight, mesh)
+        torch.testing.assert_close(one, other, **EXACT)
+        exact = local_weights(dense)[name]
+        if CODECS[codec]["kind"] in ("dense", "quantized"):
+            torch.testing.assert_close(weight, exact, rtol=0.02, atol=0.002)
+    assert any(not torch.equal(w, local_weights(dense)[n]) for n, w in local_weights(model).items())
+    metrics = tagc.compressor(model).metrics()
+    rows = [r for r in tagc.compressor(model).plan().rows if r.direction == "replicas"]
+    # Thresholds are agreed once.
+    once = 2 * 4 * 3 if CODECS[codec]["kind"] == "sketch" else 0
+    planned = 6 * sum(row.wire_bytes for row in rows)
+    assert planned <= metrics.replica_wire_bytes <= planned + once
+    assert metrics.unresolved == 0
+
+
+@on_ranks(4)
+def test_both_directions_at_once(rank: int, world_size: int) -> None:
+    rule = {"when": {"name": "*.weight"}, "codec": CODECS["quantized"]}
+    model, mesh = wrapped({"gradients": [rule], "replicas": [rule]})
+    train(model, rank, 4)
+    for weight in local_weights(model).values():
+        one, other = of_replicas(weight, mesh)
+        torch.testing.assert_close(one, other, **EXACT)
+
+
+@on_ranks(4)
+def test_rules_for_replicas_need_replicas(rank: int, world_size: int) -> None:
+    model, _ = two_by_two()
+    rule = {"when": {"name": "*.weight"}, "codec": CODECS["quantized"]}
+    with pytest.raises(tagc.PolicyError, match=r'replicas=mesh\["replicate"\]'):
+        tagc.wrap(model, {"schema": 1, "gradients": DENSE, "replicas": [rule]})

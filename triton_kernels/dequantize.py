@@ -1,0 +1,74 @@
+"""Dequantize: add up messages in the order of the ranks, divide, front to back.
+
+``out[k] = (sum over r of q * s) / divisor`` in float32: products are exact, every addition rounds,
+from the first message on, and the division is IEEE; where the divisor is a power of two,
+multiplying by its inverse gives the same bits.
+
+Worked example (bits 8, one element, 2 messages): codes 100 and -3 with the scales 0.5 and 2 add up
+to 50 - 6 = 44; divided by 3, 14.666667.
+
+A program owns whole blocks, reads their codes and scales of one message after the other and writes
+16 bytes at a time if rows of ``out`` start 16-byte aligned and ``numel`` is divisible by 16.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tagc.blocks import BlockLayout
+
+from .codes import blocks_and_warps, code_of, scale_of
+from .jit import jit, tl
+from .scalar import narrow
+
+# Arguments whose alignment makes no difference.
+_PLAIN = ["R", "blocks", "divisor", "scales", "scales_stride", "scales_next"]
+
+
+@jit(do_not_specialize=_PLAIN)
+def dequantize_kernel(
+    scales, codes, out, n, blocks, R, divisor,
+    scales_stride, scales_next, codes_stride, codes_next, out_stride,
+    BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DIVIDE: tl.constexpr,
+):  # fmt: skip
+    LANES: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = BLOCK // LANES
+    k = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    b = tl.arange(0, BLOCKS)
+    lane = tl.arange(0, LANES)[None, :, None]
+    word = b[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    scales += k * scales_stride + first
+    codes += k * codes_stride + first * WORDS
+    # Minus zero: the sum starts from the first product, whatever its sign.
+    total = tl.full([BLOCKS, LANES, WORDS], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+    for _ in range(R):
+        s = scale_of(tl.load(scales + b, mask=b < blocks - first, other=0))
+        w = tl.load(codes + word, mask=b[:, None] < blocks - first, other=0)
+        total += code_of(w[:, None, :], lane, BITS) * s[:, None, None]
+        scales += scales_next
+        codes += codes_next
+    total = tl.div_rn(total, tl.zeros_like(total) + divisor) if DIVIDE else total * divisor
+    start = first * BLOCK
+    j = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = narrow(tl.reshape(total, [BLOCKS, BLOCK]), out.dtype.element_ty)
+    tl.store(out + (k * out_stride + start) + j, x, mask=j < n - start)
+
+
+def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int) -> None:
+    """See :meth:`tagc.ops.blocks.BlockOps.dequantize`."""
+    if layout.blocks == 0:
+        return
+    K, R, _ = message.shape
+    blocks, warps = blocks_and_warps(layout.block)
+    scales, codes = message.view(torch.int16), message[..., layout.scale_words :]
+    divide = divisor & (divisor - 1) != 0
+    dequantize_kernel[(triton.cdiv(layout.blocks, blocks), K)](
+        scales, codes, out, layout.numel, layout.blocks, R,
+        float(divisor) if divide else 1.0 / divisor,
+        scales.stride(0), scales.stride(1), codes.stride(0), codes.stride(1), out.stride(0),
+        BITS=layout.bits, BLOCKS=blocks, BLOCK=layout.block, DIVIDE=divide,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Pack: select groups, list them, write header, index and values. A sequence of kernels.
+
+:mod:`.select` (the one dense pass) marks groups, accumulates the residual and sets the poison word;
+:mod:`.trim` clears marks beyond the capacity; :mod:`.rank` and :mod:`.listing` list what is left;
+:mod:`.write_index` and :mod:`.values` write the message and the listed groups' residual. A bitmap
+that travels is made in the message itself. With a support, the marks are given instead.
+
+Worked example (numel 8, groups of 2, capacity 2, threshold 3): x = (1, -4, 0, 1, 5, 0, 3, 3) has
+the sizes 4, 1, 5, 3, of which the capacity keeps 4 and 5: the header is (0, 2), the bitmap 0b0101,
+the values are those of (1, -4, 5, 0), the counts (3, 4, 2, 0), and the residual keeps
+(0, 1, 3, 3) in the other places.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagc.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
+
+from .listing import list_groups
+from .rank import rank
+from .scratch import buffer
+from .select import select as select_groups
+from .trim import trim
+from .values import quantize_values
+from .write_index import encode_index
+
+_ABOVE, _NONZERO, _KEPT = 0, 1, 2
+
+
+def pack(
+    grad: Tensor,
+    residual: Tensor | None,
+    threshold: Tensor,
+    support: Tensor | None,
+    message: Tensor,
+    counts: Tensor,
+    *,
+    layout: PackedLayout,
+) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.pack`."""
+    R = grad.shape[0]
+    index = message[:, HEADER : HEADER + layout.index_words]
+    if support is not None:
+        bitmap = support
+    elif layout.low_bits:
+        bitmap = buffer("marks", (R, layout.bitmap_words), torch.int32, grad.device, layout)
+    else:
+        bitmap = index
+    select_groups(
+        grad, residual, threshold, bitmap, message[:, POISON], counts,
+        lanes=layout.group, capacity=layout.capacity, given=support is not None,
+    )  # fmt: skip
+    if support is None:
+        trim(
+            grad, residual, bitmap, counts,
+            lanes=layout.group, capacity=layout.capacity, layout=layout,
+        )  # fmt: skip
+    ranks = rank(
+        bitmap, layout.groups, "bitmap", layout=layout,
+        counts=counts[:, _KEPT], header=message[:, KEPT_GROUPS],
+    )  # fmt: skip
+    keys = list_groups(bitmap, ranks, layout.groups, capacity=layout.capacity, layout=layout)
+    if support is None and layout.low_bits:
+        encode_index(keys, ranks, index, layout=layout)
+    quantize_values(
+        grad, residual, keys, ranks, message, layout=layout, given=support is not None
+    )
+
+
+def select(
+    x: Tensor, threshold: Tensor, bitmap: Tensor, counts: Tensor, *, layout: PackedLayout
+) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.select`."""
+    lanes, capacity = layout.group, layout.capacity
+    select_groups(x, None, threshold, bitmap, None, counts, lanes=lanes, capacity=capacity)
+    trim(x, None, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
+    if capacity < layout.groups:
+        torch.clamp(counts[:, _ABOVE], max=capacity, out=counts[:, _KEPT])
+    else:
+        counts[:, _KEPT].copy_(counts[:, _NONZERO])

@@ -1,0 +1,81 @@
+"""Quantize: accumulate gradient and residual, write scales and codes of blocks, keep the rest.
+
+One pass. Per block of ``x = float32(grad) + float32(residual)`` the largest magnitude gives the
+scale, codes and what they leave are those of :mod:`.codes`; the residual becomes ``left``, or
+``average * residual + (1 - average) * left`` in three roundings. A block with a non-finite x has
+the scale NaN, codes 0, and leaves its residual as it was.
+
+Worked example (bits 2, levels 1): a block with x = (4, -1, 3, 0, ...) has the scale 4 and the codes
+(1, 0, 1, 0, ...) and leaves (0, -1, -1, 0, ...); with average 0.75 and the old residual (2, 2, 2,
+2, ...), the residual becomes (1.5, 1.25, 1.25, 1.5, ...).
+
+Scales are stored one by one, as int16: a word of two of them may belong to two programs. Where the
+number of blocks is odd, the first block past the last makes the padding. Every other access is 16
+bytes wide if rows start 16-byte aligned and ``numel`` is divisible by 16.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tagc.blocks import BlockLayout
+
+from .codes import blocks_and_warps, quantize_tile, store_message
+from .jit import jit, tl
+from .scalar import narrow_finite, widen
+
+# Arguments whose alignment makes no difference.
+_PLAIN = ["blocks", "scales", "scales_stride"]
+
+
+@jit(do_not_specialize=_PLAIN)
+def quantize_kernel(
+    grad, residual, scales, codes, n, blocks, kept, fresh,
+    grad_stride, residual_stride, scales_stride, codes_stride,
+    BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, AVERAGE: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    start = first * BLOCK
+    b = tl.arange(0, BLOCKS)
+    j = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = j < n - start
+    x = widen(tl.load(grad + (r * grad_stride + start) + j, mask=inside, other=0.0))
+    if residual is not None:
+        place = residual + (r * residual_stride + start) + j
+        old = widen(tl.load(place, mask=inside, other=0.0))
+        x += old
+    scale, words, left, finite = quantize_tile(x, BITS, BLOCKS, BLOCK)
+    store_message(
+        scales + r * scales_stride, codes + r * codes_stride, scale, words, first, blocks,
+        BLOCKS, BLOCK * BITS // 32,
+    )  # fmt: skip
+    if residual is not None:
+        if AVERAGE:
+            left = kept * old + fresh * left
+        left = narrow_finite(left, residual.dtype.element_ty)
+        tl.store(place, left, mask=inside & finite[:, None])
+
+
+def quantize(
+    grad: Tensor,
+    residual: Tensor | None,
+    message: Tensor,
+    *,
+    layout: BlockLayout,
+    average: float,
+) -> None:
+    """See :meth:`tagc.ops.blocks.BlockOps.quantize`."""
+    if layout.blocks == 0:
+        return
+    blocks, warps = blocks_and_warps(layout.block)
+    scales, codes = message.view(torch.int16), message[:, layout.scale_words :]
+    quantize_kernel[(triton.cdiv(2 * layout.scale_words, blocks), grad.shape[0])](
+        grad, residual, scales, codes, layout.numel, layout.blocks, average, 1 - average,
+        grad.stride(0), 0 if residual is None else residual.stride(0), scales.stride(0),
+        codes.stride(0),
+        BITS=layout.bits, BLOCKS=blocks, BLOCK=layout.block, AVERAGE=average != 0,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip

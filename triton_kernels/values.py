@@ -1,0 +1,95 @@
+"""Values: block-quantize the listed groups, one after the other, and leave the rest to them.
+
+Entry ``e`` of the values is element ``e % group`` of the listed group ``e // group``; entries past
+the list are zeros, and so are groups that are not finite (only given marks have such), whose
+residual stays as it was. Scales, codes and what they leave are those of :mod:`.codes`. Nothing but
+the listed groups' elements is touched.
+
+Worked example (groups of 2): the list 3, 9 makes the entries x[6], x[7], x[18], x[19], 0, 0, ...
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tagc.packed import HEADER, PackedLayout
+
+from .codes import blocks_and_warps, quantize_tile, store_message
+from .jit import jit, tl
+from .rank import Ranks
+from .scalar import magnitude, narrow_finite, widen
+
+# Arguments whose alignment makes no difference.
+_PLAIN = ["total", "capacity", "blocks", "scales", "scales_stride"]
+
+
+@jit(do_not_specialize=_PLAIN)
+def values_kernel(
+    grad, residual, keys, total, scales, codes, n, capacity, blocks,
+    grad_stride, residual_stride, scales_stride, codes_stride,
+    GROUP: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    GIVEN: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    slot = first * (BLOCK // GROUP) + tl.arange(0, BLOCKS * BLOCK // GROUP)
+    listed = slot < tl.minimum(tl.load(total + r), capacity)
+    key = tl.load(keys + r * capacity + slot, mask=listed, other=0)
+    j = key.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = listed[:, None] & (j < n)
+    if residual is not None:
+        place = residual + r * residual_stride + j
+    if residual is not None and residual.dtype.element_ty == tl.float32 and not GIVEN:
+        x = tl.load(place, mask=inside, other=0.0)  # x since the selection
+    else:
+        x = widen(tl.load(grad + r * grad_stride + j, mask=inside, other=0.0))
+        if residual is not None:
+            x += widen(tl.load(place, mask=inside, other=0.0))
+    if GIVEN:
+        finite = tl.max(magnitude(x), 1) < 0x7F800000
+        x = tl.where(finite[:, None], x, 0.0)
+        inside = inside & finite[:, None]
+    scale, words, left, _finite = quantize_tile(
+        tl.reshape(x, [BLOCKS, BLOCK]), BITS, BLOCKS, BLOCK
+    )
+    store_message(
+        scales + r * scales_stride, codes + r * codes_stride, scale, words, first, blocks,
+        BLOCKS, BLOCK * BITS // 32,
+    )  # fmt: skip
+    if residual is not None:
+        left = tl.reshape(left, [BLOCKS * BLOCK // GROUP, GROUP])
+        tl.store(place, narrow_finite(left, residual.dtype.element_ty), mask=inside)
+
+
+def quantize_values(
+    grad: Tensor,
+    residual: Tensor | None,
+    keys: Tensor,
+    ranks: Ranks,
+    message: Tensor,
+    *,
+    layout: PackedLayout,
+    given: bool,
+) -> None:
+    """Write the values of ``message`` ``[R, words]`` and the residual of the listed groups.
+
+    Args:
+        grad, residual: as :func:`.select.select` and :func:`.trim.trim` left them.
+        keys: ``[R, capacity]``, the list.
+        given: whether the marks were given.
+    """
+    values = layout.values
+    if values.blocks == 0:
+        return
+    blocks, warps = blocks_and_warps(values.block)
+    values_words = message[:, HEADER + layout.index_words :]
+    scales, codes = values_words.view(torch.int16), values_words[:, values.scale_words :]
+    values_kernel[(triton.cdiv(2 * values.scale_words, blocks), grad.shape[0])](
+        grad, residual, keys, ranks.total, scales, codes, layout.numel, layout.capacity,
+        values.blocks, grad.stride(0), 0 if residual is None else residual.stride(0),
+        scales.stride(0), codes.stride(0),
+        GROUP=layout.group, BITS=values.bits, BLOCKS=blocks, BLOCK=values.block, GIVEN=given,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
