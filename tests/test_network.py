@@ -23,6 +23,7 @@ from examples.gpt import Block, GPTConfig
 
 pytestmark = [
     pytest.mark.network,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
         reason="needs root, ip and tc",
@@ -58,12 +59,13 @@ def test_the_kernel_counts_what_tagc_counts(tmp_path):
     gathered = _gathered_bytes(2)
     for rate in ("unlimited", "400mbit"):
         ours = steps[str(policy), rate]
-        assert ours["tagc_bytes"] > 0
-        assert ours["kernel_bytes"] == pytest.approx(gathered + ours["tagc_bytes"], rel=0.03)
+        sent = ours["tagc_bytes"]["gradients"]
+        assert sent > 0
+        assert ours["kernel_bytes"] == pytest.approx(gathered + sent, rel=0.03)
         half = steps[f"{policy}@bf16", rate]
-        assert half["kernel_bytes"] == pytest.approx(gathered / 2 + half["tagc_bytes"], rel=0.03)
+        assert half["kernel_bytes"] == pytest.approx(gathered / 2 + sent, rel=0.03)
         dense = _shard_bytes(2)
-        assert ours["payload_bytes"]["gradients"] == ours["tagc_bytes"]
+        assert ours["payload_bytes"]["gradients"] == sent
         assert steps["fp32", rate]["payload_bytes"]["gradients"] == dense
         assert steps["fp32", rate]["kernel_bytes"] == pytest.approx(gathered + dense, rel=0.03)
         # gloo's own reduce-scatter sends twice what it must.

@@ -172,6 +172,17 @@ def test_losses_are_compared_after_the_same_steps():
     assert _row(report.loss_table(results), "loss", "tagc-paper")[:3] == ["3", "2.1000", "+5.00%"]
 
 
+def test_cells_of_a_methods_former_definition_are_left_out():
+    cells = read_cells(FIXTURE)
+    newer = json.loads(json.dumps(cells[1]))
+    assert (newer["key"]["kind"], newer["key"]["method"]) == ("loss", "tagc-paper")
+    newer["key"]["definition"], newer["validation"] = "newer", {"3": 2.2}
+    (results,) = report.group([*cells, newer])
+    assert results.loss("tagc-paper") == newer
+    assert results.steps("tagc-paper", Rate(None)) == []
+    assert results.loss("fp32") == cells[0]
+
+
 def test_a_cell_that_is_there_is_not_measured_again(tmp_path):
     path = tmp_path / "results.jsonl"
     key = {"kind": "step", "ranks": 2, "method": "fp32"}
@@ -206,6 +217,8 @@ def test_a_cell_is_as_slow_as_its_slowest_rank():
     assert cell["compute_seconds"] == 1.5  # of 1, 3.5 and 1.5
     assert (cell["kernel_bytes"], cell["kernel_bytes_max"]) == (20, 30)
     assert cell["tagc_bytes"] is None
+    counted = combine([first | {"tagc_bytes": [4, 8]}, second | {"tagc_bytes": [8, 0]}])
+    assert counted["tagc_bytes"] == {"gradients": 6, "parameters": 4}
 
 
 @pytest.mark.parametrize(
@@ -229,11 +242,11 @@ def test_a_policy_is_a_method_and_may_gather_in_bf16():
     assert resolve("all").gather == "float32"
     assert resolve("all").definition != method.definition
     assert resolve("fp32") is METHODS["fp32"]
-    for name in default_methods():
-        resolve(name)
+    for name in (*default_methods(), "auto"):
+        assert resolve(name).measures_link == (name == "auto")
 
 
-@pytest.mark.parametrize("name", ["nothing", "all@fp8", "fp32@bf16"])
+@pytest.mark.parametrize("name", ["nothing", "all@fp8", "fp32@bf16", "hybrid@bf16"])
 def test_an_unknown_method_is_refused(name):
     with pytest.raises(ValueError, match=name):
         resolve(name)

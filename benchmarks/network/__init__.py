@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--steps", type=int, default=8, help="timed steps of a cell at most")
     add("--cell-seconds", type=float, default=15, help="and how long they may take (3 at least)")
-    add("--loss-steps", type=int, default=150, help="length of the loss curve; 0: none")
+    add("--loss-steps", type=int, default=100, help="length of the loss curve; 0: none")
     add("--loss-ranks", help="world sizes of the loss curve (default: the first of --ranks)")
     add("--passes", type=int, default=1, help="measure so often, in alternating order")
     add("--budget", type=float, default=50, help="minutes; begin no cell that would exceed them")

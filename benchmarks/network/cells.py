@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -239,6 +239,11 @@ class _Run:
         steps = max(_LEAST_STEPS, min(options.steps, int(options.cell_seconds / expected)))
         self._check_budget(expected * (_WARM_UP + steps))
         network.limit(rate)
+        if method.measures_link:
+            workers.ask("begin", method=method.name)
+            network.limit(UNLIMITED)
+            workers.ask("settle", method=method.name)
+            network.limit(rate)
         before = network.shaped_bytes()
         answers = workers.ask("time", method=method.name, warm_up=_WARM_UP, steps=steps)
         after = network.shaped_bytes()
@@ -284,18 +289,25 @@ def combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
         statistics.fmean(s[i] - w[i] for s, w in zip(steps, waited, strict=True))
         for i in range(len(steps[0]))
     ]
-    counted = [a["tagc_bytes"] for a in answers]
     return {
         "step_seconds": [max(times) for times in zip(*steps, strict=True)],
         "communication_seconds": [statistics.fmean(times) for times in zip(*waited, strict=True)],
         "compute_seconds": statistics.median(compute),
         "kernel_bytes": statistics.fmean(a["kernel_bytes"] for a in answers),
         "kernel_bytes_max": max(a["kernel_bytes"] for a in answers),
-        "tagc_bytes": None if None in counted else statistics.fmean(counted),
+        "tagc_bytes": _mean_bytes(a["tagc_bytes"] for a in answers),
         "payload_bytes": answers[0]["payload_bytes"],
         "collectives": answers[0]["collectives"],
         "compressed_elements": answers[0]["compressed_elements"],
     }
+
+
+def _mean_bytes(counted: Iterable[list[float] | None]) -> dict[str, float] | None:
+    pairs = [pair for pair in counted if pair is not None]
+    if not pairs:
+        return None
+    gradients, parameters = (statistics.fmean(values) for values in zip(*pairs, strict=True))
+    return {"gradients": gradients, "parameters": parameters}
 
 
 def _over_ranks(

@@ -53,6 +53,13 @@ class Method:
             content["policy"] = tagc.Policy.load(self.policy).hash
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
+    @property
+    def measures_link(self) -> bool:
+        """Whether it chooses by the link that it finds, and so has to be made anew on each."""
+        if self.policy is None:
+            return False
+        return any(rule.codec.kind == "auto" for rule in tagc.Policy.load(self.policy).gradients)
+
 
 TAGC_PAPER: dict[str, Any] = {
     "schema": 1,
@@ -109,11 +116,10 @@ POLICIES = (
     "non-attn",
     "all",
     "all@bf16",
-    "packed",
+    "packed-20",
     "loco-4bit",
     "loco-4bit@bf16",
     "hybrid",
-    "auto",
 )
 QUICK = ("fp32", "bf16-wire", "all")
 
@@ -136,13 +142,15 @@ def resolve(name: str) -> Method:
     if gather not in ("", "bf16"):
         raise ValueError(f"{name!r}: behind a policy's name only @bf16 is known")
     try:
-        about = tagc.Policy.load(policy).about
+        loaded = tagc.Policy.load(policy)
     except ValueError as error:
         known = ", ".join(METHODS)
         raise ValueError(f"{name!r} is no method ({known}) and no policy: {error}") from None
-    method = Method(name=name, about=f"tagc policy: {about}", policy=policy)
+    method = Method(name=name, about=f"tagc policy: {loaded.about}", policy=policy)
     if not gather:
         return method
+    if loaded.parameters:
+        raise ValueError(f"{name!r}: this policy has rules for parameters, so leave @bf16 away")
     return replace(method, gather="bfloat16", about=f"{method.about} Parameters in bf16.")
 
 

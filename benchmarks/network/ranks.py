@@ -37,7 +37,7 @@ class Ranks:
         timeout: seconds after which a collective fails, and twice that an answer is given up.
     """
 
-    def __init__(self, network: Network, settings: Settings, timeout: float = 300) -> None:
+    def __init__(self, network: Network, settings: Settings, timeout: float = 900) -> None:
         self._network, self._settings, self._timeout = network, settings, timeout
         self._processes: list[subprocess.Popen[str]] = []
         self._logs = tempfile.TemporaryDirectory(prefix="tagc-network-")

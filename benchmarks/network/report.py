@@ -91,9 +91,13 @@ class Results:
 
 
 def group(cells: Iterable[Cell]) -> list[Results]:
-    """Cells that may stand in one table, together."""
+    """Cells that may stand in one table, together: of every method the last definition's."""
+    cells = list(cells)
+    current = {c["key"]["method"]: c["key"]["definition"] for c in cells if "method" in c["key"]}
     grouped: dict[str, Results] = {}
     for cell in cells:
+        if cell["key"].get("definition") != current.get(cell["key"].get("method")):
+            continue
         settings, ranks = cell["key"]["settings"], cell["key"]["ranks"]
         name = json.dumps([settings, ranks], sort_keys=True)
         before = grouped[name].cells if name in grouped else ()
@@ -181,7 +185,7 @@ def bytes_table(r: Results) -> str:
                 _megabytes(statistics.fmean(shaped)) if shaped else "-",
                 _megabytes(payload.get("parameters", 0)),
                 _megabytes(payload.get("gradients", 0)),
-                "-" if tagc is None else _megabytes(tagc),
+                "-" if tagc is None else " + ".join(_megabytes(v) for v in tagc.values() if v),
                 _published(cells[-1], r.ranks),
                 f"{sum(cells[-1]['collectives'].values()):.0f}",
             ]
@@ -194,7 +198,7 @@ def bytes_table(r: Results) -> str:
         "with all headers",
         "payload: parameters",
         "gradients",
-        "tagc's count",
+        "tagc's count (+ parameters)",
         "published (1 / 4 bit index)",
         "collectives",
     ]

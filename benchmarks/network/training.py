@@ -53,7 +53,7 @@ class Settings:
     context: int = 128
     batch: int = 1
     lr: float = 1e-3
-    loss_steps: int = 150
+    loss_steps: int = 100
     reshard: bool = True
     seed: int = 0
 
@@ -111,14 +111,18 @@ class Trainer:
     def settle_steps(self) -> int:
         """Steps before this method's time and bytes are those of the long run."""
         compressor = self._compressor
-        units = () if compressor is None else compressor.plan().units
-        return max((unit.warmup_steps for unit in units), default=0) + _SETTLE_STEPS
+        warm_up = 0 if compressor is None else compressor.plan().warmup_steps
+        return warm_up + _SETTLE_STEPS
 
     @property
-    def tagc_bytes(self) -> int | None:
-        """Gradient bytes that this rank sent so far by tagc's own count; None without tagc."""
+    def tagc_bytes(self) -> tuple[int, int] | None:
+        """Bytes of gradients, and of parameters where a policy takes those from FSDP, that this
+        rank sent so far by tagc's own count; None without tagc."""
         compressor = self._compressor
-        return None if compressor is None else compressor.metrics().wire_bytes
+        if compressor is None:
+            return None
+        metrics = compressor.metrics()
+        return metrics.wire_bytes, metrics.parameter_wire_bytes
 
     @property
     def compressed_elements(self) -> int | None:
@@ -126,11 +130,9 @@ class Trainer:
         compressor = self._compressor
         if compressor is None:
             return None
-        rows = compressor.plan().rows
-        dense = sum(row.dense_bytes for row in rows if row.codec != "dense")
-        itemsize = max(unit.info.dtype.itemsize for unit in compressor.plan().units)
-        # Of W shards a rank sends W - 1.
-        return round(dense / itemsize * self._ranks / (self._ranks - 1))
+        units = compressor.plan().units
+        columns = sum(s.columns for unit in units for s in unit.segments if s.compressed)
+        return columns * self._ranks
 
     @property
     def _compressor(self) -> tagc.Compressor | None:

@@ -93,7 +93,11 @@ class Worker:
             "step_seconds": [seconds for _, seconds, _ in took],
             "communication_seconds": [waited for _, _, waited in took],
             "kernel_bytes": (_sent() - sent) / steps,
-            "tagc_bytes": None if counted is None or after is None else (after - counted) / steps,
+            "tagc_bytes": (
+                None
+                if counted is None or after is None
+                else [(b - a) / steps for a, b in zip(counted, after, strict=True)]
+            ),
             "payload_bytes": {k: v / steps for k, v in tally.payload.items()},
             "collectives": {k: v / steps for k, v in tally.counts.items()},
             "compressed_elements": trainer.compressed_elements,
@@ -119,9 +123,10 @@ class Worker:
                 origin += _sent() - before
         return {"losses": losses, "kernel_bytes": sent, "validation": validation}
 
-    def drop(self) -> dict[str, Any]:
-        """Forget all trainings and free their memory."""
-        self._trainers.clear()
+    def begin(self, method: str) -> dict[str, Any]:
+        """Make a method anew, on the link as it is now."""
+        self._trainers.pop(method, None)
+        self._trainer(method)
         return {}
 
     def _trainer(self, method: str) -> Trainer:
