@@ -16,10 +16,10 @@ INSTALLED := .venv/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' '
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu lint bench gpu clean
+.PHONY: help demo test test-slow test-gpu test-network lint bench bench-network gpu clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-13s %s\n", $$1, $$2}'
 
 # torch goes first and alone: its version is a choice, the rest follows from pyproject.toml.
 $(INSTALLED): pyproject.toml
@@ -33,14 +33,17 @@ $(INSTALLED): pyproject.toml
 demo: $(INSTALLED) ## train a small GPT plain and compressed, compare (RANKS, POLICIES, STEPS)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --policies $(POLICIES) --steps $(STEPS)
 
-test: $(INSTALLED) ## run the tests that need neither minutes nor a GPU
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+test: $(INSTALLED) ## run the tests that need neither minutes nor a GPU nor root
+	$(BIN)/python -m pytest -m "not slow and not gpu and not network"
 
 test-slow: $(INSTALLED) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+test-network: $(INSTALLED) ## run the tests that need root, ip and tc (network namespaces)
+	$(BIN)/python -m pytest -m network
 
 lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff check
@@ -52,6 +55,9 @@ bench: $(INSTALLED) ## run the kernel benchmark
 
 gpu: $(INSTALLED) ## GPU tests, compile table, benchmark, training steps: a report in runs/gpu
 	$(BIN)/python -m benchmarks gpu --out runs/gpu
+
+bench-network: $(INSTALLED) ## train over rate-limited links; needs root, ip and tc, under an hour
+	$(BIN)/python -m benchmarks network
 
 clean: ## remove build output and caches; .venv and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

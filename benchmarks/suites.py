@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -20,9 +21,15 @@ from .plots import PlotsUnavailableError
 SUITES = {
     "kernels": ".kernels",
     "gpu": ".gpu",
+    "network": ".network",
     "report": ".report",
 }
 _DEFAULT = "kernels"
+
+
+def available() -> list[str]:
+    """Suites that are here: an installed package leaves out what needs the repository."""
+    return [name for name in SUITES if importlib.util.find_spec(SUITES[name], __package__)]
 
 
 def load(name: str) -> ModuleType:
@@ -39,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         argv = [_DEFAULT]
     name, *rest = argv
-    if name not in SUITES:
+    if name not in available():
         print(f"unknown suite {name!r}\n\n{_usage()}", file=sys.stderr)
         return 2
     suite = load(name)
@@ -54,5 +61,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     lines = ["usage: python -m benchmarks SUITE [options]", "", "suites:"]
-    lines += [f"  {name:10} {load(name).about}" for name in SUITES]
+    lines += [f"  {name:10} {load(name).about}" for name in available()]
     return "\n".join(lines)

@@ -1,0 +1,158 @@
+"""Every collective that a step starts: how often, how many bytes, how long the step waits for it.
+
+The functions of ``torch.distributed`` are replaced by ones that count and call them, so that FSDP1,
+FSDP2 and tagc are measured alike. Install it before anything binds those functions by name.
+
+Payload bytes are what a rank must send to others, headers and a backend's waste left out:
+``(W - 1) / W`` of a reduce-scatter's or all-to-all's input, ``W - 1`` times an all-gather's,
+``2 (W - 1) / W`` of an all-reduce's, and all of a message to one rank. Seconds are those that the
+calling thread spends in the call and in ``wait()``: time that communication adds to the step,
+waiting for slower ranks included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+PARAMETERS, GRADIENTS, OTHER = "parameters", "gradients", "other"
+
+# Some names are new in torch 2.13, some deprecated there.
+_KINDS = {
+    "all_gather": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "all_reduce": "all_reduce",
+    "isend": "send",
+    "irecv": "receive",
+}
+# Their first argument is what they send, of the others the second.
+_IN_PLACE = ("all_reduce", "send", "receive")
+# ``batch_isend_irecv`` compares its operations with those of this module.
+_ALSO_IN_C10D = ("isend", "irecv")
+
+
+@dataclass
+class Tally:
+    """Sums since the last :func:`reset`; ``payload`` is by direction, ``counts`` by collective."""
+
+    seconds: float = 0.0
+    payload: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+_tally = Tally()
+_direction: str | None = None
+_installed = False
+
+
+def install() -> None:
+    """Replace the collectives of ``torch.distributed`` in this process; once is enough."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for name, kind in _KINDS.items():
+        original = getattr(dist, name, None)
+        if original is not None:
+            counted = _counted(original, kind)
+            setattr(dist, name, counted)
+            if name in _ALSO_IN_C10D:
+                setattr(distributed_c10d, name, counted)
+
+
+def reset() -> Tally:
+    """Start counting from zero; returns the tally that counts from here."""
+    global _tally
+    _tally = Tally()
+    return _tally
+
+
+def tally() -> Tally:
+    """The tally that counts now."""
+    return _tally
+
+
+@contextlib.contextmanager
+def direction(name: str) -> Iterator[None]:
+    """Count what starts inside as traffic of ``name``.
+
+    Elsewhere an all-gather is parameters and everything else gradients.
+    """
+    global _direction
+    before, _direction = _direction, name
+    try:
+        yield
+    finally:
+        _direction = before
+
+
+def payload_bytes(kind: str, sent: Tensor, world_size: int, splits: list[int] | None = None) -> int:
+    """Bytes that a rank must send to others for a collective whose input is ``sent``.
+
+    Args:
+        splits: rows to each rank, of an all-to-all with uneven ones; the largest share is taken
+            as staying here, which is a lower bound.
+    """
+    size = sent.numel() * sent.element_size()
+    if kind == "receive":
+        return 0
+    if kind == "send":
+        return size
+    if kind == "all_gather":
+        return size * (world_size - 1)
+    if kind == "all_reduce":
+        return 2 * size * (world_size - 1) // world_size
+    if splits:
+        return size * (sum(splits) - max(splits)) // max(1, sum(splits))
+    return size * (world_size - 1) // world_size
+
+
+class _TimedWork(dist.Work):
+    """A work whose ``wait`` is counted. A subclass, since FSDP asks for the type."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        start = time.perf_counter()
+        try:
+            return self._work.wait(*args, **kwargs)
+        finally:
+            _tally.seconds += time.perf_counter() - start
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+def _counted(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        sent = list(arguments.values())[0 if kind in _IN_PLACE else 1]
+        ranks = dist.get_world_size(arguments.get("group"))
+        size = payload_bytes(kind, sent, ranks, arguments.get("input_split_sizes"))
+        toward = _direction or (PARAMETERS if kind == "all_gather" else GRADIENTS)
+        _tally.payload[toward] = _tally.payload.get(toward, 0) + size
+        _tally.counts[kind] = _tally.counts.get(kind, 0) + 1
+        start = time.perf_counter()
+        work = original(*args, **kwargs)
+        _tally.seconds += time.perf_counter() - start
+        return work if work is None else _TimedWork(work)
+
+    return counted

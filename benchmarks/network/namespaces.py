@@ -1,0 +1,240 @@
+"""A rate-limited network on one machine: a network namespace per rank, all on one switch.
+
+The switch is a bridge in a namespace of its own, so neither an address nor an interface of it
+exists outside: nothing can reach the host, and nothing of the host is changed. Every rank has one
+interface, ``e0``; what it sends is shaped there by a token bucket (``tc``, tbf). What it receives
+is not shaped; in symmetric collectives that is the sum of what the others may send.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+INTERFACE = "e0"
+_PREFIX = "tagcnet"
+_NAME = re.compile(rf"^{_PREFIX}-(\d+)-\w+$")
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+# Queueing that a packet may meet in the bucket; more than TCP keeps there, so that none is lost.
+_LATENCY = "50ms"
+_LEAST_BURST = 128 * 1024
+# The usual default, then the one that every namespace may use: with the host's own choice (bbr
+# probes the link every few seconds) results would depend on it.
+_CONGESTION_CONTROL = ("cubic", "reno")
+
+
+class NetworkUnavailable(RuntimeError):  # noqa: N818 - it is a state of the machine
+    """This machine, or this user, cannot make a network of namespaces; the message says why."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What one rank may send, in bits per second; None is as fast as the machine goes."""
+
+    bits_per_second: int | None
+
+    @staticmethod
+    def parse(text: str) -> Rate:
+        """``unlimited``, or a number and a unit: ``10gbit``, ``200mbit``, ``64kbit``.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        if text == "unlimited":
+            return Rate(None)
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
+        if not found or float(found[1]) == 0:
+            raise ValueError(f"{text!r} is no rate: write unlimited, 10gbit, 200mbit or 64kbit")
+        return Rate(round(float(found[1]) * _UNITS[found[2]]))
+
+    def __str__(self) -> str:
+        if self.bits_per_second is None:
+            return "unlimited"
+        for unit, size in reversed(_UNITS.items()):
+            if self.bits_per_second >= size:
+                return f"{self.bits_per_second / size:g}{unit}"
+        return f"{self.bits_per_second / 1000:g}kbit"
+
+    @property
+    def label(self) -> str:
+        """For people: ``10 Gbit/s``."""
+        found = re.fullmatch(r"([\d.]+)(.)bit", str(self))
+        return str(self) if not found else f"{found[1]} {found[2].upper()}bit/s"
+
+
+def check_requirements() -> None:
+    """Raise :class:`NetworkUnavailable` unless this process can make namespaces."""
+    if os.geteuid() != 0:
+        raise NetworkUnavailable(
+            "network namespaces need root: run it with sudo, or as root in a container with "
+            "CAP_NET_ADMIN and CAP_SYS_ADMIN"
+        )
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise NetworkUnavailable(
+            f"{' and '.join(missing)} not found: install iproute2, which has ip and tc"
+        )
+
+
+def creation_commands(tag: str, ranks: int) -> list[list[str]]:
+    """The commands that make the switch and the ranks' namespaces, links and addresses."""
+    switch = _switch(tag)
+    commands = [
+        ["ip", "netns", "add", switch],
+        ["ip", "-n", switch, "link", "add", "br0", "type", "bridge"],
+        ["ip", "-n", switch, "link", "set", "br0", "addrgenmode", "none", "up"],
+    ]
+    for rank in range(ranks):
+        name, port = _namespace(tag, rank), f"p{rank}"
+        pair = f"link add {port} type veth peer name {INTERFACE} netns {name}"
+        # No IPv6 addresses: their neighbour discovery would be counted as traffic.
+        commands += [
+            ["ip", "netns", "add", name],
+            ["ip", "-n", switch, *pair.split()],
+            ["ip", "-n", switch, "link", "set", port, "master", "br0", "addrgenmode", "none", "up"],
+            ["ip", "-n", name, "link", "set", "lo", "up"],
+            ["ip", "-n", name, "addr", "add", f"{address(rank)}/24", "dev", INTERFACE],
+            ["ip", "-n", name, "link", "set", INTERFACE, "addrgenmode", "none", "up"],
+        ]
+    return commands
+
+
+def rate_command(namespace: str, rate: Rate) -> list[str]:
+    """The command that shapes what a namespace sends, or (unlimited) ends that."""
+    if rate.bits_per_second is None:
+        return ["tc", "-n", namespace, "qdisc", "del", "dev", INTERFACE, "root"]
+    # A millisecond of tokens: with fewer, timers (not the rate) limit a fast link.
+    burst = max(_LEAST_BURST, rate.bits_per_second // 8 // 1000)
+    shaper = f"tbf rate {rate.bits_per_second}bit burst {burst} latency {_LATENCY}"
+    return ["tc", "-n", namespace, *f"qdisc replace dev {INTERFACE} root {shaper}".split()]
+
+
+def address(rank: int) -> str:
+    """IPv4 address of a rank, inside its namespace."""
+    return f"10.77.0.{rank + 1}"
+
+
+class Network:
+    """``ranks`` namespaces on one switch, from ``__enter__`` until ``__exit__``.
+
+    Names hold this process's id, so that two runs do not collide. What a killed run left behind
+    is removed on entry.
+
+    Raises:
+        NetworkUnavailable: on entry, if this machine cannot do it; nothing is left behind.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._tag = f"{_PREFIX}-{os.getpid()}"
+        self._rate = Rate(None)
+
+    @property
+    def namespaces(self) -> list[str]:
+        """Names of the ranks' namespaces."""
+        return [_namespace(self._tag, rank) for rank in range(self.ranks)]
+
+    def __enter__(self) -> Network:
+        check_requirements()
+        remove_stale()
+        try:
+            for command in creation_commands(self._tag, self.ranks):
+                _run(command)
+            for namespace in self.namespaces:
+                _set_congestion_control(namespace)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove all namespaces; with them go interfaces and shapers."""
+        here = set(existing())
+        for name in (*self.namespaces, _switch(self._tag)):
+            if name in here:
+                _run(["ip", "netns", "del", name])
+
+    def limit(self, rate: Rate) -> None:
+        """Let every rank send at ``rate`` from now on."""
+        if rate == self._rate:
+            return
+        for namespace in self.namespaces:
+            _run(rate_command(namespace, rate))
+        self._rate = rate
+
+    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
+        """``argv``, to be run in a rank's namespace; the process is ``argv``'s own."""
+        return ["ip", "netns", "exec", self.namespaces[rank], *argv]
+
+    def shaped_bytes(self) -> list[int] | None:
+        """Bytes that each rank's shaper let pass since its rate was set; None when unlimited.
+
+        They count the headers of every packet, where the interface's own ``tx_bytes`` counts
+        those of a segmentation offload's large packet once.
+        """
+        if self._rate.bits_per_second is None:
+            return None
+        show = f"-s -j qdisc show dev {INTERFACE}".split()
+        answers = [_run(["tc", "-n", name, *show]) for name in self.namespaces]
+        return [json.loads(answer)[0]["bytes"] for answer in answers]
+
+
+def existing() -> list[str]:
+    """Names of all namespaces of this benchmark on this machine."""
+    listed = _run(["ip", "netns", "list"]).splitlines()
+    names = (line.split()[0] for line in listed if line.strip())
+    return [name for name in names if _NAME.match(name)]
+
+
+def remove_stale() -> list[str]:
+    """Remove the namespaces of runs whose process is gone; returns their names."""
+    stale = []
+    for name in existing():
+        found = _NAME.match(name)
+        if found and not Path(f"/proc/{found[1]}").exists():
+            try:
+                _run(["ip", "netns", "del", name])
+            except NetworkUnavailable:
+                # Another run that begins now may have been quicker.
+                if name in existing():
+                    raise
+            stale.append(name)
+    return stale
+
+
+def _namespace(tag: str, rank: int) -> str:
+    return f"{tag}-r{rank}"
+
+
+def _switch(tag: str) -> str:
+    return f"{tag}-switch"
+
+
+def _set_congestion_control(namespace: str) -> None:
+    setting, inside = "/proc/sys/net/ipv4/tcp_%s", ["ip", "netns", "exec", namespace]
+    allowed = _run([*inside, "cat", setting % "allowed_congestion_control"])
+    chosen = next((name for name in _CONGESTION_CONTROL if name in allowed.split()), None)
+    if chosen:
+        _run([*inside, "sh", "-c", f"echo {chosen} > {setting % 'congestion_control'}"])
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NetworkUnavailable(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout

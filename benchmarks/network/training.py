@@ -1,0 +1,222 @@
+"""One rank's real training of one method: model, sharding, optimizer, step."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks.default_hooks import LowPrecisionState
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import tagc
+from benchmarks.network import ledger
+from benchmarks.network.baselines import AllToAllReduceScatter, CastAllGather, bf16_compress_hook
+from benchmarks.network.methods import Method
+from examples.gpt import GPT, Block, GPTConfig
+from examples.text import Corpus
+
+# Thresholds and moments settle before anything is timed.
+_SETTLE_STEPS = 8
+_FSDP1_PREFIX = "_fsdp_wrapped_module."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every method of a run shares.
+
+    Attributes:
+        width, layers, heads, context: of the byte-level GPT.
+        batch: sequences per rank and step.
+        lr: peak learning rate.
+        loss_steps: length of the schedule: a tenth to warm up, then a cosine down to a tenth.
+        reshard: whether parameters are freed after forward and gathered again for backward
+            (ZeRO-3, FSDP2's default), or kept (ZeRO-2).
+        seed: of weights and batches.
+    """
+
+    width: int = 320
+    layers: int = 8
+    heads: int = 5
+    context: int = 128
+    batch: int = 1
+    lr: float = 1e-3
+    loss_steps: int = 100
+    reshard: bool = True
+    seed: int = 0
+
+
+class Model(GPT):
+    """The example's GPT with the loss in fp32 whatever the parameters are, as models have it."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.lm_head(self.transformer(tokens)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Trainer:
+    """One rank of one method's training, from the same weights and batches as all others.
+
+    Attributes:
+        steps: optimizer steps done.
+        parameters: elements of the whole model.
+    """
+
+    def __init__(
+        self, method: Method, settings: Settings, mesh: DeviceMesh, corpus: Corpus
+    ) -> None:
+        self.method, self.settings = method, settings
+        self._corpus, self._rank, self._ranks = corpus, mesh.get_rank(), mesh.size()
+        self.steps = 0
+        torch.manual_seed(settings.seed)
+        model = Model(
+            GPTConfig(
+                width=settings.width,
+                layers=settings.layers,
+                heads=settings.heads,
+                context=settings.context,
+            )
+        )
+        self.parameters = sum(p.numel() for p in model.parameters())
+        # FSDP1 flattens its shards, so the shapes are read before.
+        matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
+        self._model = _shard(model, method, settings, mesh)
+        named = {n.replace(_FSDP1_PREFIX, ""): p for n, p in self._model.named_parameters()}
+        self._parameters = list(named.values())
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for n, p in named.items() if n in matrices], "weight_decay": 0.1},
+                {"params": [p for n, p in named.items() if n not in matrices], "weight_decay": 0.0},
+            ],
+            lr=settings.lr,
+            betas=(0.9, 0.95),
+        )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, functools.partial(_learning_rate, total=settings.loss_steps)
+        )
+
+    @property
+    def settle_steps(self) -> int:
+        """Steps before this method's time and bytes are those of the long run."""
+        compressor = self._compressor
+        warm_up = 0 if compressor is None else compressor.plan().warmup_steps
+        return warm_up + _SETTLE_STEPS
+
+    @property
+    def tagc_bytes(self) -> tuple[int, int] | None:
+        """Bytes of gradients, and of parameters where a policy takes those from FSDP, that this
+        rank sent so far by tagc's own count; None without tagc."""
+        compressor = self._compressor
+        if compressor is None:
+            return None
+        metrics = compressor.metrics()
+        return metrics.wire_bytes, metrics.parameter_wire_bytes
+
+    @property
+    def compressed_elements(self) -> int | None:
+        """Elements of the whole model's gradient that tagc compresses, padding included."""
+        compressor = self._compressor
+        if compressor is None:
+            return None
+        units = compressor.plan().units
+        columns = sum(s.columns for unit in units for s in unit.segments if s.compressed)
+        return columns * self._ranks
+
+    @property
+    def _compressor(self) -> tagc.Compressor | None:
+        return None if self.method.policy is None else tagc.compressor(self._model)
+
+    def step(self) -> tuple[float, float, float]:
+        """One optimizer step: its loss on this rank, its seconds, and of these the ones spent in
+        communication. Reading the batch is not timed."""
+        s = self.settings
+        tokens, targets = self._corpus.batch(
+            s.batch, s.context, seed=s.seed, step=self.steps, rank=self._rank
+        )
+        waited, start = ledger.tally().seconds, time.perf_counter()
+        loss = self._model(tokens, targets)
+        loss.backward()
+        self._clip()
+        self._optimizer.step()
+        self._schedule.step()
+        self._optimizer.zero_grad()
+        seconds = time.perf_counter() - start
+        self.steps += 1
+        return loss.item(), seconds, ledger.tally().seconds - waited
+
+    @torch.no_grad()
+    def validation_loss(self, windows: int) -> float:
+        """Mean loss in nats per byte over about ``windows`` held-out windows, all ranks'."""
+        batch = self._corpus.held_out(
+            windows, self.settings.context, rank=self._rank, ranks=self._ranks
+        )
+        loss = self._model(*batch).detach() / self._ranks
+        dist.all_reduce(loss)
+        return loss.item()
+
+    def _clip(self, largest: float = 1.0) -> None:
+        # By hand, since torch has one function for FSDP1 and another for FSDP2. The shards
+        # partition the gradient, so its squared norm is the sum of theirs.
+        grads = [_local(p.grad) for p in self._parameters if p.grad is not None]
+        square = torch.stack([g.square().sum() for g in grads]).sum()
+        with ledger.direction(ledger.OTHER):
+            dist.all_reduce(square)
+        factor = torch.clamp(largest / (square.sqrt() + 1e-6), max=1.0)
+        for grad in grads:
+            grad.mul_(factor)
+
+
+def _shard(model: nn.Module, method: Method, settings: Settings, mesh: DeviceMesh) -> nn.Module:
+    if method.sharding == "fsdp1":
+        wrapped = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_mesh=mesh,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+        wrapped.register_comm_hook(LowPrecisionState(mesh.get_group()), bf16_compress_hook)
+        return wrapped
+    bf16 = torch.bfloat16 if method.mixed_precision else None
+    for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16),
+            # None is torch's choice: all but the root.
+            reshard_after_forward=None if settings.reshard else False,
+        )
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        if method.gather == "bfloat16":
+            module.set_custom_all_gather(CastAllGather(torch.bfloat16))
+        if method.policy is None and method.reduce != "gloo":
+            module.set_custom_reduce_scatter(AllToAllReduceScatter(getattr(torch, method.reduce)))
+    if method.policy is None:
+        return model
+    return tagc.wrap(model, policy=method.policy)
+
+
+def _learning_rate(step: int, *, total: int) -> float:
+    warm_up = max(1, total // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = min(1.0, (step - warm_up) / max(1, total - warm_up))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if hasattr(grad, "to_local") else grad  # pyright: ignore

@@ -1,0 +1,205 @@
+"""One rank: answers commands, a JSON line each, until its input closes.
+
+It lives through all cells of a run, since starting it costs seconds. Commands come on stdin and
+answers go to what was stdout; anything that a library prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from benchmarks.network import ledger
+
+# Before torch's users bind the collectives by name.
+ledger.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+
+from benchmarks.network.methods import resolve  # noqa: E402
+from benchmarks.network.namespaces import INTERFACE  # noqa: E402
+from benchmarks.network.training import Settings, Trainer  # noqa: E402
+from examples.text import load_corpus  # noqa: E402
+
+_COUNTER = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+_PR_SET_PDEATHSIG = 1
+_LATENCY_REPEATS, _BANDWIDTH_REPEATS = 20, 3
+
+
+class Worker:
+    """The commands, by the names of the methods; keyword arguments in, JSON out."""
+
+    def __init__(self, settings: Settings, timeout: float) -> None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._mesh = init_device_mesh("cpu", (self._ranks,))
+        self._settings = settings
+        self._corpus = load_corpus()
+        self._trainers: dict[str, Trainer] = {}
+
+    def ready(self) -> dict[str, Any]:
+        """All ranks have met."""
+        dist.barrier()
+        congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+        return {"threads": torch.get_num_threads(), "congestion_control": congestion}
+
+    def link(self, payload: int) -> dict[str, Any]:
+        """Latency of 4-byte collectives (seconds) and rate of one that sends ``payload`` bytes
+        a rank (bits per second, payload only), medians on this rank.
+
+        ``exchange`` is an all-to-all of point-to-point messages with all receives posted first:
+        what the link can do. gloo's own posts every receive behind a send to the same rank, whose
+        data then delays the word that this rank is ready; so often one direction waits for the
+        other.
+        """
+        large = max(1, payload // 4 // (self._ranks - 1))
+        bits = 8 * 4 * large * (self._ranks - 1)
+        measured = {}
+        for name, collective in _PROBES.items():
+            measured[f"{name}_latency"] = _median(collective, 1, _LATENCY_REPEATS)
+            measured[f"{name}_rate"] = bits / _median(collective, large, _BANDWIDTH_REPEATS)
+        return measured
+
+    def settle(self, method: str) -> dict[str, Any]:
+        """Train a method until its steps are those of the long run."""
+        trainer = self._trainer(method)
+        while trainer.steps < trainer.settle_steps:
+            trainer.step()
+        dist.barrier()
+        return {"steps": trainer.steps, "parameters": trainer.parameters}
+
+    def time(self, method: str, warm_up: int, steps: int) -> dict[str, Any]:
+        """Time steps and count what they send, on this rank; seconds a step in order."""
+        trainer = self._trainer(method)
+        for _ in range(warm_up):
+            trainer.step()
+        counted, sent = trainer.tagc_bytes, _sent()
+        tally = ledger.reset()
+        took = [trainer.step() for _ in range(steps)]
+        # All of this rank's bytes have left once the others have what they waited for.
+        after = trainer.tagc_bytes
+        return {
+            "step_seconds": [seconds for _, seconds, _ in took],
+            "communication_seconds": [waited for _, _, waited in took],
+            "kernel_bytes": (_sent() - sent) / steps,
+            "tagc_bytes": (
+                None
+                if counted is None or after is None
+                else [(b - a) / steps for a, b in zip(counted, after, strict=True)]
+            ),
+            "payload_bytes": {k: v / steps for k, v in tally.payload.items()},
+            "collectives": {k: v / steps for k, v in tally.counts.items()},
+            "compressed_elements": trainer.compressed_elements,
+            "parameters": trainer.parameters,
+        }
+
+    def loss(self, method: str, steps: int, validations: int, windows: int) -> dict[str, Any]:
+        """Train from the start: losses, and bytes sent up to and with each step, on this rank.
+
+        The validation's own traffic is left out.
+        """
+        self._trainers.pop(method, None)
+        trainer = self._trainer(method)
+        at = {round(steps * (i + 1) / validations) for i in range(validations)}
+        losses, sent, validation = [], [], {}
+        origin = _sent()
+        for step in range(1, steps + 1):
+            losses.append(trainer.step()[0])
+            sent.append(_sent(barrier=False) - origin)
+            if step in at:
+                before = _sent()
+                validation[step] = trainer.validation_loss(windows)
+                origin += _sent() - before
+        return {"losses": losses, "kernel_bytes": sent, "validation": validation}
+
+    def begin(self, method: str) -> dict[str, Any]:
+        """Make a method anew, on the link as it is now."""
+        self._trainers.pop(method, None)
+        self._trainer(method)
+        return {}
+
+    def _trainer(self, method: str) -> Trainer:
+        if method not in self._trainers:
+            made = Trainer(resolve(method), self._settings, self._mesh, self._corpus)
+            self._trainers[method] = made
+        return self._trainers[method]
+
+
+def _sent(*, barrier: bool = True) -> int:
+    """Bytes that the kernel counted on this rank's interface, all ranks being at this point."""
+    if barrier:
+        dist.barrier()
+    return int(_COUNTER.read_text())
+
+
+def _all_to_all(out: torch.Tensor, sent: torch.Tensor) -> None:
+    dist.all_to_all_single(out, sent)
+
+
+def _all_gather(out: torch.Tensor, sent: torch.Tensor) -> None:
+    dist.all_gather_into_tensor(out, sent[: sent.numel() // dist.get_world_size()])
+
+
+def _exchange(out: torch.Tensor, sent: torch.Tensor) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    others = [(rank + i) % ranks for i in range(1, ranks)]
+    theirs, mine = out.view(ranks, -1), sent.view(ranks, -1)
+    works = [dist.irecv(theirs[other], other) for other in others]
+    works += [dist.isend(mine[other], other) for other in others]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+_PROBES = {"all_to_all": _all_to_all, "all_gather": _all_gather, "exchange": _exchange}
+
+
+def _median(collective: Any, numel: int, repeats: int) -> float:
+    """Median seconds of a collective with ``numel`` fp32 elements for each rank."""
+    sent, out = torch.zeros(2, numel * dist.get_world_size())
+    seconds = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        collective(out, sent)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def main() -> None:
+    """Serve: the first line is the settings, each further one a command."""
+    # A killed orchestrator must not leave ranks behind, even in the middle of a collective.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the orchestrator ends its ranks
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(content: dict[str, Any]) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    try:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        start = json.loads(sys.stdin.readline())
+        worker = Worker(Settings(**start["settings"]), start["timeout"])
+        for line in sys.stdin:
+            command = json.loads(line)
+            answer(getattr(worker, command.pop("do"))(**command))
+    except Exception:
+        answer({"error": traceback.format_exc()})
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The network benchmark on a network: what the kernel counted is what was meant to be sent."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.network.cells import Options, ResultsFile, measure
+from benchmarks.network.methods import resolve_all
+from benchmarks.network.namespaces import Network, Rate, existing, remove_stale
+from benchmarks.network.ranks import Ranks, RanksError
+from benchmarks.network.training import Model, Settings
+from examples.gpt import Block, GPTConfig
+
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
+        reason="needs root, ip and tc",
+    ),
+]
+
+# Large enough that headers are a small share of the bytes.
+SETTINGS = Settings(width=192, layers=2, heads=4, loss_steps=4)
+POLICY = """\
+schema: 1
+about: Every weight matrix, from the first step on.
+gradients:
+  - when: {role: [attention, mlp, embedding, head, other]}
+    codec: {kind: sketch, density: 0.2}
+"""
+
+
+def test_the_kernel_counts_what_tagc_counts(tmp_path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(POLICY)
+    methods = tuple(resolve_all([str(policy), "fp32", "fp32-gloo", f"{policy}@bf16"]))
+    rates = (Rate(None), Rate.parse("400mbit"))
+    options = Options(
+        ranks=(2,), rates=rates, methods=methods, settings=SETTINGS, steps=3, loss_ranks=(2,)
+    )
+    results = ResultsFile(tmp_path / "results.jsonl")
+    measure(options, results, lambda text: None)
+    cells = [json.loads(line) for line in results.path.read_text().splitlines()]
+    steps = {(c["key"]["method"], c["key"]["rate"]): c for c in cells if c["key"]["kind"] == "step"}
+    assert len(steps) == 8
+    assert len(cells) == 4 + 2 + 8
+
+    gathered = _gathered_bytes(2)
+    for rate in ("unlimited", "400mbit"):
+        ours = steps[str(policy), rate]
+        sent = ours["tagc_bytes"]["gradients"]
+        assert sent > 0
+        assert ours["kernel_bytes"] == pytest.approx(gathered + sent, rel=0.03)
+        half = steps[f"{policy}@bf16", rate]
+        assert half["kernel_bytes"] == pytest.approx(gathered / 2 + sent, rel=0.03)
+        dense = _shard_bytes(2)
+        assert ours["payload_bytes"]["gradients"] == sent
+        assert steps["fp32", rate]["payload_bytes"]["gradients"] == dense
+        assert steps["fp32", rate]["kernel_bytes"] == pytest.approx(gathered + dense, rel=0.03)
+        # gloo's own reduce-scatter sends twice what it must.
+        wasted = steps["fp32-gloo", rate]["kernel_bytes"]
+        assert wasted == pytest.approx(gathered + 2 * dense, rel=0.03)
+        for cell in steps.values():
+            assert cell["payload_bytes"]["parameters"] in (gathered, gathered / 2)
+    # Every header of every packet of 1500 bytes, and acknowledgements.
+    slow = steps["fp32", "400mbit"]
+    assert 1.02 < slow["shaped_bytes"] / slow["kernel_bytes"] < 1.10
+    # At the first step of a method nothing but the reduction differs.
+    losses = {c["key"]["method"]: c["losses"][0] for c in cells if c["key"]["kind"] == "loss"}
+    assert losses["fp32"] == losses["fp32-gloo"] == losses[str(policy)]
+
+    before = results.path.read_text()
+    measure(options, ResultsFile(results.path), lambda text: None)
+    assert results.path.read_text() == before
+    assert _mine() == []
+
+
+def test_a_failing_rank_ends_the_run_and_leaves_nothing():
+    with Network(2) as net, Ranks(net, SETTINGS) as ranks:
+        assert len(_mine()) == 3
+        ranks.ask("ready")
+        with pytest.raises(RanksError, match="no such method"):
+            ranks.ask("settle", method="no such method")
+    assert _mine() == []
+
+
+def test_a_killed_run_is_cleaned_up_by_the_next_one():
+    script = (
+        "import time\nfrom benchmarks.network.namespaces import Network\n"
+        "with Network(2) as net:\n    print(*net.namespaces, flush=True)\n    time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert process.stdout is not None
+    with process:
+        names = process.stdout.readline().split()
+        assert len(names) == 2
+        process.kill()
+    assert set(names) <= set(existing())
+    assert set(names) <= set(remove_stale())
+    assert not set(names) & set(existing())
+
+
+def test_an_interrupted_command_leaves_neither_processes_nor_namespaces(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "network", "--quick", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[1]
+    )
+    with process:
+        names: list[str] = []
+        deadline = time.monotonic() + 60
+        while not _processes(names) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            names = [name for name in existing() if f"-{process.pid}-" in name]
+        workers = _processes(names)
+        assert workers
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert not set(names) & set(existing())
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def _processes(names: list[str]) -> list[str]:
+    return [
+        pid
+        for name in names
+        for pid in subprocess.run(
+            ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+        ).stdout.split()
+    ]
+
+
+def _mine() -> list[str]:
+    return [name for name in existing() if f"-{os.getpid()}-" in name]
+
+
+def _shard_bytes(ranks: int, *, blocks_twice: bool = False) -> int:
+    """fp32 bytes that a rank sends to reduce-scatter all gradients, or to gather all parameters:
+    dimension 0 of each in chunks, padded to the first one's size."""
+    config = GPTConfig(width=SETTINGS.width, layers=SETTINGS.layers, heads=SETTINGS.heads)
+    model = Model(config)
+    inside = {id(p) for m in model.modules() if isinstance(m, Block) for p in m.parameters()}
+    columns = sum(
+        math.ceil(p.shape[0] / ranks)
+        * math.prod(p.shape[1:])
+        * (2 if blocks_twice and id(p) in inside else 1)
+        for p in model.parameters()
+    )
+    return (ranks - 1) * columns * 4
+
+
+def _gathered_bytes(ranks: int) -> int:
+    return _shard_bytes(ranks, blocks_twice=True)

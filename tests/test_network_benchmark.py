@@ -1,0 +1,274 @@
+"""The network benchmark without a network: its commands, its results file, its report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import network
+from benchmarks.network import ledger, namespaces, report
+from benchmarks.network.cells import ResultsFile, combine, read_cells
+from benchmarks.network.methods import METHODS, default_methods, resolve
+from benchmarks.network.namespaces import Network, NetworkUnavailable, Rate, creation_commands
+
+FIXTURE = Path(__file__).parent / "data" / "network-results.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "bits", "label"),
+    [
+        ("unlimited", None, "unlimited"),
+        ("10gbit", 10**10, "10 Gbit/s"),
+        ("200mbit", 2 * 10**8, "200 Mbit/s"),
+        ("1.5mbit", 1_500_000, "1.5 Mbit/s"),
+    ],
+)
+def test_rates_are_read_and_written(text, bits, label):
+    rate = Rate.parse(text)
+    assert rate.bits_per_second == bits
+    assert str(rate) == text
+    assert rate.label == label
+
+
+@pytest.mark.parametrize("text", ["", "10", "10 gbit", "0mbit", "-1mbit", "10mbyte"])
+def test_what_is_no_rate_is_refused(text):
+    with pytest.raises(ValueError, match="is no rate"):
+        Rate.parse(text)
+
+
+def test_a_rate_becomes_a_token_bucket_with_a_millisecond_of_tokens():
+    command = namespaces.rate_command("ns", Rate.parse("10gbit"))
+    assert " ".join(command) == (
+        "tc -n ns qdisc replace dev e0 root tbf rate 10000000000bit burst 1250000 latency 50ms"
+    )
+    slow = namespaces.rate_command("ns", Rate.parse("100mbit"))
+    assert slow[slow.index("burst") + 1] == str(128 * 1024)  # no less than two large packets
+    assert namespaces.rate_command("ns", Rate(None))[3:5] == ["qdisc", "del"]
+
+
+def test_nothing_is_made_in_the_hosts_own_namespace():
+    commands = creation_commands("tag", 3)
+    made = [c[3] for c in commands if c[:3] == ["ip", "netns", "add"]]
+    assert made == ["tag-switch", "tag-r0", "tag-r1", "tag-r2"]
+    for command in commands:
+        if command[:3] != ["ip", "netns", "add"]:
+            assert command[:2] == ["ip", "-n"]
+            assert command[2] in made
+    pairs = [c for c in commands if "veth" in c]
+    assert [c[c.index("netns") + 1] for c in pairs] == made[1:]
+    addresses = {c[c.index("add", 3) + 1] for c in commands if "addr" in c}
+    assert addresses == {"10.77.0.1/24", "10.77.0.2/24", "10.77.0.3/24"}
+
+
+def test_root_is_asked_for_first(monkeypatch):
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(namespaces, "_run", _never)
+    with pytest.raises(NetworkUnavailable, match="need root"), Network(2):
+        pass
+
+
+def test_a_missing_tool_is_named(monkeypatch):
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    monkeypatch.setattr(namespaces, "_run", _never)
+    with pytest.raises(NetworkUnavailable, match=r"^tc not found: install iproute2"), Network(2):
+        pass
+
+
+def test_a_network_that_cannot_be_made_leaves_nothing(monkeypatch):
+    made = []
+
+    def run(command):
+        if command[:3] == ["ip", "netns", "list"]:
+            return "\n".join(made)
+        if command[:3] == ["ip", "netns", "add"]:
+            made.append(command[3])
+        elif command[:3] == ["ip", "netns", "del"]:
+            made.remove(command[3])
+        elif "veth" in command:
+            raise NetworkUnavailable("no veth here")
+        return ""
+
+    monkeypatch.setattr(namespaces, "check_requirements", lambda: None)
+    monkeypatch.setattr(namespaces, "_run", run)
+    with pytest.raises(NetworkUnavailable, match="no veth here"), Network(2):
+        pass
+    assert made == []
+
+
+def test_only_namespaces_of_dead_processes_are_stale(monkeypatch):
+    removed = []
+
+    def run(command):
+        if command[2] == "del":
+            removed.append(command[3])
+        return "tagcnet-1-r0 (id: 3)\ntagcnet-999999999-r0\ntagcnet-999999999-switch\nother\n"
+
+    monkeypatch.setattr(namespaces, "_run", run)
+    assert namespaces.remove_stale() == removed
+    assert removed == ["tagcnet-999999999-r0", "tagcnet-999999999-switch"]
+
+
+def test_the_command_says_why_it_cannot_run_here(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    parser = argparse.ArgumentParser()
+    network.add_arguments(parser)
+    assert network.run(parser.parse_args(["--out", str(tmp_path)])) == 2
+    assert "need root" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_is_drawn_from_the_file_alone(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(namespaces, "_run", _never)
+    file = tmp_path / "results.jsonl"
+    file.write_text(FIXTURE.read_text())
+    parser = argparse.ArgumentParser()
+    network.add_arguments(parser)
+    assert network.run(parser.parse_args(["--report", str(file)])) == 0
+    text = capsys.readouterr().out
+    # Of fp32's steps of 0.5, 0.6 and 0.7 s and 0.4 s in a second pass, and of 0.25 s.
+    assert _row(text, "step time", "fp32") == ["0.050 s", "0.100 s", "0.550 s"]
+    assert _row(text, "step time", "tagc-paper") == [
+        "0.070 s",
+        "0.120 s (0.83×)",
+        "0.250 s (2.20×)",
+    ]
+    drawn = {path.name for path in tmp_path.iterdir()}
+    pictures = {"step-time.png", "loss-by-bytes.png", "loss-by-time-2-ranks.png"}
+    assert drawn == {"results.jsonl", "report.md", *pictures}
+    assert (tmp_path / "report.md").read_text().startswith(text.rstrip("\n"))
+
+
+def test_the_table_of_bytes_shows_what_each_count_is():
+    (results,) = report.group(read_cells(FIXTURE))
+    row = _row(report.bytes_table(results), "MB per rank", "tagc-paper")
+    # kernel, its maximum, over the payload of 2.5, with headers, payload two ways, tagc's count
+    assert row[:7] == ["2.60", "2.70", "+4.0%", "2.80", "2.00", "0.50", "0.50"]
+    # 0.8 of 1.0 M elements: half of 2 bytes + 2 × 1 or 4 bits each, and of 4 bytes for the others
+    assert row[7] == "1.30 / 1.60"
+    assert row[8] == "30"
+
+
+def test_published_bytes_follow_the_papers_formats():
+    assert report.published_bytes(800, 1000, 2, 1) == (800 * 2.25 + 200 * 4) / 2
+    assert report.published_bytes(800, 1000, 4, 4) == (800 * 3.0 + 200 * 4) * 3 / 4
+
+
+def test_simulated_time_adds_what_a_warm_up_sends():
+    (results,) = report.group(read_cells(FIXTURE))
+    slow = Rate.parse("100mbit")
+    # Three steps of 0.25 s; the first sent 2.4 MB more than a usual step, at 96 Mbit/s.
+    assert results.simulated_seconds("tagc-paper", slow) == pytest.approx([0.45, 0.7, 0.95])
+    assert results.simulated_seconds("tagc-paper", Rate.parse("1gbit")) is None
+
+
+def test_losses_are_compared_after_the_same_steps():
+    (results,) = report.group(read_cells(FIXTURE))
+    assert _row(report.loss_table(results), "loss", "tagc-paper")[:3] == ["3", "2.1000", "+5.00%"]
+
+
+def test_cells_of_a_methods_former_definition_are_left_out():
+    cells = read_cells(FIXTURE)
+    newer = json.loads(json.dumps(cells[1]))
+    assert (newer["key"]["kind"], newer["key"]["method"]) == ("loss", "tagc-paper")
+    newer["key"]["definition"], newer["validation"] = "newer", {"3": 2.2}
+    (results,) = report.group([*cells, newer])
+    assert results.loss("tagc-paper") == newer
+    assert results.steps("tagc-paper", Rate(None)) == []
+    assert results.loss("fp32") == cells[0]
+
+
+def test_a_cell_that_is_there_is_not_measured_again(tmp_path):
+    path = tmp_path / "results.jsonl"
+    key = {"kind": "step", "ranks": 2, "method": "fp32"}
+    assert ResultsFile(path).get(key) is None
+    ResultsFile(path, {"torch": "2"}).add(key, {"step_seconds": [1.0]})
+    found = ResultsFile(path).get(dict(reversed(key.items())))
+    assert found is not None
+    assert (found["torch"], found["step_seconds"]) == ("2", [1.0])
+    assert ResultsFile(path).get(key | {"method": "bf16"}) is None
+
+
+def test_a_line_that_is_no_result_is_named(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"key": {"kind": "link"}}\n{"kernels": 1}\n')
+    with pytest.raises(ValueError, match=r"results\.jsonl:2 is no result"):
+        read_cells(path)
+
+
+def test_a_cell_is_as_slow_as_its_slowest_rank():
+    answer = {
+        "kernel_bytes": 10,
+        "tagc_bytes": None,
+        "payload_bytes": {},
+        "collectives": {},
+        "compressed_elements": None,
+    }
+    first = answer | {"step_seconds": [1.0, 5.0, 3.0], "communication_seconds": [0.5, 1.0, 1.0]}
+    second = answer | {"step_seconds": [2.0, 4.0, 3.0], "communication_seconds": [0.5, 1.0, 2.0]}
+    cell = combine([first, second | {"kernel_bytes": 30}])
+    assert cell["step_seconds"] == [2.0, 5.0, 3.0]
+    assert cell["communication_seconds"] == [0.5, 1.0, 1.5]
+    assert cell["compute_seconds"] == 1.5  # of 1, 3.5 and 1.5
+    assert (cell["kernel_bytes"], cell["kernel_bytes_max"]) == (20, 30)
+    assert cell["tagc_bytes"] is None
+    counted = combine([first | {"tagc_bytes": [4, 8]}, second | {"tagc_bytes": [8, 0]}])
+    assert counted["tagc_bytes"] == {"gradients": 6, "parameters": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("all_gather", 720),
+        ("reduce_scatter", 180),
+        ("all_to_all", 180),
+        ("all_reduce", 360),
+        ("send", 240),
+        ("receive", 0),
+    ],
+)
+def test_payload_is_what_a_rank_must_send(kind, size):
+    assert ledger.payload_bytes(kind, torch.zeros(60), 4) == size
+
+
+def test_a_policy_is_a_method_and_may_gather_in_bf16():
+    method = resolve("all@bf16")
+    assert (method.policy, method.gather) == ("all", "bfloat16")
+    assert resolve("all").gather == "float32"
+    assert resolve("all").definition != method.definition
+    assert resolve("fp32") is METHODS["fp32"]
+    for name in (*default_methods(), "auto"):
+        assert resolve(name).measures_link == (name == "auto")
+
+
+@pytest.mark.parametrize("name", ["nothing", "all@fp8", "fp32@bf16", "hybrid@bf16"])
+def test_an_unknown_method_is_refused(name):
+    with pytest.raises(ValueError, match=name):
+        resolve(name)
+
+
+def test_a_definition_follows_the_policy_not_the_name(tmp_path):
+    policy = tmp_path / "mine.yaml"
+    policy.write_text(
+        "schema: 1\nabout: x\ngradients:\n  - when: {role: mlp}\n"
+        "    codec: {kind: sketch, density: 0.1}\n"
+    )
+    before = resolve(str(policy)).definition
+    policy.write_text(policy.read_text().replace("0.1", "0.2"))
+    assert resolve(str(policy)).definition != before
+
+
+def _row(text: str, header: str, method: str) -> list[str]:
+    """The cells of a method's row in the table whose header starts so."""
+    table = text[text.index(f"| {header}") :].split("\n\n")[0]
+    line = next(line for line in table.splitlines() if line.startswith(f"| `{method}`"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def _never(command: list[str]) -> str:
+    raise AssertionError(f"ran {json.dumps(command)}")
