@@ -149,7 +149,7 @@ def wrap(
         plan = _plan(units, loaded, replica_group, choose)
         return (plan, _make(units, plan, ops)), plan.fingerprint[:12]
 
-    choose = _chooser(units, loaded, ops)
+    choose = _chooser(units, loaded, ops, replica_group)
     plan, installed = agree_on(groups, {"plan": make})["plan"]
 
     if all(u.info.world_size == 1 for u in units) and replica_group is None:
@@ -196,13 +196,25 @@ def _plan(
     )
 
 
-def _chooser(units: Sequence[FSDP2Unit], policy: Policy, ops: str | None) -> Choose | None:
-    rules = (*policy.gradients, *policy.replicas)
+def _chooser(
+    units: Sequence[FSDP2Unit],
+    policy: Policy,
+    ops: str | None,
+    replica_group: dist.ProcessGroup | None,
+) -> Choose | None:
+    rules = (*policy.gradients, *policy.parameters, *policy.replicas)
     if not any(isinstance(rule.codec, AutoCodec) for rule in rules):
         return None
     from tagc.auto import measured_choice
 
-    return measured_choice([(u.group, u.device) for u in units], ops)
+    return measured_choice(
+        [(u.group, u.device) for u in units],
+        ops,
+        policy,
+        dtype=units[0].info.dtype,
+        parameter_dtype=units[0].gather_info.dtype,
+        replicas=replica_group,
+    )
 
 
 def _make(units: Sequence[FSDP2Unit], plan: Plan, ops: str | None) -> _Installed:
