@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from tagc.agreement import agree_on
-from tagc.codec_plans import CodecPlan, plan_codec
+from tagc.codec_plans import CodecPlan, ResolvedCodec, plan_codec
 from tagc.codec_speed import measure_speeds
 from tagc.costs import CodecTime, Link, Speed, measured_time, unit_seconds
 from tagc.exchange import reduce_scatter
 from tagc.ops import get_ops
 from tagc.plan import AUTO_BITS, Choice, Direction, UnitPlan, resolve_auto
 from tagc.policy import Policy
-from tagc.policy_codecs import AutoCodec, Feedback
+from tagc.policy_codecs import AutoCodec, DenseCodec, Feedback
 
 # Options this close are equal, and the less compressed one is taken.
 TIE = 1.03
@@ -32,6 +32,12 @@ TIE = 1.03
 _TARGET = 0.08
 _FIRST_BYTES, _MAX_BYTES = 1 << 16, 1 << 26
 _REPEATS, _SMALL_REPEATS = 3, 10
+
+
+def is_automatic(policy: Policy) -> bool:
+    """Whether anything of the policy is decided by the link."""
+    rules = (*policy.gradients, *policy.parameters, *policy.replicas)
+    return any(isinstance(rule.codec, AutoCodec) for rule in rules)
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,9 @@ def measured_choice(
         implementation = get_ops(device, ops)
         W = max(group.size() for group in groups)
         speeds = measure_speeds(
-            _codecs(policy, dtype, W, parameters=False), implementation, device, dtype
+            codecs_of(policy, dtype, W, parameters=False), implementation, device, dtype
         )
-        gathered = _codecs(policy, parameter_dtype, W, parameters=True)
+        gathered = codecs_of(policy, parameter_dtype, W, parameters=True)
         speeds |= measure_speeds(gathered, implementation, device, parameter_dtype)
         return speeds, ""
 
@@ -177,31 +183,31 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> f
     return statistics.median(taken)
 
 
-# Enough columns for every codec to have a real layout.
-_COLUMNS = 1 << 16
+# As many columns as most segments have, and so few that a shared support has no room.
+_COLUMNS = (1 << 16, 32)
 
 
-def _codecs(
+def codecs_of(
     policy: Policy, dtype: torch.dtype, world_size: int, *, parameters: bool
 ) -> list[CodecPlan]:
-    """What the rules may become, and what rides beside it."""
+    """Samples of what the rules may become, and of what rides beside it, to be timed."""
     rules = policy.parameters if parameters else (*policy.gradients, *policy.replicas)
-    pairs = []
-    for rule in rules:
-        feedback = getattr(rule, "feedback", Feedback(kind="none"))
-        if isinstance(rule.codec, AutoCodec):
-            codecs = [resolve_auto(rule.codec, bits, parameters=parameters) for bits in AUTO_BITS]
-        else:
-            codecs = [rule.codec]
-        pairs += [(codec, feedback) for codec in codecs]
-    plans = [
-        plan_codec(codec, feedback, columns=_COLUMNS, world_size=world_size, dtype=dtype)
-        for codec, feedback in pairs
-    ]
-    dense = resolve_auto(AutoCodec(min_bits=32), 32, parameters=parameters)
     none = Feedback(kind="none")
-    plans.append(plan_codec(dense, none, columns=1, world_size=world_size, dtype=dtype))
-    return list(dict.fromkeys(plans))
+    pairs: list[tuple[ResolvedCodec, Feedback]] = [(DenseCodec(), none)]
+    for rule in rules:
+        feedback = getattr(rule, "feedback", none)
+        if isinstance(rule.codec, AutoCodec):
+            pairs += [
+                (resolve_auto(rule.codec, bits, parameters=parameters), feedback)
+                for bits in AUTO_BITS
+            ]
+        else:
+            pairs.append((rule.codec, feedback))
+    return [
+        plan_codec(codec, feedback, columns=columns, world_size=world_size, dtype=dtype)
+        for codec, feedback in pairs
+        for columns in _COLUMNS
+    ]
 
 
 def _label(option: UnitPlan) -> str:

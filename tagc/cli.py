@@ -4,7 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from tagc.cli_costs import add_commands
 from tagc.policy import Policy, PolicyError, policies
+from tagc.shapes import ModelError
 
 __all__ = ["main"]
 
@@ -14,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except PolicyError as error:
+    except (PolicyError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -48,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("file", metavar="FILE", help="a YAML file, or the name of a built-in")
     command.set_defaults(run=_validate)
 
+    add_commands(commands)
     return parser
 
 

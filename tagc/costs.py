@@ -90,6 +90,14 @@ class Traffic:
     ring: float = 0.0
     all_to_all: float = 0.0
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            collectives=self.collectives + other.collectives,
+            reduced=self.reduced + other.reduced,
+            ring=self.ring + other.ring,
+            all_to_all=self.all_to_all + other.all_to_all,
+        )
+
 
 def traffic(unit: UnitPlan) -> Traffic:
     """What a rank sends of a unit in a step."""
@@ -187,6 +195,36 @@ def unit_seconds(unit: UnitPlan, link: Link, time: CodecTime) -> float:
     return link.seconds(traffic(unit), unit.info.world_size) + codec_seconds(unit, time)
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What a rank does in a step, whatever the link.
+
+    Attributes:
+        traffic: of all units, by direction and number of ranks.
+        codec: seconds in codecs.
+    """
+
+    traffic: Mapping[tuple[Direction, int], Traffic]
+    codec: float
+
+
+def workload(plan: Plan, time: CodecTime, *, gathers: Sequence[UnitInfo] = ()) -> Workload:
+    """Add up the units of a plan.
+
+    Args:
+        time: codec time; see :func:`measured_time`, :func:`memory_time`, :func:`no_time`.
+        gathers: the all-gathers of the model, which also cost where the plan leaves them alone.
+    """
+    units = [*plan.all_units]
+    if not plan.parameters:
+        units += native_units(gathers, "parameters")
+    sums: dict[tuple[Direction, int], Traffic] = {}
+    for unit in units:
+        key = (unit.direction, unit.info.world_size)
+        sums[key] = sums.get(key, Traffic()) + traffic(unit)
+    return Workload(sums, sum(codec_seconds(unit, time) for unit in units))
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
     """A predicted step.
@@ -217,11 +255,9 @@ class StepCost:
 
 
 def step_cost(
-    plan: Plan,
+    work: Workload,
     links: Link | Mapping[Direction, Link],
-    time: CodecTime,
     *,
-    gathers: Sequence[UnitInfo] = (),
     compute: float = 0.0,
     overlap: float = 0.0,
 ) -> StepCost:
@@ -229,24 +265,17 @@ def step_cost(
 
     Args:
         links: of all traffic, or of each direction.
-        time: codec time; see :func:`measured_time`, :func:`memory_time`, :func:`no_time`.
-        gathers: the all-gathers of the model, which also cost where the plan leaves them alone.
         compute: seconds of a step without communication.
         overlap: share of the communication that compute can hide; 0 for gloo on CPUs, where
             ranks wait for every collective.
     """
-    units = [*plan.all_units]
-    if not plan.parameters:
-        units += native_units(gathers, "parameters")
-    link_seconds = codec = carried = 0.0
-    for unit in units:
-        link = links if isinstance(links, Link) else links[unit.direction]
-        sent, W = traffic(unit), unit.info.world_size
-        link_seconds += link.seconds(sent, W)
-        carried += link.carried(sent, W)
-        codec += codec_seconds(unit, time)
+    seconds = carried = 0.0
+    for (direction, world_size), sent in work.traffic.items():
+        link = links if isinstance(links, Link) else links[direction]
+        seconds += link.seconds(sent, world_size)
+        carried += link.carried(sent, world_size)
     return StepCost(
-        compute=compute, codec=codec, link=link_seconds, overlap=overlap, wire_bytes=carried
+        compute=compute, codec=work.codec, link=seconds, overlap=overlap, wire_bytes=carried
     )
 
 

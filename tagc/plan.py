@@ -277,7 +277,7 @@ def build_plan(
         PolicyError: if the policy means to compress and compresses nothing here.
     """
     matched: set[tuple[Direction, int]] = set()
-    chosen: dict[str, list[str]] = {}
+    chosen: dict[tuple[Direction, str], list[str]] = {}
 
     def applied(
         infos: Sequence[UnitInfo],
@@ -297,7 +297,7 @@ def build_plan(
         if choose is None:
             raise PolicyError("codec 'auto' needs a measured or a given link to choose by")
         choice = choose(i, options)
-        chosen.setdefault(f"{direction}: {choice.why}", []).append(info.name or "(root)")
+        chosen.setdefault((direction, choice.why), []).append(info.name or "(root)")
         return options[choice.index]
 
     directions = (
@@ -306,7 +306,7 @@ def build_plan(
         applied(replicas, policy.replicas or _DENSE, "replicas"),
     )
     notes = [*choose.notes] if choose and chosen else []
-    notes += [f"{why} ({as_list(names)})" for why, names in chosen.items()]
+    notes += [f"{d} of {as_list(names)}: {why}" for (d, why), names in chosen.items()]
     plan = Plan(policy, *directions, notes=tuple(notes))
     _check_effect(plan, matched)
     return plan

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tagc.agreement import agree_on
+from tagc.auto import is_automatic, measured_choice
 from tagc.fsdp2 import FSDP2Unit, find_units
 from tagc.gatherer import UnitGatherer
 from tagc.metrics import Metrics, collect
 from tagc.ops import Ops, get_ops
 from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
 from tagc.policy import Policy, PolicyError
-from tagc.policy_codecs import AutoCodec
 from tagc.reducer import UnitReducer
 from tagc.version import __version__
 from tagc.workspace import Workspace
@@ -202,11 +202,8 @@ def _chooser(
     ops: str | None,
     replica_group: dist.ProcessGroup | None,
 ) -> Choose | None:
-    rules = (*policy.gradients, *policy.parameters, *policy.replicas)
-    if not any(isinstance(rule.codec, AutoCodec) for rule in rules):
+    if not is_automatic(policy):
         return None
-    from tagc.auto import measured_choice
-
     return measured_choice(
         [(u.group, u.device) for u in units],
         ops,

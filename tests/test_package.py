@@ -109,6 +109,7 @@ def test_public_names() -> None:
         "Sketch",
         "__version__",
         "compressor",
+        "explain",
         "policies",
         "wrap",
     ]
