@@ -1,5 +1,6 @@
 """tagc: compressed gradient reduce-scatter for sharded PyTorch training."""
 
+from tagc.explain import explain
 from tagc.policy import Policy, PolicyError, policies
 from tagc.sketch import CountSketch, Decoded, Sketch
 from tagc.version import __version__
@@ -14,6 +15,7 @@ __all__ = [
     "Sketch",
     "__version__",
     "compressor",
+    "explain",
     "policies",
     "wrap",
 ]

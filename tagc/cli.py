@@ -5,7 +5,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from tagc.cli_costs import add_commands
 from tagc.policy import Policy, PolicyError, policies
+from tagc.shapes import ModelError
 
 __all__ = ["main"]
 
@@ -15,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except PolicyError as error:
+    except (PolicyError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -67,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--plots", metavar="DIR", help="draw them (needs tagc[demo])")
     command.set_defaults(run=_bench)
 
+    add_commands(commands)
     return parser
 
 

@@ -10,18 +10,24 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from tagc.codec_plans import CodecPlan, QuantizedPlan, ResolvedCodec, SketchPlan, plan_codec
 from tagc.ops import COUNTS
-from tagc.plan_table import Row, as_text, format_bytes
+from tagc.plan_table import Row, as_list, as_text, format_bytes
 from tagc.policy import ParameterRule, ParamInfo, Policy, PolicyError, Rule, When, first_match
-from tagc.policy_codecs import AutoCodec, DenseCodec, Feedback
+from tagc.policy_codecs import (
+    AutoCodec,
+    DenseCodec,
+    Feedback,
+    QuantizedCodec,
+    QuantizedParameters,
+)
 
 Direction = Literal["gradients", "parameters", "replicas"]
 
@@ -171,12 +177,14 @@ class Plan:
         units: gradients in the reduce-scatter.
         parameters: parameters in the all-gather; empty where the policy does not mention them.
         replicas: gradients in the all-reduce across replicas; likewise.
+        notes: what ``codec: auto`` was decided by, and how.
     """
 
     policy: Policy
     units: tuple[UnitPlan, ...]
     parameters: tuple[UnitPlan, ...] = ()
     replicas: tuple[UnitPlan, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def all_units(self) -> tuple[UnitPlan, ...]:
@@ -203,7 +211,7 @@ class Plan:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def __str__(self) -> str:
-        return as_text(self.policy.name, self.rows, self.warmup_steps)
+        return as_text(self.policy.name, self.rows, self.warmup_steps, self.notes)
 
 
 def _row(unit: UnitPlan, segment: Segment, param: UnitParam) -> Row:
@@ -225,7 +233,33 @@ def _row(unit: UnitPlan, segment: Segment, param: UnitParam) -> Row:
 # Where nothing is said about replicas, their gradients must be averaged all the same.
 _DENSE = (Rule(when=When(), codec=DenseCodec()),)
 
-Choose = Callable[[AutoCodec, UnitInfo, int], ResolvedCodec]
+# What `codec: auto` chooses from, in bits per element; parameters stop at 8.
+AUTO_BITS = (32, 16, 8, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One of several plans of a unit, and why."""
+
+    index: int
+    why: str
+
+
+class Choose(Protocol):
+    """Resolves ``codec: auto``, for a unit as a whole: what compresses one segment takes all of
+    the unit from the backend's own collective to messages.
+
+    Attributes:
+        notes: what the choices rest on.
+    """
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
+        """Choose among plans of the unit at ``position``, the least compressed first. All ranks
+        must choose alike."""
+        ...
 
 
 def build_plan(
@@ -242,12 +276,13 @@ def build_plan(
         units: the reduce-scatter of every unit.
         gathers: the all-gather of every unit; needed for rules about parameters.
         replicas: the all-reduce of every unit's shard; needed for rules about replicas.
-        choose: resolves ``codec: auto`` for a unit and so many columns.
+        choose: resolves ``codec: auto``, given the position of a unit in these lists.
 
     Raises:
         PolicyError: if the policy means to compress and compresses nothing here.
     """
     matched: set[tuple[Direction, int]] = set()
+    chosen: dict[tuple[Direction, str], list[str]] = {}
 
     def applied(
         infos: Sequence[UnitInfo],
@@ -256,14 +291,28 @@ def build_plan(
     ) -> tuple[UnitPlan, ...]:
         if not rules:
             return ()
-        return tuple(_plan_unit(info, rules, direction, choose, matched) for info in infos)
+        return tuple(one(i, info, rules, direction) for i, info in enumerate(infos))
 
-    plan = Plan(
-        policy,
+    def one(
+        i: int, info: UnitInfo, rules: Sequence[Rule | ParameterRule], direction: Direction
+    ) -> UnitPlan:
+        options = _plan_unit(info, rules, direction, matched)
+        if len(options) == 1:
+            return options[0]
+        if choose is None:
+            raise PolicyError("codec 'auto' needs a measured or a given link to choose by")
+        choice = choose(i, options)
+        chosen.setdefault((direction, choice.why), []).append(info.name or "(root)")
+        return options[choice.index]
+
+    directions = (
         applied(units, policy.gradients, "gradients"),
         applied(gathers, policy.parameters, "parameters"),
         applied(replicas, policy.replicas or _DENSE, "replicas"),
     )
+    notes = [*choose.notes] if choose and chosen else []
+    notes += [f"{d} of {as_list(names)}: {why}" for (d, why), names in chosen.items()]
+    plan = Plan(policy, *directions, notes=tuple(notes))
     _check_effect(plan, matched)
     return plan
 
@@ -305,9 +354,9 @@ def _plan_unit(
     unit: UnitInfo,
     rules: Sequence[Rule | ParameterRule],
     direction: Direction,
-    choose: Choose | None,
     matched: set[tuple[Direction, int]],
-) -> UnitPlan:
+) -> list[UnitPlan]:
+    """The unit's plan, or all that ``codec: auto`` may become, the least compressed first."""
     runs: list[tuple[int | None, str, list[UnitParam]]] = []
     for param in unit.params:
         info = ParamInfo.of(param.name, param.shape)
@@ -318,34 +367,49 @@ def _plan_unit(
             runs.append((index, info.role, []))
         runs[-1][2].append(param)
 
-    segments: list[Segment] = []
-    start = 0
-    for index, role, params in runs:
-        stop = start + sum(p.columns for p in params)
-        rule = None if index is None else rules[index]
-        segments.append(
-            Segment(
-                start=start,
-                stop=stop,
-                params=tuple(params),
-                role=role,
-                rule=index,
-                codec=_plan_segment(rule, unit, stop - start, choose),
+    def with_bits(bits: int) -> UnitPlan:
+        segments: list[Segment] = []
+        start = 0
+        for index, role, params in runs:
+            stop = start + sum(p.columns for p in params)
+            rule = None if index is None else rules[index]
+            segments.append(
+                Segment(
+                    start=start,
+                    stop=stop,
+                    params=tuple(params),
+                    role=role,
+                    rule=index,
+                    codec=_plan_segment(rule, unit, stop - start, bits),
+                )
             )
-        )
-        start = stop
-    return UnitPlan(info=unit, segments=tuple(segments), direction=direction)
+            start = stop
+        return UnitPlan(info=unit, segments=tuple(segments), direction=direction)
+
+    automatic = any(isinstance(rules[i].codec, AutoCodec) for i, _, _ in runs if i is not None)
+    # min_bits makes some of them equal.
+    return list(dict.fromkeys(map(with_bits, AUTO_BITS if automatic else AUTO_BITS[:1])))
 
 
 def _plan_segment(
-    rule: Rule | ParameterRule | None, unit: UnitInfo, columns: int, choose: Choose | None
+    rule: Rule | ParameterRule | None, unit: UnitInfo, columns: int, auto_bits: int
 ) -> CodecPlan:
     codec = DenseCodec() if rule is None else rule.codec
     feedback = rule.feedback if isinstance(rule, Rule) else Feedback(kind="none")
     if isinstance(codec, AutoCodec):
-        if choose is None:
-            raise PolicyError("codec 'auto' needs a measured or a given link to choose by")
-        codec = choose(codec, unit, columns)
+        codec = resolve_auto(codec, auto_bits, parameters=isinstance(rule, ParameterRule))
     return plan_codec(
         codec, feedback, columns=columns, world_size=unit.world_size, dtype=unit.dtype
     )
+
+
+def resolve_auto(codec: AutoCodec, bits: int, *, parameters: bool) -> ResolvedCodec:
+    """The codec of so many bits, or of as few as the rule allows."""
+    bits = max(bits, codec.min_bits, 8 if parameters else 4)
+    if bits == 32:
+        return DenseCodec()
+    if bits == 16:
+        return DenseCodec(wire="bfloat16")
+    if parameters:
+        return QuantizedParameters(bits=8)
+    return QuantizedCodec(bits=8 if bits == 8 else 4)

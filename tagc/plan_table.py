@@ -26,8 +26,8 @@ _HEAD = ("unit", "parameter", "shape", "role", "codec", "density", "dense", "wir
 _LEFT = 5  # columns of text
 
 
-def as_text(policy: str, rows: Sequence[Row], warmup_steps: int) -> str:
-    """What is sent in all, then a table of each direction."""
+def as_text(policy: str, rows: Sequence[Row], warmup_steps: int, notes: Sequence[str] = ()) -> str:
+    """What is sent in all, the notes, then a table of each direction."""
     dense, wire = _sum(rows, "dense_bytes"), _sum(rows, "wire_bytes")
     directions = list(dict.fromkeys(row.direction for row in rows))
     what = "gradient" if directions in ([], ["gradients"]) else " and ".join(directions)
@@ -35,7 +35,8 @@ def as_text(policy: str, rows: Sequence[Row], warmup_steps: int) -> str:
     lines = [
         f"policy {policy}: a rank sends {format_bytes(wire)} of {what} per "
         f"step, {ratio} times less than dense ({format_bytes(dense)})"
-        + (f", after {warmup_steps} dense steps" if warmup_steps else "")
+        + (f", after {warmup_steps} dense steps" if warmup_steps else ""),
+        *(f"- {note}" for note in notes),
     ]
     for direction in directions:
         if len(directions) > 1:
@@ -73,6 +74,11 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 def _sum(rows: Sequence[Row], name: str) -> float:
     return sum(getattr(row, name) for row in rows)
+
+
+def as_list(names: Sequence[str]) -> str:
+    """Some of the names and how many more."""
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def format_bytes(n: float) -> str:

@@ -83,7 +83,8 @@ class AutoCodec(Strict):
     """The fastest of dense, bfloat16, 8 and 4 bits on the link that `tagc.wrap` measures.
 
     `min_bits` bounds the choice from below. None of them costs visible quality: 4 bits go with
-    the rule's feedback, by default `average` (LoCo).
+    the rule's feedback, by default `average` (LoCo). Parameters, which have no feedback, get 8
+    bits at least.
     """
 
     compresses: ClassVar[bool] = True
@@ -113,7 +114,7 @@ class QuantizedParameters(Strict):
     keep_for_backward: bool = False
 
 
-ParameterCodec = QuantizedParameters | DenseCodec
+ParameterCodec = QuantizedParameters | DenseCodec | AutoCodec
 
 # The first kind is what a codec gets without a word.
 FEEDBACK_KINDS = {

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tagc.agreement import agree_on
+from tagc.auto import is_automatic, measured_choice
 from tagc.fsdp2 import FSDP2Unit, find_units
 from tagc.gatherer import UnitGatherer
 from tagc.metrics import Metrics, collect
 from tagc.ops import Ops, get_ops
 from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
 from tagc.policy import Policy, PolicyError
-from tagc.policy_codecs import AutoCodec
 from tagc.reducer import UnitReducer
 from tagc.version import __version__
 from tagc.workspace import Workspace
@@ -155,7 +155,7 @@ def wrap(
         plan = _plan(units, loaded, replica_group, choose)
         return (plan, _make(units, plan, ops)), plan.fingerprint[:12]
 
-    choose = _chooser(units, loaded, ops)
+    choose = _chooser(units, loaded, ops, replica_group)
     plan, installed = agree_on(groups, {"plan": make})["plan"]
 
     if all(u.info.world_size == 1 for u in units) and replica_group is None:
@@ -202,13 +202,22 @@ def _plan(
     )
 
 
-def _chooser(units: Sequence[FSDP2Unit], policy: Policy, ops: str | None) -> Choose | None:
-    rules = (*policy.gradients, *policy.replicas)
-    if not any(isinstance(rule.codec, AutoCodec) for rule in rules):
+def _chooser(
+    units: Sequence[FSDP2Unit],
+    policy: Policy,
+    ops: str | None,
+    replica_group: dist.ProcessGroup | None,
+) -> Choose | None:
+    if not is_automatic(policy):
         return None
-    from tagc.auto import measured_choice
-
-    return measured_choice([(u.group, u.device) for u in units], ops)
+    return measured_choice(
+        [(u.group, u.device) for u in units],
+        ops,
+        policy,
+        dtype=units[0].info.dtype,
+        parameter_dtype=units[0].gather_info.dtype,
+        replicas=replica_group,
+    )
 
 
 def _make(units: Sequence[FSDP2Unit], plan: Plan, ops: str | None) -> _Installed:

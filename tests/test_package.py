@@ -118,6 +118,7 @@ def test_public_names() -> None:
         "Sketch",
         "__version__",
         "compressor",
+        "explain",
         "policies",
         "wrap",
     ]

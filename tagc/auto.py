@@ -1,0 +1,233 @@
+"""``codec: auto``: what is fastest on this link, by what ``tagc.wrap`` measures.
+
+What a rank chooses decides what it sends, so all ranks must choose by the same numbers, to the
+bit: each measures, then all take the slowest of every number. (A step waits for the slowest rank,
+too.) The maximum does not depend on the order in which it is taken, so ranks that share no group
+agree through those who share one with both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tagc.agreement import agree_on
+from tagc.codec_plans import CodecPlan, ResolvedCodec, plan_codec
+from tagc.codec_speed import measure_speeds
+from tagc.costs import CodecTime, Link, Speed, measured_time, unit_seconds
+from tagc.exchange import reduce_scatter
+from tagc.ops import get_ops
+from tagc.plan import AUTO_BITS, Choice, Direction, UnitPlan, resolve_auto
+from tagc.policy import Policy
+from tagc.policy_codecs import AutoCodec, DenseCodec, Feedback
+
+# Options this close are equal, and the less compressed one is taken.
+TIE = 1.03
+# One large exchange should take about this long, in seconds; three sizes of link differ by 1000.
+_TARGET = 0.08
+_FIRST_BYTES, _MAX_BYTES = 1 << 16, 1 << 26
+_REPEATS, _SMALL_REPEATS = 3, 10
+
+
+def is_automatic(policy: Policy) -> bool:
+    """Whether anything of the policy is decided by the link."""
+    rules = (*policy.gradients, *policy.parameters, *policy.replicas)
+    return any(isinstance(rule.codec, AutoCodec) for rule in rules)
+
+
+@dataclass(frozen=True)
+class FastestChoice:
+    """Takes the option with the fewest predicted seconds. See :class:`tagc.plan.Choose`."""
+
+    link: Callable[[int, Direction], Link]
+    time: CodecTime
+    notes: tuple[str, ...] = ()
+
+    def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
+        """See :meth:`tagc.plan.Choose.__call__`."""
+        link = self.link(position, options[0].direction)
+        seconds = [unit_seconds(option, link, self.time) for option in options]
+        index = next(i for i, s in enumerate(seconds) if s <= TIE * min(seconds))
+        said = [f"{_label(o)} {_milliseconds(s)}" for o, s in zip(options, seconds, strict=True)]
+        return Choice(index=index, why=f"{_label(options[index])}, of {', '.join(said)}")
+
+
+def measured_choice(
+    links: Sequence[tuple[dist.ProcessGroup, torch.device]],
+    ops: str | None,
+    policy: Policy,
+    *,
+    dtype: torch.dtype = torch.float32,
+    parameter_dtype: torch.dtype = torch.float32,
+    replicas: dist.ProcessGroup | None = None,
+) -> FastestChoice:
+    """Measure links and codecs, together with all other ranks, in about a second.
+
+    Args:
+        links: group and device of every unit, in the plan's order.
+        ops: implementation, see :func:`tagc.ops.get_ops`.
+        policy: whose codecs are timed.
+        dtype: of the gradients.
+        parameter_dtype: of the parameters in the all-gather.
+        replicas: the group of the all-reduce across replicas.
+
+    Raises:
+        RuntimeError: if timing failed on another rank.
+    """
+    device = links[0][1]
+    everywhere = [group for group, _ in links] + ([] if replicas is None else [replicas])
+    groups = list({id(group): group for group in everywhere}.values())
+
+    def time_codecs() -> tuple[dict[str, Speed], str]:
+        implementation = get_ops(device, ops)
+        W = max(group.size() for group in groups)
+        speeds = measure_speeds(
+            codecs_of(policy, dtype, W, parameters=False), implementation, device, dtype
+        )
+        gathered = codecs_of(policy, parameter_dtype, W, parameters=True)
+        speeds |= measure_speeds(gathered, implementation, device, parameter_dtype)
+        return speeds, ""
+
+    # An error on one rank reaches all; the speeds themselves may differ.
+    speeds = agree_on(groups, {"speed of codecs": time_codecs})["speed of codecs"]
+    measured = [measure_link(group, device) for group in groups]
+    keys = sorted(speeds)
+    mine = [n for link in measured for n in (1 / link.bandwidth, link.latency, link.reduce_scatter)]
+    mine += [n for key in keys for n in (speeds[key].encode, speeds[key].decode)]
+    agreed = slowest(mine, groups)
+
+    agreed_links = {}
+    for i, group in enumerate(groups):
+        per_byte, latency, native = agreed[3 * i : 3 * i + 3]
+        agreed_links[id(group)] = Link(
+            bandwidth=1 / per_byte, latency=latency, reduce_scatter=native
+        )
+    rest = agreed[3 * len(groups) :]
+    agreed_speeds = {
+        key: Speed(encode=rest[2 * i], decode=rest[2 * i + 1]) for i, key in enumerate(keys)
+    }
+
+    def link_of(position: int, direction: Direction) -> Link:
+        across = direction == "replicas" and replicas is not None
+        return agreed_links[id(replicas if across else links[position][0])]
+
+    notes = [
+        f"measured over {group.size()} ranks: {_describe(agreed_links[id(group)])}"
+        for group in groups
+        if group.size() > 1
+    ]
+    notes += [_describe_speeds(agreed_speeds)]
+    return FastestChoice(link_of, measured_time(agreed_speeds), tuple(notes))
+
+
+def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
+    """Bandwidth of an all-to-all, latency, and how the native reduce-scatter compares.
+
+    All ranks of the group call it together; each gets numbers of its own.
+    """
+    W = group.size()
+    if W == 1:
+        return Link(bandwidth=1e12)
+
+    def exchange(numel: int) -> Callable[[], object]:
+        send = torch.zeros(W, numel, dtype=torch.int32, device=device)
+        received = torch.empty_like(send)
+        return lambda: dist.all_to_all_single(received, send, group=group)
+
+    def reduce(numel: int) -> Callable[[], object]:
+        send = torch.zeros(W * numel, dtype=torch.float32, device=device)
+        out = torch.empty(numel, device=device)
+        return lambda: reduce_scatter(out, send, op=dist.ReduceOp.SUM, group=group)
+
+    latency = _seconds(exchange(1), device, _SMALL_REPEATS)
+    numel = _FIRST_BYTES // (4 * W) or 1
+    # The size must be the same on all ranks.
+    (first,) = slowest([_seconds(exchange(numel), device, 1)], [group])
+    growth = max(1.0, _TARGET / max(first, 1e-9))
+    numel = int(min(numel * growth, _MAX_BYTES // (4 * W)))
+    sent = 4 * numel * (W - 1)
+    large = max(_seconds(exchange(numel), device, _REPEATS) - latency, 1e-9)
+    native = max(_seconds(reduce(numel), device, _REPEATS) - latency, 1e-9)
+    return Link(bandwidth=sent / large, latency=latency, reduce_scatter=native / large)
+
+
+def slowest(numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> list[float]:
+    """The maximum of each number over all ranks that the groups connect."""
+    mine = list(numbers)
+    # Once through the groups spreads a number over those that a rank is in; the furthest rank is
+    # at most as many groups away as there are.
+    for _ in groups:
+        for group in groups:
+            said: list[list[float]] = [[] for _ in range(group.size())]
+            # Objects rather than tensors: float64 to the bit, on any backend.
+            dist.all_gather_object(said, mine, group=group)
+            mine = [max(column) for column in zip(*said, strict=True)]
+    return mine
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median, after a first call that sets up connections."""
+    taken = []
+    for i in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if i:
+            taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+# As many columns as most segments have, and so few that a shared support has no room.
+_COLUMNS = (1 << 16, 32)
+
+
+def codecs_of(
+    policy: Policy, dtype: torch.dtype, world_size: int, *, parameters: bool
+) -> list[CodecPlan]:
+    """Samples of what the rules may become, and of what rides beside it, to be timed."""
+    rules = policy.parameters if parameters else (*policy.gradients, *policy.replicas)
+    none = Feedback(kind="none")
+    pairs: list[tuple[ResolvedCodec, Feedback]] = [(DenseCodec(), none)]
+    for rule in rules:
+        feedback = getattr(rule, "feedback", none)
+        if isinstance(rule.codec, AutoCodec):
+            pairs += [
+                (resolve_auto(rule.codec, bits, parameters=parameters), feedback)
+                for bits in AUTO_BITS
+            ]
+        else:
+            pairs.append((rule.codec, feedback))
+    return [
+        plan_codec(codec, feedback, columns=columns, world_size=world_size, dtype=dtype)
+        for codec, feedback in pairs
+        for columns in _COLUMNS
+    ]
+
+
+def _label(option: UnitPlan) -> str:
+    segments = option.compressed or option.segments
+    return " + ".join(dict.fromkeys(s.codec.name for s in segments))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _describe(link: Link) -> str:
+    return (
+        f"{8e-9 * link.bandwidth:.3g} Gbit/s, {_milliseconds(link.latency)} per collective, "
+        f"reduce-scatter {link.reduce_scatter:.2g} times an all-to-all"
+    )
+
+
+def _describe_speeds(speeds: Mapping[str, Speed]) -> str:
+    said = [
+        f"{key} {1e9 * s.encode:.3g} + {1e9 * s.decode:.3g}" for key, s in sorted(speeds.items())
+    ]
+    return f"measured ns per element, encode + decode: {', '.join(said)}"

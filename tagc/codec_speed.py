@@ -1,0 +1,172 @@
+"""How fast codecs run on this device, in seconds per element."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tagc.codec_plans import SLACK, CodecPlan, DensePlan, PackedPlan, QuantizedPlan, SketchPlan
+from tagc.codecs.dense import elements_of
+from tagc.costs import Speed, speed_key
+from tagc.layout import plan_layout
+from tagc.ops import COUNTS, Ops
+from tagc.packed import HEADER, plan_packed
+from tagc.quantize import quantization_step
+from tagc.threshold import sampled_threshold
+
+# Rows stand for ranks, so that decoding adds up messages as it does in training.
+_ROWS = 4
+# Elements of all rows; a GPU needs more for its launches not to count.
+_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+_REPEATS = 3
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Inputs that all codecs share."""
+
+    ops: Ops
+    grad: Tensor
+    residual: Tensor | None
+    average: float
+
+    @property
+    def columns(self) -> int:
+        return self.grad.shape[1]
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=self.grad.device)
+
+    def threshold(self, group: int, density: float) -> Tensor:
+        return sampled_threshold(self.grad, group, density).clamp(min=1e-6)
+
+
+def measure_speeds(
+    codecs: Iterable[CodecPlan],
+    ops: Ops,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    repeats: int = _REPEATS,
+) -> dict[str, Speed]:
+    """Speed of every codec on gradients (or parameters) of ``dtype``, by :func:`speed_key`."""
+    speeds: dict[str, Speed] = {}
+    for codec in codecs:
+        key = speed_key(codec)
+        if key not in speeds:
+            speeds[key] = _measure(codec, ops, device, dtype, repeats)
+    return speeds
+
+
+def _measure(
+    codec: CodecPlan, ops: Ops, device: torch.device, dtype: torch.dtype, repeats: int
+) -> Speed:
+    numel = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
+    generator = torch.Generator(device).manual_seed(0)
+    grad = torch.randn(_ROWS, numel // _ROWS, generator=generator, device=device).to(dtype)
+    stored = codec.feedback
+    residual = None if stored is None else torch.zeros_like(grad, dtype=stored.dtype)
+    sample = _Sample(ops, grad, residual, stored.average if stored else 0.0)
+    if isinstance(codec, SketchPlan):
+        encode, decode, decoded = (*_sketch(codec, sample), sample.columns)
+    else:
+        make = {DensePlan: _dense, QuantizedPlan: _quantized, PackedPlan: _packed}[type(codec)]
+        encode, decode, decoded = (*make(codec, sample), numel)
+    return Speed(
+        encode=_seconds(encode, device, repeats) / numel,
+        decode=_seconds(decode, device, repeats) / decoded,
+    )
+
+
+def _seconds(run: Step, device: torch.device, repeats: int) -> float:
+    taken = []
+    for i in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if i:  # the first call compiles, or warms up
+            taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _dense(codec: DensePlan, s: _Sample) -> tuple[Step, Step]:
+    codec = replace(codec, numel=s.columns)
+    message, out = s.empty(_ROWS, codec.words), torch.empty_like(s.grad[0])
+    elements = elements_of(message, codec)
+    return (
+        lambda: elements.copy_(s.grad),
+        lambda: out.copy_(elements.sum(0, dtype=torch.float32) / _ROWS),
+    )
+
+
+def _quantized(codec: QuantizedPlan, s: _Sample) -> tuple[Step, Step]:
+    layout = replace(codec.layout, numel=s.columns)
+    message, out = s.empty(_ROWS, layout.words), torch.empty_like(s.grad[:1])
+    return (
+        lambda: s.ops.quantize(s.grad, s.residual, message, layout=layout, average=s.average),
+        lambda: s.ops.dequantize(message[None], out, layout=layout, divisor=_ROWS),
+    )
+
+
+def _packed(codec: PackedPlan, s: _Sample) -> tuple[Step, Step]:
+    old = codec.layout
+    groups = -(-s.columns // old.group)
+    layout = plan_packed(
+        s.columns,
+        capacity=min(groups, int(SLACK * codec.target * groups) + 1),
+        group=old.group,
+        bits=old.values.bits,
+        block=old.values.block,
+    )
+    message, out = s.empty(_ROWS, layout.words), torch.empty_like(s.grad[0])
+    counts, threshold = s.empty(_ROWS, COUNTS), s.threshold(layout.group, codec.target)
+    support = None
+    if codec.shared:
+        support = s.empty(_ROWS, layout.bitmap_words)
+        s.ops.select(s.grad.float(), threshold, support, counts, layout=layout)
+        index = message[:, HEADER : HEADER + layout.index_words]
+        s.ops.write_index(support, index, layout=layout)
+
+    def encode() -> None:
+        s.ops.pack(s.grad, s.residual, threshold, support, message, counts, layout=layout)
+
+    def decode() -> None:
+        own = None if support is None else support[0]
+        s.ops.unpack(message, own, out, layout=layout, divisor=_ROWS)
+        if support is not None:
+            index = message[:, HEADER : HEADER + layout.index_words]
+            s.ops.read_index(index, support, layout=layout)
+
+    return encode, decode
+
+
+def _sketch(codec: SketchPlan, s: _Sample) -> tuple[Step, Step]:
+    groups = -(-s.columns // codec.symbol.lanes)
+    capacity = min(groups, int(SLACK * codec.target * groups) + 1)
+    layout = plan_layout(s.columns, codec.symbol, _ROWS * capacity)
+    threshold = s.threshold(codec.symbol.lanes, codec.target)
+    step = quantization_step(threshold, codec.symbol, codec.levels)
+    index, counts = s.empty(_ROWS, layout.index_words), s.empty(_ROWS, COUNTS)
+    cells = s.empty(_ROWS, layout.cells, dtype=codec.symbol.dtype)
+    total, stats = torch.empty_like(cells[0]), s.empty(2)
+    seed, out = torch.zeros(1, dtype=torch.int32, device=s.grad.device), torch.empty_like(s.grad[0])
+
+    def encode() -> None:
+        s.ops.encode(
+            s.grad, s.residual, threshold, step, seed, index, cells, counts,
+            layout=layout, levels=codec.levels, capacity=capacity,
+        )  # fmt: skip
+
+    def decode() -> None:
+        torch.sum(cells, 0, dtype=total.dtype, out=total)  # decoding consumes them
+        s.ops.decode(index, total, step[:1], seed, out, None, stats, layout=layout, divisor=_ROWS)
+
+    return encode, decode

@@ -1,0 +1,257 @@
+"""`codec: auto` on several ranks: what is chosen, that all choose it, and what it does then."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import on_ranks, run_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import tagc
+from tagc import auto
+from tagc.costs import Link, Speed
+from tagc.plan import UnitInfo, UnitParam, build_plan
+
+SLOW = Link(bandwidth=1e6, latency=1e-4)
+FAST = Link(bandwidth=1e12, latency=1e-6)
+# Seconds per element; a gigabyte per second and codec.
+SPEED = Speed(encode=1e-9, decode=1e-9)
+
+
+def policy(min_bits: int = 4, **rest: Any) -> dict:
+    rule = {"when": {"role": ["mlp", "attention"]}, "codec": {"kind": "auto", "min_bits": min_bits}}
+    return {"schema": 1, "gradients": [rule], **rest}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(64, 320)
+        self.down_proj = nn.Linear(320, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down_proj(torch.relu(self.up_proj(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def sharded() -> Any:
+    torch.manual_seed(1)
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def grads(model: Any, rank: int) -> dict[str, torch.Tensor]:
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
+    model(x).square().sum().backward()
+    return {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+
+
+@contextmanager
+def measuring(link: Link, speed: Speed = SPEED) -> Iterator[None]:
+    """What this rank measures."""
+    from tagc.codec_speed import speed_key
+
+    def speeds(codecs: Any, *args: Any) -> dict[str, Speed]:
+        return {speed_key(codec): speed for codec in codecs}
+
+    with (
+        patch.object(auto, "measure_link", lambda group, device: link),
+        patch.object(auto, "measure_speeds", speeds),
+    ):
+        yield
+
+
+def wrapped(link: Link, speed: Speed = SPEED, chosen: Any = None) -> Any:
+    with measuring(link, speed):
+        return tagc.wrap(sharded(), chosen or policy(), ops="reference")
+
+
+def codecs(model: Any) -> dict[str, str]:
+    return {row.param: row.codec for row in tagc.compressor(model).plan().rows}
+
+
+@on_ranks(2)
+def test_a_slow_link_gets_the_fewest_bits_allowed(rank: int, world_size: int) -> None:
+    assert codecs(wrapped(SLOW))["layers.0.up_proj.weight"] == "quantized int4"
+    eight = codecs(wrapped(SLOW, chosen=policy(8)))
+    assert eight["layers.1.down_proj.weight"] == "quantized int8"
+    assert eight["layers.1.down_proj.bias"] == "dense"
+    half = codecs(wrapped(SLOW, chosen=policy(16)))
+    assert half["layers.0.up_proj.weight"] == "dense bfloat16"
+    full = codecs(wrapped(SLOW, chosen=policy(32)))
+    assert full["layers.0.up_proj.weight"] == "dense"
+
+
+@on_ranks(2)
+def test_a_fast_link_stays_native_and_says_why(rank: int, world_size: int) -> None:
+    model, native = wrapped(FAST), sharded()
+    torch.testing.assert_close(grads(model, rank), grads(native, rank), rtol=0, atol=0)
+    plan = tagc.compressor(model).plan()
+    assert not any(unit.compressed for unit in plan.all_units)
+    assert sum(row.stored_bytes for row in plan.rows) == 0
+    said = str(plan).splitlines()[1:4]
+    assert said[0] == (
+        "- measured over 2 ranks: 8e+03 Gbit/s, 0.001 ms per collective, "
+        "reduce-scatter 1 times an all-to-all"
+    )
+    assert "quantized int4" in said[1]
+    assert said[2].startswith("- gradients of layers.0, layers.1: dense, of dense ")
+
+
+@on_ranks(2)
+def test_a_slow_codec_stays_native(rank: int, world_size: int) -> None:
+    assert set(codecs(wrapped(SLOW, Speed(encode=1e-3, decode=1e-3))).values()) == {"dense"}
+
+
+def _choose_on_ranks(rank: int, links: list[Link], speeds: list[Speed]) -> tuple[Any, ...]:
+    model = wrapped(links[rank], speeds[rank])
+    plan = tagc.compressor(model).plan()
+    grads(model, rank)  # a rank that chose differently hangs here
+    return plan.fingerprint, plan.notes, codecs(model)["layers.0.up_proj.weight"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_all_choose_by_the_slowest_link(order: int) -> None:
+    said = run_ranks(_choose_on_ranks, 2, [FAST, SLOW][::order], [SPEED, SPEED])
+    assert said[0] == said[1]
+    assert said[0][2] == "quantized int4"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_all_choose_by_the_slowest_codec(order: int) -> None:
+    speeds = [SPEED, Speed(encode=1e-3, decode=1e-3)][::order]
+    said = run_ranks(_choose_on_ranks, 2, [SLOW, SLOW], speeds)
+    assert said[0] == said[1]
+    assert said[0][2] == "dense"
+
+
+def test_the_slowest_of_a_group() -> None:
+    said = run_ranks(_slowest_of_world, 3)
+    assert said == [[2.0, 0.0]] * 3
+
+
+def _slowest_of_world(rank: int) -> list[float]:
+    group = dist.group.WORLD
+    assert group is not None
+    return auto.slowest([float(rank), -0.1 * rank], [group])
+
+
+def _slowest_of_grid(rank: int) -> list[float]:
+    rows: Any = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns: Any = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return auto.slowest([float(rank)], [rows[rank // 2], columns[rank % 2]])
+
+
+def test_the_slowest_reaches_ranks_of_other_groups() -> None:
+    assert run_ranks(_slowest_of_grid, 4) == [[3.0]] * 4
+
+
+@on_ranks(2)
+def test_a_failure_on_one_rank_reaches_the_other(rank: int, world_size: int) -> None:
+    def fail(*args: Any) -> Any:
+        raise MemoryError("no room")
+
+    original = auto.measure_speeds
+    with (
+        patch.object(auto, "measure_speeds", fail if rank else original),
+        pytest.raises(RuntimeError if rank == 0 else MemoryError, match="no room"),
+    ):
+        tagc.wrap(sharded(), policy(), ops="reference")
+
+
+@on_ranks(2)
+def test_measured_for_real(rank: int, world_size: int) -> None:
+    """Whatever comes out, all ranks choose it, and gradients are close to native ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = tagc.wrap(sharded(), policy(), ops="reference")
+    notes = tagc.compressor(model).plan().notes
+    assert len(notes) >= 3
+    mine, native = grads(model, rank), grads(sharded(), rank)
+    for name, grad in mine.items():
+        assert (grad - native[name]).norm() <= 0.2 * native[name].norm()
+
+
+@on_ranks(2)
+def test_parameters_stop_at_8_bits(rank: int, world_size: int) -> None:
+    rule = {"when": {"role": "mlp"}, "codec": {"kind": "auto"}}
+    dense = {"when": {}, "codec": {"kind": "dense"}}
+    chosen = {"schema": 1, "gradients": [dense], "parameters": [rule]}
+    model = wrapped(SLOW, chosen=chosen)
+    rows = tagc.compressor(model).plan().rows
+    kinds = {(r.direction, r.codec) for r in rows if r.param == "layers.0.up_proj.weight"}
+    assert kinds == {("gradients", "dense"), ("parameters", "quantized int8")}
+    grads(model, rank)
+
+
+# Without ranks
+
+
+def unit() -> UnitInfo:
+    def param(name: str) -> UnitParam:
+        return UnitParam(name=f"layers.0.{name}.weight", shape=(512, 512), columns=512 * 256)
+
+    return UnitInfo(
+        name="layers.0",
+        params=(param("up_proj"), param("q_proj")),
+        world_size=2,
+        dtype=torch.float32,
+    )
+
+
+def test_a_unit_is_chosen_as_a_whole() -> None:
+    """Each segment has its own bound, and both leave the native path together."""
+    rules = [
+        {"when": {"role": role}, "codec": {"kind": "auto", "min_bits": bits}}
+        for role, bits in (("mlp", 4), ("attention", 16))
+    ]
+    loaded = tagc.Policy.load({"schema": 1, "gradients": rules})
+
+    def built(link: Link) -> list[str]:
+        choose = auto.FastestChoice(lambda position, direction: link, lambda unit, segment: 1e-5)
+        (plan,) = build_plan([unit()], loaded, choose=choose).units
+        return [s.codec.name for s in plan.segments]
+
+    assert built(SLOW) == ["quantized int4", "dense bfloat16"]
+    assert built(FAST) == ["dense", "dense"]
+
+
+def test_a_tie_goes_to_the_less_compressed() -> None:
+    """4 bits save half of the seconds of 8, until the latency makes that less than 3%."""
+    loaded = tagc.Policy.load("auto")
+
+    def built(latency: float) -> str:
+        link = Link(bandwidth=1e9, latency=latency)
+        choose = auto.FastestChoice(lambda position, direction: link, lambda unit, segment: 0.0)
+        (plan,) = build_plan([unit()], loaded, choose=choose).units
+        return plan.segments[0].codec.name
+
+    # 262144 columns go to the other rank: 1.05, 0.52, 0.26 and 0.13 ms on the link.
+    assert built(latency=0.0) == "quantized int4"
+    assert built(latency=0.13e-3 * 40) == "quantized int8"
+    assert built(latency=1.0) == "dense"
+
+
+def test_without_a_link_it_says_so() -> None:
+    with pytest.raises(tagc.PolicyError, match="needs a measured or a given link"):
+        build_plan([unit()], tagc.Policy.load("auto"))

@@ -1,0 +1,221 @@
+"""Cost formulas against numbers worked out by hand, and against what really is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import on_ranks
+from units import unit_plan, unit_reducer
+
+from tagc import exchange
+from tagc.costs import (
+    GLOO_REDUCE_SCATTER,
+    Link,
+    Speed,
+    StepCost,
+    Traffic,
+    codec_seconds,
+    measured_time,
+    memory_time,
+    native_units,
+    no_time,
+    speed_key,
+    step_cost,
+    traffic,
+    unit_seconds,
+    workload,
+)
+from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.policy import Policy
+
+COLUMNS = 65536
+# 256 blocks of 256: a word for two scales, 32 words of 4-bit codes each.
+INT4_WORDS = 128 + 256 * 32
+INT8_WORDS = 128 + 256 * 64
+
+
+def info(world_size: int = 4, **rest: Any) -> UnitInfo:
+    shape = (world_size * 256, 256)
+    param = UnitParam(name="layers.0.up_proj.weight", shape=shape, columns=COLUMNS)
+    rest = {"dtype": torch.float32} | rest
+    return UnitInfo(name="layers.0", params=(param,), world_size=world_size, **rest)
+
+
+def plan(codec: dict, world_size: int = 4, direction: str = "gradients", **rest: Any) -> UnitPlan:
+    unit = info(world_size, **rest)
+    dense = [{"when": {}, "codec": {"kind": "dense"}}]
+    rules = {"gradients": dense, direction: [{"when": {"role": "mlp"}, "codec": codec}]}
+    policy = Policy.load({"schema": 1, **rules})
+    built = build_plan([unit], policy, gathers=[unit], replicas=[unit])
+    (found,) = built.units if direction == "gradients" else getattr(built, direction)
+    return found
+
+
+DENSE = {"kind": "dense"}
+INT4 = {"kind": "quantized", "bits": 4}
+SKETCH = {"kind": "sketch", "density": 0.01}
+
+
+def test_a_native_unit() -> None:
+    unit = plan(DENSE)
+    assert traffic(unit) == Traffic(collectives=1, reduced=3 * 4 * COLUMNS)
+    link = Link(bandwidth=1e9, latency=1e-3)
+    assert unit_seconds(unit, link, no_time) == pytest.approx(1e-3 + 3 * 4 * COLUMNS / 1e9)
+    gloo = Link(bandwidth=1e9, latency=1e-3, reduce_scatter=GLOO_REDUCE_SCATTER)
+    assert unit_seconds(unit, gloo, no_time) == pytest.approx(1e-3 + 2 * 3 * 4 * COLUMNS / 1e9)
+
+
+def test_messages_are_no_reduce_scatter() -> None:
+    unit = plan(INT4)
+    assert traffic(unit) == Traffic(collectives=1, all_to_all=3 * 4 * INT4_WORDS)
+    gloo = Link(bandwidth=1e9, reduce_scatter=GLOO_REDUCE_SCATTER)
+    assert unit_seconds(unit, gloo, no_time) == pytest.approx(3 * 4 * INT4_WORDS / 1e9)
+
+
+@pytest.mark.parametrize(("keep", "exchanges"), [(True, 1), (False, 2)])
+def test_gathers(keep: bool, exchanges: int) -> None:
+    codec = {"kind": "quantized", "bits": 8, "keep_for_backward": keep}
+    unit = plan(codec, direction="parameters", per_step=2)
+    ring = exchanges * 3 * 4 * INT8_WORDS
+    assert traffic(unit) == Traffic(collectives=exchanges, ring=ring)
+    (native,) = native_units([info(per_step=2)], "parameters")
+    assert traffic(native) == Traffic(collectives=2, ring=2 * 3 * 4 * COLUMNS)
+    # It encodes its own shard once a gather, and decodes all shards twice.
+    speeds = {"quantized int8": Speed(encode=1.0, decode=100.0)}
+    seconds = codec_seconds(unit, measured_time(speeds))
+    assert seconds == exchanges * COLUMNS + 100 * 2 * 4 * COLUMNS
+
+
+def test_replicas_all_reduce_one_shard() -> None:
+    assert traffic(plan(DENSE, direction="replicas")).ring == 2 * 3 / 4 * 4 * COLUMNS
+    unit = plan(INT4, direction="replicas")
+    assert traffic(unit) == Traffic(collectives=1, ring=3 * 4 * INT4_WORDS)
+
+
+@pytest.mark.parametrize("direction", ["gradients", "replicas"])
+def test_sketches_take_three_collectives(direction: str) -> None:
+    unit = plan(SKETCH, direction=direction)
+    sent = traffic(unit)
+    assert sent.collectives == 3
+    # The plan prints the same bytes.
+    total = sent.reduced + sent.ring + sent.all_to_all
+    assert total == pytest.approx(sum(unit.wire_bytes(s) for s in unit.segments))
+
+
+def test_nobody_to_send_to() -> None:
+    assert traffic(plan(INT4, world_size=1)) == Traffic()
+    assert codec_seconds(plan(INT4, world_size=1), memory_time(1.0)) == 0
+
+
+@on_ranks(2, 3)
+def test_the_formula_is_what_is_sent(rank: int, world_size: int) -> None:
+    """Bytes and collectives of a unit with sketched and dense columns, and of a dense one."""
+    started: list[str] = []
+
+    def counting(module: Any, name: str) -> Any:
+        original = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started.append(name)
+            return original(*args, **kwargs)
+
+        return patch.object(module, name, call)
+
+    unit = unit_plan(world_size)
+    reducer = unit_reducer(unit)
+    group = dist.group.WORLD
+    assert group is not None
+
+    def reduce(columns: int, reducer: Any) -> tuple[int, int]:
+        started.clear()
+        before = reducer.wire_bytes
+        buffer = torch.randn(world_size * columns)
+        reducer.reduce(torch.empty(columns), buffer, group, dist.ReduceOp.AVG)
+        return len(started), reducer.wire_bytes - before
+
+    with (
+        counting(dist, "all_to_all_single"),
+        counting(dist, "all_reduce"),
+        counting(exchange, "reduce_scatter"),
+    ):
+        reduce(unit.columns, reducer)  # the first one also agrees on thresholds
+        collectives, sent = reduce(unit.columns, reducer)
+        assert collectives == traffic(unit).collectives == 3
+        expected = traffic(unit)
+        # The counts' bytes are rounded down.
+        assert abs(sent - expected.all_to_all - expected.ring - expected.reduced) < 1
+
+        dense = plan(DENSE, world_size)
+        assert reduce(COLUMNS, unit_reducer(dense)) == (1, traffic(dense).reduced)
+
+
+def test_ranks_of_a_host_share_its_link() -> None:
+    """16 ranks on 2 hosts: each of 8 sends 8 of its 15 messages over the link; a ring crosses it
+    once."""
+    link = Link(bandwidth=1.0, ranks_per_host=8)
+    sent = Traffic(reduced=100.0, ring=10.0, all_to_all=15.0)
+    assert link.carried(sent, 16) == pytest.approx(110 + 64)
+    assert link.seconds(sent, 16) == pytest.approx(174)
+    assert Link(bandwidth=1.0).carried(sent, 16) == 125
+
+
+def test_codec_time_by_speed() -> None:
+    unit = plan(INT4)
+    (key,) = {speed_key(s.codec) for s in unit.segments}
+    assert key == "quantized int4 with float32 feedback"
+    seconds = codec_seconds(unit, measured_time({key: Speed(encode=1.0, decode=100.0)}))
+    assert seconds == 4 * COLUMNS + 100 * 4 * COLUMNS
+    sketch = plan(SKETCH)
+    (key,) = {speed_key(s.codec) for s in sketch.segments}
+    seconds = codec_seconds(sketch, measured_time({key: Speed(encode=1.0, decode=100.0)}))
+    assert seconds == 4 * COLUMNS + 100 * COLUMNS  # decoded once, as a sum
+    with pytest.raises(ValueError, match="no speed was measured for 'quantized int4 with float32"):
+        codec_seconds(unit, measured_time({key: Speed(encode=1.0, decode=1.0)}))
+
+
+def test_codec_time_by_memory() -> None:
+    """Gradient read, residual read and written, message written; messages read, shard written."""
+    moved = 4 * COLUMNS * (4 + 4 + 4) + 4 * 4 * INT4_WORDS + 4 * 4 * INT4_WORDS + 4 * COLUMNS
+    assert codec_seconds(plan(INT4), memory_time(1e9)) == pytest.approx(moved / 1e9)
+    codec = {"kind": "quantized", "bits": 8, "keep_for_backward": True}
+    unit = plan(codec, direction="parameters", per_step=2, dtype=torch.bfloat16)
+    encode = 2 * COLUMNS + 4 * INT8_WORDS
+    decode = 4 * 4 * INT8_WORDS + 4 * 2 * COLUMNS
+    assert codec_seconds(unit, memory_time(1.0)) == pytest.approx(encode + 2 * decode)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "compute", "expected"),
+    [
+        (0.0, 3.0, 3 + 1 + 2),  # nothing hides
+        (1.0, 3.0, 3 + 1),  # all of the link hides
+        (1.0, 0.5, 1 + 2),  # no more than the compute lasts
+        (0.5, 3.0, 3 + 1 + 1),
+    ],
+)
+def test_the_step(overlap: float, compute: float, expected: float) -> None:
+    cost = StepCost(compute=compute, codec=1.0, link=2.0, overlap=overlap, wire_bytes=0)
+    assert cost.seconds == pytest.approx(expected)
+
+
+def test_a_step_gathers_parameters_that_the_policy_leaves_alone() -> None:
+    unit = plan(INT4)
+    work = workload(Plan(Policy.load("loco-4bit"), (unit,)), no_time, gathers=[info(per_step=2)])
+    cost = step_cost(work, Link(bandwidth=1e6), compute=1.0)
+    sent = 3 * 4 * INT4_WORDS + 2 * 3 * 4 * COLUMNS
+    assert cost.wire_bytes == sent
+    assert cost.seconds == pytest.approx(1 + sent / 1e6)
+
+
+def test_each_direction_has_a_link() -> None:
+    unit = info(per_step=1)
+    across = info(2)
+    built = build_plan([unit], Policy.load("dense"), replicas=[across])
+    work = workload(built, no_time, gathers=[unit])
+    slow, fast = Link(bandwidth=1e3), Link(bandwidth=1e15)
+    cost = step_cost(work, {"gradients": fast, "parameters": fast, "replicas": slow})
+    assert cost.link == pytest.approx(4 * COLUMNS / 1e3, rel=1e-6)
