@@ -55,10 +55,9 @@ def encode(
 ) -> None:
     """See :meth:`tagc.ops.Ops.encode`."""
     with torch.cuda.device_of(grad):
-        bitmap, poison, lanes = index[:, : layout.words], index[:, layout.words], layout.symbol.lanes
-        _select(
-            grad, residual, threshold, bitmap, poison, counts, lanes=lanes, capacity=capacity
-        )
+        bitmap, poison = index[:, : layout.words], index[:, layout.words]
+        lanes = layout.symbol.lanes
+        _select(grad, residual, threshold, bitmap, poison, counts, lanes=lanes, capacity=capacity)
         trim(grad, residual, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
         emit(
             grad, residual, step, seed, index, cells, counts,

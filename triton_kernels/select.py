@@ -12,9 +12,9 @@ The marks may also be given: then they are only counted, instead of the groups a
 
 The residual becomes x, except in non-finite groups, and except that a bfloat16 residual, which
 could not hold x exactly, keeps its old value in marked groups, as does any residual under given
-marks, which non-finite groups may have: the sparse passes accumulate those again. Old values are written back rather than masked off, so that every access of the pass is 16
-bytes wide; that takes rows that start 16-byte aligned and ``n`` divisible by 16, other segments go
-element by element.
+marks, which non-finite groups may have: the sparse passes accumulate those again. Old values are
+written back rather than masked off, so that every access of the pass is 16 bytes wide; that takes
+rows that start 16-byte aligned and ``n`` divisible by 16, other segments go element by element.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def select_kernel(
     row = counts + d * counts_stride
     tl.atomic_add(row, (total & 0xFFFF).to(tl.int32), sem="relaxed")
     tl.atomic_add(row + 1, ((total >> 16) & 0xFFFF).to(tl.int32), sem="relaxed")
-    if poison is not None:
+    if poison is not None:  # noqa: SIM102 - one is static
         if (total >> 32) > 0:
             tl.store(poison + d * poison_stride, 1)
 

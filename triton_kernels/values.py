@@ -51,9 +51,7 @@ def values_kernel(
         finite = tl.max(magnitude(x), 1) < 0x7F800000
         x = tl.where(finite[:, None], x, 0.0)
         inside = inside & finite[:, None]
-    scale, words, left, _finite = quantize_tile(
-        tl.reshape(x, [BLOCKS, BLOCK]), BITS, BLOCKS, BLOCK
-    )
+    scale, words, left, _finite = quantize_tile(tl.reshape(x, [BLOCKS, BLOCK]), BITS, BLOCKS, BLOCK)
     store_message(
         scales + r * scales_stride, codes + r * codes_stride, scale, words, first, blocks,
         BLOCKS, BLOCK * BITS // 32,
