@@ -67,11 +67,14 @@ def _(a, j, x):
     if isinstance(a, types.NoneType) or a.dtype != types.uint16:
         return lambda a, j, x: store(a, j, x)
 
-    def put(a, j, x):
-        b = float_bits(x)
-        _put_bfloat16(a, j, U(U(b & U(0x80000000)) | min(U(b & U(0x7FFFFFFF)), U(0x7F7F0000))))
+    return lambda a, j, x: _put_bfloat16(a, j, _within_bfloat16(float_bits(x)))
 
-    return put
+
+@register_jitable(inline="always")
+def _within_bfloat16(b):
+    """Float32 bits, of no larger magnitude than bfloat16's largest number."""
+    m = U(b & U(0x7FFFFFFF))
+    return U(U(b & U(0x80000000)) | (m if m < U(0x7F7F0000) else U(0x7F7F0000)))
 
 
 @register_jitable(inline="always")

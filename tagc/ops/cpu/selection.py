@@ -51,7 +51,7 @@ def select_groups(g, e, n, group, threshold_bits, select_bits, support, room, wo
         _measure(bits, lanes, size)
         largest = U(0)
         for i in range(groups):
-            largest = max(largest, size[i])
+            largest = size[i] if size[i] > largest else largest
         bad = largest >= _INF
         if not bad:
             if fill == tile:
