@@ -54,6 +54,26 @@ def pack_values(e, n, lanes, keys, stream, whole, finite, block, group, limit, u
 
 
 @compiled
+def _add_groups(keys, t, stop, start, groups, size, values, within, total):
+    """Add ``values`` of keys ``t`` to ``stop`` to ``total``, which begins at group ``start``, up
+    to the first that lies elsewhere; returns which that is."""
+    if size == N(1):
+        while t < stop and N(keys[t]) - start < groups:
+            total[N(keys[t]) - start] += values[within]
+            within += N(1)
+            t += N(1)
+        return t
+    # A key below ``start`` would be huge: unsigned.
+    while t < stop and N(keys[t]) - start < groups:
+        at = (N(keys[t]) - start) * size
+        for j in range(size):
+            total[at + j] += values[within * size + j]
+        within += N(1)
+        t += N(1)
+    return t
+
+
+@compiled
 def unpack_shard(
     messages, distance, ranks, scales, codes, n, lanes, keys, counts, block, group, divisor, out
 ):
@@ -72,18 +92,15 @@ def unpack_shard(
             row = keys[min(r, rows - N(1))]
             count, values, t = N(counts[min(r, rows - N(1))]), held[r], taken[r]
             while t < count:
-                # Below the chunk it would be huge: unsigned.
-                key = N(row[t]) - start
-                if key >= per_chunk:
-                    break
                 within = t & (per_block - N(1))
                 if within == N(0):
                     b, at = t // per_block, r * N(distance)
                     s = scale_at(messages, at + N(scales), b)
                     dequantize_block(messages, at + N(codes) + b * words, group, s, values)
-                for j in range(size):
-                    total[key * size + j] += values[within * size + j]
-                t += N(1)
+                stop = min(count, t + per_block - within)
+                t = _add_groups(row, t, stop, start, per_chunk, size, values, within, total)
+                if t < stop:
+                    break
             taken[r] = t
         for j in range(min(N(_CHUNK), N(n) - base)):
             store(out, base + j, total[j] / divisor)

@@ -32,6 +32,7 @@ def quantize_block(x, c, group, limit, unit, codes, at):
     size = N(x.size)
     words = size // lanes
     largest = U(0)
+    # Builtin min and max can keep such loops from being vectorized.
     for j in range(size):
         m = U(bits[j] & _ABS)
         largest = m if m > largest else largest
