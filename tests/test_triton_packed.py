@@ -422,19 +422,37 @@ def _(device):
     assert check_sum(sent, support, p.layout, device).isnan().all()
 
 
-@case("a damaged message stays within bounds")
+@case("damaged messages and overfull bitmaps stay within bounds")
 def _(device):
-    # More groups than fit, and groups beyond the last.
-    rng = np.random.default_rng(0)
+    ops, rng = kernels("ops"), np.random.default_rng(0)
     for low in (0, 1, 4):
         layout = replace(plan_packed(500, capacity=40, block=32), low_bits=low)
         words = rng.integers(-(2**31), 2**31, (2, layout.words), dtype=np.int32)
         words[:, POISON] = 0
         out = placed(oracle.poisoned(500, dtype=F32), device, False)
+        bitmap = placed(oracle.poisoned(2, layout.bitmap_words, dtype=I32), device, False)
         message = placed(torch.from_numpy(words), device, False)
-        kernels("ops").unpack(message, None, out, layout=layout, divisor=1)
-        check_margins(out)
-        check_margins(message)
+        assert message is not None
+        ops.read_index(
+            message[:, HEADER : HEADER + layout.index_words], bitmap, layout=layout
+        )  # groups beyond the last
+        ops.unpack(message, None, out, layout=layout, divisor=1)
+        for tensor in (message, bitmap, out):
+            check_margins(tensor)
+        # More groups than fit: those past the capacity have no values and no place in the list.
+        every = torch.full((2, layout.bitmap_words), -1, dtype=I32, device=device)
+        total = torch.empty(500, device=device)
+        ops.unpack(message, every[0], total, layout=layout, divisor=1)
+        assert not total[40:].any()
+        guard = torch.full((2 * 40 + 600,), oracle.SENTINEL, dtype=I32, device=device)
+        keys = guard[:80].view(2, 40)
+        with mock.patch.object(kernels("listing"), "buffer", return_value=keys):
+            index = placed(oracle.poisoned(2, layout.index_words, dtype=I32), device, False)
+            if low:
+                ops.write_index(every, index, layout=layout)
+                check_margins(index)
+                assert keys.tolist() == [[*range(40)]] * 2
+        assert (guard[80:] == oracle.SENTINEL).all()
 
 
 @case("the same launches give the same bits")
