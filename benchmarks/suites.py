@@ -22,6 +22,7 @@ SUITES = {
     "kernels": ".kernels",
     "gpu": ".gpu",
     "network": ".network",
+    "scaling": ".scaling",
     "report": ".report",
 }
 _DEFAULT = "kernels"

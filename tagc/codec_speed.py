@@ -79,15 +79,24 @@ def _measure(
     else:
         make = {DensePlan: _dense, QuantizedPlan: _quantized, PackedPlan: _packed}[type(codec)]
         encode, decode, decoded = (*make(codec, sample), numel)
+
+    def restore() -> None:
+        # A residual that grew from call to call would select more than ever fits.
+        if residual is not None:
+            residual.zero_()
+
     return Speed(
-        encode=_seconds(encode, device, repeats) / numel,
-        decode=_seconds(decode, device, repeats) / decoded,
+        encode=_seconds(encode, restore, device, repeats) / numel,
+        decode=_seconds(decode, restore, device, repeats) / decoded,
     )
 
 
-def _seconds(run: Step, device: torch.device, repeats: int) -> float:
+def _seconds(run: Step, before: Step, device: torch.device, repeats: int) -> float:
     taken = []
     for i in range(repeats + 1):
+        before()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         start = time.perf_counter()
         run()
         if device.type == "cuda":

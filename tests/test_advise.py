@@ -369,5 +369,30 @@ def test_every_codec_of_the_shipped_policies_has_a_speed(parameters: bool) -> No
                 assert {speed_key(s.codec) for s in unit.segments} <= set(timed)
 
 
+def test_every_turn_starts_from_an_empty_residual() -> None:
+    """One that grew from turn to turn would select more than fits, and time the trimming of it."""
+    from types import SimpleNamespace
+
+    from tagc import codec_speed
+
+    real, seen = get_ops("cpu", "reference"), []
+
+    def encoding(name: str) -> Any:
+        def call(grad: Any, residual: Any, *rest: Any, **sizes: Any) -> None:
+            seen.append((name, float(residual.abs().max())))
+            getattr(real, name)(grad, residual, *rest, **sizes)
+
+        return call
+
+    decoders = {name: getattr(real, name) for name in ("decode", "unpack", "dequantize")}
+    encoders = {name: encoding(name) for name in ("encode", "pack", "quantize")}
+    ops: Any = SimpleNamespace(**decoders, **encoders)
+    with patch.dict(codec_speed._ELEMENTS, {"cpu": 1 << 12}):
+        for policy in ("all", "packed-20", "loco-4bit"):
+            codecs = auto.codecs_of(tagc.Policy.load(policy), torch.float32, 2, parameters=False)
+            measure_speeds(codecs, ops, torch.device("cpu"), torch.float32, repeats=3)
+    assert seen == [(name, 0.0) for name in ("encode", "pack", "quantize") for _ in range(4)]
+
+
 def synthetic_shapes() -> dict[str, tuple[int, ...]]:
     return {p.name: p.shape for p in synthetic(1_000_000).params}
