@@ -21,6 +21,8 @@ from .jit import jit, tl
 from .rank import Ranks
 from .scalar import magnitude, narrow_finite, widen
 
+# Elements per thread; each may need an address of its own.
+_EACH = 8
 # Arguments whose alignment makes no difference.
 _PLAIN = ["total", "capacity", "blocks", "scales", "scales_stride"]
 
@@ -81,7 +83,7 @@ def quantize_values(
     values = layout.values
     if values.blocks == 0:
         return
-    blocks, warps = blocks_and_warps(values.block)
+    blocks, warps = blocks_and_warps(values.block, _EACH)
     values_words = message[:, HEADER + layout.index_words :]
     scales, codes = values_words.view(torch.int16), values_words[:, values.scale_words :]
     values_kernel[(triton.cdiv(2 * values.scale_words, blocks), grad.shape[0])](
