@@ -26,7 +26,7 @@ from tagc.costs import (
     workload,
 )
 from tagc.explain import plan_shapes
-from tagc.ops import get_ops
+from tagc.ops import Ops, get_ops
 from tagc.plan import Direction, Plan
 from tagc.plan_table import format_bytes
 from tagc.policy import Policy, PolicyError
@@ -214,9 +214,19 @@ class Advisor:
                 "a lower bound",
                 no_time,
             )
-        device = torch.device("cpu")
-        ops = get_ops(device, q.ops)
+        ops = get_ops("cpu", q.ops)
         ops_name = f"ops {getattr(ops, '__name__', q.ops)}"
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            speeds = self._speeds(policies, ops)
+        finally:
+            torch.set_num_threads(threads)
+        about = f"codec time: measured here, in one process with one thread ({ops_name})"
+        return about, measured_time(speeds)
+
+    def _speeds(self, policies: Sequence[Policy], ops: Ops) -> dict[str, Speed]:
+        q, device = self.question, torch.device("cpu")
         speeds: dict[str, Speed] = {}
         for dtype, parameters in ((q.dtype, False), (q.parameter_dtype, True)):
             for world_size in (q.world_size // q.replicas, q.replicas):
@@ -224,7 +234,7 @@ class Advisor:
                     codecs = codecs_of(policy, dtype, world_size, parameters=parameters)
                     new = [c for c in codecs if speed_key(c) not in speeds]
                     speeds |= measure_speeds(new, ops, device, dtype)
-        return f"codec time: measured here, by one process ({ops_name})", measured_time(speeds)
+        return speeds
 
 
 def report(advisor: Advisor) -> str:
