@@ -40,6 +40,11 @@ class _Part:
     residual: Tensor | None
     shared: _Shared | None
 
+    @property
+    def support(self) -> Support | None:
+        """What all ranks keep, where they share it."""
+        return None if self.shared is None else self.shared.support
+
 
 @dataclass(frozen=True)
 class _Shared:
@@ -121,6 +126,11 @@ class SketchColumns:
         return min(part.sketch.target, _SCALE_DENSITY) if everything else part.sketch.target
 
     @property
+    def parts(self) -> list[_Part]:
+        """The segments."""
+        return self._parts
+
+    @property
     def residuals(self) -> dict[int, Tensor]:
         """Residual ``[D, columns]`` by first column of the segment in the unit."""
         return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
@@ -151,7 +161,7 @@ class SketchColumns:
                 layout=sketch.layout,
                 levels=sketch.levels,
                 capacity=sketch.capacity,
-                support=None if part.shared is None else part.shared.support.current,
+                support=part.support and part.support.current,
             )
             if part.shared is not None:
                 self._choose(part, part.shared, message[:, part.index], group.rank())
