@@ -148,15 +148,18 @@ def layout_of(symbol: Symbol, hashes: int, numel: int = 4096) -> SketchLayout:
     return SketchLayout(numel=numel, symbol=symbol, keys=100, hashes=hashes, partition=partition)
 
 
-def encode(symbol, grad, residual, hashes, every, numel=4096, W=2) -> None:
+def encode(symbol, grad, residual, hashes, kind, numel=4096, W=2) -> None:
+    """``kind``: room for ``some`` groups or ``all``, or a ``support``."""
     layout = layout_of(symbol, hashes, numel)
+    support = torch.empty(W, layout.words, dtype=torch.int32) if kind == "support" else None
     ops.encode(
         torch.empty(W, numel, dtype=grad),
         None if residual is None else torch.empty(W, numel, dtype=residual),
         torch.ones(W), torch.ones(W), torch.zeros(1, dtype=torch.int32),
         torch.empty(W, layout.index_words, dtype=torch.int32),
         torch.empty(W, layout.cells, dtype=symbol.dtype), torch.empty(W, 4, dtype=torch.int32),
-        layout=layout, levels=symbol.levels(W), capacity=layout.groups if every else 10,
+        layout=layout, levels=symbol.levels(W), capacity=layout.groups if kind == "all" else 10,
+        support=support,
     )  # fmt: skip
 
 
@@ -213,7 +216,7 @@ def packed(bits, block, group, low, grad, residual, kind, divisor, numel=1 << 14
 HASHES = (4, 3, 5, 6, 1)
 # Every symbol with every pair of dtypes; hashes and the rest take turns.
 ENCODES = [
-    (symbol, grad, residual, HASHES[i % 5], i // 3 % 2 == 1)
+    (symbol, grad, residual, HASHES[i % 5], ("some", "all", "support")[(i // 3 + i) % 3])
     for i, (symbol, grad, residual) in enumerate(
         itertools.product(SYMBOLS.values(), (F32, BF16, F16), (F32, BF16, None))
     )

@@ -44,6 +44,7 @@ class Problem:
     layout: SketchLayout
     levels: int
     capacity: int
+    support: Tensor | None = None
 
 
 # share of the groups above the threshold, share that the capacity holds
@@ -102,13 +103,14 @@ def run_encode(ops, p: Problem, device: str, aligned: bool) -> dict[str, Tensor 
         "residual": p.residual,
     }
     out = {k: placed(v, device, aligned) for k, v in out.items()}
-    grad = placed(p.grad, device, aligned)
+    grad, support = placed(p.grad, device, aligned), placed(p.support, device, aligned)
     ops.encode(
         grad, out["residual"], p.threshold.to(device), p.step.to(device), p.seed.to(device),
         out["index"], out["cells"], out["counts"],
-        layout=layout, levels=p.levels, capacity=p.capacity,
+        layout=layout, levels=p.levels, capacity=p.capacity, support=support,
     )  # fmt: skip
     same("gradient", grad, p.grad)
+    same("support", support, p.support)
     for tensor in out.values():
         check_margins(tensor)
     return out
@@ -195,6 +197,46 @@ for mode in MODES:
         symbols = itertools.cycle(SYMBOLS)
         for n in (1, 3, 4, 31, 33, 127, 129):
             check(problem(next(symbols), F32, BF16, n, mode), device, divisor=2)
+
+
+def share(p: Problem, seed: int = 0) -> Problem:
+    """With a support of a third of the groups, chosen by nobody."""
+    rng, groups = np.random.default_rng(seed), p.layout.groups
+    p.support = to_bitmap(torch.from_numpy(rng.random((p.grad.shape[0], groups)) < 1 / 3))
+    if groups % 32:  # bits past the last group mean nothing
+        p.support[:, -1] |= torch.tensor(-1 << groups % 32, dtype=I32)
+    return p
+
+
+@case("a support")
+def _(device):
+    for symbol, grad, residual, n, mode in (
+        ("int8x4", F32, F32, 4099, "usual"), ("int8x4", BF16, BF16, 2051, "room for all"),
+        ("int16x2", F16, None, 1031, "overflow"), ("int32x1", F32, BF16, 2600, "nothing fits"),
+        ("float32", BF16, F32, 700, "usual"), ("float32", F32, BF16, 33, "usual"),
+    ):  # fmt: skip
+        p = share(problem(symbol, grad, residual, n, mode, hashes=4))
+        done = check(p, device)
+        assert p.support is not None
+        kept = sum(len(oracle.bits_of(row.numpy(), p.layout.groups)) for row in p.support)
+        assert done["counts"][:, 2].sum() == kept
+    check(share(problem("int8x4", F32, F32, 1024, "usual")), device, aligned=True)
+
+
+@case("groups of a support that are not finite are not sent, and poison the step")
+def _(device):
+    for symbol, residual in (("int8x4", F32), ("int16x2", BF16), ("int8x4", None)):
+        p = share(problem(symbol, F32, residual, 2600, "usual", W=3, hashes=4, seed=1))
+        assert p.support is not None
+        p.support[0, 0], p.support[1, 0] = -1, 0
+        p.grad[0, 3], p.grad[0, 400], p.grad[1, 5] = float("nan"), float("inf"), -float("inf")
+        done = check(p, device)
+        assert done["index"][:, -1].tolist() == [1, 1, 0]
+        # Every group of the first word but the one that holds the third element.
+        assert done["index"][0, 0] == ~(1 << 3 // p.layout.symbol.lanes)
+        assert done["out"].isnan().all()
+        if residual is not None:
+            assert done["residual"].isfinite().all()
 
 
 @case("nothing at all")

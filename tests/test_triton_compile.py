@@ -180,7 +180,7 @@ def test_offsets_above_two_to_the_31_are_64_bits_wide():
 def test_sizes_of_one_compile():
     """Triton makes an argument that is 1 a constant, which knows less than a tensor."""
     with compiling(90) as found:
-        encode(SYMBOLS["int8x4"], BF16, BF16, 3, False, numel=1, W=1)
+        encode(SYMBOLS["int8x4"], BF16, BF16, 3, "some", numel=1, W=1)
         decode(SYMBOLS["float32"], F32, BF16, 3, 3, numel=1, W=1)
     assert {k.name for k in found} == SKETCH - {
         "insert_kernel", "expand_kernel", "peel_kernel", "finish_kernel", "count_kernel",
@@ -197,7 +197,7 @@ def test_sizes_of_one_compile():
 
 def test_rows_that_are_not_aligned_compile_without_spills():
     with compiling(90) as found:
-        encode(SYMBOLS["int8x4"], F32, BF16, 3, False, numel=4095)
+        encode(SYMBOLS["int8x4"], F32, BF16, 3, "some", numel=4095)
         decode(SYMBOLS["int8x4"], F32, BF16, 3, 3, numel=4095)
         blocks(8, 256, F32, BF16, 0.9, 3, numel=4095)
         blocks(2, 4096, BF16, F32, 0.9, 3, numel=4095)

@@ -48,8 +48,8 @@ def pack(
     else:
         bitmap = index
     select_groups(
-        grad, residual, threshold, bitmap, message[:, POISON], counts,
-        lanes=layout.group, capacity=layout.capacity, given=support is not None,
+        grad, residual, threshold, None if support is not None else bitmap, message[:, POISON],
+        counts, lanes=layout.group, capacity=layout.capacity, support=support,
     )  # fmt: skip
     if support is None:
         trim(

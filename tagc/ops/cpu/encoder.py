@@ -17,20 +17,42 @@ _BATCH = 256
 
 @compiled
 def encode_row(
-    g, e, n, group, threshold, step, seed, levels, capacity, hashes, partition, index, cells, counts
-):
+    g, e, n, group, threshold, step, seed, levels, capacity, hashes, partition, support, index,
+    cells, counts,
+):  # fmt: skip
+    """One destination; a support that is empty is none."""
     words = index[: index.size - 1]
     bits, groups = float_bits(threshold), -(-n // len(group))
     above, nonzero, kept, poison, keys, stream = select_groups(
-        g, e, n, group, bits, bits if capacity < groups else U(1), words[:0], capacity, words
+        g, e, n, group, bits, bits if capacity < groups else U(1), support, capacity, words
     )
-    if kept > N(capacity):
+    if support.size > 0:
+        if poison:
+            kept = _marked_only(len(group), kept, keys, stream, words)
+    elif kept > N(capacity):
         keep_largest(len(group), capacity, kept, keys, stream, words)
         kept = N(capacity)
     salts = salts_of(seed, hashes)
     saturated = _emit(e, n, group, step, levels, keys[:kept], stream, salts, partition, cells)
     index[index.size - 1] = poison
     counts[0], counts[1], counts[2], counts[3] = above, nonzero, kept, saturated
+
+
+@compiled
+def _marked_only(lanes, kept, keys, stream, words):
+    """Drop the groups of a support that are not finite, which a sketch does not hold.
+
+    Returns: groups left.
+    """
+    width, left = N(lanes), N(0)
+    for t in range(N(kept)):
+        key = keys[t]
+        if (words[N(key) >> N(5)] >> U(N(key) & N(31))) & U(1):
+            keys[left] = key
+            for j in range(width):
+                stream[left * width + j] = stream[t * width + j]
+            left += N(1)
+    return left
 
 
 @compiled

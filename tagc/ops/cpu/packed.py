@@ -11,14 +11,19 @@ from torch import Tensor
 
 from tagc.blocks import MIN_BLOCK, BlockLayout
 from tagc.ops.cpu import bitmap as bitmaps
-from tagc.ops.cpu.arrays import halves_of, numpy_of, rows_of, words_of
+from tagc.ops.cpu.arrays import (
+    NO_SUPPORT,
+    halves_of,
+    numpy_of,
+    rows_of,
+    supports,
+    words_of,
+)
 from tagc.ops.cpu.blocks import codes_of
 from tagc.ops.cpu.packer import pack_values, unpack_shard
 from tagc.ops.cpu.scalar import group_of
 from tagc.ops.cpu.selection import keep_largest, select_groups
 from tagc.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
-
-_NO_SUPPORT = np.empty(0, np.uint32)
 
 
 def pack(
@@ -41,7 +46,7 @@ def pack(
     scales, codes = halves_of(message[:, first_value:first_code]), words_of(message[:, first_code:])
     limit, unit = np.float32(values.levels), np.float32(1 / values.levels)
     g, e, words = numpy_of(grad), numpy_of(residual), np.empty(layout.bitmap_words, np.uint32)
-    marks = [_NO_SUPPORT] * len(g) if support is None else _supports(support, layout)
+    marks = [NO_SUPPORT] * len(g) if support is None else _supports(support, layout)
     for r in range(grad.shape[0]):
         row = None if e is None else e[r]
         above, nonzero, poison, keys, stream = _select(
@@ -79,12 +84,8 @@ def _select(
 
 
 def _supports(support: Tensor, layout: PackedLayout) -> Any:
-    """Supports without what lies past the last group, which have room."""
-    words = words_of(support)
-    past = layout.groups % 32
-    if past:
-        words = words.copy()
-        words[:, -1] &= np.uint32((1 << past) - 1)
+    """Supports that have room."""
+    words = supports(support, layout.groups)
     for row in words:
         _check_room(int(bitmaps.count_bits(row)), layout)
     return words
@@ -165,7 +166,7 @@ def select(
     rows, words = numpy_of(x), words_of(bitmap)
     for r in range(x.shape[0]):
         above, nonzero, _, keys, _ = _select(
-            rows[r], None, threshold[r], _NO_SUPPORT, words[r], layout
+            rows[r], None, threshold[r], NO_SUPPORT, words[r], layout
         )
         counts.numpy()[r] = above, nonzero, keys.size, 0
 
