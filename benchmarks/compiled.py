@@ -20,7 +20,9 @@ from unittest import mock
 
 import torch
 
+from tagc.blocks import BITS, BlockLayout
 from tagc.layout import SketchLayout
+from tagc.packed import PackedLayout
 from tagc.symbols import SYMBOLS, Symbol
 
 from .records import Record
@@ -28,11 +30,17 @@ from .records import Record
 ops = importlib.import_module("tagc.triton_kernels.ops")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ARCHITECTURES = (80, 90)
-KERNELS = {
+SKETCH = {
     "select_kernel", "count_kernel", "drop_kernel", "emit_kernel", "insert_kernel", "union_kernel",
     "keys_kernel", "peel_kernel", "finish_kernel", "find_kernel", "remove_kernel",
     "finish_float_kernel", "estimate_kernel", "write_kernel", "expand_kernel",
 }  # fmt: skip
+BLOCKS = {"quantize_kernel", "dequantize_kernel"}
+PACKED = {
+    "select_kernel", "count_kernel", "drop_kernel", "rank_kernel", "scan_kernel", "list_kernel",
+    "index_kernel", "read_kernel", "values_kernel", "unpack_kernel",
+}  # fmt: skip
+KERNELS = SKETCH | BLOCKS | PACKED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +50,7 @@ class Compiled:
     name: str
     arch: int
     signature: dict[str, str]  # Triton types by argument
+    constants: dict[str, Any]  # by argument, those that are constants
     registers: int
     spilled: int  # bytes, stores and loads
     shared: int  # bytes
@@ -120,11 +129,17 @@ def _examine(name: str, arch: int, kernel: Any, log: str) -> Compiled:
         name=name,
         arch=arch,
         signature=dict(kernel.src.signature),
+        constants=_constants(kernel),
         registers=number(r"Used (\d+) registers"),
         spilled=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
         shared=kernel.metadata.shared,
         ptx=kernel.asm["ptx"],
     )
+
+
+def _constants(kernel: Any) -> dict[str, Any]:
+    names = list(kernel.src.signature)
+    return {names[place[0]]: value for place, value in kernel.src.constants.items()}
 
 
 def layout_of(symbol: Symbol, hashes: int, numel: int = 4096) -> SketchLayout:
@@ -133,15 +148,18 @@ def layout_of(symbol: Symbol, hashes: int, numel: int = 4096) -> SketchLayout:
     return SketchLayout(numel=numel, symbol=symbol, keys=100, hashes=hashes, partition=partition)
 
 
-def encode(symbol, grad, residual, hashes, every, numel=4096, W=2) -> None:
+def encode(symbol, grad, residual, hashes, kind, numel=4096, W=2) -> None:
+    """``kind``: room for ``some`` groups or ``all``, or a ``support``."""
     layout = layout_of(symbol, hashes, numel)
+    support = torch.empty(W, layout.words, dtype=torch.int32) if kind == "support" else None
     ops.encode(
         torch.empty(W, numel, dtype=grad),
         None if residual is None else torch.empty(W, numel, dtype=residual),
         torch.ones(W), torch.ones(W), torch.zeros(1, dtype=torch.int32),
         torch.empty(W, layout.index_words, dtype=torch.int32),
         torch.empty(W, layout.cells, dtype=symbol.dtype), torch.empty(W, 4, dtype=torch.int32),
-        layout=layout, levels=symbol.levels(W), capacity=layout.groups if every else 10,
+        layout=layout, levels=symbol.levels(W), capacity=layout.groups if kind == "all" else 10,
+        support=support,
     )  # fmt: skip
 
 
@@ -164,10 +182,41 @@ def codec(symbol, hashes) -> None:
     ops.peel(cells, index, seed, layout=layout)
 
 
+def blocks(bits, block, grad, residual, average, divisor, numel=1 << 14, R=2) -> None:
+    layout = BlockLayout(numel=numel, bits=bits, block=block)
+    message = torch.empty(R, layout.words, dtype=torch.int32)
+    left = None if residual is None else torch.empty(R, numel, dtype=residual)
+    ops.quantize(torch.empty(R, numel, dtype=grad), left, message, layout=layout, average=average)
+    out = torch.empty(1, numel, dtype=grad)
+    ops.dequantize(message[None], out, layout=layout, divisor=divisor)
+
+
+def packed(bits, block, group, low, grad, residual, kind, divisor, numel=1 << 14, R=2) -> None:
+    """``kind``: room for ``some`` groups or ``all``, or for a ``support``."""
+    groups = -(-numel // group)
+    capacity = groups if kind == "all" else groups // 2
+    layout = PackedLayout(
+        numel=numel, group=group, capacity=capacity, low_bits=low,
+        values=BlockLayout(numel=capacity * group, bits=bits, block=block),
+    )  # fmt: skip
+    message = torch.empty(R, layout.words, dtype=torch.int32)
+    marks = torch.empty(R, layout.bitmap_words, dtype=torch.int32)
+    support, counts = marks if kind == "support" else None, torch.empty(R, 4, dtype=torch.int32)
+    x, left = torch.empty(R, numel, dtype=grad), None
+    if residual is not None:
+        left = torch.empty(R, numel, dtype=residual)
+    ops.pack(x, left, torch.ones(R), support, message, counts, layout=layout)
+    given = None if support is None else support[0]
+    ops.unpack(message, given, torch.empty(numel, dtype=grad), layout=layout, divisor=divisor)
+    if residual is None:
+        ops.select(x, torch.ones(R), marks, counts, layout=layout)
+        ops.write_index(marks, message[:, 2 : 2 + layout.index_words], layout=layout)
+
+
 HASHES = (4, 3, 5, 6, 1)
 # Every symbol with every pair of dtypes; hashes and the rest take turns.
 ENCODES = [
-    (symbol, grad, residual, HASHES[i % 5], i // 3 % 2 == 1)
+    (symbol, grad, residual, HASHES[i % 5], ("some", "all", "support")[(i // 3 + i) % 3])
     for i, (symbol, grad, residual) in enumerate(
         itertools.product(SYMBOLS.values(), (F32, BF16, F16), (F32, BF16, None))
     )
@@ -178,6 +227,21 @@ DECODES = [
         itertools.product(SYMBOLS.values(), (F32, BF16, F16), (F32, BF16, None))
     )
 ]
+DTYPES = list(itertools.product((F32, BF16, F16), (F32, BF16, None)))
+# Every pair of bits and block size; dtypes and the rest take turns.
+BLOCK_SIZES = [32 << i for i in range(8)]
+QUANTIZES = [
+    (bits, block, *DTYPES[i % 9], (0.0, 0.9)[i // 2 % 2], 2 + i // 4 % 2)
+    for i, (bits, block) in enumerate(itertools.product(BITS, BLOCK_SIZES))
+]
+# Every size of a group with every pair of dtypes; the rest takes turns.
+PACKS = [
+    (
+        BITS[i % 4], BLOCK_SIZES[i % 8], group, (0, 1, 2, 4, 8, 16)[(i // 3 + i) % 6], *dtypes,
+        ("some", "support", "all")[i % 3], 2 + i // 2 % 2,
+    )
+    for i, (dtypes, group) in enumerate(itertools.product(DTYPES, (1, 2, 4, 8, 16, 32)))
+]  # fmt: skip
 CODECS = list(itertools.product((SYMBOLS["int8x4"], SYMBOLS["float32"]), HASHES))
 
 
@@ -196,6 +260,11 @@ def compile_all(
             decode(*arguments)
         for arguments in CODECS[:codecs]:
             codec(*arguments)
+        # Fewer of these; strides that take turns with all that varies.
+        for arguments in QUANTIZES[turn :: 9 if share > 1 else 1]:
+            blocks(*arguments)
+        for arguments in PACKS[turn :: 17 if share > 1 else 1]:
+            packed(*arguments)
     return found
 
 

@@ -19,7 +19,7 @@ from tagc.agreement import agree_on
 from tagc.codec_plans import CodecPlan, ResolvedCodec, plan_codec
 from tagc.codec_speed import measure_speeds
 from tagc.costs import CodecTime, Link, Speed, measured_time, unit_seconds
-from tagc.exchange import reduce_scatter
+from tagc.exchange import all_to_all, reduce_scatter
 from tagc.ops import get_ops
 from tagc.plan import AUTO_BITS, Choice, Direction, UnitPlan, resolve_auto
 from tagc.policy import Policy
@@ -136,7 +136,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     def exchange(numel: int) -> Callable[[], object]:
         send = torch.zeros(W, numel, dtype=torch.int32, device=device)
         received = torch.empty_like(send)
-        return lambda: dist.all_to_all_single(received, send, group=group)
+        return lambda: all_to_all(received, send, group).wait()
 
     def reduce(numel: int) -> Callable[[], object]:
         send = torch.zeros(W * numel, dtype=torch.float32, device=device)

@@ -110,17 +110,19 @@ class SketchPlan(CodecPlan):
         target: density that the policy asks for.
         capacity: groups that a rank keeps at most, per destination.
         levels: largest quantized magnitude that a rank sends.
+        shared: whether all ranks keep what the shard's owner chose.
     """
 
     layout: SketchLayout
     target: float
     capacity: int
     levels: int
+    shared: bool = False
 
     @property
     def name(self) -> str:
         """With the symbol."""
-        return f"sketch {self.symbol.name}"
+        return f"sketch {self.symbol.name}{' shared' if self.shared else ''}"
 
     @property
     def density(self) -> float:
@@ -129,7 +131,7 @@ class SketchPlan(CodecPlan):
 
     @property
     def words(self) -> int:
-        """The index."""
+        """The index, or the owner's next choice in its place."""
         return self.layout.index_words
 
     @property
@@ -236,20 +238,27 @@ def plan_codec(
                 block=codec.block,
             ),
             target=codec.density,
-            shared=codec.support == "shared" and capacity >= MIN_SHARED,
+            shared=_shared(codec, capacity),
             warmup_steps=codec.warmup_steps,
             feedback=stored,
         )
     symbol = resolve_symbol(codec.symbol, world_size)
     capacity = _capacity(codec.density, -(-columns // symbol.lanes))
+    shared = _shared(codec, capacity)
     return SketchPlan(
-        layout=plan_layout(columns, symbol, world_size * capacity),
+        # What all ranks keep is its own union.
+        layout=plan_layout(columns, symbol, capacity if shared else world_size * capacity),
         target=codec.density,
         capacity=capacity,
         levels=symbol.levels(world_size),
+        shared=shared,
         warmup_steps=codec.warmup_steps,
         feedback=stored,
     )
+
+
+def _shared(codec: SketchCodec | PackedCodec, capacity: int) -> bool:
+    return codec.support == "shared" and capacity >= MIN_SHARED
 
 
 def _capacity(density: float, groups: int) -> int:

@@ -159,19 +159,25 @@ def _packed(codec: PackedPlan, s: _Sample) -> tuple[Step, Step]:
 def _sketch(codec: SketchPlan, s: _Sample) -> tuple[Step, Step]:
     groups = -(-s.columns // codec.symbol.lanes)
     capacity = min(groups, int(SLACK * codec.target * groups) + 1)
-    layout = plan_layout(s.columns, codec.symbol, _ROWS * capacity)
+    layout = plan_layout(s.columns, codec.symbol, capacity if codec.shared else _ROWS * capacity)
     threshold = s.threshold(codec.symbol.lanes, codec.target)
     step = quantization_step(threshold, codec.symbol, codec.levels)
     index, counts = s.empty(_ROWS, layout.index_words), s.empty(_ROWS, COUNTS)
     cells = s.empty(_ROWS, layout.cells, dtype=codec.symbol.dtype)
     total, stats = torch.empty_like(cells[0]), s.empty(2)
     seed, out = torch.zeros(1, dtype=torch.int32, device=s.grad.device), torch.empty_like(s.grad[0])
+    support = None
 
     def encode() -> None:
         s.ops.encode(
             s.grad, s.residual, threshold, step, seed, index, cells, counts,
-            layout=layout, levels=codec.levels, capacity=capacity,
+            layout=layout, levels=codec.levels, capacity=capacity, support=support,
         )  # fmt: skip
+
+    if codec.shared:
+        encode()
+        support = index[:1, : layout.words].repeat(_ROWS, 1)
+        index = torch.cat([support, index[:, layout.words :]], 1)
 
     def decode() -> None:
         torch.sum(cells, 0, dtype=total.dtype, out=total)  # decoding consumes them

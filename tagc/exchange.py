@@ -1,13 +1,20 @@
 """Collectives: started together, waited for one by one, every byte counted.
 
 Wire bytes are what a rank must send to others: ``(W - 1) / W`` of the buffer for a reduce-scatter
-or an all-to-all, twice that for an all-reduce. gloo's own reduce-scatter sends twice what it must,
-so integer sums go by all-to-all and a local addition there, to the same result.
+or an all-to-all, twice that for an all-reduce.
+
+gloo gets messages instead of collectives. Its reduce-scatter sends twice what it must, so sums go
+by all-to-all and a local addition, to the same result. And its all-to-all and all-gather post a
+receive behind the sends to the same rank, so that the word that this rank is ready waits for data
+that goes the same way: with 2 ranks one direction often waits for the other (49 of 96 Mbit/s
+measured). Messages whose receives are all posted first use both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,16 +33,16 @@ class Pending:
         wire_bytes: bytes that this rank sends to others.
     """
 
-    work: dist.Work | None
+    works: Sequence[Any]
     wire_bytes: int
     parts: Tensor | None = None
     out: Tensor | None = None
 
     def wait(self) -> None:
         """Until the result can be used (on a GPU: by the current stream)."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        for work in self.works:
+            work.wait()
+        self.works = ()
         if self.parts is not None and self.out is not None:
             torch.sum(self.parts, dim=0, dtype=self.out.dtype, out=self.out)
             self.parts = None
@@ -47,8 +54,22 @@ def _to_others(t: Tensor, world_size: int) -> int:
 
 def all_to_all(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> Pending:
     """Row ``d`` of ``inp`` ``[W, m]`` goes to rank ``d``; row ``r`` of ``out`` came from ``r``."""
-    work = dist.all_to_all_single(out, inp, group=group, async_op=True)
-    return Pending(work, _to_others(inp, group.size()))
+    if _is_gloo(group, inp.device):
+        works = _messages(out.unbind(), inp.unbind(), group)
+    else:
+        works = [dist.all_to_all_single(out, inp, group=group, async_op=True)]
+    return Pending(works, _to_others(inp, group.size()))
+
+
+def _messages(out: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Any]:
+    """An all-to-all by messages, every receive posted before the first send."""
+    rank, ranks = group.rank(), group.size()
+    # Each rank begins with its neighbour, so that no rank is everybody's first.
+    others = [(rank + i) % ranks for i in range(1, ranks)]
+    works = [dist.irecv(out[r], group=group, group_src=r) for r in others]
+    works += [dist.isend(sent[r], group=group, group_dst=r) for r in others]
+    out[rank].copy_(sent[rank])
+    return works
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -67,13 +88,16 @@ def sum_rows(out: Tensor, inp: Tensor, scratch: Tensor, group: dist.ProcessGroup
         pending.parts, pending.out = scratch, out
         return pending
     work = reduce_scatter(out, inp.view(-1), op=dist.ReduceOp.SUM, group=group, async_op=True)
-    return Pending(work, _to_others(inp, group.size()))
+    return Pending([work], _to_others(inp, group.size()))
 
 
 def gather_messages(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> Pending:
     """``inp`` ``[1, m]`` of rank ``r`` is row ``r`` of ``out`` ``[W, m]`` on every rank."""
-    work = all_gather(out.view(-1), inp.view(-1), group=group, async_op=True)
-    return Pending(work, (group.size() - 1) * inp.numel() * inp.element_size())
+    if _is_gloo(group, inp.device):
+        works = _messages(out.unbind(), [inp[0]] * group.size(), group)
+    else:
+        works = [all_gather(out.view(-1), inp.view(-1), group=group, async_op=True)]
+    return Pending(works, (group.size() - 1) * inp.numel() * inp.element_size())
 
 
 def dense_reduce_scatter(
@@ -81,13 +105,13 @@ def dense_reduce_scatter(
 ) -> Pending:
     """The backend's own reduce-scatter of ``inp`` ``[W * m]`` to ``out`` ``[m]``."""
     work = reduce_scatter(out, inp, op=op, group=group, async_op=True)
-    return Pending(work, _to_others(inp, group.size()))
+    return Pending([work], _to_others(inp, group.size()))
 
 
 def all_reduce_sum(t: Tensor, group: dist.ProcessGroup) -> Pending:
     """Sum over ranks, in place."""
     work = dist.all_reduce(t, op=dist.ReduceOp.SUM, group=group, async_op=True)
-    return Pending(work, 2 * _to_others(t, group.size()))
+    return Pending([work], 2 * _to_others(t, group.size()))
 
 
 def gather_rows(t: Tensor, group: dist.ProcessGroup) -> Tensor:

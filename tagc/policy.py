@@ -23,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import InitErrorDetails
 
 from tagc.policy_codecs import (
     FEEDBACK_KINDS,
@@ -230,6 +231,24 @@ class Policy(Strict):
     replicas: Annotated[tuple[Rule, ...], BeforeValidator(_as_rules)] = ()
 
     _name: str = PrivateAttr(default="<dict>")
+
+    @field_validator("replicas")
+    @classmethod
+    def _check_owners(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        problem = ValueError("'shared' is the choice of a shard's owner, and replicas have none")
+        found = [
+            InitErrorDetails(
+                type="value_error",
+                loc=(i, "codec", rule.codec.kind, "support"),
+                input="shared",
+                ctx={"error": problem},
+            )
+            for i, rule in enumerate(rules)
+            if getattr(rule.codec, "support", "own") == "shared"
+        ]
+        if found:
+            raise ValidationError.from_exception_data(cls.__name__, found)
+        return rules
 
     @classmethod
     def load(cls, source: "str | os.PathLike[str] | Mapping[str, Any] | Policy") -> "Policy":

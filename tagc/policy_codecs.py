@@ -21,9 +21,11 @@ class SketchCodec(Strict):
     """Kept elements, quantized and summed in a count sketch.
 
     `density` is the fraction of elements that a rank keeps, in (0, 1]. `symbol` is the group size
-    and quantization of one 32-bit symbol; `auto` picks by the number of ranks. The first
-    `warmup_steps` reductions go dense: gradients change fastest at the start of a training. (A
-    unit waits for the longest warm-up of its rules.)
+    and quantization of one 32-bit symbol; `auto` picks by the number of ranks. With the
+    `support` `own` every rank keeps its largest groups, and the sketch has room for the union of
+    them; with `shared` all ranks keep the groups that the shard's owner chose one step ahead. The
+    first `warmup_steps` reductions go dense: gradients change fastest at the start of a training.
+    (A unit waits for the longest warm-up of its rules.)
     """
 
     compresses: ClassVar[bool] = True
@@ -31,6 +33,7 @@ class SketchCodec(Strict):
     kind: Literal["sketch"] = "sketch"
     density: _Density
     symbol: Literal["auto", "int8x4", "int16x2", "int32x1", "float32"] = "auto"
+    support: Literal["own", "shared"] = "own"
     warmup_steps: _Steps = 0
 
 
@@ -38,9 +41,8 @@ class PackedCodec(Strict):
     """Kept elements with their index, one message to each owner, who adds them up in float32.
 
     `density` and `warmup_steps` as for the sketch. Elements are kept in groups of `group`, and
-    quantized to `bits` in blocks of `block` kept elements that share a scale. With the `support`
-    `own` every rank keeps its largest groups; with `shared` all ranks keep the groups that the
-    shard's owner chose one step ahead.
+    quantized to `bits` in blocks of `block` kept elements that share a scale. `support` is as for
+    the sketch: a rank's `own`, or `shared`.
     """
 
     compresses: ClassVar[bool] = True

@@ -86,7 +86,14 @@ class Row:
 
 
 def encode_row(
-    x: np.ndarray, threshold: float, step: float, seed: int, layout: Any, levels: int, capacity: int
+    x: np.ndarray,
+    threshold: float,
+    step: float,
+    seed: int,
+    layout: Any,
+    levels: int,
+    capacity: int,
+    support: list[int] | None = None,
 ) -> Row:
     """Contract of ``Ops.encode`` for one destination, from float32 ``x`` ``[n]``."""
     lanes, bits = layout.symbol.lanes, layout.symbol.bits
@@ -98,7 +105,9 @@ def encode_row(
     ]
     above = [g for g in range(layout.groups) if finite[g] and size[g] >= threshold]
     nonzero = [g for g in range(layout.groups) if size[g] > 0]
-    if capacity < layout.groups:
+    if support is not None:
+        present = [g for g in support if finite[g]]
+    elif capacity < layout.groups:
         present = sorted(sorted(above, key=lambda g: (-size[g], g))[:capacity])
     else:
         present = nonzero

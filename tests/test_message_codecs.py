@@ -15,7 +15,8 @@ from torch import Tensor
 from units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
 
 from tagc.bitmap import from_bitmap
-from tagc.plan import UnitPlan
+from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.policy import Policy
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 EXACT: Any = {"rtol": 0, "atol": 0}
@@ -93,7 +94,10 @@ CODECS: dict[str, dict[str, Any]] = {
     "packed 16": {"kind": "packed", "density": 0.05, "bits": 16},
     "packed all": {"kind": "packed", "density": 1.0, "bits": 8},
     "shared": {"kind": "packed", "density": 0.3, "bits": 8, "support": "shared"},
+    "shared sketch": {"kind": "sketch", "density": 0.3, "symbol": "int32x1", "support": "shared"},
+    "shared sketch 8": {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"},
 }
+SHARED = ["shared", "shared sketch"]
 
 
 @on_ranks(2, 4)
@@ -170,9 +174,11 @@ def test_bytes_are_what_the_plan_says(rank: int, world_size: int, codec: str) ->
     reducer = unit_reducer(plan)
     for step in range(3):
         reduce(reducer, normal(world_size, plan.columns, step)[rank])
-    assert reducer.wire_bytes == 3 * sum(plan.wire_bytes(s) for s in plan.segments)
+    # Sketches agree on their first thresholds, one for each destination.
+    once = 4 * (world_size - 1) * world_size * len(plan.sketched)
+    assert reducer.wire_bytes == once + 3 * sum(plan.wire_bytes(s) for s in plan.segments)
     compressed = 3 * sum(plan.wire_bytes(s) for s in plan.compressed)
-    assert reducer.compressed_wire_bytes == compressed
+    assert reducer.compressed_wire_bytes == once + compressed
 
 
 @on_ranks(3)
@@ -211,13 +217,16 @@ def test_what_is_not_finite_shows_at_its_owner_and_is_not_kept(
 
 
 @on_ranks(3)
-def test_all_ranks_send_the_groups_that_the_owner_chose(rank: int, world_size: int) -> None:
-    plan = codec_plan(world_size, CODECS["shared"], PLAIN)
+@pytest.mark.parametrize("codec", SHARED)
+def test_all_ranks_send_the_groups_that_the_owner_chose(
+    rank: int, world_size: int, codec: str
+) -> None:
+    plan = codec_plan(world_size, CODECS[codec], PLAIN)
     reducer = unit_reducer(plan)
     chosen: list[set[int]] = []
     span = spans(plan)[0]
     for step in range(40):
-        support = reducer.packed.parts[0].support
+        support = (*reducer.packed.parts, *reducer.sketch.parts)[0].support
         assert support is not None
         everywhere = gathered(support.current)
         torch.testing.assert_close(everywhere[0], everywhere[rank], **EXACT)
@@ -230,7 +239,72 @@ def test_all_ranks_send_the_groups_that_the_owner_chose(rank: int, world_size: i
     assert set().union(*chosen) == set(range(911))
 
 
-def test_a_support_too_small_to_explore_is_a_ranks_own() -> None:
-    plan = codec_plan(2, {"kind": "packed", "density": 0.05, "support": "shared"}, PLAIN)
-    names = [segment.codec.name for segment in plan.compressed]
-    assert names == ["packed int8", "packed int8"]
+@on_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("symbol", "density"), [("int8x4", 0.9), ("int16x2", 0.5), ("float32", 0.3)]
+)
+@pytest.mark.parametrize("ops", ["cpu", "reference"])
+def test_the_sum_is_what_ranks_no_longer_owe(
+    rank: int, world_size: int, ops: str, symbol: str, density: float
+) -> None:
+    """To the bit: sums of these q fit float32, and on a grid nothing else rounds."""
+    codec = {"kind": "sketch", "density": density, "symbol": symbol, "support": "shared"}
+    plan = codec_plan(world_size, codec, PLAIN)
+    assert [s.codec.name for s in plan.compressed] == [f"sketch {symbol} shared"] * 2
+    reducer = unit_reducer(plan, ops)
+    owed = [torch.zeros(world_size, s.columns).double() for s in plan.compressed]
+    sent = 0
+    for step in range(6):
+        buffers = on_grid(world_size, plan.columns, step)
+        out = reduce(reducer, buffers[rank], SUM)
+        for i, span in enumerate(spans(plan)):
+            before = owed[i] + buffers[:, rank, span].double()
+            left = gathered(list(reducer.residuals.values())[i])[:, rank].double()
+            torch.testing.assert_close(out[span].double(), (before - left).sum(0), **EXACT)
+            owed[i] = left
+            sent += int(out[span].count_nonzero())
+    assert sent > 6 * 0.1 * sum(s.columns for s in plan.compressed)
+    assert reducer.sketch.totals[:, 2].tolist() == [0, 0]
+
+
+@on_ranks(2)
+def test_a_shared_sketch_keeps_what_its_owner_owes_most(rank: int, world_size: int) -> None:
+    """What the owner owes comes in the second step; what only others do waits for the window."""
+    plan = codec_plan(world_size, CODECS["shared sketch"], PLAIN)
+    reducer = unit_reducer(plan)
+    span = spans(plan)[0]
+    for step in range(3):
+        buffers = 2**-10 * on_grid(world_size, plan.columns, step)
+        # In the last words, where the window does not come that soon.
+        for owner in range(2):
+            buffers[owner, owner, span.start + 800] += 1.0
+            buffers[owner, owner, span.start + 880] = 0.0
+            buffers[1 - owner, owner, span.start + 880] += 1.0
+        out = reduce(reducer, buffers[rank], SUM)
+        assert bool(out[span.start + 800]) == (step > 0)
+        assert not out[span.start + 880]
+
+
+def bytes_per_element(world_size: int, support: str) -> float:
+    """Of a matrix of 2**24 elements, planned, without the share that a rank owns itself."""
+    codec = {"kind": "sketch", "density": 0.1, "symbol": "int8x4", "support": support}
+    rules = Policy.load({"schema": 1, "gradients": [{"when": {}, "codec": codec}]})
+    matrix = UnitParam(name="w", shape=(4096, 4096), columns=2**24 // world_size)
+    info = UnitInfo(name="", params=(matrix,), world_size=world_size, dtype=torch.float32)
+    plan = build_plan([info], rules).units[0]
+    return plan.wire_bytes(plan.segments[0]) / (1 - 1 / world_size) / 2**24
+
+
+def test_a_shared_sketch_does_not_grow_with_the_ranks() -> None:
+    few, many = (bytes_per_element(ranks, "shared") for ranks in (2, 64))
+    assert many < 1.1 * few
+    assert few < bytes_per_element(2, "own")
+    assert bytes_per_element(64, "own") > 2.5 * bytes_per_element(2, "own")
+
+
+@pytest.mark.parametrize("kind", ["packed", "sketch"])
+def test_a_support_too_small_to_explore_is_a_ranks_own(kind: str) -> None:
+    plan = codec_plan(2, {"kind": kind, "density": 0.05, "support": "shared"}, PLAIN)
+    own = codec_plan(2, {"kind": kind, "density": 0.05}, PLAIN)
+    assert [s.codec for s in plan.compressed] == [s.codec for s in own.compressed]
+    assert not any("shared" in s.codec.name for s in plan.compressed)

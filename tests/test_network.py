@@ -44,7 +44,9 @@ gradients:
 def test_the_kernel_counts_what_tagc_counts(tmp_path):
     policy = tmp_path / "policy.yaml"
     policy.write_text(POLICY)
-    methods = tuple(resolve_all([str(policy), "fp32", "fp32-gloo", f"{policy}@bf16"]))
+    methods = tuple(
+        resolve_all([str(policy), "fp32", "fp32-gloo", "fp32-messages", f"{policy}@bf16"])
+    )
     rates = (Rate(None), Rate.parse("400mbit"))
     options = Options(
         ranks=(2,), rates=rates, methods=methods, settings=SETTINGS, steps=3, loss_ranks=(2,)
@@ -53,8 +55,8 @@ def test_the_kernel_counts_what_tagc_counts(tmp_path):
     measure(options, results, lambda text: None)
     cells = [json.loads(line) for line in results.path.read_text().splitlines()]
     steps = {(c["key"]["method"], c["key"]["rate"]): c for c in cells if c["key"]["kind"] == "step"}
-    assert len(steps) == 8
-    assert len(cells) == 4 + 2 + 8
+    assert len(steps) == 10
+    assert len(cells) == 5 + 2 + 10
 
     gathered = _gathered_bytes(2)
     for rate in ("unlimited", "400mbit"):
@@ -66,8 +68,9 @@ def test_the_kernel_counts_what_tagc_counts(tmp_path):
         assert half["kernel_bytes"] == pytest.approx(gathered / 2 + sent, rel=0.03)
         dense = _shard_bytes(2)
         assert ours["payload_bytes"]["gradients"] == sent
-        assert steps["fp32", rate]["payload_bytes"]["gradients"] == dense
-        assert steps["fp32", rate]["kernel_bytes"] == pytest.approx(gathered + dense, rel=0.03)
+        for name in ("fp32", "fp32-messages"):
+            assert steps[name, rate]["payload_bytes"]["gradients"] == dense
+            assert steps[name, rate]["kernel_bytes"] == pytest.approx(gathered + dense, rel=0.03)
         # gloo's own reduce-scatter sends twice what it must.
         wasted = steps["fp32-gloo", rate]["kernel_bytes"]
         assert wasted == pytest.approx(gathered + 2 * dense, rel=0.03)
@@ -79,6 +82,9 @@ def test_the_kernel_counts_what_tagc_counts(tmp_path):
     # At the first step of a method nothing but the reduction differs.
     losses = {c["key"]["method"]: c["losses"][0] for c in cells if c["key"]["kind"] == "loss"}
     assert losses["fp32"] == losses["fp32-gloo"] == losses[str(policy)]
+    # Later on, too, for two ways to the same sums.
+    curves = {c["key"]["method"]: c["losses"] for c in cells if c["key"]["kind"] == "loss"}
+    assert curves["fp32-messages"] == curves["fp32"]
 
     before = results.path.read_text()
     measure(options, ResultsFile(results.path), lambda text: None)

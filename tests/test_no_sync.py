@@ -79,6 +79,9 @@ PLANS = {
     "quantized": lambda: codec_plan(2, {"kind": "quantized"}, {"kind": "average"}),
     "packed": lambda: codec_plan(2, {"kind": "packed", "density": 0.1}),
     "shared": lambda: codec_plan(2, {"kind": "packed", "density": 0.4, "support": "shared"}),
+    "shared sketch": lambda: codec_plan(
+        2, {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"}
+    ),
     "bfloat16": lambda: codec_plan(2, {"kind": "dense", "wire": "bfloat16"}),
 }
 

@@ -68,6 +68,7 @@ class Case:
     layout: SketchLayout
     levels: int
     capacity: int
+    support: Tensor | None = None
 
 
 @dataclass
@@ -115,7 +116,7 @@ def encode(ops, case: Case) -> Encoded:
     before = case.grad.clone()
     ops.encode(
         case.grad, residual, case.threshold, case.step, case.seed, index, cells, counts,
-        layout=layout, levels=case.levels, capacity=case.capacity,
+        layout=layout, levels=case.levels, capacity=case.capacity, support=case.support,
     )  # fmt: skip
     oracle.check_margins(residual, index, cells)
     assert oracle.same_bits(case.grad, before)
@@ -148,9 +149,12 @@ def check_against_oracle(case: Case, got: Encoded) -> None:
         x = case.grad[d].float()
         if case.residual is not None:
             x = x + case.residual[d].float()
+        support = None
+        if case.support is not None:
+            support = oracle.bits_of(case.support[d].numpy(), layout.groups)
         row = oracle.encode_row(
             x.numpy(), case.threshold[d].item(), case.step[d].item(), int(case.seed), layout,
-            case.levels, case.capacity,
+            case.levels, case.capacity, support,
         )  # fmt: skip
         assert oracle.bits_of(got.index[d, :-1].numpy(), layout.words * 32) == row.present
         assert got.index[d, -1] == row.poison
@@ -215,6 +219,49 @@ def test_cpu_encodes_like_the_reference(symbol, grad_dtype, residual_dtype, mode
         same(encode(CPU, case), encode(REFERENCE, case), symbol)
         spoil(case, rng)
         same(encode(CPU, case), encode(REFERENCE, case), symbol)
+
+
+def share(case: Case, rng, *, bad: bool = False) -> None:
+    """A support of a third of the groups, zeros among them; ``bad`` makes some not finite."""
+    W, groups, lanes = len(case.grad), case.layout.groups, case.layout.symbol.lanes
+    marked = torch.from_numpy(rng.random((W, groups)) < 1 / 3)
+    if bad:
+        for at, value in ((0, float("nan")), (groups - 1, float("inf"))):
+            marked[0, at] = True
+            case.grad[0, at * lanes] = value
+        # One outside of it, too, where there is room.
+        if groups > 2:
+            marked[0, 1] = False
+            case.grad[0, lanes] = float("-inf")
+    support = to_bitmap(marked)
+    if groups % 32:
+        support[:, -1] |= torch.tensor(-1 << groups % 32, dtype=torch.int32)  # means nothing
+    case.support = oracle.widened(support)
+
+
+@pytest.mark.parametrize("mode", ["usual", "room for all"])
+@variants
+def test_reference_encodes_a_support_by_the_contract(symbol, grad_dtype, residual_dtype, mode):
+    rng = np.random.default_rng(6)
+    for n, bad in itertools.product(SIZES, (False, True)):
+        case = make_case(n, 2, symbol, grad_dtype, residual_dtype, mode, rng)
+        share(case, rng, bad=bad)
+        got = encode(REFERENCE, case)
+        check_against_oracle(case, got)
+        assert got.index[:, -1].tolist() == [int(bad), 0]
+
+
+@pytest.mark.parametrize("mode", ["usual", "nothing fits", "room for all"])
+@variants
+def test_cpu_encodes_a_support_like_the_reference(symbol, grad_dtype, residual_dtype, mode):
+    rng = np.random.default_rng(7)
+    for n, W, bad in itertools.product(SIZES + LARGER, (1, 3), (False, True)):
+        case = make_case(n, W, symbol, grad_dtype, residual_dtype, mode, rng)
+        share(case, rng, bad=bad)
+        got = encode(CPU, case)
+        same(got, encode(REFERENCE, case), symbol)
+        if n in LARGER:  # more than what would fit
+            assert bool((got.counts[:, 2] > case.capacity).all()) == (mode != "room for all")
 
 
 @pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])

@@ -316,8 +316,9 @@ def test_modes_are_what_they_say():
 def test_cpu_is_the_reference_to_the_bit(group, bits, grad_dtype, residual_dtype, mode):
     rng = np.random.default_rng(2)
     variant = group, bits, grad_dtype, residual_dtype
-    cases = itertools.product((0, 1, 1000, 4999), (False, True), LOW_BITS)
-    for (n, spoilt, low_bits), block in zip(cases, itertools.cycle((32, 256, 4096)), strict=False):
+    cases = itertools.product((0, 1, 1000, 4099), (False, True), range(3))
+    shapes = itertools.cycle(itertools.product((32, 256, 4096), LOW_BITS))
+    for (n, spoilt, _), (block, low_bits) in zip(cases, shapes, strict=False):
         case = make_case(n, 3, block, variant, mode, rng, low_bits=low_bits, spoilt=spoilt)
         fast, slow = (pack(ops, case) for ops in OPS)
         assert torch.equal(fast.message, slow.message)
@@ -333,7 +334,7 @@ def test_cpu_is_the_reference_to_the_bit(group, bits, grad_dtype, residual_dtype
 
 @pytest.mark.parametrize("mode", MODES)
 @both
-@pytest.mark.parametrize(("group", "dtype"), [(1, F32), (2, BF16), (4, F32)])
+@pytest.mark.parametrize(("group", "dtype"), [(2, F32), (4, BF16)])
 def test_selects_what_pack_would_keep(group, dtype, ops, mode):
     rng = np.random.default_rng(3)
     for n, spoilt in itertools.product((0, 1, 33, 1000), (False, True)):
@@ -423,17 +424,14 @@ number = st.floats(-1024, 1024, width=32)
 @both
 @given(
     pairs=st.lists(st.tuples(number, number), min_size=1, max_size=70),
-    bits=st.sampled_from((2, 4, 8, 16)),
-    group=st.sampled_from((1, 4)),
-    dtype=st.sampled_from([F32, BF16]),
+    form=st.sampled_from([(1, 4, F32), (1, 8, F32), (4, 8, BF16)]),
     octave=st.integers(-10, 10),
     room=st.integers(0, 70),
 )
 @settings(deadline=None, max_examples=80, derandomize=True)
-def test_what_is_sent_plus_what_stays_is_what_was_there(
-    ops, pairs, bits, group, dtype, octave, room
-):
+def test_what_is_sent_plus_what_stays_is_what_was_there(ops, pairs, form, octave, room):
     """To the last bit; a bfloat16 residual is off by its rounding, half of 2**-7."""
+    group, bits, dtype = form
     grad, residual = torch.tensor(pairs).T.contiguous()[:, None].unbind(0)
     n = len(pairs)
     layout = plan_packed(n, capacity=min(room, -(-n // group)), group=group, bits=bits, block=32)

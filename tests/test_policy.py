@@ -74,6 +74,7 @@ def test_the_content_of_a_file(tmp_path):
         "kind": "sketch",
         "density": 0.2,
         "symbol": "int8x4",
+        "support": "own",
         "warmup_steps": 0,
     }
     assert first.feedback == Feedback(kind="residual", dtype="bfloat16")
@@ -144,11 +145,11 @@ def test_builtin_takes_every_matrix(name: str, kind: str):
             assert policy.gradients[index].codec.kind == kind
         else:
             assert index is None
-    assert bool(policy.parameters) == (name == "hybrid")
-    for rule in policy.parameters:
-        assert rule.codec.model_dump() == {
-            "kind": "quantized", "bits": 8, "block": 256, "keep_for_backward": True,
-        }  # fmt: skip
+    assert bool(policy.parameters) == (name in ("hybrid", "auto"))
+    if name == "hybrid":
+        assert [rule.codec.model_dump() for rule in policy.parameters] == [
+            {"kind": "quantized", "bits": 8, "block": 256, "keep_for_backward": True}
+        ]
 
 
 NEW = """\
@@ -191,6 +192,7 @@ def test_errors_of_every_codec(gradient: str, parameter: str, message: str, tmp_
         ({"kind": "sketch", "density": 0.1}, {"kind": "average"}, "would forget most"),
         ({"kind": "packed", "density": 0.1}, {"beta": 0.5}, "only the kind 'average' has them"),
         ({"kind": "packed", "density": 0.1, "support": "shared"}, {"kind": "none"}, "residuals"),
+        ({"kind": "sketch", "density": 0.1, "support": "shared"}, {"kind": "none"}, "residuals"),
         ({"kind": "dense", "wire": "bfloat16"}, {"kind": "residual"}, "has no effect"),
         ({"kind": "quantized"}, {"kind": "average", "beta": 1.0}, "less than 1"),
     ],
@@ -199,6 +201,17 @@ def test_feedback_must_go_with_the_codec(codec: dict, feedback: dict, message: s
     rule = {"when": {}, "codec": codec, "feedback": feedback}
     with pytest.raises(PolicyError, match=message):
         Policy.load({"schema": 1, "gradients": [rule]})
+
+
+@pytest.mark.parametrize("kind", ["sketch", "packed"])
+def test_replicas_have_no_owner_who_could_choose_for_all(kind: str):
+    own = {"when": {}, "codec": {"kind": kind, "density": 0.1}}
+    shared = {"when": {}, "codec": {**own["codec"], "support": "shared"}}
+    with pytest.raises(PolicyError) as caught:
+        Policy.load({"schema": 1, "gradients": [shared], "replicas": [own, shared]})
+    [line] = str(caught.value).splitlines()
+    assert "replicas[1].codec.support: 'shared' is the choice of a shard's owner" in line
+    Policy.load({"schema": 1, "gradients": [shared], "replicas": [own]})
 
 
 @pytest.mark.parametrize(

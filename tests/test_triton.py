@@ -6,15 +6,9 @@ it is imported whether it interprets), and natively where there is a GPU (``-m g
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import json
-import os
 import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +18,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
 from sync import synchronizing_raises
 from torch import Tensor
 
@@ -33,12 +28,8 @@ from tagc.ops import reference
 from tagc.quantize import quantization_step
 from tagc.symbols import SYMBOLS
 
+pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
-triton = pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
-
-
-def kernels(name: str) -> Any:
-    return importlib.import_module(f"tagc.triton_kernels.{name}")
 
 
 @dataclass
@@ -53,6 +44,7 @@ class Problem:
     layout: SketchLayout
     levels: int
     capacity: int
+    support: Tensor | None = None
 
 
 # share of the groups above the threshold, share that the capacity holds
@@ -102,43 +94,6 @@ def problem(symbol, grad_dtype, residual_dtype, n, mode, *, W=2, hashes=0, room=
     )  # fmt: skip
 
 
-def placed(x: Tensor | None, device: str, aligned: bool) -> Tensor | None:
-    """A copy on the device: the middle of a wider buffer, or 16-byte aligned rows."""
-    if x is None:
-        return None
-    if not aligned:
-        x = oracle.widened(x)
-        assert x._base is not None
-        wide = x._base.to(device, copy=True)
-        return wide[..., 3:-5]
-    return x.to(device, copy=True)
-
-
-def check_margins(view: Tensor | None) -> None:
-    if view is not None and view._base is not None and view._base.shape[-1] == view.shape[-1] + 8:
-        copy = view._base.cpu()
-        oracle.check_margins(copy[..., 3:-5])
-
-
-def same(name: str, got: Tensor | None, want: Tensor | None) -> None:
-    if want is None:
-        assert got is None
-        return
-    assert got is not None
-    got = got.cpu()
-    if want.dtype == torch.bool:
-        assert torch.equal(got, want), name
-        return
-    if not oracle.same_bits(got, want):
-        where = (got.float() != want.float()).nonzero()[:4].tolist()
-        raise AssertionError(f"{name} differs at {where or 'signs of zeros or NaNs'}")
-
-
-def canonical(x: Tensor | None) -> Tensor | None:
-    """The same NaN everywhere, whatever its bits were."""
-    return x if x is None or x.dtype == I32 else torch.where(x.isnan(), torch.nan, x)
-
-
 def run_encode(ops, p: Problem, device: str, aligned: bool) -> dict[str, Tensor | None]:
     W, layout = p.grad.shape[0], p.layout
     out = {
@@ -148,13 +103,14 @@ def run_encode(ops, p: Problem, device: str, aligned: bool) -> dict[str, Tensor 
         "residual": p.residual,
     }
     out = {k: placed(v, device, aligned) for k, v in out.items()}
-    grad = placed(p.grad, device, aligned)
+    grad, support = placed(p.grad, device, aligned), placed(p.support, device, aligned)
     ops.encode(
         grad, out["residual"], p.threshold.to(device), p.step.to(device), p.seed.to(device),
         out["index"], out["cells"], out["counts"],
-        layout=layout, levels=p.levels, capacity=p.capacity,
+        layout=layout, levels=p.levels, capacity=p.capacity, support=support,
     )  # fmt: skip
     same("gradient", grad, p.grad)
+    same("support", support, p.support)
     for tensor in out.values():
         check_margins(tensor)
     return out
@@ -199,17 +155,7 @@ def check(p: Problem, device: str, *, out=F32, divisor=3, aligned=False) -> dict
 
 # --- cases: they take a device, and each has a name ---------------------------------------------
 
-CASES: dict[str, Callable[[str], None]] = {}
-
-
-def case(name: str):
-    def register(function):
-        assert name not in CASES
-        CASES[name] = function
-        return function
-
-    return register
-
+CASES = case = Cases()
 
 # symbol, gradient, residual, n, mode, hashes, output, divisor: every pair of the first three.
 GRID = [
@@ -251,6 +197,46 @@ for mode in MODES:
         symbols = itertools.cycle(SYMBOLS)
         for n in (1, 3, 4, 31, 33, 127, 129):
             check(problem(next(symbols), F32, BF16, n, mode), device, divisor=2)
+
+
+def share(p: Problem, seed: int = 0) -> Problem:
+    """With a support of a third of the groups, chosen by nobody."""
+    rng, groups = np.random.default_rng(seed), p.layout.groups
+    p.support = to_bitmap(torch.from_numpy(rng.random((p.grad.shape[0], groups)) < 1 / 3))
+    if groups % 32:  # bits past the last group mean nothing
+        p.support[:, -1] |= torch.tensor(-1 << groups % 32, dtype=I32)
+    return p
+
+
+@case("a support")
+def _(device):
+    for symbol, grad, residual, n, mode in (
+        ("int8x4", F32, F32, 4099, "usual"), ("int8x4", BF16, BF16, 2051, "room for all"),
+        ("int16x2", F16, None, 1031, "overflow"), ("int32x1", F32, BF16, 2600, "nothing fits"),
+        ("float32", BF16, F32, 700, "usual"), ("float32", F32, BF16, 33, "usual"),
+    ):  # fmt: skip
+        p = share(problem(symbol, grad, residual, n, mode, hashes=4))
+        done = check(p, device)
+        assert p.support is not None
+        kept = sum(len(oracle.bits_of(row.numpy(), p.layout.groups)) for row in p.support)
+        assert done["counts"][:, 2].sum() == kept
+    check(share(problem("int8x4", F32, F32, 1024, "usual")), device, aligned=True)
+
+
+@case("groups of a support that are not finite are not sent, and poison the step")
+def _(device):
+    for symbol, residual in (("int8x4", F32), ("int16x2", BF16), ("int8x4", None)):
+        p = share(problem(symbol, F32, residual, 2600, "usual", W=3, hashes=4, seed=1))
+        assert p.support is not None
+        p.support[0, 0], p.support[1, 0] = -1, 0
+        p.grad[0, 3], p.grad[0, 400], p.grad[1, 5] = float("nan"), float("inf"), -float("inf")
+        done = check(p, device)
+        assert done["index"][:, -1].tolist() == [1, 1, 0]
+        # Every group of the first word but the one that holds the third element.
+        assert done["index"][0, 0] == ~(1 << 3 // p.layout.symbol.lanes)
+        assert done["out"].isnan().all()
+        if residual is not None:
+            assert done["residual"].isfinite().all()
 
 
 @case("nothing at all")
@@ -508,50 +494,15 @@ def _(device):
 # --- in a process of its own ------------------------------------------------------------------
 
 
-def accept_numpy() -> None:
-    """Let Triton 3.6 interpret loops under numpy 2.4, which calls no array of one an integer."""
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    patch = interpreter._patch_lang_tensor
-
-    def patch_index_too(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_index_too
-
-
-def interpret(results: Path) -> None:
-    """Run all cases and write ``{name: traceback or None}``."""
-    if triton.__version__.startswith("3.6."):
-        accept_numpy()
-    outcome: dict[str, str | None] = {}
-    for name, function in CASES.items():
-        start = time.process_time()
-        try:
-            function("cpu")
-            outcome[name] = None
-        except Exception:
-            outcome[name] = traceback.format_exc()
-        print(f"{time.process_time() - start:6.1f} s  {name}", flush=True)
-        results.write_text(json.dumps(outcome))
-
-
 @pytest.fixture(scope="session")
-def interpreted(tmp_path_factory) -> dict[str, str | None]:
-    results = tmp_path_factory.mktemp("triton") / "results.json"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::RuntimeWarning", __file__, str(results)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(results.read_text())
+def outcome(tmp_path_factory) -> dict[str, str | None]:
+    return interpreted(__file__, tmp_path_factory.mktemp("triton"))
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted(interpreted, name):
-    failure = interpreted[name]
+def test_interpreted(outcome, name):
+    failure = outcome[name]
     assert failure is None, failure
 
 
@@ -696,4 +647,4 @@ def test_more_than_two_to_the_31_elements():
 
 
 if __name__ == "__main__":
-    interpret(Path(sys.argv[1]))
+    CASES.main(Path(sys.argv[1]))

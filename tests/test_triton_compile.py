@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import importlib
 import re
+from typing import Any
 
 import pytest
 import torch
 
+from tagc.blocks import BlockLayout
+from tagc.packed import PackedLayout
 from tagc.symbols import SYMBOLS
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
@@ -18,20 +21,31 @@ triton = pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 from benchmarks.compiled import (  # noqa: E402
     ARCHITECTURES,
     BF16,
+    BLOCKS,
     F32,
     KERNELS,
+    PACKED,
+    SKETCH,
     Compiled,
     Compiler,
+    blocks,
     compile_all,
     compiling,
     decode,
     encode,
     layout_of,
+    packed,
     rows,
 )
 from benchmarks.compiled_table import table  # noqa: E402
 
-select = importlib.import_module("tagc.triton_kernels.select").select
+pytestmark = pytest.mark.timeout(600)
+tile = importlib.import_module("tagc.triton_kernels.codes").blocks_and_warps
+
+
+def kernel(name: str) -> Any:
+    """A launcher."""
+    return getattr(importlib.import_module(f"tagc.triton_kernels.{name}"), name)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -62,10 +76,11 @@ def test_select_reads_and_writes_16_bytes_at_a_time(compiled):
     kernels = [k for k in compiled if k.name == "select_kernel"]
     assert kernels
     for k in kernels:
-        # All that is narrower: the threshold, in, the bitmap and the poison word, out.
+        # All that is narrower: the threshold or the given bitmap, in, bitmap and poison word, out.
         narrow_in = re.findall(r"ld\.global(?:\.\w+)*?\.[bf]\d+", k.ptx.replace(".v4.b32", ""))
         assert len(re.findall(r"ld\.global\.v4\.b32", k.ptx)) >= 2, k.variant
-        assert len([x for x in narrow_in if x != "ld.global"]) == 1, (k.variant, narrow_in)
+        narrow = len([x for x in narrow_in if x != "ld.global"])
+        assert narrow <= 4 if k.constants["GIVEN"] else narrow == 1, (k.variant, narrow_in)
         stores = len(re.findall(r"st\.global\.v4\.b32", k.ptx))
         expected = {"*fp32": 4, "*bf16": 2, "constexpr": 0}[k.signature["residual"]]
         assert stores == expected, k.variant
@@ -76,6 +91,50 @@ def test_write_stores_vectors(compiled):
     assert any("st.global.v4.b32" in k.ptx for k in kernels)
 
 
+def test_quantize_reads_and_writes_16_bytes_at_a_time(compiled):
+    kernels = [k for k in compiled if k.name == "quantize_kernel"]
+    assert kernels
+    for k in kernels:
+        assert "ld.global" not in k.ptx.replace("ld.global.v4.b32", ""), k.variant
+        # All that is narrower: scales, and codes of blocks that are too small for the warp.
+        c = k.constants
+        count, warps = tile(c["BLOCK"])
+        elements = count * c["BLOCK"] // (32 * warps)
+        size = {"*fp32": 4, "*bf16": 2, "constexpr": 0}[k.signature["residual"]]
+        wide = len(re.findall(r"st\.global\.v4\.b32", k.ptx))
+        codes = elements * c["BITS"] // 8 // 16 if c["BLOCK"] * c["BITS"] >= 128 else 0
+        assert wide >= elements * size // 16, (k.variant, c, wide)
+        assert wide <= elements * size // 16 + max(1, codes), (k.variant, c, wide)
+
+
+def test_sums_store_16_bytes_at_a_time(compiled):
+    for name in ("dequantize_kernel", "unpack_kernel"):
+        kernels = [k for k in compiled if k.name == name]
+        assert kernels
+        for k in kernels:
+            assert "st.global" not in k.ptx.replace("st.global.v4.b32", ""), (name, k.variant)
+
+
+def test_values_move_whole_groups(compiled):
+    kernels = [k for k in compiled if k.name == "values_kernel"]
+    assert any(k.constants["GROUP"] >= 4 for k in kernels)
+    for k in kernels:
+        source = k.signature["residual" if k.signature["grad"] == "*fp32" else "grad"]
+        if k.constants["GROUP"] >= 8 and source != "constexpr":
+            assert "ld.global.v4.b32" in k.ptx, (k.variant, k.constants)
+
+
+def test_arithmetic_is_ieee(compiled):
+    """No division by an approximate reciprocal, nothing flushed to zero, no contraction."""
+    kernels = [k for k in compiled if k.name in BLOCKS | PACKED]
+    assert {"quantize_kernel", "values_kernel"} <= {
+        k.name for k in kernels if "div.rn.f32" in k.ptx
+    }
+    for k in kernels:
+        wrong = re.findall(r"\b(?:div\.full|div\.approx|rcp|fma)\S*f32|\S+\.ftz\S*", k.ptx)
+        assert not wrong, (k.name, k.variant, wrong)
+
+
 def test_atomics_return_nothing(compiled):
     """Else a warp waits for each of them; Triton 3.6 leaves it to ptxas to see that it need not."""
     for k in compiled:
@@ -83,7 +142,10 @@ def test_atomics_return_nothing(compiled):
             mentions = re.findall(rf"^.*{result}\b.*$", k.ptx, re.MULTILINE)
             uses = [line for line in mentions if "atom." not in line and ", 0x0;" not in line]
             assert not uses, f"{k.name}({k.variant}) uses an atomic's result: {uses}"
-    for name in ("select_kernel", "count_kernel", "emit_kernel", "insert_kernel", "keys_kernel"):
+    for name in (
+        "select_kernel", "count_kernel", "emit_kernel", "insert_kernel", "keys_kernel",
+        "index_kernel", "read_kernel",
+    ):  # fmt: skip
         atomics = [k for k in compiled if k.name == name and re.search(r"\b(red|atom)\.", k.ptx)]
         assert atomics, f"no atomics in {name}: nothing was checked"
 
@@ -93,33 +155,54 @@ def test_offsets_above_two_to_the_31_are_64_bits_wide():
     layout = layout_of(SYMBOLS["int8x4"], 4, numel)
     with compiling(90) as found:
         # Addresses only, nothing is touched: gigantic rows that repeat a single element.
-        select(
+        kernel("select")(
             torch.zeros(1, dtype=BF16).expand(2, numel), None, torch.ones(2),
             torch.zeros(1, dtype=torch.int32).expand(2, layout.words),
             torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32),
             lanes=layout.symbol.lanes, capacity=10,
         )  # fmt: skip
-    assert len(found) == 1
+        values = BlockLayout(numel=numel, bits=8, block=256)
+        message = torch.empty(1, 1, values.words, dtype=torch.int32, device="meta")
+        x = torch.empty(1, numel, dtype=BF16, device="meta")
+        kernel("quantize")(x, None, message[0], layout=values, average=0.0)
+        kernel("dequantize")(message, x, layout=values, divisor=2)
+        layout = PackedLayout(
+            numel=numel, group=1 << 5, capacity=100, low_bits=0,
+            values=BlockLayout(numel=3200, bits=8),
+        )  # fmt: skip
+        message = torch.empty(1, layout.words, dtype=torch.int32, device="meta")
+        kernel("unpack")(message, message[0, : layout.bitmap_words], x[0], layout=layout, divisor=2)
+    assert {k.name for k in found} >= {"select_kernel", "unpack_kernel"} | BLOCKS
     check_memory(found)
-    assert found[0].signature["n"] == "i64"
+    assert {k.signature.get("n", "i64") for k in found} == {"i64"}
 
 
 def test_sizes_of_one_compile():
     """Triton makes an argument that is 1 a constant, which knows less than a tensor."""
     with compiling(90) as found:
-        encode(SYMBOLS["int8x4"], BF16, BF16, 3, False, numel=1, W=1)
+        encode(SYMBOLS["int8x4"], BF16, BF16, 3, "some", numel=1, W=1)
         decode(SYMBOLS["float32"], F32, BF16, 3, 3, numel=1, W=1)
-    assert {k.name for k in found} == KERNELS - {
+    assert {k.name for k in found} == SKETCH - {
         "insert_kernel", "expand_kernel", "peel_kernel", "finish_kernel", "count_kernel",
         "drop_kernel",
     }  # fmt: skip
+    check_memory(found)
+    with compiling(90) as found:
+        blocks(8, 32, F32, BF16, 0.9, 3, numel=1, R=1)
+        for low, kind in ((0, "all"), (1, "support"), (2, "all"), (1, "some")):
+            packed(8, 32, 1, low, F32, BF16, kind, 1, numel=1, R=1)
+    assert {k.name for k in found} >= (BLOCKS | PACKED) - {"drop_kernel", "count_kernel"}
     check_memory(found)
 
 
 def test_rows_that_are_not_aligned_compile_without_spills():
     with compiling(90) as found:
-        encode(SYMBOLS["int8x4"], F32, BF16, 3, False, numel=4095)
+        encode(SYMBOLS["int8x4"], F32, BF16, 3, "some", numel=4095)
         decode(SYMBOLS["int8x4"], F32, BF16, 3, 3, numel=4095)
+        blocks(8, 256, F32, BF16, 0.9, 3, numel=4095)
+        blocks(2, 4096, BF16, F32, 0.9, 3, numel=4095)
+        packed(8, 256, 1, 2, F32, F32, "some", 3, numel=4095)
+        packed(4, 4096, 32, 1, BF16, BF16, "support", 3, numel=4095)
     # Scalar accesses take more registers: fewer warps fit, which these rare segments can bear.
     assert [k.name for k in found if k.spilled] == []
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 from .jit import jit, tl
 from .scalar import bfloat16_bits, magnitude, rint
 
-# Elements of a program, in whole blocks: one warp, as long as a block fits. Reductions over a block
-# then are shuffles, and a thread holds 16 elements.
-_TILE = 512
 
+def blocks_and_warps(block: int, each: int = 16) -> tuple[int, int]:
+    """Blocks per program, and its warps, for blocks of ``block`` elements, ``each`` per thread.
 
-def blocks_and_warps(block: int) -> tuple[int, int]:
-    """Blocks per program, and its warps, for blocks of ``block`` elements."""
-    return max(1, _TILE // block), max(1, block // _TILE)
+    One warp, as long as a block fits: reductions over a block then are shuffles.
+    """
+    tile = 32 * each
+    return max(1, tile // block), max(1, block // tile)
 
 
 @jit

@@ -40,13 +40,15 @@ def emit_kernel(
     grad, residual, step, seed, index, cells, counts, n, words, partition, capacity, levels,
     grad_stride, residual_stride, index_stride, cells_stride, counts_stride,
     LANES: tl.constexpr, WORDS: tl.constexpr, HASHES: tl.constexpr, EVERY: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * WORDS
     row = counts + d * counts_stride
-    if tl.program_id(0) == 0:
-        selected = tl.load(row + 1) if EVERY else tl.load(row)
-        tl.store(row + 2, tl.minimum(selected, capacity))
+    if not COUNTED:  # noqa: SIM102 - one is static
+        if tl.program_id(0) == 0:
+            selected = tl.load(row + 1) if EVERY else tl.load(row)
+            tl.store(row + 2, tl.minimum(selected, capacity))
     grad += d * grad_stride
     index += d * index_stride
     if residual is not None:
@@ -91,8 +93,13 @@ def emit(
     layout: SketchLayout,
     levels: int,
     capacity: int,
+    counted: bool,
 ) -> None:
-    """Write the cells ``[W, cells]`` and ``counts[:, 2:]``, update the residual of kept groups."""
+    """Write the cells ``[W, cells]`` and ``counts[:, 2:]``, update the residual of kept groups.
+
+    Args:
+        counted: whether the groups kept are counted already.
+    """
     cells.zero_()
     if layout.numel == 0:
         return
@@ -104,5 +111,5 @@ def emit(
         0 if residual is None else residual.stride(0), index.stride(0), cells.stride(0),
         counts.stride(0),
         LANES=lanes, WORDS=_WORDS, HASHES=layout.hashes, EVERY=capacity >= layout.groups,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        COUNTED=counted, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

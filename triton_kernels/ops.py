@@ -52,17 +52,21 @@ def encode(
     layout: SketchLayout,
     levels: int,
     capacity: int,
+    support: Tensor | None = None,
 ) -> None:
     """See :meth:`tagc.ops.Ops.encode`."""
     with torch.cuda.device_of(grad):
-        bitmap, poison, lanes = index[:, : layout.words], index[:, layout.words], layout.symbol.lanes
+        bitmap, poison = index[:, : layout.words], index[:, layout.words]
+        lanes = layout.symbol.lanes
         _select(
-            grad, residual, threshold, bitmap, poison, counts, lanes=lanes, capacity=capacity
-        )
-        trim(grad, residual, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
+            grad, residual, threshold, bitmap, poison, counts,
+            lanes=lanes, capacity=capacity, support=support,
+        )  # fmt: skip
+        if support is None:
+            trim(grad, residual, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
         emit(
             grad, residual, step, seed, index, cells, counts,
-            layout=layout, levels=levels, capacity=capacity,
+            layout=layout, levels=levels, capacity=capacity, counted=support is not None,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tagc.ops.sketch import ABOVE, KEPT, NONZERO
 from tagc.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
 
 from .listing import list_groups
@@ -25,8 +26,6 @@ from .select import select as select_groups
 from .trim import trim
 from .values import quantize_values
 from .write_index import encode_index
-
-_ABOVE, _NONZERO, _KEPT = 0, 1, 2
 
 
 def pack(
@@ -49,8 +48,8 @@ def pack(
     else:
         bitmap = index
     select_groups(
-        grad, residual, threshold, bitmap, message[:, POISON], counts,
-        lanes=layout.group, capacity=layout.capacity, given=support is not None,
+        grad, residual, threshold, None if support is not None else bitmap, message[:, POISON],
+        counts, lanes=layout.group, capacity=layout.capacity, support=support,
     )  # fmt: skip
     if support is None:
         trim(
@@ -59,14 +58,12 @@ def pack(
         )  # fmt: skip
     ranks = rank(
         bitmap, layout.groups, "bitmap", layout=layout,
-        counts=counts[:, _KEPT], header=message[:, KEPT_GROUPS],
+        counts=counts[:, KEPT], header=message[:, KEPT_GROUPS],
     )  # fmt: skip
     keys = list_groups(bitmap, ranks, layout.groups, capacity=layout.capacity, layout=layout)
     if support is None and layout.low_bits:
         encode_index(keys, ranks, index, layout=layout)
-    quantize_values(
-        grad, residual, keys, ranks, message, layout=layout, given=support is not None
-    )
+    quantize_values(grad, residual, keys, ranks, message, layout=layout, given=support is not None)
 
 
 def select(
@@ -77,6 +74,6 @@ def select(
     select_groups(x, None, threshold, bitmap, None, counts, lanes=lanes, capacity=capacity)
     trim(x, None, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
     if capacity < layout.groups:
-        torch.clamp(counts[:, _ABOVE], max=capacity, out=counts[:, _KEPT])
+        torch.clamp(counts[:, ABOVE], max=capacity, out=counts[:, KEPT])
     else:
-        counts[:, _KEPT].copy_(counts[:, _NONZERO])
+        counts[:, KEPT].copy_(counts[:, NONZERO])

@@ -103,7 +103,7 @@ def narrow(x, dtype: tl.constexpr):
 
 @jit
 def bfloat16_bits(x):
-    """Bits, uint32, of finite float32 rounded to nearest even in bfloat16, where it stays finite."""
+    """Finite float32 rounded to nearest even in bfloat16, where it stays finite: bits, uint32."""
     # The largest bfloat16.
     x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
     b = x.to(tl.uint32, bitcast=True)

@@ -8,13 +8,15 @@ Worked example (2 lanes, threshold 3): gradient (1, -4, 0, 2, inf, 0) and residu
 5) make x = (2, -3 | 0, 2 | inf, 5): sizes 3, 2 and non-finite, bitmap 0b001, 1 above, 2 not zero,
 poison 1.
 
-The marks may also be given: then they are only counted, instead of the groups above the threshold.
+The marks may also be given, as a support. Then a bitmap gets those of them that are finite; without
+one they are only counted, instead of the groups above the threshold.
 
 The residual becomes x, except in non-finite groups, and except that a bfloat16 residual, which
-could not hold x exactly, keeps its old value in marked groups, as does any residual under given
-marks, which non-finite groups may have: the sparse passes accumulate those again. Old values are written back rather than masked off, so that every access of the pass is 16
-bytes wide; that takes rows that start 16-byte aligned and ``n`` divisible by 16, other segments go
-element by element.
+could not hold x exactly, keeps its old value in marked groups, as does any residual if given marks
+make no bitmap, so that non-finite groups have some: the sparse passes accumulate those again. Old
+values are written back rather than masked off, so that every access of the pass is 16 bytes wide;
+that takes rows that start 16-byte aligned and ``n`` divisible by 16, other segments go element by
+element.
 """
 
 from __future__ import annotations
@@ -32,15 +34,16 @@ _WARPS = 4
 
 # Arguments whose alignment makes no difference.
 _PLAIN = [
-    *("words", "threshold", "poison", "counts", "index_stride", "poison_stride", "counts_stride"),
+    *("words", "threshold", "poison", "counts"),
+    *("support_stride", "index_stride", "poison_stride", "counts_stride"),
 ]
 
 
 @jit(do_not_specialize=_PLAIN)
 def select_kernel(
-    grad, residual, threshold, index, poison, counts, n, words,
-    grad_stride, residual_stride, index_stride, poison_stride, counts_stride,
-    LANES: tl.constexpr, WORDS: tl.constexpr, EVERY: tl.constexpr, GIVEN: tl.constexpr,
+    grad, residual, threshold, support, index, poison, counts, n, words,
+    grad_stride, residual_stride, support_stride, index_stride, poison_stride, counts_stride,
+    LANES: tl.constexpr, WORDS: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * WORDS
@@ -57,30 +60,42 @@ def select_kernel(
     size = tl.max(tl.reshape(magnitude(x), [WORDS, 32, LANES]), 2)  # [WORDS, 32]
     finite = size < 0x7F800000
     some = finite & (size > 0)
-    if GIVEN:
-        above = bits_of(load_bitmap(index + d * index_stride, first + w, tl.cdiv(n, LANES)))
-        chosen = above
+    if support is not None:
+        row = support + d * support_stride
+        given = bits_of(load_bitmap(row, first + w, tl.cdiv(n, LANES)))
+    if index is None:
+        above = given
+        chosen = given
     else:
         above = finite & (size >= tl.load(threshold + d).to(tl.int32, bitcast=True))
         chosen = some if EVERY else above
+        if support is not None:
+            chosen = given & finite
         tl.store(index + (d * index_stride + first) + w, word_of(chosen), mask=w < words - first)
 
     if residual is not None:
-        holds_x: tl.constexpr = residual.dtype.element_ty == tl.float32 and not GIVEN
+        holds_x: tl.constexpr = residual.dtype.element_ty == tl.float32 and index is not None
         replace = finite if holds_x else finite & (chosen == 0)
         replace = tl.broadcast_to(replace[:, :, None], [WORDS, 32, LANES])
         new = narrow_finite(x, residual.dtype.element_ty)
         tl.store(place, tl.where(tl.reshape(replace, j.shape), new, old), mask=inside)
 
-    # The three counts share their reductions: 8 bits each within a word, then 16 bits each.
+    # The counts share their reductions: 8 bits each within a word, then 16 bits each.
     packed = above.to(tl.int32) | (some.to(tl.int32) << 8) | ((finite == 0).to(tl.int32) << 16)
+    if support is not None and index is not None:
+        packed |= chosen.to(tl.int32) << 24
     packed = tl.sum(packed, 1).to(tl.int64)  # [WORDS]
-    total = tl.sum((packed & 0xFF) | ((packed & 0xFF00) << 8) | ((packed & 0xFF0000) << 16), 0)
+    total = (packed & 0xFF) | ((packed & 0xFF00) << 8) | ((packed & 0xFF0000) << 16)
+    if support is not None and index is not None:
+        total |= (packed & 0xFF000000) << 24
+    total = tl.sum(total, 0)
     row = counts + d * counts_stride
     tl.atomic_add(row, (total & 0xFFFF).to(tl.int32), sem="relaxed")
     tl.atomic_add(row + 1, ((total >> 16) & 0xFFFF).to(tl.int32), sem="relaxed")
-    if poison is not None:
-        if (total >> 32) > 0:
+    if support is not None and index is not None:
+        tl.atomic_add(row + 2, (total >> 48).to(tl.int32), sem="relaxed")
+    if poison is not None:  # noqa: SIM102 - one is static
+        if ((total >> 32) & 0xFFFF) > 0:
             tl.store(poison + d * poison_stride, 1)
 
 
@@ -88,26 +103,30 @@ def select(
     grad: Tensor,
     residual: Tensor | None,
     threshold: Tensor,
-    index: Tensor,
+    index: Tensor | None,
     poison: Tensor | None,
     counts: Tensor,
     *,
     lanes: int,
     capacity: int,
-    given: bool = False,
+    support: Tensor | None = None,
 ) -> None:
     """Write bitmaps and poison words, update the residual, count into ``counts[:, :2]``.
 
     Args:
         grad: ``[W, n]``; residual: ``[W, n]`` or None.
-        threshold: ``[W]``; not read if the marks are given.
-        index: ``[W, words]``, bitmaps, written unless ``given``.
+        threshold: ``[W]``; not read without an ``index``.
+        index: ``[W, words]``, bitmaps, written; None, with a support only.
         poison: ``[W]`` int32, written: 1 if a group is not finite, else 0; or None.
-        counts: ``[W, 4]`` int32, written: groups above the threshold (or marked, if that is
-            given), groups not zero, 0, 0.
+        counts: ``[W, 4]`` int32, written: groups above the threshold (without an ``index``: in
+            the support), groups not zero, groups marked where support and ``index`` are given
+            (else 0), 0.
         lanes: elements of a group.
         capacity: groups that may stay, see :mod:`.trim`; all may if there are not more.
+        support: ``[W, words]``, given marks.
     """
+    bitmap = support if index is None else index
+    assert bitmap is not None
     if poison is not None:
         poison.zero_()
     counts.zero_()
@@ -115,11 +134,12 @@ def select(
     if numel == 0:
         return
     words = _TILE // (32 * lanes)
-    grid = (triton.cdiv(index.shape[1], words), W)
+    grid = (triton.cdiv(bitmap.shape[1], words), W)
     select_kernel[grid](
-        grad, residual, threshold, index, poison, counts, numel, index.shape[1],
-        grad.stride(0), 0 if residual is None else residual.stride(0), index.stride(0),
+        grad, residual, threshold, support, index, poison, counts, numel, bitmap.shape[1],
+        grad.stride(0), 0 if residual is None else residual.stride(0),
+        0 if support is None else support.stride(0), 0 if index is None else index.stride(0),
         0 if poison is None else poison.stride(0), counts.stride(0),
-        LANES=lanes, WORDS=words, EVERY=capacity >= triton.cdiv(numel, lanes), GIVEN=given,
+        LANES=lanes, WORDS=words, EVERY=capacity >= triton.cdiv(numel, lanes),
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

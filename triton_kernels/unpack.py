@@ -26,7 +26,7 @@ from .scalar import bits_of, load_bitmap, narrow, slot_of
 from .scratch import buffer
 
 # Elements per program.
-_TILE = 2048
+_TILE = 1024
 _WARPS = 4
 # Arguments whose alignment makes no difference.
 _PLAIN = [

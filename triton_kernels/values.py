@@ -21,6 +21,8 @@ from .jit import jit, tl
 from .rank import Ranks
 from .scalar import magnitude, narrow_finite, widen
 
+# Elements per thread; each may need an address of its own.
+_EACH = 8
 # Arguments whose alignment makes no difference.
 _PLAIN = ["total", "capacity", "blocks", "scales", "scales_stride"]
 
@@ -51,9 +53,7 @@ def values_kernel(
         finite = tl.max(magnitude(x), 1) < 0x7F800000
         x = tl.where(finite[:, None], x, 0.0)
         inside = inside & finite[:, None]
-    scale, words, left, _finite = quantize_tile(
-        tl.reshape(x, [BLOCKS, BLOCK]), BITS, BLOCKS, BLOCK
-    )
+    scale, words, left, _finite = quantize_tile(tl.reshape(x, [BLOCKS, BLOCK]), BITS, BLOCKS, BLOCK)
     store_message(
         scales + r * scales_stride, codes + r * codes_stride, scale, words, first, blocks,
         BLOCKS, BLOCK * BITS // 32,
@@ -83,7 +83,7 @@ def quantize_values(
     values = layout.values
     if values.blocks == 0:
         return
-    blocks, warps = blocks_and_warps(values.block)
+    blocks, warps = blocks_and_warps(values.block, _EACH)
     values_words = message[:, HEADER + layout.index_words :]
     scales, codes = values_words.view(torch.int16), values_words[:, values.scale_words :]
     values_kernel[(triton.cdiv(2 * values.scale_words, blocks), grad.shape[0])](

@@ -143,7 +143,7 @@ def _facts(args: argparse.Namespace) -> dict[str, Any]:
     import os
     import platform
 
-    from benchmarks.timing import machine
+    from benchmarks.machine import machine
 
     options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     # What the command line's parser adds for itself is no option.

@@ -1,6 +1,9 @@
 """What tagc is compared with: collectives for FSDP2 without gloo's waste, FSDP1's hook for bf16.
 
-gloo's own reduce-scatter sends twice what it must; an all-to-all and a local sum do not.
+gloo's own reduce-scatter sends twice what it must; an all-to-all and a local sum do not. And gloo's
+all-to-all posts every receive behind a send to the same rank, so that the word that this rank is
+ready waits for the data that goes the same way: with 2 ranks one direction waits for the other.
+Messages whose receives are posted first (:func:`exchange`) use both.
 """
 
 from __future__ import annotations
@@ -17,6 +20,30 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from benchmarks.network import ledger
+
+# torch 2.13 renamed the former to the latter.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def exchange(
+    out: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """An all-to-all by point-to-point messages, all receives posted before the first send.
+
+    Args:
+        out: what every rank of ``group`` sent to this one, contiguous each.
+        sent: what this rank sends to every one; may be the same tensor each time.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    others = [(rank + i) % ranks for i in range(1, ranks)]
+    works = [dist.irecv(out[other], group=group, group_src=other) for other in others]
+    works += [dist.isend(sent[other], group=group, group_dst=other) for other in others]
+    out[rank].copy_(sent[rank])
+    for work in works:
+        assert work is not None
+        work.wait()
+
 
 class _Allocate:
     def allocate(
@@ -29,11 +56,12 @@ class AllToAllReduceScatter(_Allocate, ReduceScatter):
     """Reduce-scatter (AVG or SUM) as an all-to-all and a sum in fp32 on the owner.
 
     Args:
-        wire: dtype that travels; None is the buffer's.
+        wire: dtype that travels.
+        messages: by :func:`exchange` instead of the backend's all-to-all.
     """
 
-    def __init__(self, wire: torch.dtype | None = None) -> None:
-        self._wire = wire
+    def __init__(self, wire: torch.dtype, *, messages: bool = False) -> None:
+        self._wire, self._messages = wire, messages
 
     def __call__(
         self,
@@ -45,10 +73,13 @@ class AllToAllReduceScatter(_Allocate, ReduceScatter):
     ) -> None:
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(f"this reduce-scatter averages or sums, it cannot do {op}")
-        sent = input_tensor if self._wire is None else input_tensor.to(self._wire)
+        sent = input_tensor.to(self._wire).view(group.size(), -1)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        total = received.view(group.size(), -1).sum(0, dtype=torch.float32)
+        if self._messages:
+            exchange(received.unbind(), sent.unbind(), group)
+        else:
+            dist.all_to_all_single(received, sent, group=group)
+        total = received.sum(0, dtype=torch.float32)
         if op == dist.ReduceOp.AVG:
             total /= group.size()
         output_tensor.copy_(total)
@@ -56,10 +87,14 @@ class AllToAllReduceScatter(_Allocate, ReduceScatter):
 
 class CastAllGather(_Allocate, AllGather):
     """All-gather of fp32 parameters that travel in ``wire``: every rank computes in fp32, with
-    parameters rounded to ``wire`` (its own, too, so that all ranks agree)."""
+    parameters rounded to ``wire`` (its own, too, so that all ranks agree).
 
-    def __init__(self, wire: torch.dtype) -> None:
-        self._wire = wire
+    Args:
+        messages: by :func:`exchange` instead of the backend's all-gather.
+    """
+
+    def __init__(self, wire: torch.dtype, *, messages: bool = False) -> None:
+        self._wire, self._messages = wire, messages
 
     def __call__(
         self,
@@ -68,8 +103,15 @@ class CastAllGather(_Allocate, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
+        # The input is a part of the output, so it is copied even where nothing is cast.
+        sent = input_tensor.to(self._wire, copy=True)
         gathered = torch.empty_like(output_tensor, dtype=self._wire)
-        dist.all_gather_into_tensor(gathered, input_tensor.to(self._wire), group=group)
+        if self._messages:
+            with ledger.direction(ledger.PARAMETERS):
+                parts = gathered.view(group.size(), -1).unbind()
+                exchange(parts, [sent] * group.size(), group)
+        else:
+            all_gather(gathered, sent, group=group)
         output_tensor.copy_(gathered)
 
 

@@ -31,6 +31,8 @@ class Method:
             leaves the compute in fp32.
         reduce: ``gloo`` for the backend's own reduce-scatter, else the dtype in which gradients
             travel by all-to-all, summed in fp32. A policy replaces it.
+        messages: dense only: both directions by point-to-point messages with the receives posted
+            first, where gloo's collectives use a link half.
         policy: of ``tagc.wrap``: a name, a path or a mapping; None is dense.
         published: whether the report adds what the bytes of the TAGC paper's own formats would
             be, computed on paper.
@@ -42,6 +44,7 @@ class Method:
     mixed_precision: bool = False
     gather: Dtype = "float32"
     reduce: Literal["gloo", "float32", "bfloat16"] = "gloo"
+    messages: bool = False
     policy: str | dict[str, Any] | None = None
     published: bool = False
 
@@ -96,6 +99,19 @@ METHODS = {
             about="FSDP2, compute in fp32, bf16 on the wire both ways, sums in fp32",
             gather="bfloat16",
             reduce="bfloat16",
+        ),
+        Method(
+            name="fp32-messages",
+            about="as fp32, by messages with receives posted first instead of gloo's collectives",
+            reduce="float32",
+            messages=True,
+        ),
+        Method(
+            name="bf16-wire-messages",
+            about="as bf16-wire, by messages with receives posted first",
+            gather="bfloat16",
+            reduce="bfloat16",
+            messages=True,
         ),
         Method(
             name="fsdp1-bf16-hook",

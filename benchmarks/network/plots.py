@@ -51,6 +51,7 @@ def _step_times(results: Sequence[Results], colours: dict[str, Any], path: Path)
         axes.set(xlabel="what a rank may send (Mbit/s)", ylabel="step time (s)")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     return _save(figure, panels, path)
 
 

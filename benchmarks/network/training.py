@@ -201,10 +201,13 @@ def _shard(model: nn.Module, method: Method, settings: Settings, mesh: DeviceMes
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        if method.gather == "bfloat16":
-            module.set_custom_all_gather(CastAllGather(torch.bfloat16))
+        messages = method.messages
+        if method.gather == "bfloat16" or messages:
+            wire = getattr(torch, method.gather)
+            module.set_custom_all_gather(CastAllGather(wire, messages=messages))
         if method.policy is None and method.reduce != "gloo":
-            module.set_custom_reduce_scatter(AllToAllReduceScatter(getattr(torch, method.reduce)))
+            wire = getattr(torch, method.reduce)
+            module.set_custom_reduce_scatter(AllToAllReduceScatter(wire, messages=messages))
     if method.policy is None:
         return model
     return tagc.wrap(model, policy=method.policy)

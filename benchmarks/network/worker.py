@@ -27,6 +27,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
+from benchmarks.network.baselines import all_gather, exchange  # noqa: E402
 from benchmarks.network.methods import resolve  # noqa: E402
 from benchmarks.network.namespaces import INTERFACE  # noqa: E402
 from benchmarks.network.training import Settings, Trainer  # noqa: E402
@@ -58,10 +59,7 @@ class Worker:
         """Latency of 4-byte collectives (seconds) and rate of one that sends ``payload`` bytes
         a rank (bits per second, payload only), medians on this rank.
 
-        ``exchange`` is an all-to-all of point-to-point messages with all receives posted first:
-        what the link can do. gloo's own posts every receive behind a send to the same rank, whose
-        data then delays the word that this rank is ready; so often one direction waits for the
-        other.
+        ``exchange`` is what the link can do, by messages with the receives posted first.
         """
         large = max(1, payload // 4 // (self._ranks - 1))
         bits = 8 * 4 * large * (self._ranks - 1)
@@ -148,18 +146,12 @@ def _all_to_all(out: torch.Tensor, sent: torch.Tensor) -> None:
 
 
 def _all_gather(out: torch.Tensor, sent: torch.Tensor) -> None:
-    dist.all_gather_into_tensor(out, sent[: sent.numel() // dist.get_world_size()])
+    all_gather(out, sent[: sent.numel() // dist.get_world_size()])
 
 
 def _exchange(out: torch.Tensor, sent: torch.Tensor) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    others = [(rank + i) % ranks for i in range(1, ranks)]
-    theirs, mine = out.view(ranks, -1), sent.view(ranks, -1)
-    works = [dist.irecv(theirs[other], other) for other in others]
-    works += [dist.isend(mine[other], other) for other in others]
-    for work in works:
-        assert work is not None
-        work.wait()
+    ranks = dist.get_world_size()
+    exchange(out.view(ranks, -1).unbind(), sent.view(ranks, -1).unbind())
 
 
 _PROBES = {"all_to_all": _all_to_all, "all_gather": _all_gather, "exchange": _exchange}

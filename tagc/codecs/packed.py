@@ -3,21 +3,20 @@
 Thresholds are a rank's own: a message says what is in it, so ranks need not agree, and nothing
 but the messages is exchanged.
 
-With a shared support all ranks send the groups that the shard's owner chose one step ahead: the
-largest of what it owes itself, and a window that rotates over all groups, so that what only other
-ranks see is sent too. The owner's choice for the next step rides in the messages of this one,
-where otherwise the index would be.
+With a shared support (:mod:`tagc.codecs.support`) the owner's choice for the next step rides where
+otherwise the index would be.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tagc.codec_plans import PackedPlan
+from tagc.codecs.support import Support
 from tagc.ops import COUNTS, KEPT, Ops
 from tagc.packed import HEADER
 from tagc.plan import Segment, UnitPlan
@@ -30,7 +29,7 @@ class _Part:
     plan: PackedPlan
     slot: slice
     residual: Tensor | None
-    support: _Support | None
+    support: Support | None
 
 
 class PackedColumns:
@@ -51,7 +50,7 @@ class PackedColumns:
             stored = codec.feedback
             residual = stored and torch.zeros(D, segment.columns, dtype=stored.dtype, device=device)
             slot = slice(self.words, self.words + codec.words)
-            support = _Support(codec, D, device) if codec.shared else None
+            support = Support(codec.layout, codec.target, D, device) if codec.shared else None
             self._parts.append(_Part(segment, codec, slot, residual, support))
             self.words = slot.stop
             ops.prepare_packed(codec.layout, plan.info.dtype, stored.dtype if stored else None)
@@ -121,7 +120,7 @@ class PackedColumns:
             )
             if part.support is not None:
                 index = words[:, HEADER : HEADER + layout.index_words]
-                self._ops.read_index(index, part.support.current, layout=layout)
+                part.support.receive(self._ops, index)
 
     def _update_thresholds(self, grad: Tensor) -> None:
         if self._started:
@@ -132,50 +131,3 @@ class PackedColumns:
             sampled = sampled_threshold(columns, part.plan.layout.group, part.plan.target)
             self._steering.threshold[i] = agree(sampled[None])
         self._started = True
-
-
-class _Support:
-    """The groups that all ranks send, for every shard.
-
-    Attributes:
-        current: ``[D, bitmap_words]`` int32, for the step to come.
-        wanted: groups that the owner should choose for their size.
-    """
-
-    def __init__(self, plan: PackedPlan, destinations: int, device: torch.device) -> None:
-        layout = plan.layout
-        self._layout = layout
-        self._words = layout.bitmap_words
-        # Bits past the last group stay clear.
-        self._last = (1 << ((layout.groups - 1) % 32 + 1)) - 1
-        # An eighth of the room explores. Windows are whole words of the bitmap.
-        self._window = max(1, layout.capacity // 256)
-        self._selecting = replace(layout, capacity=layout.capacity - 32 * self._window)
-        self.wanted = plan.target * layout.groups * self._selecting.capacity / layout.capacity
-        self._at = 0
-        self._next = torch.zeros(1, layout.bitmap_words, dtype=torch.int32, device=device)
-        self._explore(self._next)
-        self.current = self._next.expand(destinations, -1).clone()
-
-    def choose(
-        self, ops: Ops, owed: Tensor, threshold: Tensor, index: Tensor, counts: Tensor
-    ) -> None:
-        """Write the next support of this rank's shard to ``index`` ``[D, index_words]``.
-
-        Args:
-            owed: ``[1, columns]``, the rank's residual of its own shard.
-            threshold: ``[1]``.
-            counts: ``[D, 4]``, written: what was selected here, for all destinations.
-        """
-        ops.select(owed, threshold, self._next, counts[:1], layout=self._selecting)
-        counts.copy_(counts[:1].expand_as(counts))
-        self._explore(self._next)
-        ops.write_index(self._next, index[:1], layout=self._layout)
-        index.copy_(index[:1].expand_as(index))
-
-    def _explore(self, bitmap: Tensor) -> None:
-        """Add the next window to ``[1, bitmap_words]``."""
-        stop = min(self._words, self._at + self._window)
-        bitmap[:, self._at : stop] = -1
-        bitmap[:, -1] &= self._last if self._last < 1 << 31 else -1
-        self._at = stop % self._words

@@ -1,4 +1,9 @@
-"""The ``sketch`` codec: the index rides in the unit's message, the cells are summed on the way."""
+"""The ``sketch`` codec: the index rides in the unit's message, the cells are summed on the way.
+
+With a shared support (:mod:`tagc.codecs.support`) every rank sketches the same groups, so that the
+sum has no more keys than one rank's sketch. The owner knows them, and its choice for the next step
+rides where otherwise the index would be, before the poison word.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tagc.blocks import BlockLayout
 from tagc.codec_plans import SketchPlan
+from tagc.codecs.support import Support
 from tagc.exchange import Pending, all_reduce_sum, gather_rows, sum_rows
 from tagc.ops import COUNTS, KEPT, UNION, UNRESOLVED, Ops
+from tagc.packed import PackedLayout
 from tagc.plan import Segment, UnitPlan
 from tagc.quantize import quantization_step
 from tagc.threshold import Steering, agree, sampled_threshold
@@ -30,6 +38,26 @@ class _Part:
     index: slice
     cells: slice
     residual: Tensor | None
+    shared: _Shared | None
+
+    @property
+    def support(self) -> Support | None:
+        """What all ranks keep, where they share it."""
+        return None if self.shared is None else self.shared.support
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A segment's shared support.
+
+    Attributes:
+        place: among the segments that have one.
+        union: ``[1, index_words]``, the index that this rank's shard is decoded by.
+    """
+
+    place: int
+    support: Support
+    union: Tensor
 
 
 class SketchColumns:
@@ -48,6 +76,9 @@ class SketchColumns:
         self._destinations, self._ops, self._workspace = D, ops, workspace
         self._world_size, self._for_all = W, plan.for_all
         self._parts: list[_Part] = []
+        # A choice needs a threshold of its own: the agreed one is about all that ranks send.
+        self._choosing: Steering | None = None
+        wanted: list[float] = []
         words, self._cells = 0, {torch.int32: 0, torch.float32: 0}
         for segment in plan.of(SketchPlan):
             sketch = segment.codec
@@ -57,7 +88,15 @@ class SketchColumns:
             ops.prepare(layout, plan.info.dtype, stored.dtype if stored else None)
             cells = slice(self._cells[dtype], self._cells[dtype] + layout.cells)
             index = slice(words, words + layout.index_words)
-            self._parts.append(_Part(segment, sketch, index, cells, residual))
+            shared = None
+            if sketch.shared:
+                choice = _choice_of(sketch)
+                ops.prepare_packed(choice, plan.info.dtype, stored.dtype if stored else None)
+                support = Support(choice, sketch.target, D, device)
+                union = torch.zeros(1, layout.index_words, dtype=torch.int32, device=device)
+                shared = _Shared(len(wanted), support, union)
+                wanted.append(support.wanted)
+            self._parts.append(_Part(segment, sketch, index, cells, residual, shared))
             words, self._cells[dtype] = index.stop, cells.stop
         self.words = words
         n = len(self._parts)
@@ -71,6 +110,10 @@ class SketchColumns:
         self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
         self._summed = torch.zeros_like(self._counts)
         self._stats = torch.zeros(n, 2, dtype=torch.int32, device=device)
+        self._chosen = torch.zeros(len(wanted), D, COUNTS, dtype=torch.int32, device=device)
+        if wanted:
+            target = torch.tensor(wanted, device=device)
+            self._choosing = Steering(target, torch.ones_like(target), D)
         self._counting: Pending | None = None
         self._sums: list[Pending] = []
         self._takes_estimates = True
@@ -81,6 +124,11 @@ class SketchColumns:
     def _scale_density(part: _Part) -> float:
         everything = part.sketch.capacity >= part.sketch.layout.groups
         return min(part.sketch.target, _SCALE_DENSITY) if everything else part.sketch.target
+
+    @property
+    def parts(self) -> list[_Part]:
+        """The segments."""
+        return self._parts
 
     @property
     def residuals(self) -> dict[int, Tensor]:
@@ -113,7 +161,23 @@ class SketchColumns:
                 layout=sketch.layout,
                 levels=sketch.levels,
                 capacity=sketch.capacity,
+                support=part.support and part.support.current,
             )
+            if part.shared is not None:
+                self._choose(part, part.shared, message[:, part.index], group.rank())
+
+    def _choose(self, part: _Part, shared: _Shared, index: Tensor, mine: int) -> None:
+        """Write this rank's choice over what the operator wrote, which the owner knows."""
+        assert part.residual is not None
+        assert self._choosing is not None
+        own = slice(mine, mine + 1)
+        shared.support.choose(
+            self._ops,
+            part.residual[own],
+            self._choosing.threshold[shared.place, own],
+            index[:, : part.sketch.layout.words],
+            self._chosen[shared.place],
+        )
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Start summing the cells, and the counts for the next step."""
@@ -143,8 +207,14 @@ class SketchColumns:
         """See :meth:`tagc.codecs.Columns.decode`."""
         for i, part in enumerate(self._parts):
             residual = part.residual if self._takes_estimates else None
+            index, shared = received[:, part.index], part.shared
+            if shared is not None:
+                choices, poison = index[:, :-1], index[:, -1]
+                shared.union[0, :-1] = shared.support.current[owner]
+                shared.union[0, -1] = poison.amax()
+                shared.support.receive(self._ops, choices)
             self._ops.decode(
-                received[:, part.index],
+                index if shared is None else shared.union,
                 self._cells_sum(part.sketch.symbol.dtype)[part.cells],
                 self._steps[i, owner : owner + 1],
                 self._seed,
@@ -175,9 +245,15 @@ class SketchColumns:
             gathered = gather_rows(sampled, group)
             self.wire_bytes += (self._world_size - 1) * sampled.numel() * sampled.element_size()
             self.steering.threshold.copy_(agree(gathered))
+            if self._choosing is not None:
+                places = [i for i, part in enumerate(self._parts) if part.shared]
+                for place, i in enumerate(places):
+                    self._choosing.threshold[place] = self.steering.threshold[i]
         else:
             self._counting.wait()
             self.steering.update(self._summed)
+            if self._choosing is not None:
+                self._choosing.update(self._chosen)
 
     def _cells_send(self, dtype: torch.dtype) -> Tensor:
         return self._workspace.take("cells_send", (self._destinations, self._cells[dtype]), dtype)
@@ -186,3 +262,15 @@ class SketchColumns:
         if self._for_all:  # summed in place
             return self._cells_send(dtype)[0]
         return self._workspace.take("cells_sum", (self._cells[dtype],), dtype)
+
+
+def _choice_of(sketch: SketchPlan) -> PackedLayout:
+    """How an owner chooses: groups are symbols, and a bitmap of them travels, without values."""
+    layout = sketch.layout
+    return PackedLayout(
+        numel=layout.numel,
+        group=layout.symbol.lanes,
+        capacity=sketch.capacity,
+        low_bits=0,
+        values=BlockLayout(numel=sketch.capacity * layout.symbol.lanes, bits=8),
+    )

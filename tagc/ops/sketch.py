@@ -37,14 +37,17 @@ class SketchOps(Protocol):
         layout: SketchLayout,
         levels: int,
         capacity: int,
+        support: Tensor | None = None,
     ) -> None:
         """Accumulate, select, quantize and sketch one segment for every destination.
 
         Per destination ``d`` with ``x = float32(grad[d]) + float32(residual[d])``:
 
-        1. a group is selected when its largest ``|x|`` is at least ``threshold[d]``; of more than
-           ``capacity`` selected groups the largest stay, ties to the lower index; a capacity for
-           all groups selects every non-zero one;
+        1. without a ``support``, a group is selected when its largest ``|x|`` is at least
+           ``threshold[d]``; of more than ``capacity`` selected groups the largest stay, ties to
+           the lower index; a capacity for all groups selects every non-zero one. With a
+           ``support``, its groups are selected, zero or not, and no others, whatever threshold
+           and capacity;
         2. a group with a non-finite ``x`` is never selected, its residual stays as it was and the
            poison word of the destination is set;
         3. a kept element sends ``q = rint(clip(x / step[d], -levels, levels))`` and leaves
@@ -62,8 +65,9 @@ class SketchOps(Protocol):
             index: ``[W, index_words]`` int32, written: bitmaps (bit ``g % 32`` of word ``g // 32``
                 for group ``g``), then the poison word (0 or 1).
             cells: ``[W, cells]`` of the symbol's dtype, written.
-            counts: ``[W, 4]`` int32, written: groups above the threshold, finite groups that
-                are not all zero, groups kept, kept groups with an element that was clipped.
+            counts: ``[W, 4]`` int32, written: finite groups above the threshold, finite groups
+                that are not all zero, groups kept, kept groups with an element that was clipped.
+            support: ``[W, words]`` int32 bitmaps (bits past the last group mean nothing), or None.
         """
         ...
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tagc.codec_plans import SLACK
 from tagc.layout import SketchLayout, plan_layout
 from tagc.ops import COUNTS, Ops, get_ops
-from tagc.codec_plans import SLACK
 from tagc.quantize import quantization_step
 from tagc.symbols import SYMBOLS
 

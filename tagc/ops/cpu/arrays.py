@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+# What kernels take where no support is given.
+NO_SUPPORT = np.empty(0, np.uint32)
 
 
 def numpy_of(t: Tensor | None) -> Any:
@@ -25,6 +29,16 @@ def words_of(t: Tensor) -> Any:
 def halves_of(t: Tensor) -> Any:
     """int32 words as twice as many halves, the low one first."""
     return t.view(torch.uint16).numpy()
+
+
+def supports(bitmaps: Tensor, groups: int) -> Any:
+    """Words of bitmaps ``[R, words]`` without what lies past the last group."""
+    words = words_of(bitmaps)
+    past = groups % 32
+    if past:
+        words = words.copy()
+        words[:, -1] &= np.uint32((1 << past) - 1)
+    return words
 
 
 def rows_of(t: Tensor) -> tuple[Any, int]:

@@ -10,27 +10,49 @@ from numba.extending import overload
 
 from tagc.ops.cpu.llvm import float_bits, trailing_zeros
 from tagc.ops.cpu.scalar import N, U, compiled, positions, salts_of, store_finite
-from tagc.ops.cpu.selection import keep_largest, select_groups, value
+from tagc.ops.cpu.selection import keep_largest, select_groups
 
 _BATCH = 256
 
 
 @compiled
 def encode_row(
-    g, e, n, group, threshold, step, seed, levels, capacity, hashes, partition, index, cells, counts
-):
+    g, e, n, group, threshold, step, seed, levels, capacity, hashes, partition, support, index,
+    cells, counts,
+):  # fmt: skip
+    """One destination; a support that is empty is none."""
     words = index[: index.size - 1]
     bits, groups = float_bits(threshold), -(-n // len(group))
-    above, nonzero, kept, poison = select_groups(
-        g, e, n, group, bits, bits if capacity < groups else U(1), words[:0], words
+    above, nonzero, kept, poison, keys, stream = select_groups(
+        g, e, n, group, bits, bits if capacity < groups else U(1), support, capacity, words
     )
-    if kept > capacity:
-        keep_largest(g, e, n, len(group), capacity, kept, words)
-        kept = capacity
+    if support.size > 0:
+        if poison:
+            kept = _marked_only(len(group), kept, keys, stream, words)
+    elif kept > N(capacity):
+        keep_largest(len(group), capacity, kept, keys, stream, words)
+        kept = N(capacity)
     salts = salts_of(seed, hashes)
-    saturated = _emit(g, e, n, group, step, levels, words, salts, partition, cells)
+    saturated = _emit(e, n, group, step, levels, keys[:kept], stream, salts, partition, cells)
     index[index.size - 1] = poison
     counts[0], counts[1], counts[2], counts[3] = above, nonzero, kept, saturated
+
+
+@compiled
+def _marked_only(lanes, kept, keys, stream, words):
+    """Drop the groups of a support that are not finite, which a sketch does not hold.
+
+    Returns: groups left.
+    """
+    width, left = N(lanes), N(0)
+    for t in range(N(kept)):
+        key = keys[t]
+        if (words[N(key) >> N(5)] >> U(N(key) & N(31))) & U(1):
+            keys[left] = key
+            for j in range(width):
+                stream[left * width + j] = stream[t * width + j]
+            left += N(1)
+    return left
 
 
 @compiled
@@ -39,7 +61,7 @@ def insert_shard(symbols, words, seed, hashes, partition, cells):
 
 
 @compiled
-def _emit(g, e, n, group, step, levels, words, salts, partition, cells):
+def _emit(e, n, group, step, levels, keys, stream, salts, partition, cells):
     """Quantize what is kept, leave the rest in the residual, add the symbols to the cells.
 
     Returns: groups with an element that was clipped.
@@ -47,52 +69,44 @@ def _emit(g, e, n, group, step, levels, words, salts, partition, cells):
     cells[:] = 0
     lanes = len(group)
     inverse, limit = np.float32(1.0) / step, np.float32(levels)
-    keys, symbols = np.empty(_BATCH, np.uint32), np.empty(_BATCH, cells.dtype)
+    symbols = np.empty(_BATCH, cells.dtype)
     where = np.empty((max(1, salts.size), _BATCH), np.uint64)
-    count, saturated = 0, 0
-    for w in range(words.size):
-        word = words[w]
-        while word:
-            key = w * 32 + trailing_zeros(word)
-            word &= U(word - U(1))
-            size = N(min(lanes, n - key * lanes))
-            symbols[count], clipped = _quantize(
-                g, e, N(key * lanes), size, group, step, inverse, limit, cells
-            )
+    saturated = 0
+    for lo in range(0, keys.size, _BATCH):
+        batch = keys[lo : lo + _BATCH]
+        for t in range(N(batch.size)):
+            at = N(batch[t]) * N(lanes)
+            symbols[t], clipped = _quantize(
+                stream, (N(lo) + t) * N(lanes), e, at, min(N(lanes), N(n) - at), group, step,
+                inverse, limit, cells,
+            )  # fmt: skip
             saturated += np.int64(clipped)
-            keys[count] = key
-            count += 1
-            if count == _BATCH:
-                _scatter(keys, symbols, count, salts, partition, where, cells)
-                count = 0
-    _scatter(keys, symbols, count, salts, partition, where, cells)
+        _scatter(batch, symbols, batch.size, salts, partition, where, cells)
     return saturated
 
 
-def _quantize(g, e, at, size, group, step, inverse, limit, cells) -> Any:
+def _quantize(x, first, e, at, size, group, step, inverse, limit, cells) -> Any:
     raise NotImplementedError
 
 
 @overload(_quantize, inline="always")
-def _(g, e, at, size, group, step, inverse, limit, cells):
+def _(x, first, e, at, size, group, step, inverse, limit, cells):
     if cells.dtype == types.float32:
 
-        def whole(g, e, at, size, group, step, inverse, limit, cells):
-            x = value(g, e, at)
+        def whole(x, first, e, at, size, group, step, inverse, limit, cells):
             store_finite(e, at, np.float32(0.0))
-            return x, False
+            return x[first], False
 
         return whole
 
-    def quantized(g, e, at, size, group, step, inverse, limit, cells):
+    def quantized(x, first, e, at, size, group, step, inverse, limit, cells):
         symbol, clipped = np.int64(0), False
         for j in range(N(len(group))):
             if j < size:
-                x = value(g, e, at + j)
-                scaled = x * inverse
+                scaled = x[first + j] * inverse
                 clipped |= abs(scaled) > limit
                 q = np.rint(min(max(scaled, -limit), limit))
-                store_finite(e, at + j, np.float32(x - np.float32(q * step)))
+                store_finite(e, at + j, np.float32(x[first + j] - np.float32(q * step)))
                 symbol += np.int64(q) << np.int64(N(32 // len(group)) * j)
         return np.int32(symbol), clipped
 

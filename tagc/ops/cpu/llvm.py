@@ -35,10 +35,10 @@ def bits_float(typingctx, x):
 
 @_instruction
 def trailing_zeros(typingctx, x):
-    """Index of the lowest set bit of a non-zero uint32."""
+    """Index of the lowest set bit of a uint32, 32 if there is none."""
 
     def codegen(context, builder, signature, args):
-        count = builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+        count = builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
         return builder.zext(count, ir.IntType(64))
 
     return types.int64(types.uint32), codegen
@@ -94,3 +94,20 @@ def shift_right_signed(typingctx, x, by):
         return builder.sitofp(builder.ashr(args[0], args[1]), ir.FloatType())
 
     return types.float32(types.uint32, types.uint32), codegen
+
+
+@_instruction
+def mask_at_least(typingctx, words, at, least):
+    """Which of the 32 uint32 from ``words[at]`` on are at least so large, as bits."""
+
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        vector, undefined = ir.VectorType(ir.IntType(32), 32), ir.Undefined
+        place = builder.bitcast(builder.gep(data, [args[1]]), vector.as_pointer())
+        first = ir.Constant(ir.IntType(32), 0)
+        one = builder.insert_element(ir.Constant(vector, undefined), args[2], first)
+        splat = builder.shuffle_vector(one, ir.Constant(vector, undefined), vector([0] * 32))
+        found = builder.icmp_unsigned(">=", builder.load(place, align=4), splat)
+        return builder.bitcast(found, ir.IntType(32))
+
+    return types.uint32(words, types.uint64, types.uint32), codegen

@@ -11,14 +11,19 @@ from torch import Tensor
 
 from tagc.blocks import MIN_BLOCK, BlockLayout
 from tagc.ops.cpu import bitmap as bitmaps
-from tagc.ops.cpu.arrays import halves_of, numpy_of, rows_of, words_of
+from tagc.ops.cpu.arrays import (
+    NO_SUPPORT,
+    halves_of,
+    numpy_of,
+    rows_of,
+    supports,
+    words_of,
+)
 from tagc.ops.cpu.blocks import codes_of
 from tagc.ops.cpu.packer import pack_values, unpack_shard
 from tagc.ops.cpu.scalar import group_of
 from tagc.ops.cpu.selection import keep_largest, select_groups
 from tagc.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
-
-_NO_SUPPORT = np.empty(0, np.uint32)
 
 
 def pack(
@@ -41,41 +46,54 @@ def pack(
     scales, codes = halves_of(message[:, first_value:first_code]), words_of(message[:, first_code:])
     limit, unit = np.float32(values.levels), np.float32(1 / values.levels)
     g, e, words = numpy_of(grad), numpy_of(residual), np.empty(layout.bitmap_words, np.uint32)
-    given = None if support is None else [_keys(row, layout) for row in words_of(support)]
+    marks = [NO_SUPPORT] * len(g) if support is None else _supports(support, layout)
     for r in range(grad.shape[0]):
         row = None if e is None else e[r]
-        mark = _NO_SUPPORT if support is None else words_of(support[r])
-        seen, poison = _select(g[r], row, threshold[r], mark, words, layout)
-        if given is None:
-            keys = _keys(words, layout)
+        above, nonzero, poison, keys, stream = _select(
+            g[r], row, threshold[r], marks[r], words, layout
+        )
+        if support is None:
             _write_index(words, keys, index[r], layout)
         else:
-            keys = given[r]
-            seen = (keys.size, seen[1])
+            above = keys.size
         pack_values(
-            g[r], row, layout.numel, layout.group, keys, given is None or not poison, words,
+            row, layout.numel, layout.group, keys, stream, support is None or not poison, words,
             values.block, codes_of(values), limit, unit, scales[r], codes[r],
         )  # fmt: skip
         header[r, POISON], header[r, KEPT_GROUPS] = poison, keys.size
-        counts.numpy()[r] = (*seen, keys.size, 0)
+        counts.numpy()[r] = above, nonzero, keys.size, 0
 
 
 def _select(
     g: Any, e: Any, threshold: Tensor, support: Any, words: Any, layout: PackedLayout
-) -> tuple[tuple[int, int], int]:
+) -> tuple[int, int, int, Any, Any]:
     """Mark the groups to keep, or the finite ones of a support, and accumulate into the residual.
 
     Returns:
-        The first two counts of :meth:`pack`, and the poison word.
+        The first two counts of :meth:`pack`, the poison word, the keys of the groups and their x.
     """
     n, group, capacity = layout.numel, group_of(layout.group), layout.capacity
     least = threshold.numpy().view(np.uint32)[()]
-    above, nonzero, kept, poison = select_groups(
-        g, e, n, group, least, least if capacity < layout.groups else np.uint32(1), support, words
+    chosen = least if capacity < layout.groups else np.uint32(1)
+    above, nonzero, kept, poison, keys, stream = select_groups(
+        g, e, n, group, least, chosen, support, capacity, words
     )
     if kept > capacity:
-        keep_largest(g, e, n, layout.group, capacity, kept, words)
-    return (int(above), int(nonzero)), int(poison)
+        keep_largest(layout.group, capacity, kept, keys, stream, words)
+    return int(above), int(nonzero), int(poison), keys[: min(kept, capacity)], stream
+
+
+def _supports(support: Tensor, layout: PackedLayout) -> Any:
+    """Supports that have room."""
+    words = supports(support, layout.groups)
+    for row in words:
+        _check_room(int(bitmaps.count_bits(row)), layout)
+    return words
+
+
+def _check_room(groups: int, layout: PackedLayout) -> None:
+    if groups > layout.capacity:
+        raise ValueError(f"a message with room for {layout.capacity} groups got {groups}")
 
 
 def _keys(words: Any, layout: PackedLayout) -> Any:
@@ -87,8 +105,7 @@ def _keys(words: Any, layout: PackedLayout) -> Any:
     keys = bitmaps.keys_of(words)
     while keys.size and keys[-1] >= layout.groups:
         keys = keys[:-1]
-    if keys.size > layout.capacity:
-        raise ValueError(f"a message with room for {layout.capacity} groups got {keys.size}")
+    _check_room(keys.size, layout)
     return keys
 
 
@@ -148,8 +165,10 @@ def select(
     """See :meth:`tagc.ops.packed.PackedOps.select`."""
     rows, words = numpy_of(x), words_of(bitmap)
     for r in range(x.shape[0]):
-        seen, _ = _select(rows[r], None, threshold[r], _NO_SUPPORT, words[r], layout)
-        counts.numpy()[r] = (*seen, bitmaps.count_bits(words[r]), 0)
+        above, nonzero, _, keys, _ = _select(
+            rows[r], None, threshold[r], NO_SUPPORT, words[r], layout
+        )
+        counts.numpy()[r] = above, nonzero, keys.size, 0
 
 
 def write_index(bitmap: Tensor, index: Tensor, *, layout: PackedLayout) -> None:

@@ -7,7 +7,6 @@ import numpy as np
 from tagc.ops.cpu.llvm import shift_right
 from tagc.ops.cpu.quantizer import dequantize_block, quantize_block, scale_at
 from tagc.ops.cpu.scalar import N, U, compiled, store, store_finite
-from tagc.ops.cpu.selection import value
 
 # Elements of the output that are added up at a time; a multiple of every group.
 _CHUNK = 4096
@@ -19,41 +18,59 @@ def _has(words, key):
 
 
 @compiled
-def pack_values(g, e, n, lanes, keys, whole, finite, block, group, limit, unit, scales, codes):
-    """Quantize the groups ``keys``, ``lanes`` elements each, and leave the rest in the residual.
-
-    Unless ``whole``, the groups that are not in the bitmap ``finite`` send zeros.
-    """
-    x, c = np.empty(block, np.float32), np.empty(block, np.uint32)
-    size, last = N(lanes), N(n)
-    per_block = N(block) // size
+def pack_values(e, n, lanes, keys, stream, whole, finite, block, group, limit, unit, scales, codes):
+    """Quantize the groups ``keys``, ``lanes`` elements each in ``stream``, in place, and leave the
+    rest in the residual; unless ``whole``, only of groups in the bitmap ``finite``."""
+    c = np.empty(block, np.uint32)
+    size, count = N(lanes), N(keys.size)
+    elements, per_block = count * size, N(block) // size
     words = N(block // len(group))
-    count, blocks = N(keys.size), N(codes.size) // words
+    blocks = N(codes.size) // words
     for b in range(blocks):
-        first = b * per_block
-        fill = min(per_block, count - first) if first < count else N(0)
-        if fill < per_block or not whole:
-            x[:] = np.float32(0.0)
-        for t in range(fill):
-            key = keys[first + t]
-            at = N(key) * size
-            if whole or _has(finite, key):
-                for j in range(min(size, last - at)):
-                    x[t * size + j] = value(g, e, at + j)
-                for j in range(min(size, last - at), size):
-                    x[t * size + j] = np.float32(0.0)
+        lo, hi = b * N(block), (b + N(1)) * N(block)
+        if lo >= elements:
+            codes[b * words : (b + N(1)) * words] = U(0)
+            scales[b] = np.uint16(0)
+            continue
+        for j in range(elements, hi):
+            stream[j] = np.float32(0.0)
+        x = stream[lo:hi]
         scale = quantize_block(x, c, group, limit, unit, codes, b * words)
         scales[b] = np.uint16(scale >> U(16))
         if e is None:
             continue
-        for t in range(fill):
+        first = b * per_block
+        for t in range(min(per_block, count - first)):
             key = keys[first + t]
-            at = N(key) * size
             if whole or _has(finite, key):
-                for j in range(min(size, last - at)):
-                    store_finite(e, at + j, x[t * size + j])
+                at = N(key) * size
+                if size == N(1):
+                    store_finite(e, at, x[t])
+                else:
+                    for j in range(min(size, N(n) - at)):
+                        store_finite(e, at + j, x[t * size + j])
     for b in range(blocks, N(scales.size)):
         scales[b] = np.uint16(0)
+
+
+@compiled
+def _add_groups(keys, t, stop, start, groups, size, values, within, total):
+    """Add ``values`` of keys ``t`` to ``stop`` to ``total``, which begins at group ``start``, up
+    to the first that lies elsewhere; returns which that is."""
+    if size == N(1):
+        while t < stop and N(keys[t]) - start < groups:
+            total[N(keys[t]) - start] += values[within]
+            within += N(1)
+            t += N(1)
+        return t
+    # A key below ``start`` would be huge: unsigned.
+    while t < stop and N(keys[t]) - start < groups:
+        at = (N(keys[t]) - start) * size
+        for j in range(size):
+            total[at + j] += values[within * size + j]
+        within += N(1)
+        t += N(1)
+    return t
 
 
 @compiled
@@ -75,18 +92,15 @@ def unpack_shard(
             row = keys[min(r, rows - N(1))]
             count, values, t = N(counts[min(r, rows - N(1))]), held[r], taken[r]
             while t < count:
-                # Below the chunk it would be huge: unsigned.
-                key = N(row[t]) - start
-                if key >= per_chunk:
-                    break
                 within = t & (per_block - N(1))
                 if within == N(0):
                     b, at = t // per_block, r * N(distance)
                     s = scale_at(messages, at + N(scales), b)
                     dequantize_block(messages, at + N(codes) + b * words, group, s, values)
-                for j in range(size):
-                    total[key * size + j] += values[within * size + j]
-                t += N(1)
+                stop = min(count, t + per_block - within)
+                t = _add_groups(row, t, stop, start, per_chunk, size, values, within, total)
+                if t < stop:
+                    break
             taken[r] = t
         for j in range(min(N(_CHUNK), N(n) - base)):
             store(out, base + j, total[j] / divisor)

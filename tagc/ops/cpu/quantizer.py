@@ -32,8 +32,10 @@ def quantize_block(x, c, group, limit, unit, codes, at):
     size = N(x.size)
     words = size // lanes
     largest = U(0)
+    # Builtin min and max can keep such loops from being vectorized.
     for j in range(size):
-        largest = max(largest, U(bits[j] & _ABS))
+        m = U(bits[j] & _ABS)
+        largest = m if m > largest else largest
     scale = _scale_of(largest, unit)
     if scale == U(0) or scale == _NAN:
         for j in range(words):
@@ -42,7 +44,9 @@ def quantize_block(x, c, group, limit, unit, codes, at):
     s = bits_float(scale)
     inverse = np.float32(1.0) / s
     for j in range(size):
-        q = np.rint(min(max(x[j] * inverse, -limit), limit))
+        scaled = x[j] * inverse
+        scaled = limit if scaled > limit else scaled
+        q = np.rint(-limit if scaled < -limit else scaled)
         x[j] = x[j] - q * s
         c[j] = U(np.int32(q))
     width = U(32 // len(group))

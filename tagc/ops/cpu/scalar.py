@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload, register_jitable
 
-from tagc.ops.cpu.llvm import bits_float, float_bits, high_product
+from tagc.ops.cpu.llvm import bits_float, float_bits, high_product, shift_right
 
 U, N = np.uint32, np.uint64
 compiled = njit(nogil=True, cache=True, boundscheck=False)
@@ -67,17 +67,21 @@ def _(a, j, x):
     if isinstance(a, types.NoneType) or a.dtype != types.uint16:
         return lambda a, j, x: store(a, j, x)
 
-    def put(a, j, x):
-        b = float_bits(x)
-        _put_bfloat16(a, j, (b & U(0x80000000)) | min(b & U(0x7FFFFFFF), U(0x7F7F0000)))
+    return lambda a, j, x: _put_bfloat16(a, j, _within_bfloat16(float_bits(x)))
 
-    return put
+
+@register_jitable(inline="always")
+def _within_bfloat16(b):
+    """Float32 bits, of no larger magnitude than bfloat16's largest number."""
+    m = U(b & U(0x7FFFFFFF))
+    return U(U(b & U(0x80000000)) | (m if m < U(0x7F7F0000) else U(0x7F7F0000)))
 
 
 @register_jitable(inline="always")
 def _put_bfloat16(a, j, b):
     """Round float32 bits to nearest even; not for NaN."""
-    a[j] = np.uint16(U(b + U(0x7FFF) + ((b >> U(16)) & U(1))) >> U(16))
+    odd = U(shift_right(b, U(16)) & U(1))
+    a[j] = np.uint16(shift_right(U(U(b + U(0x7FFF)) + odd), U(16)))
 
 
 @register_jitable(inline="always")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tagc.layout import SketchLayout, plan_layout
 from tagc.ops import COUNTS
-from tagc.ops.cpu.arrays import numpy_of, words_of
+from tagc.ops.cpu.arrays import NO_SUPPORT, numpy_of, supports, words_of
 from tagc.ops.cpu.decoder import decode_shard, peel_shard
 from tagc.ops.cpu.encoder import encode_row, insert_shard
 from tagc.ops.cpu.scalar import group_of
@@ -34,6 +34,7 @@ def encode(
     layout: SketchLayout,
     levels: int,
     capacity: int,
+    support: Tensor | None = None,
 ) -> None:
     """See :meth:`tagc.ops.Ops.encode`."""
     if grad.dtype == torch.float16:  # numba has no float16 arithmetic on CPUs
@@ -42,11 +43,12 @@ def encode(
     cells_, counts_ = cells.numpy(), counts.numpy()
     thresholds, steps = threshold.numpy(), step.numpy()
     group = group_of(layout.symbol.lanes)
+    marks = [NO_SUPPORT] * len(g) if support is None else supports(support, layout.groups)
     for d in range(grad.shape[0]):
         encode_row(
             g[d], None if e is None else e[d], layout.numel, group, thresholds[d],
             steps[d], seed.numpy()[0], levels, capacity, _hashes(layout), layout.partition,
-            words[d], cells_[d], counts_[d],
+            marks[d], words[d], cells_[d], counts_[d],
         )  # fmt: skip
 
 

@@ -57,12 +57,15 @@ def encode(
     layout: SketchLayout,
     levels: int,
     capacity: int,
+    support: Tensor | None = None,
 ) -> None:
     """See :meth:`tagc.ops.Ops.encode`."""
     for d in range(grad.shape[0]):
         x = grad[d].float() if residual is None else grad[d].float() + residual[d].float()
         groups = grouped(x, layout.symbol.lanes)
         kept, finite, seen = select_groups(groups, threshold[d], capacity)
+        if support is not None:
+            kept = from_bitmap(support[d], layout.groups) & finite
 
         if layout.symbol.integer:
             scaled = groups * (1.0 / step[d])

@@ -1,0 +1,119 @@
+"""Cases for Triton kernels: run interpreted in a process of their own, or natively on a GPU.
+
+A case is a function of a device. Triton decides when it is imported whether it interprets, so the
+interpreted ones run as ``python <test file> <results>`` and report to a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import torch
+from torch import Tensor
+
+I32 = torch.int32
+
+
+class Cases(dict[str, Callable[[str], None]]):
+    """Named functions of a device."""
+
+    def __call__(self, name: str):
+        """Decorator that adds a case."""
+
+        def register(function: Callable[[str], None]) -> Callable[[str], None]:
+            assert name not in self
+            self[name] = function
+            return function
+
+        return register
+
+    def main(self, results: Path) -> None:
+        """Run all cases, interpreted, and write ``{name: traceback or None}``."""
+        if importlib.import_module("triton").__version__.startswith("3.6."):
+            accept_numpy()
+        outcome: dict[str, str | None] = {}
+        for name, function in self.items():
+            start = time.process_time()
+            try:
+                function("cpu")
+                outcome[name] = None
+            except Exception:
+                outcome[name] = traceback.format_exc()
+            print(f"{time.process_time() - start:6.1f} s  {name}", flush=True)
+            results.write_text(json.dumps(outcome))
+
+
+def interpreted(file: str, directory: Path) -> dict[str, str | None]:
+    """Run a test file's cases in Triton's interpreter: ``{name: traceback or None}``."""
+    results = directory / "results.json"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::RuntimeWarning", file, str(results)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(results.read_text())
+
+
+def accept_numpy() -> None:
+    """Let Triton 3.6 interpret loops under numpy 2.4, which calls no array of one an integer."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patch_index_too(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_index_too
+
+
+def kernels(name: str) -> Any:
+    """A module of the kernels' package."""
+    return importlib.import_module(f"tagc.triton_kernels.{name}")
+
+
+def placed(x: Tensor | None, device: str, aligned: bool) -> Tensor | None:
+    """A copy on the device: the middle of a wider buffer, or 16-byte aligned rows."""
+    if x is None:
+        return None
+    if not aligned:
+        x = oracle.widened(x)
+        assert x._base is not None
+        wide = x._base.to(device, copy=True)
+        return wide[..., 3:-5]
+    return x.to(device, copy=True)
+
+
+def check_margins(view: Tensor | None) -> None:
+    if view is not None and view._base is not None and view._base.shape[-1] == view.shape[-1] + 8:
+        copy = view._base.cpu()
+        oracle.check_margins(copy[..., 3:-5])
+
+
+def same(name: str, got: Tensor | None, want: Tensor | None) -> None:
+    if want is None:
+        assert got is None
+        return
+    assert got is not None
+    got = got.cpu()
+    if want.dtype == torch.bool:
+        assert torch.equal(got, want), name
+        return
+    if not oracle.same_bits(got, want):
+        where = (got.float() != want.float()).nonzero()[:4].tolist()
+        raise AssertionError(f"{name} differs at {where or 'signs of zeros or NaNs'}")
+
+
+def canonical(x: Tensor | None) -> Tensor | None:
+    """The same NaN everywhere, whatever its bits were."""
+    return x if x is None or x.dtype == I32 else torch.where(x.isnan(), torch.nan, x)

@@ -1,0 +1,377 @@
+"""The Triton operators of block quantization against the reference, to the bit.
+
+Every case runs interpreted on the CPU and, where there is a GPU, natively (``-m gpu``).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
+from torch import Tensor
+
+from tagc.blocks import BITS, BlockLayout
+from tagc.ops import reference
+
+pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
+F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
+LARGEST = torch.finfo(F32).max
+
+
+@dataclass
+class Problem:
+    """Arguments of quantize, on the CPU."""
+
+    grad: Tensor
+    residual: Tensor | None
+    layout: BlockLayout
+    average: float = 0.0
+
+
+def problem(
+    bits: int,
+    block: int,
+    numel: int,
+    grad: torch.dtype = F32,
+    residual: torch.dtype | None = F32,
+    average: float = 0.0,
+    *,
+    R: int = 2,
+    seed: int = 0,
+) -> Problem:
+    rng = np.random.default_rng([numel, bits, seed])
+    return Problem(
+        oracle.values((R, numel), rng).to(grad),
+        None if residual is None else oracle.values((R, numel), rng).to(residual),
+        BlockLayout(numel=numel, bits=bits, block=block), average,
+    )  # fmt: skip
+
+
+def filled(x: Tensor, bits: int, block: int = 32, residual: Tensor | None = None) -> Problem:
+    """Given rows; no residual means zeros."""
+    residual = torch.zeros_like(x) if residual is None else residual
+    return Problem(x, residual, BlockLayout(numel=x.shape[1], bits=bits, block=block))
+
+
+def quantized(ops, p: Problem, device: str, aligned: bool = False) -> dict[str, Tensor | None]:
+    out = {
+        "message": oracle.poisoned(p.grad.shape[0], p.layout.words, dtype=I32),
+        "residual": p.residual,
+    }
+    out = {k: placed(v, device, aligned) for k, v in out.items()}
+    grad = placed(p.grad, device, aligned)
+    ops.quantize(grad, out["residual"], out["message"], layout=p.layout, average=p.average)
+    same("gradient", grad, p.grad)
+    for tensor in out.values():
+        check_margins(tensor)
+    return out
+
+
+def check_sum(
+    message: Tensor, layout: BlockLayout, device: str, *, dtype=F32, divisor=3, aligned=False
+) -> Tensor:
+    """dequantize ``[K, R, words]`` against the reference."""
+    out = []
+    for ops, where in ((reference, "cpu"), (kernels("ops"), device)):
+        result = placed(
+            oracle.poisoned(message.shape[0], layout.numel, dtype=dtype), where, aligned
+        )
+        sent = placed(message, where, aligned)
+        ops.dequantize(sent, result, layout=layout, divisor=divisor)
+        same("message", sent, message)
+        check_margins(result)
+        out.append(result)
+    same("out", canonical(out[1]), canonical(out[0]))
+    return out[0]
+
+
+def check(p: Problem, device: str, *, dtype=F32, divisor=3, aligned=False) -> dict[str, Tensor]:
+    """Quantize, then add up all rows, against the reference; what that gives."""
+    want = quantized(reference, p, "cpu", aligned)
+    got = quantized(kernels("ops"), p, device, aligned)
+    for name, tensor in want.items():
+        same(name, got[name], tensor)
+    message = want["message"]
+    assert message is not None
+    out = check_sum(message[None], p.layout, device, dtype=dtype, divisor=divisor, aligned=aligned)
+    results = {**want, "out": out[0]}
+    return {name: tensor for name, tensor in results.items() if tensor is not None}
+
+
+CASES = case = Cases()
+
+# bits, block, numel, gradient, residual, average, output, divisor
+GRID = [
+    (2, 32, 131, F32, F32, 0.0, F32, 1),
+    (2, 4096, 5000, BF16, F32, 0.9, BF16, 3),
+    (2, 256, 700, F16, BF16, 0.3, F16, 2),
+    (4, 64, 333, BF16, BF16, 0.0, BF16, 2),
+    (4, 256, 1500, F32, BF16, 0.9, F32, 7),
+    (4, 1024, 1027, F32, None, 0.0, F32, 3),
+    (8, 256, 1001, F32, F32, 0.0, F32, 3),
+    (8, 256, 1280, BF16, BF16, 0.25, BF16, 8),
+    (8, 512, 2000, F16, F32, 0.7, F16, 5),
+    (8, 2048, 2049, BF16, None, 0.0, F32, 6),
+    (16, 32, 97, F16, None, 0.0, F16, 1),
+    (16, 128, 400, F32, F32, 0.9, F32, 3),
+    (16, 4096, 4100, F32, BF16, 0.1, BF16, 9),
+]
+for row in GRID:
+    name = " ".join(str(v).removeprefix("torch.") for v in row)
+
+    @case(name)
+    def _(device, row=row):
+        *arguments, dtype, divisor = row
+        check(problem(*arguments), device, dtype=dtype, divisor=divisor)
+
+
+@case("sizes around a block")
+def _(device):
+    for numel in (1, 31, 32, 33, 63, 64, 65, 511, 512, 513, 544):
+        for bits in (4, 16):
+            check(problem(bits, 32, numel, R=1), device)
+
+
+@case("nothing at all")
+def _(device):
+    check(problem(8, 256, 0), device)
+
+
+@case("aligned rows")
+def _(device):
+    for bits, grad, residual in ((8, F32, F32), (4, BF16, BF16), (2, F16, F32)):
+        check(problem(bits, 64, 1024, grad, residual, 0.5), device, aligned=True, divisor=4)
+
+
+@case("a non-finite block is NaN and spares its residual")
+def _(device):
+    for bits, residual, average in ((8, F32, 0.0), (2, BF16, 0.9), (16, None, 0.0), (4, F32, 0.5)):
+        p = problem(bits, 32, 200, F32, residual, average, R=1)
+        p.grad[0, 3], p.grad[0, 40], p.grad[0, 199] = float("nan"), float("inf"), -float("inf")
+        done = check(p, device)
+        halves = done["message"].contiguous().view(torch.int16)[0, :7].tolist()
+        assert [i for i, half in enumerate(halves) if half == 0x7FC0] == [0, 1, 6]
+        bad = torch.tensor([0, 1, 6]).repeat_interleave(32) * 32 + torch.arange(96) % 32
+        bad = bad[bad < 200]
+        assert done["out"][bad].isnan().all()
+        assert done["out"][64:192].isfinite().all()
+        if p.residual is not None:
+            assert torch.equal(done["residual"][0, bad], p.residual[0, bad])
+
+
+@case("a sum that overflows is not finite")
+def _(device):
+    p = problem(8, 32, 64, R=1)
+    assert p.residual is not None
+    p.grad[0, 7] = p.residual[0, 7] = 3e38
+    assert check(p, device)["out"].isnan().sum() == 32
+
+
+@case("the largest numbers")
+def _(device):
+    for bits in BITS:
+        x = torch.zeros(4, 64)
+        x[0], x[1, ::3], x[2, 1::2] = LARGEST, -LARGEST, 3.39e38
+        x[3] = torch.linspace(-3.4e38, 3.4e38, 64)
+        done = check(filled(x, bits), device, divisor=1)
+        assert done["residual"].isfinite().all()
+        check(filled(x, bits, residual=torch.zeros(4, 64, dtype=BF16)), device)
+
+
+@case("numbers next to zero")
+def _(device):
+    # Scales around MIN_SCALE, with residuals and sums that are subnormal.
+    for bits in BITS:
+        levels = (1 << (bits - 1)) - 1
+        scale = torch.tensor([0.25, 0.99, 0.998, 0.9985, 0.999, 1, 1.002, 1.0, 3]) * 2.0**-126
+        x = (torch.linspace(-1, 1, 32) * levels)[None] * scale[:, None]
+        x[7] = 0.0
+        x[7, 5] = -0.0
+        done = check(filled(x.reshape(1, -1), bits), device, divisor=3)
+        halves = done["message"].contiguous().view(torch.int16)[0, :9]
+        assert halves[0] == 0
+        assert halves[5] == 0x80
+        assert halves[7] == 0
+        check(filled(x.reshape(1, -1), bits, residual=torch.zeros(1, 288, dtype=BF16)), device)
+
+
+@case("halves round to even")
+def _(device):
+    x = torch.arange(64.0)[None] - 31.5
+    x[0, 31], x[0, 63] = 127.0, -127.0
+    done = check(filled(x, 8), device, divisor=1)
+    assert done["out"][:4].tolist() == [-32, -30, -30, -28]
+
+
+@case("codes are clipped")
+def _(device):
+    # Scales that rounded down, so that the largest elements are beyond the largest code.
+    x = torch.full((1, 128), 3.0)
+    x[0] *= torch.linspace(1.0, 1.01, 128)
+    for bits in BITS:
+        done = check(filled(x, bits), device)
+        assert done["residual"].abs().max() > 0
+
+
+@case("zeros of both signs")
+def _(device):
+    for residual in (F32, BF16):
+        for average in (0.0, 0.5):
+            x = torch.zeros(1, 96)
+            x[0, ::2] = -0.0
+            x[0, 40], x[0, 90] = 1.0, -2.0
+            p = filled(x, 4, residual=x.to(residual))
+            p.average = average
+            check(p, device)
+
+
+@case("additions in the order of the messages, from the first")
+def _(device):
+    rng = np.random.default_rng(0)
+    for bits, dtype, divisor in ((8, F32, 1), (16, BF16, 3), (2, F16, 4), (4, F32, 7)):
+        layout = BlockLayout(numel=150, bits=bits, block=32)
+        x = oracle.values((12, 150), rng) * torch.from_numpy(rng.choice([1, 1e3, 1e-3], (12, 1)))
+        message = torch.empty(12, layout.words, dtype=I32)
+        reference.quantize(x.float(), None, message, layout=layout, average=0.0)
+        check_sum(message.view(2, 6, -1), layout, device, dtype=dtype, divisor=divisor)
+        check_sum(message.view(12, 1, -1), layout, device, dtype=dtype, divisor=divisor)
+        backwards = message.view(2, 6, -1).flip(1).contiguous()
+        assert dtype != F32 or not torch.equal(
+            check_sum(backwards, layout, device, divisor=divisor),
+            check_sum(message.view(2, 6, -1), layout, device, divisor=divisor),
+        )
+
+
+@case("any message has a sum")
+def _(device):
+    rng = np.random.default_rng(1)
+    for bits in BITS:
+        layout = BlockLayout(numel=99, bits=bits, block=32)
+        words = rng.integers(-(2**31), 2**31, (2, 3, layout.words), dtype=np.int32)
+        words[0, :, : layout.scale_words] = 0x41203C9A  # of all codes, also -levels - 1
+        words[1, :, 0] = np.int32(-0x80000000 + 0x8000)  # minus zeros do not become zeros
+        check_sum(torch.from_numpy(words), layout, device)
+
+
+@case("sums beyond the largest number of the output")
+def _(device):
+    x = torch.full((4, 64), 3e38)
+    layout = BlockLayout(numel=64, bits=8, block=32)
+    message = torch.empty(4, layout.words, dtype=I32)
+    reference.quantize(x, None, message, layout=layout, average=0.0)
+    for dtype, divisor in ((F32, 1), (F16, 4), (BF16, 1)):
+        assert check_sum(message[None], layout, device, dtype=dtype, divisor=divisor).isinf().all()
+        check_sum(message[:, None], layout, device, dtype=dtype, divisor=divisor)
+
+
+@case("the same launches give the same bits")
+def _(device):
+    p = problem(8, 256, 1111, F32, BF16, 0.9)
+    first, second = (quantized(kernels("ops"), p, device) for _ in range(2))
+    for name, tensor in first.items():
+        assert tensor is not None
+        same(name, second[name], tensor.cpu())
+
+
+# --- in a process of its own ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def outcome(tmp_path_factory) -> dict[str, str | None]:
+    return interpreted(__file__, tmp_path_factory.mktemp("blocks"))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(outcome, name):
+    failure = outcome[name]
+    assert failure is None, failure
+
+
+# --- natively ---------------------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+
+
+@gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    CASES[name]("cuda")
+
+
+def gpu_step(p: Problem):
+    """Device arguments of a quantize and a dequantize, and a function that runs both."""
+    ops, layout = kernels("ops"), p.layout
+    assert p.residual is not None
+    t = {
+        "grad": p.grad.cuda(), "residual": p.residual.cuda(),
+        "message": oracle.poisoned(p.grad.shape[0], layout.words, dtype=I32).cuda(),
+        "out": oracle.poisoned(1, layout.numel, dtype=F32).cuda(),
+    }  # fmt: skip
+
+    def run() -> None:
+        ops.quantize(t["grad"], t["residual"], t["message"], layout=layout, average=p.average)
+        ops.dequantize(t["message"][None], t["out"], layout=layout, divisor=3)
+
+    return t, run
+
+
+@gpu
+def test_nothing_waits_for_the_device():
+    _, run = gpu_step(problem(8, 256, 5003))
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+@pytest.mark.parametrize(("bits", "average"), [(8, 0.0), (4, 0.9)])
+def test_a_cuda_graph_holds_a_step(bits, average):
+    t, run = gpu_step(problem(bits, 256, 5003, BF16, BF16, average))
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for seed in (5, 6):
+        other = problem(bits, 256, 5003, BF16, BF16, average, seed=seed)
+        assert other.residual is not None
+        t["grad"].copy_(other.grad)
+        t["residual"].copy_(other.residual)
+        graph.replay()
+        want = check(other, "cuda")
+        for name in ("message", "residual"):
+            same(name, t[name], want[name])
+        same("out", t["out"][0], want["out"])
+
+
+@gpu
+def test_more_than_two_to_the_31_elements():
+    n = (1 << 31) + 1040
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free device memory")
+    ops, layout = kernels("ops"), BlockLayout(numel=n, bits=4, block=256)
+    where = torch.tensor([0, 5, (1 << 30) + 1, (1 << 31) - 1, 1 << 31, n - 1], device="cuda")
+    grad = torch.zeros(1, n, dtype=BF16, device="cuda")
+    grad[:, where] = torch.tensor([7.0, 7, 14, 21, 28, 35], device="cuda").to(BF16)
+    residual = torch.zeros_like(grad)
+    message = torch.empty(1, layout.words, dtype=I32, device="cuda")
+    ops.quantize(grad, residual, message, layout=layout, average=0.0)
+    assert not residual[:, where].any()
+    out = torch.full((1, n), float("nan"), dtype=BF16, device="cuda")
+    ops.dequantize(message[None], out, layout=layout, divisor=1)
+    assert torch.equal(out, grad)
+
+
+if __name__ == "__main__":
+    CASES.main(Path(sys.argv[1]))
