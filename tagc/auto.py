@@ -8,7 +8,6 @@ agree through those who share one with both.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,17 +143,24 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
         out = torch.empty(numel, device=device)
         return lambda: reduce_scatter(out, send, op=dist.ReduceOp.SUM, group=group)
 
-    latency = statistics.median(_seconds(exchange(1), device, _SMALL_REPEATS))
+    # The best of every measurement: what else the machine does only ever adds.
+    latency = min(_seconds(exchange(1), device, _SMALL_REPEATS))
     numel = _FIRST_BYTES // (4 * W) or 1
     # The size must be the same on all ranks.
     (first,) = slowest([min(_seconds(exchange(numel), device, 3))], [group])
     growth = max(1.0, _TARGET / max(first, 1e-9))
     numel = int(min(numel * growth, _MAX_BYTES // (4 * W)))
     sent = 4 * numel * (W - 1)
-    # The best of each: what else the machine does only ever adds.
-    large = max(min(_seconds(exchange(numel), device, _REPEATS)) - latency, 1e-9)
-    native = max(min(_seconds(reduce(numel), device, _REPEATS)) - latency, 1e-9)
+    large, native = (
+        _without(latency, min(_seconds(make(numel), device, _REPEATS)))
+        for make in (exchange, reduce)
+    )
     return Link(bandwidth=sent / large, latency=latency, reduce_scatter=native / large)
+
+
+def _without(latency: float, seconds: float) -> float:
+    """Seconds that the bytes take; no less than half of all, however noisy the latency was."""
+    return max(seconds - latency, seconds / 2)
 
 
 def slowest(numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> list[float]:

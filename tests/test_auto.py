@@ -192,6 +192,32 @@ def test_measured_for_real(rank: int, world_size: int) -> None:
         assert (grad - native[name]).norm() <= 0.2 * native[name].norm()
 
 
+@on_ranks(2, 3)
+def test_the_link_by_the_clock(rank: int, world_size: int) -> None:
+    """With collectives that take a known time: 1 ms, and 10 ns a byte (30 in a reduce-scatter)."""
+    now = [0.0]
+
+    def exchange(out: torch.Tensor, inp: torch.Tensor, **_: Any) -> None:
+        now[0] += 1e-3 + 1e-8 * 4 * inp.numel() * (world_size - 1) / world_size
+
+    def reduce(out: torch.Tensor, inp: torch.Tensor, **_: Any) -> None:
+        now[0] += 1e-3 + 3e-8 * 4 * inp.numel() * (world_size - 1) / world_size
+
+    group = dist.group.WORLD
+    assert group is not None
+    with (
+        patch.object(auto.time, "perf_counter", lambda: now[0]),
+        patch.object(dist, "all_to_all_single", exchange),
+        patch.object(auto, "reduce_scatter", reduce),
+    ):
+        link = auto.measure_link(group, torch.device("cpu"))
+    small = 4 * (world_size - 1) * 1e-8
+    assert abs(link.latency - 1e-3) <= 1.01 * small
+    assert abs(link.bandwidth - 1e8) < 1e6
+    assert abs(link.reduce_scatter - 3) < 0.01
+    assert now[0] < 1.0  # it is done soon
+
+
 @on_ranks(2)
 def test_parameters_stop_at_8_bits(rank: int, world_size: int) -> None:
     rule = {"when": {"role": "mlp"}, "codec": {"kind": "auto"}}
