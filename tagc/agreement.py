@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -37,22 +37,31 @@ def agree_on(
     except Exception as error:
         failure = error
     mine["error"] = None if failure is None else f"{type(failure).__name__}: {failure}"
-    gathered: list[list[dict[str, str | None]]] = []
-    for group in groups:
-        said: list[dict[str, str | None]] = [{} for _ in range(group.size())]
-        dist.all_gather_object(said, mine, group=group)
-        gathered.append(said)
+    complaint = None
+    # Once around tells a rank of those it shares a group with; on a mesh of several dimensions the
+    # furthest rank is at most as many groups away as there are.
+    for _ in groups:
+        for group in groups:
+            said: list[dict[str, str | None]] = [{} for _ in range(group.size())]
+            dist.all_gather_object(said, mine | {"complaint": complaint}, group=group)
+            complaint = complaint or _complaint(steps, said)
     if failure is not None:
         raise failure
-    for said in gathered:
-        for rank, other in enumerate(said):
-            if other["error"] is not None:
-                raise RuntimeError(f"tagc.wrap failed on rank {rank}: {other['error']}")
-        for name in steps:
-            if len({other[name] for other in said}) > 1:
-                listing = ", ".join(f"rank {r} has {o[name]}" for r, o in enumerate(said))
-                raise RuntimeError(
-                    f"tagc {name} differs between ranks: {listing}. Every rank must call "
-                    "tagc.wrap with the same model, policy and tagc version"
-                )
+    if complaint is not None:
+        raise RuntimeError(complaint)
     return results
+
+
+def _complaint(names: Iterable[str], said: Sequence[Mapping[str, str | None]]) -> str | None:
+    """What is wrong with what the ranks of a group said, or heard of others; None if nothing."""
+    for rank, other in enumerate(said):
+        if other["error"] is not None:
+            return f"tagc.wrap failed on rank {rank}: {other['error']}"
+    for name in names:
+        if len({other[name] for other in said}) > 1:
+            listing = ", ".join(f"rank {r} has {o[name]}" for r, o in enumerate(said))
+            return (
+                f"tagc {name} differs between ranks: {listing}. Every rank must call "
+                "tagc.wrap with the same model, policy and tagc version"
+            )
+    return next((other["complaint"] for other in said if other["complaint"]), None)

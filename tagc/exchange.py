@@ -24,6 +24,9 @@ from torch import Tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# So that a message of the user's own, over the same group, is never taken for one of these.
+_TAG = 0x7A6C
+
 
 @dataclass
 class Pending:
@@ -54,7 +57,7 @@ def _to_others(t: Tensor, world_size: int) -> int:
 
 def all_to_all(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> Pending:
     """Row ``d`` of ``inp`` ``[W, m]`` goes to rank ``d``; row ``r`` of ``out`` came from ``r``."""
-    if _is_gloo(group, inp.device):
+    if _by_messages(group, inp.device):
         works = _messages(out.unbind(), inp.unbind(), group)
     else:
         works = [dist.all_to_all_single(out, inp, group=group, async_op=True)]
@@ -66,10 +69,15 @@ def _messages(out: Sequence[Tensor], sent: Sequence[Tensor], group: dist.Process
     rank, ranks = group.rank(), group.size()
     # Each rank begins with its neighbour, so that no rank is everybody's first.
     others = [(rank + i) % ranks for i in range(1, ranks)]
-    works = [dist.irecv(out[r], group=group, group_src=r) for r in others]
-    works += [dist.isend(sent[r], group=group, group_dst=r) for r in others]
+    works = [dist.irecv(out[r], group=group, group_src=r, tag=_TAG) for r in others]
+    works += [dist.isend(sent[r], group=group, group_dst=r, tag=_TAG) for r in others]
     out[rank].copy_(sent[rank])
     return works
+
+
+def _by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
+    # gloo has no messages for tensors on a GPU; its collectives copy those to the host.
+    return device.type == "cpu" and _is_gloo(group, device)
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -93,7 +101,7 @@ def sum_rows(out: Tensor, inp: Tensor, scratch: Tensor, group: dist.ProcessGroup
 
 def gather_messages(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> Pending:
     """``inp`` ``[1, m]`` of rank ``r`` is row ``r`` of ``out`` ``[W, m]`` on every rank."""
-    if _is_gloo(group, inp.device):
+    if _by_messages(group, inp.device):
         works = _messages(out.unbind(), [inp[0]] * group.size(), group)
     else:
         works = [all_gather(out.view(-1), inp.view(-1), group=group, async_op=True)]

@@ -48,10 +48,15 @@ class FSDP2Unit:
         """Call ``all_reduce(shard)`` on this unit's reduced gradient ``[S]``, to change it."""
         self.module.set_all_reduce_hook(all_reduce)
 
+    @property
+    def has_all_reduce_hook(self) -> bool:
+        """Whether somebody else set one."""
+        return self._native[2] is not None
+
     def shard(self) -> Tensor:
         """This rank's part of what the all-gather sends now, ``[S]``."""
         shards = [p._sharded_param_data.detach() for p in self._param_group.fsdp_params]
-        return torch.cat(shards).to(self.gather_info.dtype)
+        return torch.cat(shards).to(self.device, self.gather_info.dtype)
 
     def restore(self) -> None:
         """Give FSDP its own collectives back."""
@@ -170,23 +175,33 @@ def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FS
             f"{name or 'the root module'!r} is already wrapped, by itself or as a part of another "
             "model; call tagc.compressor(that_model).remove() first"
         )
-    policy, stored = group.mp_policy, group.fsdp_params[0].sharded_param.dtype
+    policy = group.mp_policy
+    stored = [p.sharded_param.dtype for p in group.fsdp_params]
+    # Frozen parameters may have another dtype; FSDP insists on one for the others.
+    reduced = next((p.sharded_param.dtype for p in trainable), stored[0])
     state: Any = module._get_fsdp_state()
     # FSDP decides in the first forward that its root keeps its parameters until backward.
-    root = name == "" and getattr(state, "_auto_reshard_after_forward", False)
+    is_root = name == "" if state._is_root is None else state._is_root
+    root = is_root and getattr(state, "_auto_reshard_after_forward", False)
     return FSDP2Unit(
         info=UnitInfo(
             name=name,
             params=tuple(_unit_param(p, names) for p in trainable),
             world_size=mesh.shard_mesh_size,
-            dtype=policy.reduce_dtype or policy.param_dtype or stored,
+            dtype=policy.reduce_dtype or policy.param_dtype or reduced,
         ),
         gather_info=UnitInfo(
             name=name,
             params=tuple(_unit_param(p, names) for p in group.fsdp_params),
             world_size=mesh.shard_mesh_size,
-            dtype=policy.param_dtype or stored,
-            per_step=2 if group._reshard_after_forward and not root else 1,
+            # FSDP gathers several dtypes as bytes.
+            dtype=policy.param_dtype or (stored[0] if len(set(stored)) == 1 else torch.uint8),
+            # Resharded to a smaller group, the backward gathers there, natively.
+            per_step=(
+                2
+                if group._reshard_after_forward and not group._use_post_forward_mesh and not root
+                else 1
+            ),
         ),
         module=module,
         group=mesh.shard_process_group,

@@ -61,7 +61,7 @@ class UnitGatherer:
         info = self.plan.info
         native = (group.size() - 1) * inp.numel() * inp.element_size()
         self.dense_bytes += native
-        if group.size() != info.world_size:
+        if not self.plan.compressed or group.size() != info.world_size:
             # With reshard_after_forward an int, the backward gathers in a smaller group.
             all_gather(out, inp, group=group)
             self.wire_bytes += native
@@ -89,6 +89,8 @@ class UnitGatherer:
 
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
         """Squared Euclidean norms of what quantization changes in ``shard`` ``[S]``, and of it."""
+        if not self.plan.compressed:
+            return 0.0, shard.double().square().sum().item()
         message = torch.empty(1, self.plan.words, dtype=torch.int32, device=shard.device)
         decoded = torch.empty(1, shard.numel(), dtype=shard.dtype, device=shard.device)
         self._encode(shard, message)

@@ -326,7 +326,9 @@ def _check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> None:
     ]
     means_to = [f"{d}[{i}]" for d, i, rule in rules if rule.codec.compresses]
     automatic = any(isinstance(rule.codec, AutoCodec) for _, _, rule in rules)
-    if means_to and not automatic and not any(unit.compressed for unit in plan.all_units):
+    selected = any((d, i) in matched for d, i, rule in rules if rule.codec.compresses)
+    compressed = selected if automatic else any(unit.compressed for unit in plan.all_units)
+    if means_to and not compressed:
         names = [p.name for u in plan.units for s in u.segments for p in s.params]
         raise PolicyError(
             f"policy {policy.name!r} compresses nothing in this model: none of its rules "

@@ -103,8 +103,8 @@ Codec = Annotated[GradientCodec, Field(discriminator="kind")]
 class QuantizedParameters(Strict):
     """Parameters in `bits`, with a scale for every `block` elements, in FSDP's all-gather.
 
-    With `keep_for_backward` a rank keeps the message that it received in forward, `bits` per
-    element of the whole unit, and gathers nothing in backward. (It matters where FSDP reshards
+    With `keep_for_backward` a rank keeps the messages that it received in forward, the unit's
+    other parameters in them too, and gathers nothing in backward. (It matters where FSDP reshards
     after forward, and so gathers twice.)
     """
 

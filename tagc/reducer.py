@@ -171,6 +171,11 @@ class UnitReducer:
                 "backward, or requires_grad changed after tagc.wrap. Freeze parameters before "
                 f"tagc.wrap, and {unused_parameters_remedy()}"
             )
+        if inp.dtype != info.dtype:
+            raise RuntimeError(
+                f"tagc: unit {self._name!r} was planned for gradients of {info.dtype}, but FSDP "
+                f"reduces {inp.dtype}; call tagc.wrap after the model's dtypes are set for good"
+            )
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise RuntimeError(
                 f"tagc: unit {self._name!r} is reduced with {op}, but only SUM and AVG can be "

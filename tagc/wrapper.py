@@ -223,6 +223,11 @@ def _chooser(
 def _make(units: Sequence[FSDP2Unit], plan: Plan, ops: str | None) -> _Installed:
     workspaces: dict[Any, Workspace] = {}
     made = _Installed()
+    if plan.replicas and any(unit.has_all_reduce_hook for unit in units):
+        raise ValueError(
+            "the model has an all-reduce hook of its own (set_all_reduce_hook), which averaging "
+            "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
+        )
 
     def chosen(unit: FSDP2Unit, unit_plan: UnitPlan) -> Ops:
         # A unit that stays dense needs no operators, nor a warning about them.
@@ -239,7 +244,14 @@ def _make(units: Sequence[FSDP2Unit], plan: Plan, ops: str | None) -> _Installed
     for i, (unit, unit_plan) in enumerate(zip(units, plan.replicas, strict=bool(plan.replicas))):
         made.replicas.append(reducer(i, unit, unit_plan))
     if any(unit_plan.compressed for unit_plan in plan.parameters):
+        # On every unit, so that bytes are counted of those, too, that stay as they are.
         for unit, unit_plan in zip(units, plan.parameters, strict=True):
+            if unit_plan.compressed and unit.gather_info.dtype == torch.uint8:
+                raise ValueError(
+                    f"unit {unit.info.name or '(root)'!r} has parameters of several dtypes, which "
+                    "FSDP gathers as bytes; leave them out of the policy's rules for parameters, "
+                    "or give the unit a MixedPrecisionPolicy(param_dtype=...)"
+                )
             workspace = workspaces.setdefault(unit.device, Workspace(unit.device))
             made.gatherers.append(
                 UnitGatherer(unit_plan, chosen(unit, unit_plan), unit.device, workspace)
@@ -253,8 +265,7 @@ def _install(
     for unit, reducer in zip(units, installed.reducers, strict=False):
         unit.install(reducer.reduce)
     for unit, gatherer in zip(units, installed.gatherers, strict=False):
-        if gatherer.plan.compressed:
-            unit.install_gather(gatherer.gather)
+        unit.install_gather(gatherer.gather)
     if replica_group is not None:
         for unit, reducer in zip(units, installed.replicas, strict=True):
             unit.install_all_reduce(_averaging(reducer, replica_group))
@@ -262,6 +273,9 @@ def _install(
 
 def _averaging(reducer: UnitReducer, group: dist.ProcessGroup) -> Callable[[Tensor], None]:
     def average(shard: Tensor) -> None:
+        if shard.is_cuda:
+            # FSDP allocated it in another stream, and lets go of it while this one still works.
+            shard.record_stream(torch.cuda.current_stream(shard.device))
         with torch.no_grad():
             reducer.reduce(shard, shard, group, dist.ReduceOp.AVG)
 

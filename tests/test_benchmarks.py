@@ -56,6 +56,27 @@ def test_every_contender_is_right_but_the_lossy_one(chosen):
     json.dumps(record)
 
 
+@pytest.mark.parametrize("gradient", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", ["quantize", "dequantize", "pack", "unpack"])
+def test_messages_are_right(op, gradient):
+    chosen = next(
+        c for c in select("full", "cpu", sizes=[13]) if c.op == op and c.gradient == gradient
+    )
+    record = measured(chosen)
+    assert {"tagc", "reference", "clone"} <= set(record["contenders"])
+    assert {name for name, said in record["contenders"].items() if said["wrong"]} == set()
+    assert set(record["speedup"]) == set(record["contenders"]) - {"tagc"}
+    json.dumps(record)
+
+
+def test_bytes_of_the_floor_of_messages():
+    n = 1 << 13
+    words = n * 4 // 32 + n // 256 // 2
+    quantize = Case(op="quantize", numel=n, residual="bfloat16", bits=4)
+    assert measured(quantize)["floor_bytes"] == 8 * n + 4 * words
+    assert measured(Case(op="dequantize", numel=n, bits=4))["floor_bytes"] == 4 * n + 8 * words
+
+
 def test_bytes_of_the_floor():
     n, bits = 1 << 13, (1 << 13) // 4 // 8
     assert measured(case("encode"))["floor_bytes"] == 12 * n + bits

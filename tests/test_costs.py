@@ -138,7 +138,7 @@ def test_the_formula_is_what_is_sent(rank: int, world_size: int) -> None:
         return len(started), reducer.wire_bytes - before
 
     with (
-        counting(dist, "all_to_all_single"),
+        counting(exchange, "_messages"),
         counting(dist, "all_reduce"),
         counting(exchange, "reduce_scatter"),
     ):

@@ -75,7 +75,9 @@ def _quick(sizes: tuple[int, ...]) -> Iterator[Case]:
 
 
 def _full(sizes: tuple[int, ...]) -> Iterator[Case]:
-    names = ("size", "density", "symbol", "bits", "gradient", "residual", "op")
     axes = (sizes, _DENSITIES, SYMBOLS, _BITS, _DTYPES, _DTYPES, OPS)
-    for values in product(*axes):
-        yield _case(**dict(zip(names, values, strict=True)))
+    for size, density, symbol, bits, gradient, residual, op in product(*axes):
+        yield _case(
+            op, size, density=density, symbol=symbol, bits=bits, gradient=gradient,
+            residual=residual,
+        )  # fmt: skip

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from tagc.gatherer import UnitGatherer
+
 PARAMETERS, GRADIENTS, OTHER = "parameters", "gradients", "other"
 
 # Some names are new in torch 2.13, some deprecated there.
@@ -64,6 +66,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    _count_parameters()
     for name, kind in _KINDS.items():
         original = getattr(dist, name, None)
         if original is not None:
@@ -71,6 +74,18 @@ def install() -> None:
             setattr(dist, name, counted)
             if name in _ALSO_IN_C10D:
                 setattr(distributed_c10d, name, counted)
+
+
+def _count_parameters() -> None:
+    """tagc gathers parameters by messages, which nothing else tells from gradients."""
+    original = UnitGatherer.gather
+
+    @functools.wraps(original)
+    def gather(self: UnitGatherer, *args: Any, **kwargs: Any) -> None:
+        with direction(PARAMETERS):
+            original(self, *args, **kwargs)
+
+    UnitGatherer.gather = gather
 
 
 def reset() -> Tally:

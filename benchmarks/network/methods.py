@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import tagc
+from tagc.auto import is_automatic
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -31,8 +32,8 @@ class Method:
             leaves the compute in fp32.
         reduce: ``gloo`` for the backend's own reduce-scatter, else the dtype in which gradients
             travel by all-to-all, summed in fp32. A policy replaces it.
-        messages: dense only: both directions by point-to-point messages with the receives posted
-            first, where gloo's collectives use a link half.
+        messages: what tagc does not send goes both ways by point-to-point messages with the
+            receives posted first, where gloo's collectives use a link half.
         policy: of ``tagc.wrap``: a name, a path or a mapping; None is dense.
         published: whether the report adds what the bytes of the TAGC paper's own formats would
             be, computed on paper.
@@ -61,7 +62,7 @@ class Method:
         """Whether it chooses by the link that it finds, and so has to be made anew on each."""
         if self.policy is None:
             return False
-        return any(rule.codec.kind == "auto" for rule in tagc.Policy.load(self.policy).gradients)
+        return is_automatic(tagc.Policy.load(self.policy))
 
 
 TAGC_PAPER: dict[str, Any] = {
@@ -167,7 +168,8 @@ def resolve(name: str) -> Method:
         return method
     if loaded.parameters:
         raise ValueError(f"{name!r}: this policy has rules for parameters, so leave @bf16 away")
-    return replace(method, gather="bfloat16", about=f"{method.about} Parameters in bf16.")
+    about = f"{method.about} Parameters in bf16."
+    return replace(method, gather="bfloat16", messages=True, about=about)
 
 
 def resolve_all(names: Iterable[str]) -> list[Method]:

@@ -57,9 +57,7 @@ def _pack(
         return wrong
 
     return Contender(
-        run=lambda: ops.pack(
-            row.grad, residual, threshold, None, message, counts, layout=layout
-        ),
+        run=lambda: ops.pack(row.grad, residual, threshold, None, message, counts, layout=layout),
         before=lambda: residual.copy_(row.residual),
         check=check,
         note=note,
