@@ -128,6 +128,7 @@ def test_builtin_compresses_its_roles(name: str):
                 "kind": "sketch",
                 "density": 0.2,
                 "symbol": "auto",
+                "support": "own",
                 "warmup_steps": 40,
             }
             assert rule["feedback"]["kind"] == "residual"

@@ -15,8 +15,8 @@ class Case:
         op: a name in the registry.
         numel: elements of the gradient of one destination.
         gradient: dtype of the gradient.
-        residual, density, symbol: dtype of the residual, fraction kept, symbol; None where the
-            operator has no such thing.
+        residual, density, symbol, bits: dtype of the residual, fraction kept, symbol, bits of a
+            quantized element; None where the operator has no such thing.
     """
 
     op: str
@@ -25,6 +25,7 @@ class Case:
     residual: str | None = None
     density: float | None = None
     symbol: str | None = None
+    bits: int | None = None
 
     @property
     def name(self) -> str:
@@ -37,6 +38,7 @@ class Case:
             self.residual,
             None if self.density is None else f"{100 * self.density:g}%",
             self.symbol,
+            None if self.bits is None else f"int{self.bits}",
         ]
         return "/".join(part for part in parts if part is not None)
 

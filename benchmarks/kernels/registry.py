@@ -21,6 +21,10 @@ from .case import Case
 OPS = {
     "encode": ".ops.encode",
     "decode": ".ops.decode",
+    "quantize": ".ops.quantize",
+    "dequantize": ".ops.dequantize",
+    "pack": ".ops.pack",
+    "unpack": ".ops.unpack",
 }
 OURS = "tagc"
 
@@ -67,7 +71,7 @@ class Problem:
 class Op(Protocol):
     """What the module of an operator has."""
 
-    axes: tuple[str, ...]  # which of residual, density and symbol its cases have
+    axes: tuple[str, ...]  # which of residual, density, symbol and bits its cases have
 
     def problem(self, case: Case, device: torch.device) -> Problem:
         """Inputs and contenders; every tensor is made here, none in a contender's run."""

@@ -17,10 +17,12 @@ _SIZES = {"cpu": (22, 24, 20), "cuda": (26, 28, 24, 22, 20)}
 _QUICK = {"cpu": (20, 22), "cuda": (22, 26)}
 _DTYPES = ("float32", "bfloat16")
 _DENSITIES = (0.05, 0.01)
+_BITS = (4, 8)
 _AXES: dict[str, tuple[Any, ...]] = {
     "residual": _DTYPES,
     "density": _DENSITIES,
     "symbol": tuple(SYMBOLS),
+    "bits": _BITS,
 }
 
 
@@ -34,7 +36,7 @@ def select(
 
     Args:
         choice: ``default``: all sizes and densities with the first dtypes and symbol, then all
-            symbols, then all pairs of dtypes, at one size; ``quick``: two small sizes;
+            symbols, bits and pairs of dtypes, at one size; ``quick``: two small sizes;
             ``full``: the whole product.
         device: ``cpu`` or ``cuda``.
         sizes: log2 of the numbers of elements, in place of the choice's own.
@@ -61,6 +63,8 @@ def _default(sizes: tuple[int, ...]) -> Iterator[Case]:
         yield _case(op, size, density=density)
     for symbol, op in product(SYMBOLS, OPS):
         yield _case(op, sizes[0], symbol=symbol)
+    for bits, op in product(_BITS, OPS):
+        yield _case(op, sizes[0], bits=bits)
     for gradient, residual, op in product(_DTYPES, _DTYPES, OPS):
         yield _case(op, sizes[0], gradient=gradient, residual=residual)
 
@@ -71,6 +75,7 @@ def _quick(sizes: tuple[int, ...]) -> Iterator[Case]:
 
 
 def _full(sizes: tuple[int, ...]) -> Iterator[Case]:
-    axes = (sizes, _DENSITIES, SYMBOLS, _DTYPES, _DTYPES, OPS)
-    for size, density, symbol, gradient, residual, op in product(*axes):
-        yield _case(op, size, density=density, symbol=symbol, gradient=gradient, residual=residual)
+    names = ("size", "density", "symbol", "bits", "gradient", "residual", "op")
+    axes = (sizes, _DENSITIES, SYMBOLS, _BITS, _DTYPES, _DTYPES, OPS)
+    for values in product(*axes):
+        yield _case(**dict(zip(names, values, strict=True)))
