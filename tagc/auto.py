@@ -19,7 +19,7 @@ from tagc.agreement import agree_on
 from tagc.codec_plans import CodecPlan, ResolvedCodec, plan_codec
 from tagc.codec_speed import measure_speeds
 from tagc.costs import CodecTime, Link, Speed, measured_time, unit_seconds
-from tagc.exchange import all_to_all, reduce_scatter
+from tagc.exchange import all_gather, all_to_all, reduce_scatter
 from tagc.ops import get_ops
 from tagc.plan import AUTO_BITS, Choice, Direction, UnitPlan, resolve_auto
 from tagc.policy import Policy
@@ -101,17 +101,24 @@ def measured_choice(
     speeds = agree_on(groups, {"speed of codecs": time_codecs})["speed of codecs"]
     measured = [measure_link(group, device) for group in groups]
     keys = sorted(speeds)
-    mine = [n for link in measured for n in (1 / link.bandwidth, link.latency, link.reduce_scatter)]
+    mine = [
+        number
+        for link in measured
+        for number in (1 / link.bandwidth, link.latency, link.reduce_scatter, link.all_gather)
+    ]
     mine += [n for key in keys for n in (speeds[key].encode, speeds[key].decode)]
     agreed = slowest(mine, groups)
 
     agreed_links = {}
     for i, group in enumerate(groups):
-        per_byte, latency, native = agreed[3 * i : 3 * i + 3]
+        per_byte, latency, reducing, gathering = agreed[4 * i : 4 * i + 4]
         agreed_links[id(group)] = Link(
-            bandwidth=1 / per_byte, latency=latency, reduce_scatter=native
+            bandwidth=1 / per_byte,
+            latency=latency,
+            reduce_scatter=reducing,
+            all_gather=gathering,
         )
-    rest = agreed[3 * len(groups) :]
+    rest = agreed[4 * len(groups) :]
     agreed_speeds = {
         key: Speed(encode=rest[2 * i], decode=rest[2 * i + 1]) for i, key in enumerate(keys)
     }
@@ -130,7 +137,7 @@ def measured_choice(
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """Bandwidth of an all-to-all, latency, and how the native reduce-scatter compares.
+    """Bandwidth and latency of an all-to-all, and how the backend's own collectives compare.
 
     All ranks of the group call it together; each gets numbers of its own.
     """
@@ -148,6 +155,11 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
         out = torch.empty(numel, device=device)
         return lambda: reduce_scatter(out, send, op=dist.ReduceOp.SUM, group=group)
 
+    def gather(numel: int) -> Callable[[], object]:
+        send = torch.zeros(numel, device=device)
+        out = torch.empty(W * numel, device=device)
+        return lambda: all_gather(out, send, group=group)
+
     # The best of every measurement: what else the machine does only ever adds.
     latency = min(_seconds(exchange(1), device, _SMALL_REPEATS))
     numel = _FIRST_BYTES // (4 * W) or 1
@@ -156,11 +168,17 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     growth = max(1.0, _TARGET / max(first, 1e-9))
     numel = int(min(numel * growth, _MAX_BYTES // (4 * W)))
     sent = 4 * numel * (W - 1)
-    large, native = (
+    # All three send as many bytes.
+    large, reducing, gathering = (
         _without(latency, min(_seconds(make(numel), device, _REPEATS)))
-        for make in (exchange, reduce)
+        for make in (exchange, reduce, gather)
     )
-    return Link(bandwidth=sent / large, latency=latency, reduce_scatter=native / large)
+    return Link(
+        bandwidth=sent / large,
+        latency=latency,
+        reduce_scatter=reducing / large,
+        all_gather=gathering / large,
+    )
 
 
 def _without(latency: float, seconds: float) -> float:
@@ -234,7 +252,8 @@ def _milliseconds(seconds: float) -> str:
 def _describe(link: Link) -> str:
     return (
         f"{8e-9 * link.bandwidth:.3g} Gbit/s, {_milliseconds(link.latency)} per collective, "
-        f"reduce-scatter {link.reduce_scatter:.2g} times an all-to-all"
+        f"native reduce-scatter {link.reduce_scatter:.2g} and all-gather {link.all_gather:.2g} "
+        "times as long as messages"
     )
 
 

@@ -37,7 +37,9 @@ class Link:
         bandwidth: bytes/s that a host sends while all hosts do.
         latency: seconds per collective, on top of its bytes.
         reduce_scatter: seconds per byte of the backend's own reduce-scatter, relative to
-            ``1 / bandwidth``; ``GLOO_REDUCE_SCATTER`` for gloo.
+            ``1 / bandwidth``; ``GLOO_REDUCE_SCATTER`` for gloo, which sends that many bytes.
+        all_gather: likewise of its own all-gather, which on gloo often leaves one direction of a
+            link idle.
         ranks_per_host: ranks that share the host's link. Rings (reduce-scatter, all-gather,
             all-reduce) cross it with one rank's bytes; in an all-to-all every rank crosses it.
     """
@@ -45,19 +47,21 @@ class Link:
     bandwidth: float
     latency: float = 0.0
     reduce_scatter: float = 1.0
+    all_gather: float = 1.0
     ranks_per_host: int = 1
 
     def seconds(self, traffic: Traffic, world_size: int) -> float:
         """Seconds of a unit's collectives, one after the other."""
-        return traffic.collectives * self.latency + self.carried(traffic, world_size) / (
-            self.bandwidth
-        )
+        idle = (self.all_gather - 1) * traffic.gathered
+        busy = self.carried(traffic, world_size)
+        return traffic.collectives * self.latency + (busy + idle) / self.bandwidth
 
     def carried(self, traffic: Traffic, world_size: int) -> float:
         """Bytes that leave a host over this link."""
         W, R = world_size, self.ranks_per_host
         crossing = R * (W - R) / (W - 1) if W > R else 1.0
-        return traffic.reduced * self.reduce_scatter + traffic.ring + traffic.all_to_all * crossing
+        rings = traffic.reduced * self.reduce_scatter + traffic.gathered + traffic.ring
+        return rings + traffic.all_to_all * crossing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +85,14 @@ class Traffic:
     Attributes:
         collectives: how many are started.
         reduced: in the backend's own reduce-scatter.
-        ring: in all-gathers and all-reduces.
+        gathered: in the backend's own all-gather.
+        ring: in all-reduces, and in messages that are the same for all.
         all_to_all: in messages to each rank, or cells for it.
     """
 
     collectives: int = 0
     reduced: float = 0.0
+    gathered: float = 0.0
     ring: float = 0.0
     all_to_all: float = 0.0
 
@@ -94,6 +100,7 @@ class Traffic:
         return Traffic(
             collectives=self.collectives + other.collectives,
             reduced=self.reduced + other.reduced,
+            gathered=self.gathered + other.gathered,
             ring=self.ring + other.ring,
             all_to_all=self.all_to_all + other.all_to_all,
         )
@@ -108,6 +115,8 @@ def traffic(unit: UnitPlan) -> Traffic:
         dense = unit.dense_bytes(unit.columns)
         if unit.direction == "gradients":
             return Traffic(collectives=1, reduced=dense)
+        if unit.direction == "parameters":
+            return Traffic(collectives=repeats, gathered=dense)
         return Traffic(collectives=repeats, ring=dense)
     exchanges = 1 if unit.kept else repeats
     messages = 4.0 * (W - 1) * unit.words * exchanges

@@ -297,9 +297,10 @@ def test_explain_in_python() -> None:
     shapes = {name: tuple(shape) for name, shape in SHAPES.items()}
     link = Link(bandwidth=1e6)
     plan = tagc.explain(shapes, "auto", world_size=4, replicas=2, link=link)
+    directions = ("gradients", "parameters", "replicas")
     assert [(u.direction, u.info.world_size) for u in plan.all_units] == [
-        ("gradients", 2), ("gradients", 2), ("replicas", 2), ("replicas", 2)
-    ]  # fmt: skip
+        (direction, 2) for direction in directions for _ in range(2)
+    ]
     assert {u.segments[0].codec.name for u in plan.units} == {"quantized int4"}
     with pytest.raises(tagc.PolicyError, match="needs a measured or a given link"):
         tagc.explain(shapes, "auto", world_size=4)

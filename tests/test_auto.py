@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 from tagc import auto
 from tagc.costs import Link, Speed
-from tagc.exchange import Pending
 from tagc.plan import UnitInfo, UnitParam, build_plan
 
 SLOW = Link(bandwidth=1e6, latency=1e-4)
@@ -113,7 +113,7 @@ def test_a_fast_link_stays_native_and_says_why(rank: int, world_size: int) -> No
     said = str(plan).splitlines()[1:4]
     assert said[0] == (
         "- measured over 2 ranks: 8e+03 Gbit/s, 0.001 ms per collective, "
-        "reduce-scatter 1 times an all-to-all"
+        "native reduce-scatter 1 and all-gather 1 times as long as messages"
     )
     assert "quantized int4" in said[1]
     assert said[2].startswith("- gradients of layers.0, layers.1: dense, of dense ")
@@ -195,28 +195,31 @@ def test_measured_for_real(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 3)
 def test_the_link_by_the_clock(rank: int, world_size: int) -> None:
-    """With collectives that take a known time: 1 ms, and 10 ns a byte (30 in a reduce-scatter)."""
+    """With collectives of 1 ms and 10 ns a byte, 30 in a reduce-scatter, 20 in an all-gather."""
     now = [0.0]
+    others = (world_size - 1) / world_size
 
-    def exchange(out: torch.Tensor, inp: torch.Tensor, _: Any) -> Pending:
-        now[0] += 1e-3 + 1e-8 * 4 * inp.numel() * (world_size - 1) / world_size
-        return Pending((), 0)
+    def taking(per_byte: float, buffer: int) -> Any:
+        def collective(*tensors: torch.Tensor, **_: Any) -> Any:
+            now[0] += 1e-3 + per_byte * 4 * tensors[buffer].numel() * others
+            return SimpleNamespace(wait=lambda: None)
 
-    def reduce(out: torch.Tensor, inp: torch.Tensor, **_: Any) -> None:
-        now[0] += 1e-3 + 3e-8 * 4 * inp.numel() * (world_size - 1) / world_size
+        return collective
 
     group = dist.group.WORLD
     assert group is not None
     with (
         patch.object(auto.time, "perf_counter", lambda: now[0]),
-        patch.object(auto, "all_to_all", exchange),
-        patch.object(auto, "reduce_scatter", reduce),
+        patch.object(auto, "all_to_all", lambda out, inp, group: taking(1e-8, 0)(inp)),
+        patch.object(auto, "reduce_scatter", taking(3e-8, 1)),
+        patch.object(auto, "all_gather", taking(2e-8, 0)),
     ):
         link = auto.measure_link(group, torch.device("cpu"))
     small = 4 * (world_size - 1) * 1e-8
     assert abs(link.latency - 1e-3) <= 1.01 * small
     assert abs(link.bandwidth - 1e8) < 1e6
     assert abs(link.reduce_scatter - 3) < 0.01
+    assert abs(link.all_gather - 2) < 0.01
     assert now[0] < 1.0  # it is done soon
 
 

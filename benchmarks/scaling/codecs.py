@@ -101,14 +101,24 @@ def _sketch(setting: Setting, plan: SketchPlan, ops: Ops) -> dict[str, Any]:
     cells, total = (torch.zeros(1, layout.cells, dtype=symbol.dtype) for _ in range(2))
     counts, stats = torch.empty(1, COUNTS, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
     residual, sent = torch.empty(1, n), torch.zeros(n, dtype=torch.float64)
-    for rank, grad in enumerate(setting.gradients(symbol.lanes)):
+    support = None
+
+    def encode(rank: int, grad: Tensor) -> None:
         residual.zero_()
         ops.encode(
             grad[None], residual, one, step, seed, index[rank : rank + 1], cells, counts,
-            layout=layout, levels=plan.levels, capacity=plan.capacity,
+            layout=layout, levels=plan.levels, capacity=plan.capacity, support=support,
         )  # fmt: skip
+
+    for rank, grad in enumerate(setting.gradients(symbol.lanes)):
+        if plan.shared and support is None:  # what the first rank, the owner, would select
+            encode(rank, grad)
+            support = index[:1, : layout.words].clone()
+        encode(rank, grad)
         total += cells
         sent += grad - residual[0]
+    if support is not None:  # the owner's next choice travels in the place of the index
+        index[:, : layout.words] = support
     out = torch.empty(n)
     ops.decode(index, total[0], step, seed, out, None, stats, layout=layout, divisor=1)
     unresolved = int(stats[UNRESOLVED])
@@ -120,6 +130,7 @@ def _sketch(setting: Setting, plan: SketchPlan, ops: Ops) -> dict[str, Any]:
         "unresolved": unresolved,
         "keys": int(stats[UNION]),
         "direct": layout.direct,
+        "shared": plan.shared,
         "symbol": symbol.name,
     }
 
@@ -197,6 +208,14 @@ def _union_sized(setting: Setting) -> tuple[CodecPlan, Callable]:
     return SketchPlan(layout=layout, feedback=plan.feedback, **rest), _sketch
 
 
+def _shared_sketch(symbol: Any) -> Callable[[Setting], tuple[CodecPlan, Callable]]:
+    def make(setting: Setting) -> tuple[CodecPlan, Callable]:
+        codec = SketchCodec(density=setting.density, support="shared", symbol=symbol)
+        return setting.plan(codec), _sketch
+
+    return make
+
+
 def _packed_by(support: Any) -> Callable[[Setting], tuple[CodecPlan, Callable]]:
     def make(setting: Setting) -> tuple[CodecPlan, Callable]:
         codec = PackedCodec(density=setting.density, bits=4, support=support)
@@ -208,6 +227,8 @@ def _packed_by(support: Any) -> Callable[[Setting], tuple[CodecPlan, Callable]]:
 CODECS: dict[str, Callable[[Setting], tuple[Any, Callable]]] = {
     "sketch": _as_planned,
     "sketch sized to the union": _union_sized,
+    "sketch shared": _shared_sketch("auto"),
+    "sketch int16x2 shared": _shared_sketch("int16x2"),
     "packed int4": _packed_by("own"),
     "packed int4 shared": _packed_by("shared"),
     "quantized int4": lambda s: (s.plan(QuantizedCodec(bits=4)), _quantized),

@@ -9,7 +9,9 @@ from typing import Any
 from ..plots import pyplot, save
 from ..records import Record, markdown
 
-_COLOURS = ("#555555", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+_COLOURS = (
+    "#555555", "#0072b2", "#56b4e9", "#000000", "#d55e00", "#009e73", "#cc79a7", "#e69f00",
+)  # fmt: skip
 
 
 def table(results: Sequence[Record]) -> str:
@@ -62,7 +64,7 @@ def plots(results: Sequence[Record], folder: Path) -> list[Path]:
         _draw_bytes(axis, [r for r in runs if r["density"] == density])
         axis.set_title(f"density {density:g}")
     axes[0].set_ylabel("bytes per element, without (W - 1) / W")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8)
     _draw_unions(axes[-1], unions, max(r["world_size"] for r in runs))
     return [save(figure, folder / "scaling.png")]
 
