@@ -15,6 +15,7 @@ from benchmarks.network import ledger, namespaces, report
 from benchmarks.network.cells import ResultsFile, combine, read_cells
 from benchmarks.network.methods import METHODS, default_methods, resolve
 from benchmarks.network.namespaces import Network, NetworkUnavailable, Rate, creation_commands
+from benchmarks.network.predicted import predicted_seconds
 
 FIXTURE = Path(__file__).parent / "data" / "network-results.jsonl"
 
@@ -132,7 +133,7 @@ def test_the_report_is_drawn_from_the_file_alone(monkeypatch, tmp_path, capsys):
     assert network.run(parser.parse_args(["--report", str(file)])) == 0
     text = capsys.readouterr().out
     # Of fp32's steps of 0.5, 0.6 and 0.7 s and 0.4 s in a second pass, and of 0.25 s.
-    assert _row(text, "step time", "fp32") == ["0.050 s", "0.100 s", "0.550 s"]
+    assert _row(text, "step time", "fp32-messages") == ["0.050 s", "0.100 s", "0.550 s"]
     assert _row(text, "step time", "tagc-paper") == [
         "0.070 s",
         "0.120 s (0.83×)",
@@ -142,6 +143,21 @@ def test_the_report_is_drawn_from_the_file_alone(monkeypatch, tmp_path, capsys):
     pictures = {"step-time.png", "loss-by-bytes.png", "loss-by-time-2-ranks.png"}
     assert drawn == {"results.jsonl", "report.md", *pictures}
     assert (tmp_path / "report.md").read_text().startswith(text.rstrip("\n"))
+
+
+def test_a_step_is_predicted_from_the_link_and_the_bytes():
+    link = {"exchange_rate": 80e6, "all_gather_rate": 40e6, "exchange_latency": 1e-3}
+    cell = {
+        "payload_bytes": {"parameters": 2e6, "gradients": 1e6},
+        "collectives": {"all_gather": 4.0, "reduce_scatter": 2.0},
+    }
+    # 10 MB/s; gloo's all-gather takes twice as long, its reduce-scatter sends twice the bytes.
+    native = predicted_seconds("bf16-gloo", cell, {"compute_seconds": 0.5}, link, 2)
+    assert native == pytest.approx(0.5 + 0.4 + 0.2 + 6e-3)
+    cell["collectives"] = {"send": 3.0, "receive": 3.0}
+    messages = predicted_seconds("hybrid", cell, {"compute_seconds": 0.5}, link, 2)
+    assert messages == pytest.approx(0.5 + 0.3 + 3e-3)
+    assert predicted_seconds("fsdp1-bf16-hook", cell, {"compute_seconds": 0.5}, link, 2) is None
 
 
 def test_the_table_of_bytes_shows_what_each_count_is():
@@ -180,7 +196,7 @@ def test_cells_of_a_methods_former_definition_are_left_out():
     (results,) = report.group([*cells, newer])
     assert results.loss("tagc-paper") == newer
     assert results.steps("tagc-paper", Rate(None)) == []
-    assert results.loss("fp32") == cells[0]
+    assert results.loss("fp32-messages") == cells[0]
 
 
 def test_a_cell_that_is_there_is_not_measured_again(tmp_path):

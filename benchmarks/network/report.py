@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.network.cells import Cell, read_cells
 from benchmarks.network.namespaces import Rate
 from benchmarks.network.plots import draw
+from benchmarks.network.predicted import predicted_seconds
 
 # What others are compared with: dense fp32 without gloo's waste, in both directions of the link
 # at once, as tagc's messages travel.
@@ -141,9 +142,29 @@ def markdown(results: Sequence[Results]) -> str:
             bytes_table(r),
             loss_table(r),
             link_table(r),
+            predicted_table(r),
         ]
     parts.append(_legend(results))
     return "\n".join(part for part in parts if part)
+
+
+def predicted_table(r: Results) -> str:
+    """By how much the model of ``tagc advise`` misses the measured step."""
+    unlimited = Rate(None)
+    rows = []
+    for name in r.methods:
+        row = [f"`{name}`"]
+        for rate in r.rates:
+            seconds, steps, links = r.step_seconds(name, rate), r.steps(name, rate), r.links(rate)
+            base, said = r.steps(name, unlimited), None
+            if seconds and steps and links and base:
+                said = predicted_seconds(name, steps[-1], base[-1], links[-1], r.ranks)
+            row.append("-" if not said or not seconds else f"{100 * (said / seconds - 1):+.0f}%")
+        if set(row[1:]) != {"-"}:
+            rows.append(row)
+    return (
+        _table(["predicted less measured", *(rate.label for rate in r.rates)], rows) if rows else ""
+    )
 
 
 def step_table(r: Results) -> str:
