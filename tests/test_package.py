@@ -86,7 +86,9 @@ def test_the_wheel_holds_every_source(wheel: Path) -> None:
         for pattern in ("*.py", "*.yaml"):
             for file in (ROOT / folder).rglob(pattern):
                 expected.add(f"{package}/{file.relative_to(ROOT / folder).as_posix()}")
-    assert held == expected
+    # These train the models of the repository's examples.
+    here_only = ("tagc/benchmarks/network/", "tagc/benchmarks/scaling/")
+    assert held == {name for name in expected if not name.startswith(here_only)}
     assert {Path(n).stem for n in held if n.endswith(".yaml")} == set(tagc.policies())
 
 
