@@ -36,7 +36,7 @@ _GROUP_SHARE = 1 / 3
 # What the other ranks get to fail by themselves once one has failed.
 _GRACE = 5
 # numba compiles once a checkout; one rank does it, the others then read its cache.
-_COMPILE_LIMIT = 110
+_COMPILE_LIMIT = 220
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

@@ -76,7 +76,7 @@ def test_select_reads_and_writes_16_bytes_at_a_time(compiled):
     kernels = [k for k in compiled if k.name == "select_kernel"]
     assert kernels
     for k in kernels:
-        # All that is narrower: threshold and given bitmap (4 words), in, bitmap and poison word, out.
+        # All that is narrower: threshold and 4 given words, in, bitmap and poison word, out.
         narrow_in = re.findall(r"ld\.global(?:\.\w+)*?\.[bf]\d+", k.ptx.replace(".v4.b32", ""))
         assert len(re.findall(r"ld\.global\.v4\.b32", k.ptx)) >= 2, k.variant
         narrow = len([x for x in narrow_in if x != "ld.global"])
