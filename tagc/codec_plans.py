@@ -228,7 +228,7 @@ def plan_codec(
             keep_for_backward=isinstance(codec, QuantizedParameters) and codec.keep_for_backward,
         )
     if isinstance(codec, PackedCodec):
-        capacity = _capacity(codec.density, -(-columns // codec.group))
+        capacity = capacity_for(codec.density, -(-columns // codec.group))
         return PackedPlan(
             layout=plan_packed(
                 columns,
@@ -243,7 +243,7 @@ def plan_codec(
             feedback=stored,
         )
     symbol = resolve_symbol(codec.symbol, world_size)
-    capacity = _capacity(codec.density, -(-columns // symbol.lanes))
+    capacity = capacity_for(codec.density, -(-columns // symbol.lanes))
     shared = _shared(codec, capacity)
     return SketchPlan(
         # What all ranks keep is its own union.
@@ -261,5 +261,6 @@ def _shared(codec: SketchCodec | PackedCodec, capacity: int) -> bool:
     return codec.support == "shared" and capacity >= MIN_SHARED
 
 
-def _capacity(density: float, groups: int) -> int:
+def capacity_for(density: float, groups: int) -> int:
+    """Groups that a rank keeps at most of so many: the density's share, and the slack."""
     return min(groups, int(SLACK * density * groups) + 1)

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tagc.codec_plans import SLACK, CodecPlan, DensePlan, PackedPlan, QuantizedPlan, SketchPlan
+from tagc.codec_plans import (
+    CodecPlan,
+    DensePlan,
+    PackedPlan,
+    QuantizedPlan,
+    SketchPlan,
+    capacity_for,
+)
 from tagc.codecs.dense import elements_of
 from tagc.costs import Speed, speed_key
 from tagc.layout import plan_layout
@@ -129,7 +136,7 @@ def _packed(codec: PackedPlan, s: _Sample) -> tuple[Step, Step]:
     groups = -(-s.columns // old.group)
     layout = plan_packed(
         s.columns,
-        capacity=min(groups, int(SLACK * codec.target * groups) + 1),
+        capacity=capacity_for(codec.target, groups),
         group=old.group,
         bits=old.values.bits,
         block=old.values.block,
@@ -158,7 +165,7 @@ def _packed(codec: PackedPlan, s: _Sample) -> tuple[Step, Step]:
 
 def _sketch(codec: SketchPlan, s: _Sample) -> tuple[Step, Step]:
     groups = -(-s.columns // codec.symbol.lanes)
-    capacity = min(groups, int(SLACK * codec.target * groups) + 1)
+    capacity = capacity_for(codec.target, groups)
     layout = plan_layout(s.columns, codec.symbol, capacity if codec.shared else _ROWS * capacity)
     threshold = s.threshold(codec.symbol.lanes, codec.target)
     step = quantization_step(threshold, codec.symbol, codec.levels)
