@@ -16,7 +16,7 @@ INSTALLED := .venv/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' '
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu test-network lint bench bench-network gpu clean
+.PHONY: help demo test test-slow test-gpu test-network test-recipes lint bench bench-network gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -34,7 +34,7 @@ demo: $(INSTALLED) ## train a small GPT plain and compressed, compare (RANKS, PO
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --policies $(POLICIES) --steps $(STEPS)
 
 test: $(INSTALLED) ## run the tests that need neither minutes nor a GPU nor root
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not network"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not network and not recipes"
 
 test-slow: $(INSTALLED) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -44,6 +44,10 @@ test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 
 test-network: $(INSTALLED) ## run the tests that need root, ip and tc (network namespaces)
 	$(BIN)/python -m pytest -m network
+
+test-recipes: $(INSTALLED) ## install Lightning, transformers and Accelerate, run the recipes with them
+	$(BIN)/python -m pip install -e '.[recipes]'
+	$(BIN)/python -m pytest -m recipes
 
 lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff check

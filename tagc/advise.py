@@ -101,11 +101,10 @@ class Advisor:
         self.candidates: list[Candidate] = []
         self.refused: dict[str, str] = {}
         q = question
-        _, gathers = q.shapes.units(q.world_size // q.replicas, q.dtype, q.parameter_dtype)
         self._waste = GLOO_REDUCE_SCATTER if q.gloo else 1.0
         dense = Policy.load("dense")
-        for name, dtype in (("dense fp32", torch.float32), ("dense bf16", torch.bfloat16)):
-            work = workload(self._plan(dense, dtype), no_time, gathers=gathers)
+        for name, (dtype, parameter_dtype) in _dense_forms(q).items():
+            work = self._work(dense, no_time, dtype, parameter_dtype)
             self.candidates.append(Candidate(name, work, dense=True))
             if q.gloo:
                 self.candidates.append(
@@ -115,11 +114,10 @@ class Advisor:
         self.about_codecs, self._time = self._codec_time(policies)
         for policy in policies:
             try:
-                plan = self._plan(policy, q.dtype)
+                work = self._work(policy, self._time, q.dtype, q.parameter_dtype)
             except PolicyError as error:
                 self.refused[policy.name] = str(error)
             else:
-                work = workload(plan, self._time, gathers=gathers)
                 chosen = is_automatic(policy)
                 self.candidates.append(
                     Candidate(policy.name, work, waste=self._waste, chosen=chosen)
@@ -180,7 +178,14 @@ class Advisor:
         link = replace(q.link, reduce_scatter=waste)
         return link if bandwidth is None else replace(link, bandwidth=bandwidth)
 
-    def _plan(self, policy: Policy, dtype: torch.dtype) -> Plan:
+    def _work(
+        self, policy: Policy, time: CodecTime, dtype: torch.dtype, parameter_dtype: torch.dtype
+    ) -> Workload:
+        q = self.question
+        _, gathers = q.shapes.units(q.world_size // q.replicas, dtype, parameter_dtype)
+        return workload(self._plan(policy, dtype, parameter_dtype), time, gathers=gathers)
+
+    def _plan(self, policy: Policy, dtype: torch.dtype, parameter_dtype: torch.dtype) -> Plan:
         q = self.question
         choose = None
         if is_automatic(policy):
@@ -196,7 +201,7 @@ class Advisor:
                 world_size=q.world_size,
                 replicas=q.replicas,
                 dtype=dtype,
-                parameter_dtype=q.parameter_dtype,
+                parameter_dtype=parameter_dtype,
                 choose=choose,
             )
 
@@ -235,6 +240,18 @@ class Advisor:
                     new = [c for c in codecs if speed_key(c) not in speeds]
                     speeds |= measure_speeds(new, ops, device, dtype)
         return speeds
+
+
+def _dense_forms(q: Question) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Dense training by name: dtypes of gradients and parameters, those asked about among them."""
+    forms = {
+        "dense fp32": (torch.float32, torch.float32),
+        "dense bf16": (torch.bfloat16, torch.bfloat16),
+    }
+    if (q.dtype, q.parameter_dtype) not in forms.values():
+        name = f"dense {_name(q.dtype)}, {_name(q.parameter_dtype)} parameters"
+        forms[name] = (q.dtype, q.parameter_dtype)
+    return forms
 
 
 def report(advisor: Advisor) -> str:

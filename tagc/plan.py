@@ -10,14 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
 
-from tagc.codec_plans import CodecPlan, QuantizedPlan, ResolvedCodec, SketchPlan, plan_codec
+from tagc.codec_plans import (
+    MIN_SHARED,
+    CodecPlan,
+    QuantizedPlan,
+    ResolvedCodec,
+    SketchPlan,
+    plan_codec,
+)
 from tagc.ops import COUNTS
 from tagc.plan_table import Row, as_list, as_text, format_bytes
 from tagc.policy import ParameterRule, ParamInfo, Policy, PolicyError, Rule, When, first_match
@@ -312,9 +319,36 @@ def build_plan(
     )
     notes = [*choose.notes] if choose and chosen else []
     notes += [f"{d} of {as_list(names)}: {why}" for (d, why), names in chosen.items()]
+    notes += [
+        note
+        for plans, rules in zip(
+            directions, (policy.gradients, (), policy.replicas or _DENSE), strict=True
+        )
+        for note in _unshared(plans, rules)
+    ]
     plan = Plan(policy, *directions, notes=tuple(notes))
     _check_effect(plan, matched)
     return plan
+
+
+def _unshared(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Iterator[str]:
+    """Which parameters' ranks keep groups of their own, although their rule wants shared ones."""
+    names = [
+        param.name
+        for unit in units
+        for segment in unit.segments
+        if rules
+        and segment.rule is not None
+        and segment.columns
+        and getattr(rules[segment.rule].codec, "support", "own") == "shared"
+        and not getattr(segment.codec, "shared", False)
+        for param in segment.params
+    ]
+    if names:
+        yield (
+            f"{units[0].direction} of {as_list(names)}: fewer than {MIN_SHARED} groups to keep, so "
+            "every rank keeps its own instead of shared ones"
+        )
 
 
 def _check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> None:

@@ -55,7 +55,7 @@ def test_the_table_is_the_formula(shapes: str, capsys: Any) -> None:
     table = rows(out)
     # A megabyte per second. Per block: a reduce-scatter of 1 MiB, two gathers of 1 MiB.
     link = 2 * (3 * 0.1 + 3 * 1.048576)
-    half = 2 * (3 * 0.1 + 2.5 * 1.048576)
+    half = 2 * (3 * 0.1 + 1.5 * 1.048576)
     lost = f"{(1 + link) / (1 + half) - 1:+.1%}"
     assert table["dense fp32"] == ["6.00 MiB", f"{link:.3g} s", "-", f"{1 + link:.3g} s", lost]
     assert table["dense bf16"][1:4] == [f"{half:.3g} s", "-", f"{1 + half:.3g} s"]
@@ -119,6 +119,19 @@ def test_memory_bandwidth_is_a_lower_bound_and_says_so(capsys: Any) -> None:
     assert "not measured" in out
     assert rows(out)["loco-4bit"][2] != "-"
     assert rows(out)["dense bf16"][2] == "-"
+
+
+def test_dense_rows_say_what_they_are(shapes: str, capsys: Any) -> None:
+    common = ("advise", "--model", shapes, "--world", "2", "--bandwidth", "8Mbit")
+    table = rows(run(capsys, *common))  # fp32 gradients, bf16 parameters
+    megabytes = {name: row[0] for name, row in table.items() if name.startswith("dense")}
+    assert megabytes == {
+        "dense fp32": "6.00 MiB",
+        "dense bf16": "3.00 MiB",
+        "dense fp32, bf16 parameters": "4.00 MiB",
+    }
+    other = rows(run(capsys, *common, "--dtype", "bf16", "--param-dtype", "fp32"))
+    assert other["dense bf16, fp32 parameters"][0] == "5.00 MiB"
 
 
 def test_sharing_a_host_costs_the_all_to_all(capsys: Any) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from benchmarks.network.cells import ResultsFile, combine, read_cells
 from benchmarks.network.methods import METHODS, default_methods, resolve
 from benchmarks.network.namespaces import Network, NetworkUnavailable, Rate, creation_commands
 from benchmarks.network.predicted import predicted_seconds
+from benchmarks.network.report import Results
 
 FIXTURE = Path(__file__).parent / "data" / "network-results.jsonl"
 
@@ -48,7 +50,7 @@ def test_a_rate_becomes_a_token_bucket_with_a_millisecond_of_tokens():
         "tc -n ns qdisc replace dev e0 root tbf rate 10000000000bit burst 1250000 latency 50ms"
     )
     slow = namespaces.rate_command("ns", Rate.parse("100mbit"))
-    assert slow[slow.index("burst") + 1] == str(128 * 1024)  # no less than two large packets
+    assert slow[slow.index("burst") + 1] == str(68 * 1024)  # no less than a large packet
     assert namespaces.rate_command("ns", Rate(None))[3:5] == ["qdisc", "del"]
 
 
@@ -145,19 +147,63 @@ def test_the_report_is_drawn_from_the_file_alone(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "report.md").read_text().startswith(text.rstrip("\n"))
 
 
-def test_a_step_is_predicted_from_the_link_and_the_bytes():
+def test_a_step_is_predicted_from_the_unlimited_one_and_the_bytes():
     link = {"exchange_rate": 80e6, "all_gather_rate": 40e6, "exchange_latency": 1e-3}
+    free = {"exchange_rate": 800e6, "all_gather_rate": 800e6, "exchange_latency": 1e-3}
+    unlimited = {"compute_seconds": 0.5, "communication_seconds": [0.9, 0.08, 0.07]}
     cell = {
+        "key": {"rate": "80mbit"},
         "payload_bytes": {"parameters": 2e6, "gradients": 1e6},
         "collectives": {"all_gather": 4.0, "reduce_scatter": 2.0},
     }
-    # 10 MB/s; gloo's all-gather takes twice as long, its reduce-scatter sends twice the bytes.
-    native = predicted_seconds("bf16-gloo", cell, {"compute_seconds": 0.5}, link, 2)
-    assert native == pytest.approx(0.5 + 0.4 + 0.2 + 6e-3)
+    # 10 MB/s; gloo's all-gather takes twice as long, its reduce-scatter sends twice the bytes. A
+    # full bucket at each of the six collectives.
+    saved = 6 * 68 * 1024 / 10e6
+    native = predicted_seconds("bf16-gloo", cell, unlimited, link, free, 2)
+    assert native == pytest.approx(0.5 + 0.08 + (0.4 + 0.2) - saved - (0.02 + 0.02))
+    # A probe of the unlimited link that came out slow makes no link faster than it.
+    assert predicted_seconds("bf16-gloo", cell, unlimited, free, link, 2) == pytest.approx(0.58)
     cell["collectives"] = {"send": 3.0, "receive": 3.0}
-    messages = predicted_seconds("hybrid", cell, {"compute_seconds": 0.5}, link, 2)
-    assert messages == pytest.approx(0.5 + 0.3 + 3e-3)
-    assert predicted_seconds("fsdp1-bf16-hook", cell, {"compute_seconds": 0.5}, link, 2) is None
+    messages = predicted_seconds("hybrid", cell, unlimited, link, free, 2)
+    assert messages == pytest.approx(0.5 + 0.08 + 0.3 - saved / 2 - 0.03)
+    # Without compute there is no pause in which a bucket could fill.
+    busy = unlimited | {"compute_seconds": 0.0}
+    messages = predicted_seconds("hybrid", cell, busy, link, free, 2)
+    assert messages == pytest.approx(0.08 + 0.3 - 0.03)
+    assert predicted_seconds("fsdp1-bf16-hook", cell, unlimited, link, free, 2) is None
+
+
+def test_a_prediction_is_compared_with_the_step_of_its_own_pass():
+    settings = {"width": 8}
+
+    def cell(kind: str, rate: str, turn: int, **numbers: Any) -> Any:
+        key = {"kind": kind, "ranks": 2, "rate": rate, "pass": turn, "settings": settings}
+        if kind == "step":
+            key["method"] = "hybrid"
+        return {"key": key, **numbers}
+
+    cells = []
+    for turn, compute in enumerate((1.0, 2.0)):  # the machine was slower in the second pass
+        for rate, bits, took in (("unlimited", 80e9, 0.0), ("80mbit", 80e6, 0.0930)):
+            probe = dict.fromkeys(("exchange_rate", "all_gather_rate"), bits)
+            cells.append(cell("link", rate, turn, exchange_latency=0.0, **probe))
+            cells.append(
+                cell(
+                    "step",
+                    rate,
+                    turn,
+                    step_seconds=[compute + took],
+                    communication_seconds=[took],
+                    compute_seconds=compute,
+                    payload_bytes={"gradients": 1e6},
+                    collectives={"send": 1.0},
+                )
+            )
+    results = Results(settings, 2, cells)
+    miss = results.predicted_miss("hybrid", Rate.parse("80mbit"))
+    assert miss == pytest.approx(0, abs=1e-3)
+    assert results.predicted_miss("hybrid", Rate(None)) is None
+    assert "0%" in report.predicted_table(results)
 
 
 def test_the_table_of_bytes_shows_what_each_count_is():

@@ -34,3 +34,12 @@ def test_a_dense_rule_that_matches_nothing_says_so():
     ]
     with pytest.warns(UserWarning, match=r"gradients\[0\] matches no parameter"):
         build_plan([unit(2, torch.float32)], Policy.load({"schema": 1, "gradients": rules}))
+
+
+@pytest.mark.parametrize("density", [0.0001, 0.1])
+def test_a_support_that_cannot_be_shared_is_noted(density: float):
+    codec = {"kind": "packed", "density": density, "support": "shared"}
+    rules = [{"when": {"role": "mlp"}, "codec": codec}]
+    plan = build_plan([unit(2, torch.float32)], Policy.load({"schema": 1, "gradients": rules}))
+    said = "h.0.mlp.c_fc.weight: fewer than 64 groups to keep, so every rank keeps its own"
+    assert (said in str(plan)) == (density < 0.01)

@@ -24,7 +24,7 @@ _NAME = re.compile(rf"^{_PREFIX}-(\d+)-\w+$")
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 # Queueing that a packet may meet in the bucket; more than TCP keeps there, so that none is lost.
 _LATENCY = "50ms"
-_LEAST_BURST = 128 * 1024
+_LEAST_BURST = 68 * 1024
 # The usual default, then the one that every namespace may use: with the host's own choice (bbr
 # probes the link every few seconds) results would depend on it.
 _CONGESTION_CONTROL = ("cubic", "reno")
@@ -53,6 +53,12 @@ class Rate:
         if not found or float(found[1]) == 0:
             raise ValueError(f"{text!r} is no rate: write unlimited, 10gbit, 200mbit or 64kbit")
         return Rate(round(float(found[1]) * _UNITS[found[2]]))
+
+    @property
+    def burst(self) -> int:
+        """Bytes that go at once after a pause, 0 without a limit: a millisecond of tokens (with
+        fewer, timers and not the rate limit a fast link), and no less than a large packet."""
+        return max(_LEAST_BURST, self.bits_per_second // 8000) if self.bits_per_second else 0
 
     def __str__(self) -> str:
         if self.bits_per_second is None:
@@ -110,9 +116,7 @@ def rate_command(namespace: str, rate: Rate) -> list[str]:
     """The command that shapes what a namespace sends, or (unlimited) ends that."""
     if rate.bits_per_second is None:
         return ["tc", "-n", namespace, "qdisc", "del", "dev", INTERFACE, "root"]
-    # A millisecond of tokens: with fewer, timers (not the rate) limit a fast link.
-    burst = max(_LEAST_BURST, rate.bits_per_second // 8 // 1000)
-    shaper = f"tbf rate {rate.bits_per_second}bit burst {burst} latency {_LATENCY}"
+    shaper = f"tbf rate {rate.bits_per_second}bit burst {rate.burst} latency {_LATENCY}"
     return ["tc", "-n", namespace, *f"qdisc replace dev {INTERFACE} root {shaper}".split()]
 
 

@@ -1,18 +1,22 @@
 """What the model behind ``tagc advise`` says about the cells that were measured.
 
-A step is predicted from what ``advise`` is given or measures itself: the compute of a step (here
-the same method's on the unlimited link, codecs included), the bytes of each direction, and what the
-link does: the rate of messages, how much slower gloo's own all-gather is, and the latency of a
-collective. Nothing overlaps on a CPU.
+A step on a link is the same method's step on the unlimited link of the same pass, with its compute,
+its codecs and the ranks' waiting for each other, and what its bytes take longer there. Bytes are
+those of each direction; the link is the rate of messages, and how much slower gloo's own all-gather
+is. What the benchmark's token bucket saves up while ranks compute goes at once. Nothing overlaps on
+a CPU.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.network.ledger import GRADIENTS, PARAMETERS
 from benchmarks.network.methods import METHODS
+from benchmarks.network.namespaces import Rate
 from tagc.costs import GLOO_REDUCE_SCATTER, Link, Traffic
 
 Cell = Mapping[str, Any]
@@ -36,24 +40,43 @@ def traffic_of(cell: Cell) -> Traffic:
     native_gather = "all_gather" in cell["collectives"]
     native_reduce = "reduce_scatter" in cell["collectives"]
     return Traffic(
-        collectives=_exchanges(cell["collectives"]),
+        collectives=round(_exchanges(cell["collectives"])),
         reduced=gradients if native_reduce else 0.0,
         gathered=parameters if native_gather else 0.0,
         all_to_all=(0.0 if native_reduce else gradients) + (0.0 if native_gather else parameters),
     )
 
 
-def _exchanges(counts: Mapping[str, float]) -> int:
+def _exchanges(counts: Mapping[str, float]) -> float:
     # An exchange by messages is a receive and a send for every other rank.
     messages = counts.get("send", 0.0)
-    return round(sum(n for kind, n in counts.items() if kind not in ("send", "receive")) + messages)
+    return sum(n for kind, n in counts.items() if kind not in ("send", "receive")) + messages
 
 
 def predicted_seconds(
-    method: str, cell: Cell, unlimited: Cell, probe: Cell, ranks: int
+    method: str, cell: Cell, unlimited: Cell, probe: Cell, unlimited_probe: Cell, ranks: int
 ) -> float | None:
     """A step of the cell, or None where the model says nothing (FSDP1, gloo's all-to-all)."""
     fsdp1 = method in METHODS and METHODS[method].sharding == "fsdp1"
     if fsdp1 or "all_to_all" in cell["collectives"]:
         return None
-    return unlimited["compute_seconds"] + link_of(probe).seconds(traffic_of(cell), ranks)
+    sent, compute = traffic_of(cell), unlimited["compute_seconds"]
+    # What a collective costs whatever its size is in the step without a limit.
+    here, there = (
+        replace(link_of(p), latency=0.0).seconds(sent, ranks) for p in (probe, unlimited_probe)
+    )
+    here -= _saved_seconds(Rate.parse(cell["key"]["rate"]), cell["collectives"], compute, ranks)
+    waited = statistics.median(unlimited["communication_seconds"])
+    return compute + waited + max(0.0, here - there)
+
+
+def _saved_seconds(
+    rate: Rate, collectives: Mapping[str, float], compute: float, ranks: int
+) -> float:
+    """Time on the link that a token bucket spares: full at every exchange, if the rank computed
+    long enough before it."""
+    if rate.bits_per_second is None:
+        return 0.0
+    sends = collectives.get("send", 0.0)
+    exchanges = _exchanges(collectives) - sends + sends / (ranks - 1)
+    return min(8 * rate.burst * exchanges / rate.bits_per_second, compute)

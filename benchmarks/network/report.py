@@ -83,6 +83,32 @@ class Results:
             for n, sent in enumerate(loss["kernel_bytes"], start=1)
         ]
 
+    def predicted_miss(self, method: str, rate: Rate) -> float | None:
+        """The predicted step, less the measured one, relative to it; medians over the passes. None
+        on the unlimited link, which the model starts from, and where it says nothing."""
+        unlimited = Rate(None)
+        if rate == unlimited:
+            return None
+        taken, said = [], []
+        for turn in sorted({c["key"]["pass"] for c in self.steps(method, rate)}):
+            found = [
+                _of_pass(cells, turn)
+                for cells in (
+                    self.steps(method, rate),
+                    self.steps(method, unlimited),
+                    self.links(rate),
+                    self.links(unlimited),
+                )
+            ]
+            cell, base, link, free = found
+            if cell is None or base is None or link is None or free is None:
+                continue
+            seconds = predicted_seconds(method, cell, base, link, free, self.ranks)
+            if seconds is not None:
+                said.append(seconds)
+                taken.append(statistics.median(cell["step_seconds"]))
+        return statistics.median(said) / statistics.median(taken) - 1 if said else None
+
     def _find(self, kind: str, **where: str) -> list[Cell]:
         return [
             cell
@@ -150,21 +176,14 @@ def markdown(results: Sequence[Results]) -> str:
 
 def predicted_table(r: Results) -> str:
     """By how much the model of ``tagc advise`` misses the measured step."""
-    unlimited = Rate(None)
     rows = []
     for name in r.methods:
-        row = [f"`{name}`"]
-        for rate in r.rates:
-            seconds, steps, links = r.step_seconds(name, rate), r.steps(name, rate), r.links(rate)
-            base, said = r.steps(name, unlimited), None
-            if seconds and steps and links and base:
-                said = predicted_seconds(name, steps[-1], base[-1], links[-1], r.ranks)
-            row.append("-" if not said or not seconds else f"{100 * (said / seconds - 1):+.0f}%")
-        if set(row[1:]) != {"-"}:
-            rows.append(row)
-    return (
-        _table(["predicted less measured", *(rate.label for rate in r.rates)], rows) if rows else ""
-    )
+        misses = [r.predicted_miss(name, rate) for rate in r.rates]
+        if any(miss is not None for miss in misses):
+            shown = ["-" if miss is None else f"{100 * miss:+.0f}%" for miss in misses]
+            rows.append([f"`{name}`", *shown])
+    header = ["predicted less measured", *(rate.label for rate in r.rates)]
+    return _table(header, rows) if rows else ""
 
 
 def step_table(r: Results) -> str:
@@ -275,6 +294,10 @@ def link_table(r: Results) -> str:
         rows.append(row)
     header = ["link", "messages, receives first", "gloo's all-to-all", "gloo's all-gather"]
     return _table(header, rows) if rows else ""
+
+
+def _of_pass(cells: Iterable[Cell], turn: int) -> Cell | None:
+    return next((cell for cell in cells if cell["key"]["pass"] == turn), None)
 
 
 def _published(cell: Cell, ranks: int) -> str:
