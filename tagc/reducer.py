@@ -26,6 +26,7 @@ from tagc.ops import Ops
 from tagc.plan import UnitPlan
 from tagc.workspace import Workspace
 
+_MOST = 2**59
 _KINDS = ("sketch", "packed", "quantized", "dense")
 _COUNTERS = ("steps", "compressed_steps", "earlier_steps", "_native_bytes", "_message_bytes")
 
@@ -158,8 +159,9 @@ class UnitReducer:
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for values that :meth:`state` never has."""
-        if bool((state["counters"] < 0).any()):
-            raise ValueError("a counter is negative")
+        counters = state["counters"]
+        if bool(((counters < 0) | (counters > _MOST)).any()):
+            raise ValueError("a counter is negative, or larger than any run is long")
         for kind, columns in zip(_KINDS, self._columns, strict=True):
             columns.check_state(part_of(kind, state))
 

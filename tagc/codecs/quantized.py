@@ -99,7 +99,7 @@ class QuantizedColumns:
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`tagc.codecs.Columns.check_state`."""
-        if self._parts and int(state["steps"]) < 0:
+        if self._parts and not 0 <= int(state["steps"]) < 2**59:
             raise ValueError(f"steps is {int(state['steps'])}")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
