@@ -3,6 +3,7 @@
 from tagc.explain import explain
 from tagc.policy import Policy, PolicyError, policies
 from tagc.sketch import CountSketch, Decoded, Sketch
+from tagc.state_format import StateError
 from tagc.version import __version__
 from tagc.wrapper import Compressor, compressor, wrap
 
@@ -13,6 +14,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Sketch",
+    "StateError",
     "__version__",
     "compressor",
     "explain",

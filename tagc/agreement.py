@@ -1,4 +1,4 @@
-"""Steps of wrapping that must come out the same on every rank, or fail on every rank."""
+"""Steps that must come out the same on every rank, or fail on every rank."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch.distributed as dist
 def agree_on(
     groups: Sequence[dist.ProcessGroup],
     steps: Mapping[str, Callable[[], tuple[Any, str]]],
+    *,
+    doing: str = "tagc.wrap",
+    remedy: str = "Every rank must call tagc.wrap with the same model, policy and tagc version",
 ) -> dict[str, Any]:
     """Run the steps on this rank, and compare with the others what came of them.
 
@@ -20,6 +23,8 @@ def agree_on(
     Args:
         groups: those of the ranks that must agree.
         steps: functions that give a result, and a text that must be equal on all ranks.
+        doing: what is done, for the message about a rank that failed.
+        remedy: for the message about ranks that disagree.
 
     Returns:
         The results.
@@ -44,7 +49,7 @@ def agree_on(
         for group in groups:
             said: list[dict[str, str | None]] = [{} for _ in range(group.size())]
             dist.all_gather_object(said, mine | {"complaint": complaint}, group=group)
-            complaint = complaint or _complaint(steps, said)
+            complaint = complaint or _complaint(steps, said, doing, remedy)
     if failure is not None:
         raise failure
     if complaint is not None:
@@ -52,16 +57,31 @@ def agree_on(
     return results
 
 
-def _complaint(names: Iterable[str], said: Sequence[Mapping[str, str | None]]) -> str | None:
+def spread(groups: Sequence[dist.ProcessGroup], mine: Mapping[int, Any]) -> dict[int, Any]:
+    """What all ranks that these groups connect say, by rank.
+
+    Args:
+        mine: what this rank says, by its rank among all processes; picklable.
+    """
+    known = dict(mine)
+    for _ in groups:  # as in agree_on
+        for group in groups:
+            said: list[dict[int, Any]] = [{} for _ in range(group.size())]
+            dist.all_gather_object(said, known, group=group)
+            for other in said:
+                known.update(other)
+    return known
+
+
+def _complaint(
+    names: Iterable[str], said: Sequence[Mapping[str, str | None]], doing: str, remedy: str
+) -> str | None:
     """What is wrong with what the ranks of a group said, or heard of others; None if nothing."""
     for rank, other in enumerate(said):
         if other["error"] is not None:
-            return f"tagc.wrap failed on rank {rank}: {other['error']}"
+            return f"{doing} failed on rank {rank}: {other['error']}"
     for name in names:
         if len({other[name] for other in said}) > 1:
             listing = ", ".join(f"rank {r} has {o[name]}" for r, o in enumerate(said))
-            return (
-                f"tagc {name} differs between ranks: {listing}. Every rank must call "
-                "tagc.wrap with the same model, policy and tagc version"
-            )
+            return f"tagc {name} differs between ranks: {listing}. {remedy}"
     return next((other["complaint"] for other in said if other["complaint"]), None)

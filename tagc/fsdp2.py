@@ -216,6 +216,7 @@ def _unit_param(param: Any, names: dict[int, str]) -> UnitParam:
         name=_param_name(param, names),
         shape=tuple(param.sharded_param.shape),
         columns=param.padded_sharded_param_size.numel(),
+        dim=param.fsdp_placement.dim,
     )
 
 

@@ -6,6 +6,8 @@ same parameters, to the bit. The optimizer's own shard stays exact.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -86,6 +88,16 @@ class UnitGatherer:
             self._is_kept = not in_backward
         with record_function(f"TAGC::decode parameters ({self._name})"):
             self._decode(received, out.view(info.world_size, -1))
+
+    def state(self) -> dict[str, Tensor]:
+        """The counters. A kept message needs no saving: between two steps there is none that a
+        backward still waits for, and the next forward gathers anew."""
+        return {"counters": torch.tensor([self.wire_bytes, self.dense_bytes])}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Count on from there."""
+        self.wire_bytes, self.dense_bytes = state["counters"].tolist()
+        self._is_kept = False
 
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
         """Squared Euclidean norms of what quantization changes in ``shard`` ``[S]``, and of it."""

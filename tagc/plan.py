@@ -41,11 +41,16 @@ Direction = Literal["gradients", "parameters", "replicas"]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitParam:
-    """A parameter as FSDP shards it: ``columns`` elements (padding included) in every shard."""
+    """A parameter as FSDP shards it: ``columns`` elements (padding included) in every shard.
+
+    Attributes:
+        dim: dimension of ``shape`` that is sharded.
+    """
 
     name: str
     shape: tuple[int, ...]
     columns: int
+    dim: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from tagc.codecs import Columns
+from tagc.codecs import Columns, nested, part_of
 from tagc.codecs.dense import DenseColumns
 from tagc.codecs.packed import PackedColumns
 from tagc.codecs.quantized import QuantizedColumns
@@ -24,6 +26,10 @@ from tagc.ops import Ops
 from tagc.plan import UnitPlan
 from tagc.workspace import Workspace
 
+_MOST = 2**59
+_KINDS = ("sketch", "packed", "quantized", "dense")
+_COUNTERS = ("steps", "compressed_steps", "earlier_steps", "_native_bytes", "_message_bytes")
+
 
 class UnitReducer:
     """Reduces the gradient buffer of one FSDP unit as its plan says.
@@ -37,15 +43,25 @@ class UnitReducer:
         sketch, packed, quantized, dense: state of the columns, by codec.
         steps: reductions so far.
         compressed_steps: those after the warm-up.
+        earlier_steps: reductions of the run that this one goes on from with another layout: they
+            count for the warm-up, but not in the metrics.
     """
 
     def __init__(
         self, plan: UnitPlan, ops: Ops, device: torch.device, workspace: Workspace, seed: int
     ) -> None:
         self.plan = plan
-        self.sketch = SketchColumns(plan, ops, device, workspace, seed)
+        self._ops, self._device, self._workspace, self._seed = ops, device, workspace, seed
+        self._name = plan.info.name or "(root)"
+        self.reset()
+
+    def reset(self, earlier_steps: int = 0) -> None:
+        """Start anew, with empty residuals, after so many reductions elsewhere."""
+        plan, ops, device = self.plan, self._ops, self._device
+        self.sketch = SketchColumns(plan, ops, device, self._workspace, self._seed)
         self.packed = PackedColumns(plan, ops, device)
         self.quantized = QuantizedColumns(plan, ops, device)
+        self.quantized.steps = max(0, earlier_steps - plan.warmup_steps)
         self.dense = DenseColumns(plan)
         self._columns: tuple[Columns, ...] = (
             self.sketch,
@@ -55,10 +71,9 @@ class UnitReducer:
         )
         self.steps = 0
         self.compressed_steps = 0
-        self._workspace = workspace
+        self.earlier_steps = earlier_steps
         self._native_bytes = 0
         self._message_bytes = 0
-        self._name = plan.info.name or "(root)"
 
     @property
     def wire_bytes(self) -> int:
@@ -106,7 +121,8 @@ class UnitReducer:
         if self.plan.compressed:
             self._check(out, inp, group, op)
         self.steps += 1
-        if not self.plan.compressed or self.steps <= self.plan.warmup_steps:
+        warming = self.earlier_steps + self.steps <= self.plan.warmup_steps
+        if not self.plan.compressed or warming:
             self._reduce_natively(out, inp, group, op)
             return
         self.compressed_steps += 1
@@ -131,6 +147,30 @@ class UnitReducer:
             divisor = W if op == dist.ReduceOp.AVG else 1
             for columns, message in zip(self._columns, self._split(received), strict=True):
                 columns.decode(message, out, owner, divisor)
+
+    def state(self) -> dict[str, Tensor]:
+        """What the next reduction and the counters depend on, beside the residuals; names and
+        shapes never change. Waits for what is in flight."""
+        counters = [getattr(self, name) for name in _COUNTERS]
+        state = {"counters": torch.tensor(counters)}
+        for kind, columns in zip(_KINDS, self._columns, strict=True):
+            state |= nested(kind, columns.state())
+        return state
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for values that :meth:`state` never has."""
+        counters = state["counters"]
+        if bool(((counters < 0) | (counters > _MOST)).any()):
+            raise ValueError("a counter is negative, or larger than any run is long")
+        for kind, columns in zip(_KINDS, self._columns, strict=True):
+            columns.check_state(part_of(kind, state))
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where :meth:`state` was taken, given that it passes the check."""
+        for name, value in zip(_COUNTERS, state["counters"].tolist(), strict=True):
+            setattr(self, name, value)
+        for kind, columns in zip(_KINDS, self._columns, strict=True):
+            columns.load_state(part_of(kind, state))
 
     def _split(self, message: Tensor) -> tuple[Tensor, ...]:
         return message.split([columns.words for columns in self._columns], dim=1)

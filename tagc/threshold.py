@@ -8,6 +8,8 @@ everywhere, so thresholds stay equal to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -99,6 +101,33 @@ class Steering:
         self._bias = target.new_ones(shape)
         self._exponent = target.new_full(shape, _FIRST_EXPONENT)
         self._side = target.new_zeros(shape)
+
+    def state(self) -> dict[str, Tensor]:
+        """All that the next update depends on."""
+        return {
+            "threshold": self.threshold,
+            "boost": self.boost,
+            "bias": self._bias,
+            "exponent": self._exponent,
+            "side": self._side,
+        }
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for what no update could have left."""
+        for name, least, most in (
+            ("threshold", MIN_THRESHOLD, MAX_THRESHOLD),
+            ("boost", 1.0, float(self._max_boost.max())),
+            ("bias", 1.0, _MAX_BIAS),
+            ("exponent", _MIN_EXPONENT, _MAX_EXPONENT),
+            ("side", -1.0, 1.0),
+        ):
+            if not bool(((state[name] >= least) & (state[name] <= most)).all()):
+                raise ValueError(f"{name} is not between {least:g} and {most:g}")
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where :meth:`state` was taken."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
 
     def update(self, counts: Tensor) -> None:
         """Move the thresholds towards the target.

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,9 @@ from tagc.ops import Ops, get_ops
 from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
 from tagc.policy import Policy, PolicyError
 from tagc.reducer import UnitReducer
+from tagc.state import Reduced, State
+from tagc.state_folders import open_folder, save_folder
+from tagc.state_format import OneRank, to_state_dict
 from tagc.version import __version__
 from tagc.workspace import Workspace
 
@@ -29,6 +33,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 # On the model itself, so that both are garbage together.
 _ATTRIBUTE = "_tagc_compressor"
+_DISABLE = "TAGC_DISABLE"
 
 
 @dataclass
@@ -46,12 +51,25 @@ class _Installed:
 
 
 class Compressor:
-    """Handle on a wrapped model; get it with :func:`tagc.compressor`."""
+    """Handle on a wrapped model; get it with :func:`tagc.compressor`.
+
+    It is ``Stateful``: put it into the state dict of ``torch.distributed.checkpoint`` beside model
+    and optimizer, and a resumed run goes on as if it had never stopped, to the bit. Or ``save`` and
+    ``load`` a folder of safetensors files.
+    """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, units: list[FSDP2Unit], installed: _Installed
+        self,
+        model: nn.Module,
+        plan: Plan,
+        units: list[FSDP2Unit],
+        installed: _Installed,
+        groups: list[dist.ProcessGroup],
+        *,
+        disabled: bool = False,
     ) -> None:
         self._model, self._plan, self._units, self._installed = model, plan, units, installed
+        self._groups, self._disabled = groups, disabled
 
     def plan(self) -> Plan:
         """What happens to every parameter; print it."""
@@ -59,7 +77,7 @@ class Compressor:
 
     def metrics(self) -> Metrics:
         """What happened so far on this rank. Waits for the device; no collective."""
-        gatherers = self._installed.gatherers
+        gatherers = [] if self._disabled else self._installed.gatherers
         pairs = zip(self._units, gatherers, strict=False)
         squares = [gatherer.relative_error(unit.shard()) for unit, gatherer in pairs]
         total = sum(whole for _, whole in squares)
@@ -85,6 +103,82 @@ class Compressor:
         FSDP."""
         return sum(gatherer.wire_bytes for gatherer in self._installed.gatherers)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's state between two steps: copies of all residuals, by parameter, and what
+        else the next step depends on. Waits for the device; no collective.
+
+        All values are tensors, with names that say whose state it is: number of ranks, policy,
+        plan and rank. (``torch.distributed.checkpoint`` takes tensors of equal names on several
+        ranks for copies of one.)
+
+        Raises:
+            ValueError: if a parameter is sharded in a way that has no such state.
+        """
+        state = self._state()
+        return to_state_dict(state.about(), state.take())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, force: bool = False) -> None:
+        """Go on where ``state_dict`` was taken, by the same rank of as many. Call it on all ranks.
+
+        Args:
+            force: take also what was saved with another policy, and drop what has no place.
+
+        Raises:
+            tagc.StateError: if the state is not valid, of another policy, another number of ranks
+                (see :meth:`load`), or something would be dropped; nothing was changed.
+            RuntimeError: likewise, but on another rank, or the ranks' states differ.
+        """
+        self._state().load(lambda: OneRank(state_dict), force=force)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the state to a folder that all ranks share: a safetensors file a rank, with
+        policy, plan, step and ranks as metadata. Call it on all ranks, between two steps.
+
+        The folder holds what it held before until all files are complete, whatever happens.
+
+        Raises:
+            OSError: if writing fails.
+            tagc.StateError: if the ranks do not share the folder.
+            RuntimeError: if that happened on another rank.
+        """
+        save_folder(Path(folder), self._state())
+
+    def load(
+        self, folder: str | os.PathLike[str], *, key: str = "tagc", force: bool = False
+    ) -> None:
+        """Load what :meth:`save` wrote to a folder, or ``torch.distributed.checkpoint``, from any
+        number of ranks. Call it on all ranks.
+
+        With the same ranks and plan the run goes on as if it had never stopped. Otherwise every
+        parameter's residuals are handed out anew, so that their sum over ranks stays the same;
+        thresholds and counters start anew.
+
+        Args:
+            key: of the compressor in the state dict of a ``torch.distributed.checkpoint``.
+            force: load also what was saved with another policy, and drop, with a warning, what has
+                no place.
+
+        Raises:
+            tagc.StateError: if there is no valid state, or one of another policy, or something
+                would be dropped; nothing was changed.
+            RuntimeError: likewise, but on another rank, or the ranks' states differ.
+        """
+        self._state().load(lambda: open_folder(Path(folder), key), force=force)
+
+    def _state(self) -> State:
+        made = self._installed
+        reduced = [
+            Reduced(
+                direction=reducer.plan.direction,
+                reducer=reducer,
+                shard=unit.group.rank(),
+                shards=unit.group.size(),
+            )
+            for reducers in (made.reducers, made.replicas)
+            for unit, reducer in zip(self._units, reducers, strict=False)
+        ]
+        return State(plan=self._plan, groups=self._groups, reduced=reduced, gathered=made.gatherers)
+
     def remove(self) -> None:
         """Give FSDP its own collectives back and drop all residuals. The model may be wrapped
         again afterwards."""
@@ -107,6 +201,10 @@ def wrap(
     Call it once, on every rank, after ``fully_shard`` and before the first backward. It gathers
     a few hundred bytes from each rank to check that all agree; a policy with ``codec: auto`` also
     measures the link, for a second or two.
+
+    With the environment variable ``TAGC_DISABLE=1`` (on all ranks) it checks all the same and
+    compresses nothing: training is native, to the bit. State that is loaded is kept as it is, and
+    saved again.
 
     Args:
         model: a model to which ``fully_shard`` was applied; changed in place.
@@ -148,12 +246,23 @@ def wrap(
             )
         return loaded, f"{loaded.name} ({loaded.hash[:12]})"
 
+    def switched() -> tuple[bool, str]:
+        off = os.environ.get(_DISABLE, "")
+        if off not in ("", "0", "1"):
+            raise ValueError(f"{_DISABLE} is {off!r}; it must be 1, 0 or unset")
+        return off == "1", f"{_DISABLE}={int(off == '1')}"
+
     # No rank measures or plans before all have a policy: a collective of some hangs.
-    loaded = agree_on(groups, {"version": lambda: (None, __version__), "policy": load})["policy"]
+    agreed = agree_on(
+        groups,
+        {"version": lambda: (None, __version__), "switch": switched, "policy": load},
+    )
+    loaded, disabled = agreed["policy"], agreed["switch"]
 
     def make() -> tuple[tuple[Plan, _Installed], str]:
         plan = _plan(units, loaded, replica_group, choose)
-        return (plan, _make(units, plan, ops)), plan.fingerprint[:12]
+        # Where nothing runs, nothing has to be compiled for it.
+        return (plan, _make(units, plan, "reference" if disabled else ops)), plan.fingerprint[:12]
 
     choose = _chooser(units, loaded, ops, replica_group)
     plan, installed = agree_on(groups, {"plan": make})["plan"]
@@ -163,8 +272,14 @@ def wrap(
         warnings.warn(
             "tagc.wrap does nothing at world size 1: FSDP skips the reduce-scatter", stacklevel=2
         )
-    _install(units, installed, replica_group)
-    object.__setattr__(model, _ATTRIBUTE, Compressor(model, plan, units, installed))
+    if not disabled:
+        _install(units, installed, replica_group)
+    else:
+        warnings.warn(f"{_DISABLE}=1: tagc compresses nothing; unset it to compress", stacklevel=2)
+        if replica_group is not None:
+            _average_natively(units, replica_group)
+    handle = Compressor(model, plan, units, installed, groups, disabled=disabled)
+    object.__setattr__(model, _ATTRIBUTE, handle)
     return model
 
 
@@ -269,6 +384,21 @@ def _install(
     if replica_group is not None:
         for unit, reducer in zip(units, installed.replicas, strict=True):
             unit.install_all_reduce(_averaging(reducer, replica_group))
+
+
+def _average_natively(units: Sequence[FSDP2Unit], group: dist.ProcessGroup) -> None:
+    """Average over replicas, which FSDP knows nothing of, by the backend's all-reduce."""
+    infos = [
+        UnitInfo(
+            name=u.info.name, params=u.info.params, world_size=group.size(), dtype=u.info.dtype
+        )
+        for u in units
+    ]
+    plan = build_plan([u.info for u in units], Policy.load("dense"), replicas=infos)
+    for unit, unit_plan in zip(units, plan.replicas, strict=True):
+        workspace, ops = Workspace(unit.device), get_ops(unit.device, "reference")
+        reducer = UnitReducer(unit_plan, ops, unit.device, workspace, seed=0)
+        unit.install_all_reduce(_averaging(reducer, group))
 
 
 def _averaging(reducer: UnitReducer, group: dist.ProcessGroup) -> Callable[[Tensor], None]:

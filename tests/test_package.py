@@ -118,6 +118,7 @@ def test_public_names() -> None:
         "Policy",
         "PolicyError",
         "Sketch",
+        "StateError",
         "__version__",
         "compressor",
         "explain",

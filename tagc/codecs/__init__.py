@@ -6,6 +6,7 @@ Each kind of codec has a class that holds the state of all its segments in one u
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch.distributed as dist
@@ -47,3 +48,28 @@ class Columns(Protocol):
             owner: row of ``grad`` that this shard is.
         """
         ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What the next step and the counters depend on, beside the residuals: live tensors or
+        new ones, after waiting for what is in flight. The names and shapes never change."""
+        ...
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for values (names, shapes and dtypes being right) that the next step
+        could not work with."""
+        ...
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where :meth:`state` was taken, given that it passes the check."""
+        ...
+
+
+def nested(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A part's state under names that begin with the part's own."""
+    return {f"{name}.{key}": tensor for key, tensor in state.items()}
+
+
+def part_of(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of :func:`nested`."""
+    start = f"{name}."
+    return {k.removeprefix(start): t for k, t in state.items() if k.startswith(start)}

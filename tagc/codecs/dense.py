@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,6 +46,16 @@ class DenseColumns:
             wide = torch.float64 if codec.wire == torch.float64 else torch.float32
             total = elements_of(received[:, slot], codec).sum(0, dtype=wide)
             out[columns].copy_(total if divisor == 1 else total / divisor)
+
+    def state(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing to check."""
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing to load."""
 
 
 def elements_of(words: Tensor, codec: DensePlan) -> Tensor:

@@ -9,6 +9,7 @@ otherwise the index would be.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.codec_plans import PackedPlan
+from tagc.codecs import nested, part_of
 from tagc.codecs.support import Support
 from tagc.ops import COUNTS, KEPT, Ops
 from tagc.packed import HEADER
@@ -121,6 +123,41 @@ class PackedColumns:
             if part.support is not None:
                 index = words[:, HEADER : HEADER + layout.index_words]
                 part.support.receive(self._ops, index)
+
+    def state(self) -> dict[str, Tensor]:
+        """See :meth:`tagc.codecs.Columns.state`."""
+        if not self._parts:
+            return {}
+        state = {
+            "started": torch.tensor(self._started),
+            "counts": self._counts,
+            "totals": self.totals,
+            **nested("steering", self._steering.state()),
+        }
+        for i, support in self._supports():
+            state |= nested(f"support.{i}", support.state())
+        return state
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`tagc.codecs.Columns.check_state`."""
+        if self._parts:
+            self._steering.check_state(part_of("steering", state))
+        for i, support in self._supports():
+            support.check_state(part_of(f"support.{i}", state))
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`tagc.codecs.Columns.load_state`."""
+        if not self._parts:
+            return
+        self._started = bool(state["started"])
+        self._counts.copy_(state["counts"])
+        self.totals.copy_(state["totals"])
+        self._steering.load_state(part_of("steering", state))
+        for i, support in self._supports():
+            support.load_state(part_of(f"support.{i}", state))
+
+    def _supports(self) -> list[tuple[int, Support]]:
+        return [(i, p.support) for i, p in enumerate(self._parts) if p.support is not None]
 
     def _update_thresholds(self, grad: Tensor) -> None:
         if self._started:

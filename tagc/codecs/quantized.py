@@ -5,6 +5,7 @@ With the feedback kind ``average`` this is LoCo (arXiv 2407.04480), in DeepSpeed
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +26,17 @@ class _Part:
 
 
 class QuantizedColumns:
-    """State and step of the quantized columns of a unit. See :class:`tagc.codecs.Columns`."""
+    """State and step of the quantized columns of a unit. See :class:`tagc.codecs.Columns`.
+
+    Attributes:
+        steps: encodings so far, which ``reset_steps`` counts.
+    """
 
     def __init__(self, plan: UnitPlan, ops: Ops, device: torch.device) -> None:
         self.words = 0
         self.wire_bytes = 0
-        self._ops, self._steps = ops, 0
+        self._ops = ops
+        self.steps = 0
         self._parts: list[_Part] = []
         for segment in plan.of(QuantizedPlan):
             codec = segment.codec
@@ -60,7 +66,7 @@ class QuantizedColumns:
             feedback = part.plan.feedback
             if part.residual is not None and feedback is not None:
                 every = feedback.reset_steps
-                if every and self._steps and self._steps % every == 0:
+                if every and self.steps and self.steps % every == 0:
                     part.residual.zero_()
             self._ops.quantize(
                 grad[:, part.segment.start : part.segment.stop],
@@ -69,7 +75,7 @@ class QuantizedColumns:
                 layout=part.plan.layout,
                 average=feedback.average if feedback else 0.0,
             )
-        self._steps += 1
+        self.steps += 1
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Nothing but the message."""
@@ -86,3 +92,17 @@ class QuantizedColumns:
                 layout=part.plan.layout,
                 divisor=divisor,
             )
+
+    def state(self) -> dict[str, Tensor]:
+        """See :meth:`tagc.codecs.Columns.state`."""
+        return {"steps": torch.tensor(self.steps)} if self._parts else {}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`tagc.codecs.Columns.check_state`."""
+        if self._parts and not 0 <= int(state["steps"]) < 2**59:
+            raise ValueError(f"steps is {int(state['steps'])}")
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`tagc.codecs.Columns.load_state`."""
+        if self._parts:
+            self.steps = int(state["steps"])

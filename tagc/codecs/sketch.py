@@ -7,6 +7,7 @@ rides where otherwise the index would be, before the poison word.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tagc.blocks import BlockLayout
 from tagc.codec_plans import SketchPlan
+from tagc.codecs import nested, part_of
 from tagc.codecs.support import Support
 from tagc.exchange import Pending, all_reduce_sum, gather_rows, sum_rows
 from tagc.ops import COUNTS, KEPT, UNION, UNRESOLVED, Ops
@@ -228,6 +230,57 @@ class SketchColumns:
             self.totals[:, 0] += self._counts[..., KEPT].sum(1)
             self.totals[:, 1] += self._stats[:, UNION]
             self.totals[:, 2] += self._stats[:, UNRESOLVED]
+
+    def state(self) -> dict[str, Tensor]:
+        """See :meth:`tagc.codecs.Columns.state`."""
+        if not self._parts:
+            return {}
+        if self._counting is not None:
+            self._counting.wait()
+        state = {
+            "started": torch.tensor(self._counting is not None),
+            "wire_bytes": torch.tensor(self.wire_bytes),
+            "seed": self._seed,
+            "summed": self._summed,
+            "totals": self.totals,
+            **nested("steering", self.steering.state()),
+        }
+        if self._choosing is not None:
+            state["chosen"] = self._chosen
+            state |= nested("choosing", self._choosing.state())
+        for place, support in self._supports():
+            state |= nested(f"support.{place}", support.state())
+        return state
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`tagc.codecs.Columns.check_state`."""
+        if self._parts:
+            self.steering.check_state(part_of("steering", state))
+        if self._choosing is not None:
+            self._choosing.check_state(part_of("choosing", state))
+        for place, support in self._supports():
+            support.check_state(part_of(f"support.{place}", state))
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`tagc.codecs.Columns.load_state`."""
+        if not self._parts:
+            return
+        if self._counting is not None:
+            self._counting.wait()
+        self._counting = Pending((), 0) if state["started"] else None
+        self.wire_bytes = int(state["wire_bytes"])
+        self._seed.copy_(state["seed"])
+        self._summed.copy_(state["summed"])
+        self.totals.copy_(state["totals"])
+        self.steering.load_state(part_of("steering", state))
+        if self._choosing is not None:
+            self._chosen.copy_(state["chosen"])
+            self._choosing.load_state(part_of("choosing", state))
+        for place, support in self._supports():
+            support.load_state(part_of(f"support.{place}", state))
+
+    def _supports(self) -> list[tuple[int, Support]]:
+        return [(p.shared.place, p.shared.support) for p in self._parts if p.shared is not None]
 
     def _update_thresholds(self, grad: Tensor, group: dist.ProcessGroup) -> None:
         if self._counting is None:

@@ -7,11 +7,13 @@ this one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tagc.bitmap import from_bitmap
 from tagc.ops import Ops
 from tagc.packed import PackedLayout
 
@@ -65,6 +67,28 @@ class Support:
     def receive(self, ops: Ops, index: Tensor) -> None:
         """Take the owners' choices, ``[D, index_words]``, for the step to come."""
         ops.read_index(index, self.current, layout=self._layout)
+
+    def state(self) -> dict[str, Tensor]:
+        """All that the next step depends on."""
+        return {"current": self.current, "at": torch.tensor(self._at)}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for a support that the operators have no room for."""
+        current, at = state["current"], int(state["at"])
+        groups = self._layout.groups
+        kept = from_bitmap(current, 32 * self._words)
+        if bool(kept[:, groups:].any()) or int(kept.sum(1).max()) > self._layout.capacity:
+            raise ValueError(
+                f"a shared support names groups that are not there, or more than "
+                f"{self._layout.capacity} of {groups}"
+            )
+        if not 0 <= at < self._words:
+            raise ValueError(f"a window of exploration begins at word {at} of {self._words}")
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where :meth:`state` was taken."""
+        self.current.copy_(state["current"])
+        self._at = int(state["at"])
 
     def _explore(self, bitmap: Tensor) -> None:
         """Add the next window to ``[1, bitmap_words]``."""

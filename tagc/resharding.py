@@ -1,0 +1,162 @@
+"""Residuals of some ranks for others: what every new rank takes over, so that nothing is lost.
+
+What a parameter is still owed is the sum of its residuals over all ranks. New rank ``j`` of ``n``
+takes the residuals of the saved ranks ``j``, ``j + n``, ``j + 2n`` and so on, in the order of
+those that have the parameter, and adds them up; ranks that nothing is left for start empty. (An
+average then divides what was owed by the new number of ranks, like the gradients.) Across replicas
+the same holds for copies of the model, each of which has the parameter in shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tagc.places import Place, span_of, split_suffix
+from tagc.state_format import Source, StateError
+
+Holdings = Mapping[int, Mapping[str, Place]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The residual that a rank saved under a name: of all of the parameter, or of one shard."""
+
+    rank: int
+    name: str
+    shard: tuple[int, int] | None
+    shape: tuple[int, ...]
+
+    def overlap(self, place: Place) -> tuple[int, int]:
+        """First index and length of what it has for a place, along the sharded dimension."""
+        first, length = self.span(place)
+        start, room = place.span
+        low, high = max(first, start), min(first + length, start + room)
+        return low, max(0, high - low)
+
+    def span(self, place: Place) -> tuple[int, int]:
+        """What it is, in a parameter of that shape."""
+        whole = place.param.shape[place.param.dim]
+        return (0, whole) if self.shard is None else span_of(whole, *self.shard)
+
+    def fits(self, place: Place) -> bool:
+        """Whether it is of a parameter of that shape."""
+        dim, shape = place.param.dim, place.param.shape
+        if (self.shard is None) != (place.shard is None):
+            return False
+        if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
+            return False
+        return self.shape == (*shape[:dim], self.span(place)[1], *shape[dim + 1 :])
+
+
+@dataclass(kw_only=True)
+class Merge:
+    """What a rank takes over.
+
+    Attributes:
+        parts: what is added up, by the name of this rank's residual.
+        dropped: names of residuals, without shards, that no rank takes; the same on all ranks.
+        taken: elements that this rank uses, by saved rank and name.
+        saved: elements that there are, likewise, of what is not dropped.
+    """
+
+    parts: dict[str, list[Saved]] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    taken: dict[tuple[int, str], int] = field(default_factory=dict)
+    saved: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def check(self, where: str, taken: Mapping[int, Mapping[tuple[int, str], int]]) -> None:
+        """Raise StateError unless all that was saved is taken once.
+
+        Args:
+            taken: :attr:`taken` of every rank.
+        """
+        for (rank, name), numel in self.saved.items():
+            used = sum(of_rank.get((rank, name), 0) for of_rank in taken.values())
+            if used != numel:
+                raise StateError(
+                    f"{where}: {used} of the {numel} elements of {name} of rank {rank} would be "
+                    "taken over: the ranks that saved it and those that load it do not fit"
+                )
+
+
+def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
+    """What ``rank`` takes over of a source.
+
+    Args:
+        holdings: the places of every rank's residuals, by name.
+    """
+    old: dict[str, list[Saved]] = {}
+    for saved_rank in sorted(source.abouts()):
+        for full, (_, shape) in source.shapes(saved_rank).items():
+            if full.startswith("residual."):
+                name, shard = split_suffix(full)
+                saved = Saved(rank=saved_rank, name=full, shard=shard, shape=shape)
+                old.setdefault(name, []).append(saved)
+    new: dict[str, list[tuple[int, str, Place]]] = {}
+    for holder in sorted(holdings):
+        for full, place in holdings[holder].items():
+            new.setdefault(split_suffix(full)[0], []).append((holder, full, place))
+    merge = Merge()
+    for name, found in old.items():
+        holders = new.get(name, [])
+        if not holders or not all(saved.fits(holders[0][2]) for saved in found):
+            merge.dropped.append(name)
+            continue
+        for saved in found:
+            merge.saved[saved.rank, saved.name] = torch.Size(saved.shape).numel()
+        for holder, full, place in holders:
+            if holder == rank:
+                parts = _parts(found, place, *_turn(holders, holder, place))
+                merge.parts[full] = parts
+                for saved in parts:
+                    merge.taken[saved.rank, saved.name] = _numel(saved, place)
+    return merge
+
+
+def merged(source: Source, parts: list[Saved], place: Place, dtype: torch.dtype) -> Tensor:
+    """The sum of saved residuals, in a residual's dtype.
+
+    Summed in float64 and rounded once: by half a unit in the last place, which is checked.
+
+    Raises:
+        StateError: if a saved residual is not finite, or the sum is beyond the dtype.
+    """
+    dim = place.param.dim
+    total = torch.zeros(place.shape, dtype=torch.float64)
+    for saved in parts:
+        tensor = source.read(saved.rank, saved.name).to("cpu", torch.float64)
+        if not bool(tensor.isfinite().all()):
+            raise StateError(f"{source.where}: {saved.name} of rank {saved.rank} is not finite")
+        low, length = saved.overlap(place)
+        piece = tensor.narrow(dim, low - saved.span(place)[0], length)
+        total.narrow(dim, low - place.span[0], length).add_(piece)
+    stored = total.to(dtype)
+    facts = torch.finfo(dtype)
+    # float64 to a narrower dtype may go by way of float32: two roundings.
+    bound = total.abs() * (facts.eps / 2 + 2**-24) + facts.smallest_normal
+    if not bool(((stored.double() - total).abs() <= bound).all()):
+        raise StateError(f"{source.where}: the sum of {parts[0].name} over ranks exceeds {dtype}")
+    return stored
+
+
+def _turn(holders: list[tuple[int, str, Place]], rank: int, place: Place) -> tuple[int, int]:
+    """Which of the ranks with the same part of a parameter this is, and of how many."""
+    alike = [holder for holder, _, other in holders if other.shard == place.shard]
+    return alike.index(rank), len(alike)
+
+
+def _parts(found: list[Saved], place: Place, turn: int, turns: int) -> list[Saved]:
+    """Every ``turns``-th of the saved ranks, or of the saved copies of each shard."""
+    by_shard: dict[tuple[int, int] | None, list[Saved]] = {}
+    for saved in found:
+        by_shard.setdefault(saved.shard, []).append(saved)
+    mine = [saved for copies in by_shard.values() for saved in copies[turn::turns]]
+    return [saved for saved in mine if saved.overlap(place)[1]]
+
+
+def _numel(saved: Saved, place: Place) -> int:
+    return torch.Size(saved.shape).numel() // saved.span(place)[1] * saved.overlap(place)[1]

@@ -1,0 +1,132 @@
+"""Training, saving and resuming a small model, for the tests of state."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from test_fsdp2 import local_weights, loss_of, sharded
+from torch import Tensor, nn
+
+import tagc
+
+
+def rules(codec: dict[str, Any], feedback: dict[str, Any] | None = None, **more: Any) -> dict:
+    """A policy with one codec for all matrices."""
+    rule: dict[str, Any] = {"when": {"name": "*.weight"}, "codec": codec}
+    if feedback is not None:
+        rule["feedback"] = feedback
+    return {"schema": 1, "gradients": [rule], **more}
+
+
+PACKED = {"kind": "packed", "density": 0.3}
+SKETCH = {"kind": "sketch", "density": 0.3}
+QUANTIZED = {"kind": "quantized", "bits": 4, "block": 32}
+BFLOAT16 = {"kind": "residual", "dtype": "bfloat16"}
+# Every codec with every kind of feedback that it can have, and every switch that adds state.
+POLICIES: dict[str, dict[str, Any]] = {
+    "quantized average": rules(QUANTIZED, {"kind": "average", "beta": 0.5, "reset_steps": 3}),
+    "quantized residual": rules(QUANTIZED, {"kind": "residual"}),
+    "quantized none": rules(QUANTIZED, {"kind": "none"}),
+    "packed": rules(PACKED),
+    "packed bfloat16": rules(PACKED | {"group": 4, "warmup_steps": 1}, BFLOAT16),
+    "packed shared": rules(PACKED | {"support": "shared"}),
+    "sketch": rules(SKETCH),
+    "sketch bfloat16": rules(SKETCH | {"symbol": "int16x2"}, BFLOAT16),
+    "sketch float32": rules(SKETCH | {"symbol": "float32"}),
+    "sketch shared": rules(SKETCH | {"symbol": "int32x1", "support": "shared"}),
+    "warming up": rules(SKETCH | {"warmup_steps": 6}),
+    "parameters": rules(
+        QUANTIZED,
+        parameters=[
+            {
+                "when": {"name": "*.weight"},
+                "codec": {"kind": "quantized", "bits": 8, "keep_for_backward": True},
+            }
+        ],
+    ),
+}
+
+
+def wrapped(policy: dict[str, Any], model: Any = None, **options: Any) -> Any:
+    """A model, the small one of the tests of FSDP2 by default."""
+    model = sharded() if model is None else model
+    with warnings.catch_warnings():
+        # Units as small as these may well cost more compressed.
+        warnings.filterwarnings("ignore", message=".*sends .* per step at this number of ranks")
+        return tagc.wrap(model, policy, **options)
+
+
+def run(model: nn.Module, rank: int, steps: range) -> None:
+    """Train, with an optimizer that has no state of its own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in steps:
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Give every parameter this rank's shard."""
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            parameters[name].to_local().copy_(weight)
+
+
+def save(model: nn.Module, folder: Path, saver: str) -> None:
+    """By torch's distributed checkpoints, or to safetensors files."""
+    compressor = tagc.compressor(model)
+    if saver == "dcp":
+        dcp.save({"tagc": compressor}, checkpoint_id=folder)
+    else:
+        compressor.save(folder)
+
+
+def load(model: nn.Module, folder: Path, saver: str) -> None:
+    """What `save` saved, by the same number of ranks."""
+    compressor = tagc.compressor(model)
+    if saver == "dcp":
+        dcp.load({"tagc": compressor}, checkpoint_id=folder)
+    else:
+        compressor.load(folder)
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """All that training goes on from, and what is counted."""
+    compressor = tagc.compressor(model)
+    return {
+        "weights": local_weights(model),
+        "state": compressor.state_dict(),
+        "metrics": vars(compressor.metrics()),
+    }
+
+
+def residual_sums(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's residuals in float64, by parameter."""
+    sums = {}
+    for name, tensor in tagc.compressor(model).state_dict().items():
+        _, found, parameter = name.partition(".residual.gradients.")
+        if found:
+            sums[parameter] = tensor.double()
+    return sums
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A temporary folder that all ranks see."""
+    said = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(said, src=0)
+    folder = Path(str(said[0]))
+    yield folder
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)

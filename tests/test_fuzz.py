@@ -1,0 +1,377 @@
+"""Mutated policy files and state files: clear errors, or exactly what they say; fixed seeds.
+
+Nothing may crash, hang, run code from a file, or be taken for something else than it says.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import yaml
+from distributed import run_ranks
+from test_state import equal
+from torch import Tensor
+from units import codec_plan, unit_reducer
+
+import tagc
+from tagc.plan import Plan
+from tagc.policy import Policy, PolicyError
+from tagc.state import Reduced, State
+from tagc.state_checkpoint import CheckpointFolder
+from tagc.state_files import SafetensorsFolder, write_rank
+from tagc.state_folders import save_folder
+from tagc.state_format import OneRank, Source, StateError, to_state_dict
+
+QUICK, ALL = 200, 10_000
+# A hang is anything that takes this long; files are a few kilobytes.
+SECONDS = 5.0
+by_count = pytest.mark.parametrize("count", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)])
+
+
+def mutated(content: bytes, words: list[bytes], draw: random.Random) -> bytes:
+    """A few changes of bytes, runs of bytes, words or lengths."""
+    out = bytearray(content)
+    for _ in range(draw.choice((1, 1, 1, 2, 4))):
+        at, length = draw.randrange(len(out) + 1), draw.choice((1, 1, 4, 30))
+        kind = draw.randrange(7)
+        if kind == 0 and at < len(out):
+            out[at] ^= 1 << draw.randrange(8)
+        elif kind == 1 and at < len(out):
+            out[at] = draw.randrange(256)
+        elif kind == 2:
+            del out[at : at + length]
+        elif kind == 3:
+            start = draw.randrange(len(out) + 1)
+            out[at:at] = out[start : start + length]
+        elif kind == 4:
+            out[at:at] = draw.choice(words)
+        elif kind == 5:
+            found = list(re.finditer(rb"[A-Za-z_]+|[0-9.]+", out[at : at + 200]))
+            if found:
+                word = draw.choice(found)
+                out[at + word.start() : at + word.end()] = draw.choice(words)
+        elif draw.random() < 0.2:
+            del out[at:]
+    return bytes(out)
+
+
+# Policies
+
+EVERY_KEY = b"""\
+schema: 1
+about: every key of the schema
+gradients:
+  - when: {role: [attention, mlp], name: ["*.weight", "h.*"], layers: 0-11, min_numel: 10}
+    codec: {kind: packed, density: 0.25, bits: 4, group: 2, block: 64, support: shared,
+            warmup_steps: 3}
+    feedback: {kind: residual, dtype: bfloat16}
+  - when: {layers: [1, 2], max_numel: 1000000}
+    codec: {kind: quantized, bits: 2, block: 1024}
+    feedback: {kind: average, beta: 0.75, reset_steps: 16}
+  - when: {role: head}
+    codec: {kind: auto, min_bits: 8}
+  - when: {}
+    codec: {kind: sketch, density: 1e-1, symbol: int16x2, support: own}
+parameters:
+  - when: {}
+    codec: {kind: quantized, bits: 8, block: 32, keep_for_backward: true}
+replicas:
+  - when: {name: "*"}
+    codec: {kind: dense, wire: bfloat16}
+"""
+WORDS = [
+    *(b"kind when codec feedback role name layers density bits sketch packed dense auto".split()),
+    *(b"0 1 -1 0.5 1e-3 1e400 .nan .inf 99999999999999999999 true no null ~ 0x10 1_0".split()),
+    *(b"gradients parameters replicas shared own residual average none bfloat16".split()),
+    *(b"&a *a !!python/object/apply:os.system !!binary << ? - : { } [ ] | > ' \" # \t".split(b" ")),
+    *(b"\xff", b"\x00", b"\xe2\x80\xa8", b"\\ud800", b"\n", b"\n  ", b"{" * 40, b"[" * 2000),
+]
+
+
+def corpus() -> list[bytes]:
+    """The built-in policies, and one with every key there is."""
+    folder = resources.files("tagc.policies")
+    return [*((folder / f"{name}.yaml").read_bytes() for name in tagc.policies()), EVERY_KEY]
+
+
+def says(given: Any, meant: Any) -> bool:
+    """Whether a part of a policy is what the file says, read by YAML's plainest reader: every
+    scalar a string."""
+    if isinstance(given, str) and given in ("", "~", "null", "Null", "NULL"):
+        return True  # as good as left out
+    if isinstance(meant, Mapping):
+        return isinstance(given, dict) and all(
+            key in meant and says(value, meant[key]) for key, value in given.items()
+        )
+    if isinstance(meant, tuple) and meant and isinstance(meant[0], Mapping):
+        return isinstance(given, list) and len(given) == len(meant) and all(map(says, given, meant))
+    if isinstance(meant, tuple) and meant and isinstance(meant[0], int):
+        ends = [int(n) for n in re.findall(r"\d+", " ".join(given))] if given else []
+        if isinstance(given, str):
+            ends = [int(n) for n in re.findall(r"\d+", given)]
+        return (ends[0], ends[-1]) == meant
+    if isinstance(meant, tuple):
+        return sorted({given} if isinstance(given, str) else set(given)) == list(meant)
+    if isinstance(meant, bool):
+        return given.lower() == str(meant).lower()
+    if isinstance(meant, int | float):
+        return float(given) == meant
+    return given == meant
+
+
+def test_what_a_policy_says():
+    given = yaml.load(EVERY_KEY, yaml.BaseLoader)
+    meant = Policy.load(yaml.safe_load(EVERY_KEY.replace(b"1e-1", b"0.1")))
+    dumped = meant.model_dump(by_alias=True)
+    assert says(given, dumped)
+    changes = {"0.25": "0.5", "0.75": "0.7", "64": "32", "head": "mlp", "true": "false"}
+    changes |= {"0-11": "0-12", "kind: auto": "kind: dense", "1e-1": "1", '"h.*"': '"i.*"'}
+    for old, new in changes.items():
+        assert old.encode() in EVERY_KEY
+        changed = EVERY_KEY.replace(old.encode(), new.encode())
+        assert not says(yaml.load(changed, yaml.BaseLoader), dumped), old
+
+
+@by_count
+def test_policies(count: int, tmp_path: Path) -> None:
+    draw = random.Random(5)
+    files, path = corpus(), tmp_path / "p.yaml"
+    loaded = refused = 0
+    for _ in range(count):
+        content = mutated(draw.choice(files), WORDS, draw)
+        path.write_bytes(content)
+        start = time.monotonic()
+        policy, lines = None, []
+        try:
+            policy = Policy.load(path)
+        except PolicyError as error:
+            lines = str(error).splitlines()
+        if policy is None:
+            refused += 1
+            assert all(re.match(rf"{re.escape(str(path))}(:\d+)?: .", line) for line in lines), (
+                lines
+            )
+        else:
+            loaded += 1
+            dumped = policy.model_dump(by_alias=True)
+            assert says(yaml.load(content, yaml.BaseLoader), dumped), content
+        assert time.monotonic() - start < SECONDS, content
+    assert loaded > count / 20
+    assert refused > count / 4
+
+
+# States
+
+CODECS = [
+    {"kind": "quantized", "bits": 4, "block": 32},
+    {"kind": "packed", "density": 0.2},
+    {"kind": "packed", "density": 0.3, "support": "shared"},
+    {"kind": "sketch", "density": 0.2},
+    {"kind": "sketch", "density": 0.3, "symbol": "int32x1", "support": "shared"},
+]
+
+
+class Unit:
+    """A unit's state on the only rank, and its columns as if there were another."""
+
+    def __init__(self, codec: dict[str, Any]) -> None:
+        unit = codec_plan(2, codec)
+        self.reducer = unit_reducer(unit)
+        rule = {"when": {"name": "a.*"}, "codec": codec}
+        group = dist.group.WORLD
+        assert group is not None
+        self.state = State(
+            plan=Plan(Policy.load({"schema": 1, "gradients": [rule]}), (unit,)),
+            groups=[group],
+            reduced=[Reduced(direction="gradients", reducer=self.reducer, shard=0, shards=2)],
+            gathered=[],
+        )
+        self.group = group
+        generator = torch.Generator().manual_seed(1)
+        self.grad = torch.randn(2, unit.columns, generator=generator)
+        for _ in range(3):
+            self.encode()
+        self.before = self.state.take()
+
+    def encode(self) -> None:
+        """All that a step does with the state before anything travels."""
+        self.reducer.steps += 1
+        for columns in self.reducer._columns:
+            message = torch.empty(2, columns.words, dtype=torch.int32)
+            columns.encode(self.grad, message, self.group)
+        sketch = self.reducer.sketch
+        if sketch.parts:
+            # Cells cannot be summed alone; counts can.
+            sketch._summed.copy_(sketch._counts)
+            sketch.load_state(sketch.state() | {"started": torch.tensor(True)})
+
+    def load(self, open_source: Callable[[], Source]) -> bool:
+        """Whether it is loaded; if not, by a clear error, and nothing was changed."""
+        start = time.monotonic()
+        try:
+            self.state.load(open_source, force=False)
+        except StateError:
+            equal(self.state.take(), self.before)
+            return False
+        finally:
+            assert time.monotonic() - start < SECONDS
+        return True
+
+    def reset(self) -> None:
+        """Go back."""
+        about, before = self.state.about(), self.before
+        self.state.load(lambda: OneRank(to_state_dict(about, before)), force=False)
+
+
+def fuzz_bytes(rank: int, folder: Path, count: int) -> int:
+    """Files with changed bytes; how many were loaded all the same."""
+    draw, loaded = random.Random(6), 0
+    for i, codec in enumerate(CODECS):
+        tested, here = Unit(codec), folder / str(i)
+        save_folder(here, tested.state)
+        files = {file: file.read_bytes() for file in sorted(here.iterdir())}
+        assert len(files) == 2
+        words = [b"F32", b"I64", b"BOOL", b"F8_E4M3", b"shape", b"dtype", b'"', b"{", b"[" * 999]
+        words += [b"0", b"-1", b"1e3", b"9" * 19, b"9" * 5000, b"null", b"true", b"\xff"]
+        for _ in range(count // len(CODECS)):
+            file = draw.choice(list(files))
+            # Most of a file is residuals: aim at what it says about them, more often than not.
+            content = files[file]
+            head = draw.choice((40, 500, len(content)))
+            changed = mutated(content[:head], words, draw) + content[head:]
+            file.write_bytes(changed)
+            if tested.load(partial(SafetensorsFolder, here)):
+                loaded += 1
+                equal(tested.state.take(), tested.before)
+            file.write_bytes(content)
+    return loaded
+
+
+def fuzz_values(rank: int, folder: Path, count: int) -> int:
+    """Files that are what was written, but by something else than `save`; how many were loaded."""
+    draw, loaded = random.Random(7), 0
+    generator = torch.Generator().manual_seed(7)
+    for i, codec in enumerate(CODECS):
+        tested, here = Unit(codec), folder / str(i)
+        save_folder(here, tested.state)
+        (file,) = here.glob("rank*")
+        save = file.stem.rpartition("-")[2]
+        for _ in range(count // len(CODECS)):
+            tensors = changed_values(tested.before, draw, generator)
+            write_rank(here, save, tested.state.about(), tensors)
+            if tested.load(partial(SafetensorsFolder, here)):
+                loaded += 1
+                equal(tested.state.take(), tensors)
+                tested.encode()  # and it works
+                tested.encode()
+                tested.reset()
+    return loaded
+
+
+def changed_values(
+    tensors: dict[str, Tensor], draw: random.Random, generator: torch.Generator
+) -> dict[str, Tensor]:
+    out = {name: tensor.clone() for name, tensor in tensors.items()}
+    for _ in range(draw.choice((1, 1, 2))):
+        name = draw.choice(list(out))
+        tensor = out[name]
+        kind = draw.randrange(8)
+        flat = tensor.view(-1).view(torch.uint8)
+        if kind == 0:
+            del out[name]
+        elif kind == 1:
+            out[name + draw.choice(("x", ".shard_0_of_2", " "))] = out.pop(name)
+        elif kind == 2:
+            out[name] = tensor.to(draw.choice((torch.float32, torch.int64, torch.bfloat16)))
+        elif kind == 3:
+            out[name] = draw.choice((tensor.flatten(), tensor[None], tensor.new_empty(0)))
+        elif kind == 4 and tensor.is_floating_point():
+            value = draw.choice((math.nan, math.inf, -1.0, 0.0, 3e38, 1e-40))
+            tensor.view(-1)[draw.randrange(tensor.numel())] = value
+        elif kind == 5:
+            flat[draw.randrange(flat.numel())] ^= 1 << draw.randrange(
+                8 if name[-5:] != "arted" else 1
+            )
+        elif kind == 6 and tensor.dtype != torch.bool:
+            flat.copy_(torch.randint(256, flat.shape, generator=generator))
+        elif tensor.dtype != torch.bool:
+            flat.fill_(draw.choice((0, 255, 127)))
+    return out
+
+
+def fuzz_checkpoint(rank: int, folder: Path, count: int) -> int:
+    """Checkpoints of torch's with changed bytes; how many were loaded all the same."""
+    draw, loaded = random.Random(8), 0
+    tested = Unit(CODECS[4])
+    state = to_state_dict(tested.state.about(), tested.state.take())
+    dcp.save({"tagc": state}, checkpoint_id=folder)
+    files = {file: file.read_bytes() for file in sorted(folder.iterdir())}
+    words = [b"cos\nsystem\n(S'true'\ntR.", b"\x8c\x02os\x94", b"\xff" * 8, b"\x80\x04", b"torch"]
+    for _ in range(count):
+        file = draw.choice(list(files))
+        file.write_bytes(mutated(files[file], words, draw))
+        loaded += tested.load(lambda: CheckpointFolder(folder, "tagc"))
+        tested.reset()
+        file.write_bytes(files[file])
+    return loaded
+
+
+@by_count
+def test_state_files(count: int, tmp_path: Path) -> None:
+    # What is loaded all the same was changed where it says nothing, as in the space of JSON.
+    (loaded,) = run_ranks(fuzz_bytes, 1, tmp_path, count, timeout=200)
+    assert loaded < count / 4
+
+
+@by_count
+def test_values_of_states(count: int, tmp_path: Path) -> None:
+    (loaded,) = run_ranks(fuzz_values, 1, tmp_path, count // 2, timeout=200)
+    assert 0 < loaded < count / 2
+
+
+@by_count
+def test_checkpoints(count: int, tmp_path: Path) -> None:
+    (loaded,) = run_ranks(fuzz_checkpoint, 1, tmp_path, count // 10, timeout=200)
+    assert loaded < count / 10
+
+
+def test_every_attack_on_an_index_is_refused(tmp_path: Path) -> None:
+    for attack in attacks():
+        (tmp_path / ".metadata").write_bytes(attack)
+        with pytest.raises(StateError, match=r"nothing of it was loaded|not an index"):
+            CheckpointFolder(tmp_path, "tagc")
+    assert not (tmp_path / "owned").exists()
+
+
+def attacks() -> Iterator[bytes]:
+    """Pickles that would run something."""
+
+    class Runs:
+        def __init__(self, what: Callable, *args: Any) -> None:
+            self._made = (what, args)
+
+        def __reduce__(self) -> Any:
+            return self._made
+
+    for what, *args in (
+        (eval, "open('owned', 'w')"),
+        (exec, "open('owned', 'w')"),
+        (open, "owned", "w"),
+        (getattr, "", "join"),
+        (torch.load, "owned"),
+    ):
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            yield pickle.dumps(Runs(what, *args), protocol)

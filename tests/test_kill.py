@@ -1,0 +1,61 @@
+"""SIGKILL in the middle of a step: the run resumes, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_ranks
+from kill_train import CODECS, EVERY, STEPS, train
+
+SCRIPT = Path(__file__).with_name("kill_train.py")
+RANKS = 2
+
+
+def killed(folder: Path, codec: str, saver: str, kills: list[tuple[int, int]]) -> list[dict]:
+    """Every rank's weights after a run of `torchrun` in which ranks are killed."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(RANKS), "--max-restarts", str(len(kills))),
+        *(str(SCRIPT), str(folder), "--codec", codec, "--saver", saver),
+        *("--kills", *(f"{rank}:{step}" for rank, step in kills)),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=180
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stderr.count("Signal 9 (SIGKILL) received by PID") >= len(kills), done.stderr
+    return [torch.load(folder / f"weights-{rank}.pt") for rank in range(RANKS)]
+
+
+def check(folder: Path, codec: str, saver: str, kills: list[tuple[int, int]]) -> None:
+    """The weights of a killed run are those of an uninterrupted one, to the bit."""
+    (folder / "whole").mkdir()
+    (folder / "killed").mkdir()
+    whole = run_ranks(train, RANKS, folder / "whole", codec, saver, None)
+    resumed = killed(folder / "killed", codec, saver, kills)
+    for mine, expected in zip(resumed, whole, strict=True):
+        assert mine.pop("incarnation") == len(kills)
+        torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+
+
+def test_a_killed_rank_resumes(tmp_path: Path) -> None:
+    check(tmp_path, "sketch", "dcp", [(1, 7)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_kills_in_a_row(tmp_path: Path, seed: int) -> None:
+    """Any codec, either saver, any rank and step, and killed again after it resumed."""
+    draw = random.Random(seed)
+    codec, saver = list(CODECS)[seed % len(CODECS)], ("dcp", "safetensors")[seed // 4 % 2]
+    first = draw.randrange(STEPS - 1)
+    second = draw.randrange(first // EVERY * EVERY, STEPS)
+    kills = [(draw.randrange(RANKS), first), (draw.randrange(RANKS), second)]
+    check(tmp_path, codec, saver, kills)
