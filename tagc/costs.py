@@ -112,7 +112,7 @@ def traffic(unit: UnitPlan) -> Traffic:
     if W == 1:
         return Traffic()
     if not unit.compressed:
-        dense = unit.dense_bytes(unit.columns)
+        dense = unit.dense_bytes(unit.buffer_columns)
         if unit.direction == "gradients":
             return Traffic(collectives=1, reduced=dense)
         if unit.direction == "parameters":
