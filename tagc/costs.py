@@ -119,7 +119,7 @@ def traffic(unit: UnitPlan) -> Traffic:
             return Traffic(collectives=repeats, gathered=dense)
         return Traffic(collectives=repeats, ring=dense)
     exchanges = 1 if unit.kept else repeats
-    messages = 4.0 * (W - 1) * unit.words * exchanges
+    messages = 4.0 * (W - 1) * sum(map(unit.sent_words, unit.segments)) * exchanges
     sketches = [s.codec for s in unit.sketched if isinstance(s.codec, SketchPlan)]
     sums = len({codec.symbol.dtype for codec in sketches})
     cells = 4.0 * sum(codec.cells for codec in sketches)

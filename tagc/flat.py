@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tagc.pieces import is_whole, pieces
+from tagc.pieces import filled, is_whole, pieces
 from tagc.plan import UnitPlan
 from tagc.workspace import Workspace
 
@@ -38,14 +38,12 @@ class FlatRows:
         self._copies: list[list[_Copy]] = [[] for _ in range(W)]
         self._unused: list[tuple[int, slice]] = []
         for segment in plan.segments:
-            filled = [0] * W
             for piece in pieces(plan.info, segment.params):
                 column = segment.start + piece.column
                 _append(self._copies[piece.row], _Copy(piece.start, column, piece.length))
-                filled[piece.row] += piece.length
             self._unused += [
                 (row, slice(segment.start + used, segment.stop))
-                for row, used in enumerate(filled)
+                for row, used in enumerate(filled(plan.info, segment.params))
                 if used < segment.columns
             ]
         S = plan.info.flat.columns

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from tagc.exchange import Pending, dense_reduce_scatter
@@ -57,7 +56,7 @@ class FSDP1Unit:
         """Give FSDP its own reduce-scatter back, in all instances under the same root."""
         if self._root._comm_hook is not _hook:
             return
-        for module in FSDP.fsdp_modules(self._root):
+        for module in FullyShardedDataParallel.fsdp_modules(self._root):
             module._comm_hook = module._comm_hook_state = None
 
 
@@ -114,9 +113,9 @@ def find_units(model: nn.Module) -> list[FSDP1Unit]:
         ValueError: if a unit's reduce-scatter cannot be replaced, or already is.
     """
     units: list[FSDP1Unit] = []
-    roots: dict[str, FSDP] = {}
+    roots: dict[str, FullyShardedDataParallel] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, FSDP):
+        if not isinstance(module, FullyShardedDataParallel):
             continue
         outer = (r for r in roots if not r or name.startswith(f"{r}."))
         root = roots.setdefault(next(outer, name), module)
@@ -181,7 +180,7 @@ def _check(name: str, module: Any) -> None:
         )
 
 
-def _unit(name: str, module: Any, root: FSDP) -> FSDP1Unit:
+def _unit(name: str, module: Any, root: FullyShardedDataParallel) -> FSDP1Unit:
     handle = module._handle
     flat = handle.flat_param
     frozen: dict[str, nn.Parameter] = {}

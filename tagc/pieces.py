@@ -64,10 +64,7 @@ def columns_of(info: UnitInfo, params: Sequence[UnitParam]) -> int:
         return sum(param.columns for param in params)
     if is_whole(info, params):
         return info.flat.columns
-    filled = [0] * info.world_size
-    for piece in pieces(info, params):
-        filled[piece.row] += piece.length
-    return max(filled, default=0)
+    return max(filled(info, params), default=0)
 
 
 def pieces(info: UnitInfo, params: Sequence[UnitParam]) -> Iterator[Piece]:
@@ -79,7 +76,7 @@ def pieces(info: UnitInfo, params: Sequence[UnitParam]) -> Iterator[Piece]:
         yield from _even(info, params)
         return
     S, whole = info.flat.columns, is_whole(info, params)
-    filled = [0] * info.world_size
+    used = [0] * info.world_size
     for param in params:
         assert param.start is not None
         end = param.start + math.prod(param.shape)
@@ -92,11 +89,19 @@ def pieces(info: UnitInfo, params: Sequence[UnitParam]) -> Iterator[Piece]:
                 offset=at - param.start,
                 length=length,
                 row=row,
-                column=start if whole else filled[row],
+                column=start if whole else used[row],
                 start=start,
             )
-            filled[row] += length
+            used[row] += length
             at += length
+
+
+def filled(info: UnitInfo, params: Sequence[UnitParam]) -> list[int]:
+    """Columns of a segment of these parameters that each row uses: all that follow are padding."""
+    columns = [0] * info.world_size
+    for piece in pieces(info, params):
+        columns[piece.row] = max(columns[piece.row], piece.column + piece.length)
+    return columns
 
 
 def _even(info: UnitInfo, params: Sequence[UnitParam]) -> Iterator[Piece]:

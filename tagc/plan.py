@@ -13,15 +13,23 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
 
-from tagc.codec_plans import CodecPlan, QuantizedPlan, ResolvedCodec, SketchPlan, plan_codec
+from tagc.codec_plans import (
+    CodecPlan,
+    DensePlan,
+    PackedPlan,
+    QuantizedPlan,
+    ResolvedCodec,
+    SketchPlan,
+    plan_codec,
+)
 from tagc.ops import COUNTS
-from tagc.pieces import FlatBuffer, columns_of
+from tagc.pieces import FlatBuffer, columns_of, filled
 from tagc.plan_table import Row, as_list, as_text, format_bytes
 from tagc.policy import ParameterRule, ParamInfo, Policy, PolicyError, Rule, When, first_match
 from tagc.policy_codecs import (
@@ -162,6 +170,46 @@ class UnitPlan:
         """int32 words of the unit's message to one destination."""
         return sum(s.codec.words for s in self.segments)
 
+    @cached_property
+    def sent(self) -> tuple[slice, ...] | None:
+        """Words of the message to each owner that are sent; None for all of them.
+
+        In a flat buffer an owner may have nothing of the first segments, or of the last, and of
+        dense ones less than another.
+        """
+        if self.info.flat is None:
+            return None
+        spans = [(self.words, 0)] * self.info.world_size
+        at = 0
+        for segment in self.message:
+            codec = segment.codec
+            for row, columns in enumerate(filled(self.info, segment.params)):
+                used = codec.words if columns else 0
+                if isinstance(codec, DensePlan):
+                    used = replace(codec, numel=columns).words
+                if getattr(codec, "shared", False):
+                    used = codec.words  # what a rank chose for its own shard goes to all
+                if used:
+                    spans[row] = (min(spans[row][0], at), at + used)
+            at += codec.words
+        return tuple(slice(min(start, stop), stop) for start, stop in spans)
+
+    @property
+    def message(self) -> tuple[Segment, ...]:
+        """The segments in the order in which their words follow each other in a message."""
+        kinds = (SketchPlan, PackedPlan, QuantizedPlan, DensePlan)
+        return tuple(segment for kind in kinds for segment in self.of(kind))
+
+    def sent_words(self, segment: Segment) -> float:
+        """Words of a segment in a message; in a flat buffer, on average over all owners."""
+        if self.sent is None:
+            return segment.codec.words
+        before = self.message[: self.message.index(segment)]
+        start = sum(s.codec.words for s in before)
+        stop = start + segment.codec.words
+        parts = (min(stop, span.stop) - max(start, span.start) for span in self.sent)
+        return sum(max(0, words) for words in parts) / self.info.world_size
+
     @property
     def kept(self) -> bool:
         """Whether the message of the forward's all-gather serves the backward's, too."""
@@ -182,7 +230,7 @@ class UnitPlan:
         if not self.compressed:
             return self.dense_bytes(self.dense_columns(segment.params))
         W = self.info.world_size
-        words = (W - 1) * segment.codec.words * (1 if self.kept else self.info.per_step)
+        words = (W - 1) * self.sent_words(segment) * (1 if self.kept else self.info.per_step)
         if isinstance(segment.codec, SketchPlan):
             reduced = 2 * (W - 1) / W
             summed = reduced if self.for_all else W - 1

@@ -78,10 +78,10 @@ class UnitReducer:
         columns = sum(self.plan.dense_columns(s.params) for s in self.plan.compressed)
         if not columns:
             return 0
-        words = sum(s.codec.words for s in self.plan.compressed)
+        words = sum(map(self.plan.sent_words, self.plan.compressed))
         return (
             int(self._native_bytes * columns // self.plan.buffer_columns)
-            + self._message_bytes * words // self.plan.words
+            + int(self._message_bytes * words // sum(map(self.plan.sent_words, self.plan.segments)))
             + sum(c.wire_bytes for c in self._columns)
         )
 
@@ -96,7 +96,7 @@ class UnitReducer:
         inp: Tensor,
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
-        native: Native = dense_reduce_scatter,
+        native: Native | None = None,
     ) -> None:
         """Write this rank's shard of the sum or average of all ranks' ``inp`` to ``out``.
 
@@ -105,7 +105,8 @@ class UnitReducer:
             inp: ``[W * S]``, row ``d`` for rank ``d``; across replicas ``[S]``, and all ranks get
                 the same ``out``, which may be ``inp``.
             op: SUM or AVG; any, if the unit has nothing to compress.
-            native: reduces units with nothing to compress, and all during the warm-up.
+            native: reduces units with nothing to compress, and all during the warm-up; default:
+                the backend's own reduce-scatter.
 
         Raises:
             RuntimeError: if buffer, group or operation are not what the plan was made for, before
@@ -128,8 +129,10 @@ class UnitReducer:
             for columns, message in zip(self._columns, self._split(send), strict=True):
                 columns.encode(grad, message, group)
         with record_function(f"TAGC::exchange ({self._name})"):
-            exchange = gather_messages if self.plan.for_all else all_to_all
-            pending = exchange(received, send, group)
+            if self.plan.for_all:
+                pending = gather_messages(received, send, group)
+            else:
+                pending = all_to_all(received, send, group, self.plan.sent)
             self._message_bytes += pending.wire_bytes
             for columns in self._columns:
                 columns.start(group)
@@ -153,10 +156,10 @@ class UnitReducer:
         inp: Tensor,
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
-        native: Native,
+        native: Native | None,
     ) -> None:
         if not self.plan.for_all:
-            pending = native(out, inp, group, op)
+            pending = (native or dense_reduce_scatter)(out, inp, group, op)
             pending.wait()
         else:
             if out.data_ptr() != inp.data_ptr():

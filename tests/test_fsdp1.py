@@ -17,8 +17,13 @@ from test_fsdp2 import EVERYTHING, EXACT, counted_bytes, loss_of, net
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+)
 from units import gathered, on_grid, policy
 
 import tagc
@@ -26,6 +31,7 @@ from tagc.flat import FlatRows
 from tagc.pieces import pieces
 from tagc.reducer import UnitReducer
 
+FSDP = FullyShardedDataParallel
 CPU = torch.device("cpu")
 SUM = dist.ReduceOp.SUM
 BF16 = torch.bfloat16
@@ -111,26 +117,37 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(2, 3, 4)
+@contextmanager
+def as_on_an_accelerator() -> Iterator[None]:
+    """What FSDP1 offloads to the CPU it pins, and waits for, which torch cannot do without one."""
+    with (
+        patch.object(Tensor, "pin_memory", lambda self: self),
+        patch.object(torch.cpu.Stream, "synchronize", lambda self: None, create=True),
+    ):
+        yield
+
+
+@on_ranks(2, 3)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_dense_is_native(rank: int, world_size: int, option: str) -> None:
     native, wrapped = (sharded(**OPTIONS[option]) for _ in range(2))
-    tagc.wrap(wrapped, "dense")
-    torch.testing.assert_close(train(wrapped, rank, 3), train(native, rank, 3), **EXACT)
+    with as_on_an_accelerator():
+        tagc.wrap(wrapped, "dense")
+        torch.testing.assert_close(train(wrapped, rank, 3), train(native, rank, 3), **EXACT)
     torch.testing.assert_close(local_weights(wrapped), local_weights(native), **EXACT)
     metrics = tagc.compressor(wrapped).metrics()
     assert metrics.steps == 3
     assert metrics.wire_bytes == metrics.dense_bytes > 0
 
 
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("option", OPTIONS)
+@on_ranks(2, 3)
+@pytest.mark.parametrize("option", [o for o in OPTIONS if OPTIONS[o]["use_orig_params"]])
 def test_unselected_parameters_are_native(rank: int, world_size: int, option: str) -> None:
     """In a unit that also has compressed ones, whose buffer is rearranged."""
-    options = OPTIONS[option] | {"use_orig_params": True}
-    native, wrapped = (sharded(**options) for _ in range(2))
-    quietly(tagc.wrap, wrapped, policy(({"name": "second.0.weight"}, 0.1)))
-    ((_, mine),), ((_, theirs),) = train(wrapped, rank, 1), train(native, rank, 1)
+    native, wrapped = (sharded(**OPTIONS[option]) for _ in range(2))
+    with as_on_an_accelerator():
+        quietly(tagc.wrap, wrapped, policy(({"name": "second.0.weight"}, 0.1)))
+        ((_, mine),), ((_, theirs),) = train(wrapped, rank, 1), train(native, rank, 1)
     one, other = mine.pop("second.0.weight"), theirs.pop("second.0.weight")
     assert (one is None) == (other is None)
     assert one is None or not torch.equal(one, other)
@@ -178,7 +195,7 @@ def test_clipping(rank: int, world_size: int, use_orig_params: bool) -> None:
     torch.testing.assert_close(wrapped.clip_grad_norm_(0.5).double(), norm, rtol=1e-5, atol=0)
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_remove_gives_native_back(rank: int, world_size: int, use_orig_params: bool) -> None:
     native, wrapped = (sharded(use_orig_params=use_orig_params) for _ in range(2))
@@ -275,7 +292,8 @@ def check_layout(calls: list, grads: dict[str, Tensor], rank: int, use_orig_para
     assert sorted(reducer.plan.info.name for reducer, *_ in calls) == sorted(UNITS)
     for reducer, inp, out, rows, shard in calls:
         buffer, owners = flat_of(reducer.plan.info.name, grads, world_size, use_orig_params)
-        torch.testing.assert_close(inp, buffer, **EXACT)
+        # Unaligned views may take other kernels than the parameters of the model alone.
+        torch.testing.assert_close(inp, buffer, **(EXACT if use_orig_params else {}))
         S = len(buffer) // world_size
         by_row = [owners[row * S : (row + 1) * S] for row in range(world_size)]
         expected = torch.zeros(S)
@@ -283,7 +301,7 @@ def check_layout(calls: list, grads: dict[str, Tensor], rank: int, use_orig_para
             names = {param.name for param in segment.params}
             for row, theirs in enumerate(by_row):
                 mask = torch.tensor([owner in names for owner in theirs])
-                mine = buffer.view(world_size, S)[row][mask]
+                mine = inp.view(world_size, S)[row][mask]
                 handed = rows.view(world_size, -1)[row, segment.start : segment.stop]
                 torch.testing.assert_close(handed[: len(mine)], mine, **EXACT)
                 assert not handed[len(mine) :].any()
@@ -302,9 +320,7 @@ def test_segments_are_handed_their_parameters(
     plan = tagc.compressor(model).plan()
     (second,) = (unit for unit in plan.units if unit.info.name == "second")
     assert [segment.role for segment in second.segments] == ["other", "other"]
-    straddling = [
-        piece for piece in pieces(second.info, second.info.params) if 0 < piece.offset
-    ]
+    straddling = [piece for piece in pieces(second.info, second.info.params) if piece.offset > 0]
     assert straddling
     loss_of(alone, rank, 0).backward()
     with recorded() as calls:
@@ -434,7 +450,33 @@ def test_wire_bytes(rank: int, world_size: int) -> None:
     assert sum(row.dense_bytes for row in rows) == pytest.approx(dense, rel=1e-12)
     wire = after.wire_bytes - before.wire_bytes
     assert wire == sum(handed)
-    assert wire == pytest.approx(sum(row.wire_bytes for row in rows), rel=1e-12)
+    # What a rank sends depends on what the others own; the plan has the average.
+    average = gathered(torch.tensor([wire])).double().mean().item()
+    assert average == pytest.approx(sum(row.wire_bytes for row in rows), rel=1e-12)
+
+
+# Of each row: whether it has any of `second.0.weight`, and its elements of the others.
+OWNED = {
+    3: ((True, 0), (True, 237), (False, 410)),
+    4: ((True, 0), (True, 33), (False, 308), (False, 306)),
+}
+
+
+@on_ranks(3, 4)
+def test_owners_get_what_they_own(rank: int, world_size: int) -> None:
+    """Half of a unit in 8 bits, the other as it is; some rows have nothing of the one or other."""
+    rule = {
+        "when": {"name": "second.0.weight"},
+        "codec": {"kind": "quantized", "bits": 8, "block": 32},
+    }
+    model = quietly(tagc.wrap, sharded(), {"schema": 1, "gradients": [rule]})
+    loss_of(model, rank, 0).backward()
+    (reducer,) = (r for r in tagc.compressor(model)._installed.reducers if r.plan.compressed)
+    quantized = reducer.plan.compressed[0].codec.words
+    words = sum(has * quantized + dense for has, dense in OWNED[world_size])
+    sent = gathered(torch.tensor([reducer.wire_bytes])).sum().item()
+    assert sent == 4 * (world_size - 1) * words
+    assert words < 0.75 * world_size * reducer.plan.words
 
 
 # Parameters
@@ -462,10 +504,14 @@ def test_frozen_parameters_are_not_sent(rank: int, world_size: int) -> None:
     plan = tagc.compressor(compressed).plan()
     assert not {row.param for row in plan.rows} & set(frozen)
     elements = {name: p.numel() for name, p in net().named_parameters()}
-    for reducer, _, out, rows, _ in calls:
-        names = [name for name in UNITS[reducer.plan.info.name] if name not in frozen]
-        assert rows.numel() <= sum(elements[name] for name in names) + 3 * world_size * len(names)
+    for reducer, _, out, _, _ in calls:
         assert not out.isnan().any()
+        sent = gathered(torch.tensor([reducer.wire_bytes])).sum().item() / (world_size - 1)
+        names = [name for name in UNITS[reducer.plan.info.name] if name not in frozen]
+        padding = 2 * 3 * len(names) + 2 * world_size  # alignment, and halves of words
+        if set(names) < set(UNITS[reducer.plan.info.name]):
+            padding = 2 * world_size
+        assert 0 <= sent - 2 * sum(elements[name] for name in names) <= padding
 
 
 @on_ranks(2)
@@ -522,7 +568,7 @@ def test_what_fsdp1_cannot_do(rank: int, world_size: int) -> None:
     assert kind == "PolicyError"
     assert "averages over replicas for FSDP2 only" in said
     rule = {"when": {"name": "*"}, "codec": {"kind": "quantized", "bits": 8}}
-    kind, said = refusal(model, {"schema": 1, "gradients": [], "replicas": [rule]})
+    kind, said = refusal(model, {"schema": 1, "gradients": [rule], "replicas": [rule]})
     assert kind == "PolicyError"
     assert "averages over replicas for FSDP2 only" in said
     kind, said = refusal(model, policy(({"name": "no.such"}, 0.3)))
