@@ -112,14 +112,14 @@ def traffic(unit: UnitPlan) -> Traffic:
     if W == 1:
         return Traffic()
     if not unit.compressed:
-        dense = unit.dense_bytes(unit.columns)
+        dense = unit.dense_bytes(unit.buffer_columns)
         if unit.direction == "gradients":
             return Traffic(collectives=1, reduced=dense)
         if unit.direction == "parameters":
             return Traffic(collectives=repeats, gathered=dense)
         return Traffic(collectives=repeats, ring=dense)
     exchanges = 1 if unit.kept else repeats
-    messages = 4.0 * (W - 1) * unit.words * exchanges
+    messages = 4.0 * (W - 1) * sum(map(unit.sent_words, unit.segments)) * exchanges
     sketches = [s.codec for s in unit.sketched if isinstance(s.codec, SketchPlan)]
     sums = len({codec.symbol.dtype for codec in sketches})
     cells = 4.0 * sum(codec.cells for codec in sketches)

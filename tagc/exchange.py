@@ -55,8 +55,17 @@ def _to_others(t: Tensor, world_size: int) -> int:
     return t.numel() * t.element_size() * (world_size - 1) // world_size
 
 
-def all_to_all(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Row ``d`` of ``inp`` ``[W, m]`` goes to rank ``d``; row ``r`` of ``out`` came from ``r``."""
+def all_to_all(
+    out: Tensor, inp: Tensor, group: dist.ProcessGroup, columns: Sequence[slice] | None = None
+) -> Pending:
+    """Row ``d`` of ``inp`` ``[W, m]`` goes to rank ``d``; row ``r`` of ``out`` came from ``r``.
+
+    Args:
+        columns: those that rank ``d`` needs of its row; the others of its ``out`` are zeros, or
+            what the row had there.
+    """
+    if columns is not None:
+        return _partial(out, inp, group, columns)
     if _by_messages(group, inp.device):
         works = _messages(out.unbind(), inp.unbind(), group)
     else:
@@ -64,13 +73,36 @@ def all_to_all(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> Pending:
     return Pending(works, _to_others(inp, group.size()))
 
 
+def _partial(
+    out: Tensor, inp: Tensor, group: dist.ProcessGroup, columns: Sequence[slice]
+) -> Pending:
+    if _is_gloo(group, inp.device) and not _by_messages(group, inp.device):
+        return all_to_all(out, inp, group)  # it has no other for a GPU
+    rank = group.rank()
+    own = columns[rank]
+    out[:, : own.start].zero_()
+    out[:, own.stop :].zero_()
+    received = list(out[:, own].unbind())
+    sent = [row[span] for row, span in zip(inp.unbind(), columns, strict=True)]
+    if _by_messages(group, inp.device):
+        works = _messages(received, sent, group)
+    else:
+        works = [dist.all_to_all(received, sent, group=group, async_op=True)]
+    numel = sum(t.numel() for r, t in enumerate(sent) if r != rank)
+    return Pending(works, numel * inp.element_size())
+
+
 def _messages(out: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Any]:
     """An all-to-all by messages, every receive posted before the first send."""
     rank, ranks = group.rank(), group.size()
     # Each rank begins with its neighbour, so that no rank is everybody's first.
     others = [(rank + i) % ranks for i in range(1, ranks)]
-    works = [dist.irecv(out[r], group=group, group_src=r, tag=_TAG) for r in others]
-    works += [dist.isend(sent[r], group=group, group_dst=r, tag=_TAG) for r in others]
+    works = [
+        dist.irecv(out[r], group=group, group_src=r, tag=_TAG) for r in others if out[r].numel()
+    ]
+    works += [
+        dist.isend(sent[r], group=group, group_dst=r, tag=_TAG) for r in others if sent[r].numel()
+    ]
     out[rank].copy_(sent[rank])
     return works
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from tagc.plan import UnitInfo, UnitParam
+
+if TYPE_CHECKING:
+    from tagc.reducer import UnitReducer
 
 Reduce = Callable[[Tensor, Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType], None]
 Gather = Callable[[Tensor, Tensor, dist.ProcessGroup, bool], None]
@@ -36,9 +39,9 @@ class FSDP2Unit:
     _param_group: Any
     _native: tuple[Any, Any, Any]
 
-    def install(self, reduce: Reduce) -> None:
-        """Let FSDP reduce this unit's gradients with ``reduce(out, inp, group, op)``."""
-        self.module.set_custom_reduce_scatter(_CustomReduceScatter(reduce))
+    def install(self, reducer: UnitReducer) -> None:
+        """Let FSDP reduce this unit's gradients with ``reducer``."""
+        self.module.set_custom_reduce_scatter(_CustomReduceScatter(reducer.reduce))
 
     def install_gather(self, gather: Gather) -> None:
         """Let FSDP gather this unit's parameters with ``gather(out, inp, group, in_backward)``."""
@@ -111,11 +114,9 @@ def find_units(model: nn.Module) -> list[FSDP2Unit]:
     """The FSDP2 units of a model, in module order, with their trainable parameters.
 
     Raises:
-        ValueError: if the model is not sharded by ``fully_shard``, or in a way whose
-            reduce-scatter cannot be replaced, or if a unit is already wrapped.
+        ValueError: if it is sharded in a way whose reduce-scatter cannot be replaced, or if a
+            unit is already wrapped.
     """
-    if not any(isinstance(m, FSDPModule) for m in model.modules()):
-        raise ValueError(_not_sharded(model))
     names = {id(module): name for name, module in model.named_modules()}
     units, seen = [], set()
     for name, module in model.named_modules():
@@ -234,21 +235,3 @@ def _param_name(param: Any, names: dict[int, str]) -> str:
             "of them"
         )
     return f"{owner}.{param._module_info.param_name}" if owner else param._module_info.param_name
-
-
-def _not_sharded(model: nn.Module) -> str:
-    kind = type(model).__name__
-    if kind == "DistributedDataParallel":
-        return (
-            "the model is wrapped in DistributedDataParallel, which all-reduces whole gradients; "
-            "tagc compresses FSDP's reduce-scatter: use torch.distributed.fsdp.fully_shard"
-        )
-    if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
-        return (
-            "the model uses FSDP1 (FullyShardedDataParallel), which tagc does not support yet; "
-            "use torch.distributed.fsdp.fully_shard"
-        )
-    return (
-        f"{kind} is not sharded: call torch.distributed.fsdp.fully_shard on its blocks and on "
-        "itself first, then tagc.wrap"
-    )

@@ -159,6 +159,7 @@ def _dense_bytes(reducers: Sequence[UnitReducer], *, compressed: bool = False) -
     total = 0
     for reducer in reducers:
         plan = reducer.plan
-        columns = sum(s.columns for s in plan.compressed) if compressed else plan.columns
+        columns = sum(plan.dense_columns(s.params) for s in plan.compressed)
+        columns = columns if compressed else plan.buffer_columns
         total += int(plan.dense_bytes(columns)) * reducer.steps
     return total

@@ -2,16 +2,18 @@
 
 FSDP's reduce-scatter buffer is ``[W, S]``, and a parameter occupies the same columns in each row;
 so it does in the all-gather's buffer. Adjacent parameters that share rule and role form a
-*segment*, which is compressed as one.
+*segment*, which is compressed as one. In FSDP1's buffer, which is cut into rows regardless of
+parameters (see :mod:`tagc.pieces`), all parameters that share a rule form one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -20,12 +22,15 @@ import torch
 from tagc.codec_plans import (
     MIN_SHARED,
     CodecPlan,
+    DensePlan,
+    PackedPlan,
     QuantizedPlan,
     ResolvedCodec,
     SketchPlan,
     plan_codec,
 )
 from tagc.ops import COUNTS
+from tagc.pieces import FlatBuffer, columns_of, filled
 from tagc.plan_table import Row, as_list, as_text, format_bytes
 from tagc.policy import ParameterRule, ParamInfo, Policy, PolicyError, Rule, When, first_match
 from tagc.policy_codecs import (
@@ -41,16 +46,19 @@ Direction = Literal["gradients", "parameters", "replicas"]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitParam:
-    """A parameter as FSDP shards it: ``columns`` elements (padding included) in every shard.
+    """A parameter as FSDP shards it.
 
     Attributes:
-        dim: dimension of ``shape`` that is sharded.
+        columns: elements in every shard, padding included; FSDP1: in the shard that has most.
+        dim: FSDP2: dimension of ``shape`` that is sharded.
+        start: FSDP1 only: its first element in the flat buffer.
     """
 
     name: str
     shape: tuple[int, ...]
     columns: int
     dim: int = 0
+    start: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +71,7 @@ class UnitInfo:
         dtype: of the buffer, which is ``[world_size, sum of columns]``.
         per_step: how often it runs in a step: 2 for the all-gather of a unit that FSDP reshards
             after forward.
+        flat: FSDP1's buffer, in which parameters have no columns of their own.
     """
 
     name: str
@@ -70,11 +79,16 @@ class UnitInfo:
     world_size: int
     dtype: torch.dtype
     per_step: int = 1
+    flat: FlatBuffer | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Columns ``start`` to ``stop`` of a unit, which travel by one codec."""
+    """Columns ``start`` to ``stop`` of a unit, which travel by one codec.
+
+    Attributes:
+        role: of its parameters; ``mixed`` in a flat buffer, where they need not share one.
+    """
 
     start: int
     stop: int
@@ -104,8 +118,21 @@ class UnitPlan:
 
     @property
     def columns(self) -> int:
-        """Elements of one shard of the unit."""
+        """Elements of one shard of the unit, as the segments arrange it."""
         return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def buffer_columns(self) -> int:
+        """Elements of one shard of FSDP's own buffer."""
+        return self.columns if self.info.flat is None else self.info.flat.columns
+
+    def dense_columns(self, params: Sequence[UnitParam]) -> float:
+        """Columns of FSDP's buffer that these parameters take; where that is flat, their share of
+        it."""
+        if self.info.flat is None:
+            return sum(param.columns for param in params)
+        numel, total = (sum(math.prod(p.shape) for p in ps) for ps in (params, self.info.params))
+        return self.info.flat.columns * numel / max(1, total)
 
     @property
     def for_all(self) -> bool:
@@ -146,6 +173,46 @@ class UnitPlan:
         """int32 words of the unit's message to one destination."""
         return sum(s.codec.words for s in self.segments)
 
+    @cached_property
+    def sent(self) -> tuple[slice, ...] | None:
+        """Words of the message to each owner that are sent; None for all of them.
+
+        In a flat buffer an owner may have nothing of the first segments, or of the last, and of
+        dense ones less than another.
+        """
+        if self.info.flat is None:
+            return None
+        spans = [(self.words, 0)] * self.info.world_size
+        at = 0
+        for segment in self.message:
+            codec = segment.codec
+            for row, columns in enumerate(filled(self.info, segment.params)):
+                used = codec.words if columns else 0
+                if isinstance(codec, DensePlan):
+                    used = replace(codec, numel=columns).words
+                if getattr(codec, "shared", False):
+                    used = codec.words  # what a rank chose for its own shard goes to all
+                if used:
+                    spans[row] = (min(spans[row][0], at), at + used)
+            at += codec.words
+        return tuple(slice(min(start, stop), stop) for start, stop in spans)
+
+    @property
+    def message(self) -> tuple[Segment, ...]:
+        """The segments in the order in which their words follow each other in a message."""
+        kinds = (SketchPlan, PackedPlan, QuantizedPlan, DensePlan)
+        return tuple(segment for kind in kinds for segment in self.of(kind))
+
+    def sent_words(self, segment: Segment) -> float:
+        """Words of a segment in a message; in a flat buffer, on average over all owners."""
+        if self.sent is None:
+            return segment.codec.words
+        before = self.message[: self.message.index(segment)]
+        start = sum(s.codec.words for s in before)
+        stop = start + segment.codec.words
+        parts = (min(stop, span.stop) - max(start, span.start) for span in self.sent)
+        return sum(max(0, words) for words in parts) / self.info.world_size
+
     @property
     def kept(self) -> bool:
         """Whether the message of the forward's all-gather serves the backward's, too."""
@@ -154,7 +221,7 @@ class UnitPlan:
             isinstance(plan, QuantizedPlan) and plan.keep_for_backward for plan in plans
         )
 
-    def dense_bytes(self, columns: int) -> float:
+    def dense_bytes(self, columns: float) -> float:
         """Bytes that a rank sends in a step for so many columns uncompressed."""
         others = self.info.world_size - 1
         if self.direction == "replicas":  # an all-reduce of one shard
@@ -164,9 +231,9 @@ class UnitPlan:
     def wire_bytes(self, segment: Segment) -> float:
         """Bytes that a rank sends in a step for a segment, its share of the counts included."""
         if not self.compressed:
-            return self.dense_bytes(segment.columns)
+            return self.dense_bytes(self.dense_columns(segment.params))
         W = self.info.world_size
-        words = (W - 1) * segment.codec.words * (1 if self.kept else self.info.per_step)
+        words = (W - 1) * self.sent_words(segment) * (1 if self.kept else self.info.per_step)
         if isinstance(segment.codec, SketchPlan):
             reduced = 2 * (W - 1) / W
             summed = reduced if self.for_all else W - 1
@@ -227,16 +294,17 @@ class Plan:
 
 
 def _row(unit: UnitPlan, segment: Segment, param: UnitParam) -> Row:
-    share = param.columns / max(1, segment.columns)
+    columns = unit.dense_columns([param])
+    share = columns / (unit.dense_columns(segment.params) or 1)
     return Row(
         direction=unit.direction,
         unit=unit.info.name or "(root)",
         param=param.name,
         shape=param.shape,
-        role=segment.role,
+        role=ParamInfo.of(param.name, param.shape).role,
         codec=segment.codec.name,
         density=segment.codec.density,
-        dense_bytes=unit.dense_bytes(param.columns),
+        dense_bytes=unit.dense_bytes(columns),
         wire_bytes=unit.wire_bytes(segment) * share,
         stored_bytes=unit.stored_bytes(segment) * share,
     )
@@ -391,6 +459,15 @@ def _check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> None:
         )
 
 
+@dataclass
+class _Run:
+    """Parameters that become a segment."""
+
+    rule: int | None
+    role: str
+    params: list[UnitParam] = field(default_factory=list)
+
+
 def _plan_unit(
     unit: UnitInfo,
     rules: Sequence[Rule | ParameterRule],
@@ -398,36 +475,43 @@ def _plan_unit(
     matched: set[tuple[Direction, int]],
 ) -> list[UnitPlan]:
     """The unit's plan, or all that ``codec: auto`` may become, the least compressed first."""
-    runs: list[tuple[int | None, str, list[UnitParam]]] = []
+    runs: list[_Run] = []
     for param in unit.params:
         info = ParamInfo.of(param.name, param.shape)
         index = first_match(rules, info)
         if index is not None:
             matched.add((direction, index))
-        if not runs or runs[-1][:2] != (index, info.role):
-            runs.append((index, info.role, []))
-        runs[-1][2].append(param)
+        last = [run for run in runs[-1:] if run.role == info.role]
+        # Where it is rearranged anyway, what shares a rule need not be adjacent, nor of one role.
+        run = next((r for r in (last if unit.flat is None else runs) if r.rule == index), None)
+        if run is None:
+            run = _Run(rule=index, role=info.role)
+            runs.append(run)
+        run.params.append(param)
+        if run.role != info.role:
+            run.role = "mixed"
 
     def with_bits(bits: int) -> UnitPlan:
         segments: list[Segment] = []
         start = 0
-        for index, role, params in runs:
-            stop = start + sum(p.columns for p in params)
-            rule = None if index is None else rules[index]
+        for run in runs:
+            stop = start + columns_of(unit, run.params)
+            rule = None if run.rule is None else rules[run.rule]
             segments.append(
                 Segment(
                     start=start,
                     stop=stop,
-                    params=tuple(params),
-                    role=role,
-                    rule=index,
+                    params=tuple(run.params),
+                    role=run.role,
+                    rule=run.rule,
                     codec=_plan_segment(rule, unit, stop - start, bits),
                 )
             )
             start = stop
         return UnitPlan(info=unit, segments=tuple(segments), direction=direction)
 
-    automatic = any(isinstance(rules[i].codec, AutoCodec) for i, _, _ in runs if i is not None)
+    used = [rules[run.rule].codec for run in runs if run.rule is not None]
+    automatic = any(isinstance(codec, AutoCodec) for codec in used)
     # min_bits makes some of them equal.
     return list(dict.fromkeys(map(with_bits, AUTO_BITS if automatic else AUTO_BITS[:1])))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,13 @@ from tagc.exchange import (
     dense_reduce_scatter,
     gather_messages,
 )
+from tagc.flat import flat_rows
 from tagc.fsdp2 import unused_parameters_remedy
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 from tagc.workspace import Workspace
+
+Native = Callable[[Tensor, Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType], Pending]
 
 _MOST = 2**59
 _KINDS = ("sketch", "packed", "quantized", "dense")
@@ -53,6 +56,7 @@ class UnitReducer:
         self.plan = plan
         self._ops, self._device, self._workspace, self._seed = ops, device, workspace, seed
         self._name = plan.info.name or "(root)"
+        self._flat = flat_rows(plan, workspace)
         self.reset()
 
     def reset(self, earlier_steps: int = 0) -> None:
@@ -84,13 +88,13 @@ class UnitReducer:
     @property
     def compressed_wire_bytes(self) -> int:
         """Bytes sent so far for the columns that the policy compresses, warm-up included."""
-        columns = sum(s.columns for s in self.plan.compressed)
+        columns = sum(self.plan.dense_columns(s.params) for s in self.plan.compressed)
         if not columns:
             return 0
-        words = sum(s.codec.words for s in self.plan.compressed)
+        words = sum(map(self.plan.sent_words, self.plan.compressed))
         return (
-            self._native_bytes * columns // self.plan.columns
-            + self._message_bytes * words // self.plan.words
+            int(self._native_bytes * columns // self.plan.buffer_columns)
+            + int(self._message_bytes * words // sum(map(self.plan.sent_words, self.plan.segments)))
             + sum(c.wire_bytes for c in self._columns)
         )
 
@@ -105,6 +109,7 @@ class UnitReducer:
         inp: Tensor,
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
+        native: Native | None = None,
     ) -> None:
         """Write this rank's shard of the sum or average of all ranks' ``inp`` to ``out``.
 
@@ -113,6 +118,8 @@ class UnitReducer:
             inp: ``[W * S]``, row ``d`` for rank ``d``; across replicas ``[S]``, and all ranks get
                 the same ``out``, which may be ``inp``.
             op: SUM or AVG; any, if the unit has nothing to compress.
+            native: reduces units with nothing to compress, and all during the warm-up; default:
+                the backend's own reduce-scatter.
 
         Raises:
             RuntimeError: if buffer, group or operation are not what the plan was made for, before
@@ -123,19 +130,23 @@ class UnitReducer:
         self.steps += 1
         warming = self.earlier_steps + self.steps <= self.plan.warmup_steps
         if not self.plan.compressed or warming:
-            self._reduce_natively(out, inp, group, op)
+            self._reduce_natively(out, inp, group, op, native)
             return
         self.compressed_steps += 1
         W, D = self.plan.info.world_size, self.plan.destinations
-        grad = inp.view(D, -1)
+        grad, shard = inp.view(D, -1), out
+        if self._flat is not None:
+            grad, shard = self._flat.take(grad), self._flat.shard(out.dtype)
         send = self._workspace.take("message_send", (D, self.plan.words), torch.int32)
         received = self._workspace.take("message_recv", (W, self.plan.words), torch.int32)
         with record_function(f"TAGC::encode ({self._name})"):
             for columns, message in zip(self._columns, self._split(send), strict=True):
                 columns.encode(grad, message, group)
         with record_function(f"TAGC::exchange ({self._name})"):
-            exchange = gather_messages if self.plan.for_all else all_to_all
-            pending = exchange(received, send, group)
+            if self.plan.for_all:
+                pending = gather_messages(received, send, group)
+            else:
+                pending = all_to_all(received, send, group, self.plan.sent)
             self._message_bytes += pending.wire_bytes
             for columns in self._columns:
                 columns.start(group)
@@ -146,7 +157,9 @@ class UnitReducer:
             owner = 0 if self.plan.for_all else group.rank()
             divisor = W if op == dist.ReduceOp.AVG else 1
             for columns, message in zip(self._columns, self._split(received), strict=True):
-                columns.decode(message, out, owner, divisor)
+                columns.decode(message, shard, owner, divisor)
+            if self._flat is not None:
+                self._flat.give(shard, out, owner)
 
     def state(self) -> dict[str, Tensor]:
         """What the next reduction and the counters depend on, beside the residuals; names and
@@ -176,10 +189,15 @@ class UnitReducer:
         return message.split([columns.words for columns in self._columns], dim=1)
 
     def _reduce_natively(
-        self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
+        self,
+        out: Tensor,
+        inp: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        native: Native | None,
     ) -> None:
         if not self.plan.for_all:
-            pending: Pending = dense_reduce_scatter(out, inp, group, op)
+            pending = (native or dense_reduce_scatter)(out, inp, group, op)
             pending.wait()
         else:
             if out.data_ptr() != inp.data_ptr():
@@ -198,7 +216,7 @@ class UnitReducer:
         op: dist.ReduceOp.RedOpType,
     ) -> None:
         info = self.plan.info
-        columns = self.plan.columns
+        columns = self.plan.buffer_columns
         if group.size() != info.world_size:
             raise RuntimeError(
                 f"tagc: unit {self._name!r} was planned for {info.world_size} ranks, but FSDP "

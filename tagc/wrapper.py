@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tagc.agreement import agree_on
 from tagc.auto import is_automatic, measured_choice
-from tagc.fsdp2 import FSDP2Unit, find_units
+from tagc.fsdp1 import FSDP1Unit, check_policy
+from tagc.fsdp2 import FSDP2Unit
 from tagc.gatherer import UnitGatherer
 from tagc.metrics import Metrics, collect
 from tagc.ops import Ops, get_ops
@@ -26,6 +27,7 @@ from tagc.reducer import UnitReducer
 from tagc.state import Reduced, State
 from tagc.state_folders import open_folder, save_folder
 from tagc.state_format import OneRank, to_state_dict
+from tagc.units import Unit, find_units
 from tagc.version import __version__
 from tagc.workspace import Workspace
 
@@ -62,7 +64,7 @@ class Compressor:
         self,
         model: nn.Module,
         plan: Plan,
-        units: list[FSDP2Unit],
+        units: Sequence[Unit],
         installed: _Installed,
         groups: list[dist.ProcessGroup],
         *,
@@ -78,7 +80,7 @@ class Compressor:
     def metrics(self) -> Metrics:
         """What happened so far on this rank. Waits for the device; no collective."""
         gatherers = [] if self._disabled else self._installed.gatherers
-        pairs = zip(self._units, gatherers, strict=False)
+        pairs = zip(_fsdp2(self._units), gatherers, strict=False)
         squares = [gatherer.relative_error(unit.shard()) for unit, gatherer in pairs]
         total = sum(whole for _, whole in squares)
         return collect(
@@ -196,7 +198,7 @@ def wrap(
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
     ops: str | None = None,
 ) -> Model:
-    """Compress what ``policy`` selects of FSDP2's traffic.
+    """Compress what ``policy`` selects of FSDP's traffic.
 
     Call it once, on every rank, after ``fully_shard`` and before the first backward. It gathers
     a few hundred bytes from each rank to check that all agree; a policy with ``codec: auto`` also
@@ -206,13 +208,19 @@ def wrap(
     compresses nothing: training is native, to the bit. State that is loaded is kept as it is, and
     saved again.
 
+    FSDP1 is compressed too, gradients only, by its communication hook. A segment then has as many
+    columns as the shard that has most of its parameters, so that a policy of several rules may
+    send more than for FSDP2; the plan says how much.
+
     Args:
-        model: a model to which ``fully_shard`` was applied; changed in place.
+        model: a model to which ``fully_shard`` was applied, or the outermost
+            ``FullyShardedDataParallel``, on its device; changed in place.
         policy: name of a built-in policy (``tagc.policies()``), path of a YAML file, mapping, or
             :class:`tagc.Policy`.
         replicas: the ranks that hold the same shard in other copies of the sharded model, as a
             1-D mesh or a group: the model is sharded over ``mesh["shard"]`` only, and tagc
-            averages gradients over ``mesh["replicate"]``, as the policy's ``replicas`` say.
+            averages gradients over ``mesh["replicate"]``, as the policy's ``replicas`` say. FSDP2
+            only.
         ops: implementation, see :func:`tagc.ops.get_ops`. The one for CPUs compiles its kernels
             here: some seconds the first time, then they are cached.
 
@@ -220,8 +228,10 @@ def wrap(
         ``model``.
 
     Raises:
-        ValueError: if the model is not sharded, or already wrapped (as a whole or in part).
-        tagc.PolicyError: if the policy is not valid, or compresses nothing in this model.
+        ValueError: if the model is not sharded, or already wrapped (as a whole or in part), or
+            has a communication hook of its own.
+        tagc.PolicyError: if the policy is not valid, or compresses nothing in this model, or is
+            for what FSDP1 cannot do.
         RuntimeError: if the ranks disagree, or wrapping failed on another rank. (A rank whose
             model is not sharded at all, or already wrapped, has nobody to tell: the others learn
             of it from the process group's timeout.)
@@ -239,6 +249,8 @@ def wrap(
 
     def load() -> tuple[Policy, str]:
         loaded = Policy.load(policy)
+        if any(isinstance(unit, FSDP1Unit) for unit in units):
+            check_policy(loaded, replicas=replica_group is not None)
         if loaded.replicas and replica_group is None:
             raise PolicyError(
                 f"policy {loaded.name!r} has rules for replicas: pass tagc.wrap(..., "
@@ -277,7 +289,7 @@ def wrap(
     else:
         warnings.warn(f"{_DISABLE}=1: tagc compresses nothing; unset it to compress", stacklevel=2)
         if replica_group is not None:
-            _average_natively(units, replica_group)
+            _average_natively(_fsdp2(units), replica_group)
     handle = Compressor(model, plan, units, installed, groups, disabled=disabled)
     object.__setattr__(model, _ATTRIBUTE, handle)
     return model
@@ -295,8 +307,13 @@ def compressor(model: nn.Module) -> Compressor:
     return found
 
 
+def _fsdp2(units: Sequence[Unit]) -> list[FSDP2Unit]:
+    """Those units whose all-gather and all-reduce can be replaced, too: all, or none."""
+    return [unit for unit in units if isinstance(unit, FSDP2Unit)]
+
+
 def _plan(
-    units: Sequence[FSDP2Unit],
+    units: Sequence[Unit],
     policy: Policy,
     replica_group: dist.ProcessGroup | None,
     choose: Choose | None,
@@ -311,14 +328,14 @@ def _plan(
     return build_plan(
         [u.info for u in units],
         policy,
-        gathers=[u.gather_info for u in units],
+        gathers=[u.gather_info for u in _fsdp2(units)],
         replicas=replicas,
         choose=choose,
     )
 
 
 def _chooser(
-    units: Sequence[FSDP2Unit],
+    units: Sequence[Unit],
     policy: Policy,
     ops: str | None,
     replica_group: dist.ProcessGroup | None,
@@ -330,25 +347,25 @@ def _chooser(
         ops,
         policy,
         dtype=units[0].info.dtype,
-        parameter_dtype=units[0].gather_info.dtype,
+        parameter_dtype=next((u.gather_info.dtype for u in _fsdp2(units)), torch.float32),
         replicas=replica_group,
     )
 
 
-def _make(units: Sequence[FSDP2Unit], plan: Plan, ops: str | None) -> _Installed:
+def _make(units: Sequence[Unit], plan: Plan, ops: str | None) -> _Installed:
     workspaces: dict[Any, Workspace] = {}
     made = _Installed()
-    if plan.replicas and any(unit.has_all_reduce_hook for unit in units):
+    if plan.replicas and any(unit.has_all_reduce_hook for unit in _fsdp2(units)):
         raise ValueError(
             "the model has an all-reduce hook of its own (set_all_reduce_hook), which averaging "
             "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
         )
 
-    def chosen(unit: FSDP2Unit, unit_plan: UnitPlan) -> Ops:
+    def chosen(unit: Unit, unit_plan: UnitPlan) -> Ops:
         # A unit that stays dense needs no operators, nor a warning about them.
         return get_ops(unit.device, ops if unit_plan.compressed else "reference")
 
-    def reducer(i: int, unit: FSDP2Unit, unit_plan: UnitPlan) -> UnitReducer:
+    def reducer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitReducer:
         workspace = workspaces.setdefault(unit.device, Workspace(unit.device))
         # Units differ in their seeds, so that equal layouts do not share bad luck.
         seed = (i * 0x9E3779B1) % 2**31
@@ -360,7 +377,7 @@ def _make(units: Sequence[FSDP2Unit], plan: Plan, ops: str | None) -> _Installed
         made.replicas.append(reducer(i, unit, unit_plan))
     if any(unit_plan.compressed for unit_plan in plan.parameters):
         # On every unit, so that bytes are counted of those, too, that stay as they are.
-        for unit, unit_plan in zip(units, plan.parameters, strict=True):
+        for unit, unit_plan in zip(_fsdp2(units), plan.parameters, strict=True):
             if unit_plan.compressed and unit.gather_info.dtype == torch.uint8:
                 raise ValueError(
                     f"unit {unit.info.name or '(root)'!r} has parameters of several dtypes, which "
@@ -375,14 +392,14 @@ def _make(units: Sequence[FSDP2Unit], plan: Plan, ops: str | None) -> _Installed
 
 
 def _install(
-    units: Sequence[FSDP2Unit], installed: _Installed, replica_group: dist.ProcessGroup | None
+    units: Sequence[Unit], installed: _Installed, replica_group: dist.ProcessGroup | None
 ) -> None:
     for unit, reducer in zip(units, installed.reducers, strict=False):
-        unit.install(reducer.reduce)
-    for unit, gatherer in zip(units, installed.gatherers, strict=False):
+        unit.install(reducer)
+    for unit, gatherer in zip(_fsdp2(units), installed.gatherers, strict=False):
         unit.install_gather(gatherer.gather)
     if replica_group is not None:
-        for unit, reducer in zip(units, installed.replicas, strict=True):
+        for unit, reducer in zip(_fsdp2(units), installed.replicas, strict=True):
             unit.install_all_reduce(_averaging(reducer, replica_group))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from distributed import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from units import normal, reduce, unit_plan, unit_reducer
 
@@ -102,13 +101,6 @@ def test_not_sharded(rank: int, world_size: int) -> None:
     assert kind == "ValueError"
     assert "DistributedDataParallel" in said
     assert "fully_shard" in said
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # FSDP1 has much to say about CPUs and its age
-        model = FullyShardedDataParallel(nn.Linear(9, 9), device_id=torch.device("cpu"))
-        kind, said = refusal(model)
-    assert kind == "ValueError"
-    assert "FSDP1 (FullyShardedDataParallel)" in said
 
 
 @on_ranks(2)

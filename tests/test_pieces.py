@@ -1,0 +1,112 @@
+"""Where parameters lie in FSDP's buffers, and what a plan makes of FSDP1's."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from tagc.pieces import FlatBuffer, Piece, columns_of, filled, pieces
+from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.policy import Policy
+
+
+def flat(world_size: int, whole: bool = True, **sizes: int) -> UnitInfo:
+    """Vectors end to end, and padding."""
+    params, start = [], 0
+    for name, numel in sizes.items():
+        params.append(UnitParam(name=name, shape=(numel,), columns=0, start=start))
+        start += numel
+    buffer = FlatBuffer(columns=math.ceil(start / world_size), whole=whole)
+    return UnitInfo(
+        name="unit", params=tuple(params), world_size=world_size, dtype=torch.float32, flat=buffer
+    )
+
+
+def chosen(info: UnitInfo, names: str) -> list[UnitParam]:
+    return [param for param in info.params if param.name in names]
+
+
+def test_the_example_of_the_docstring() -> None:
+    info = flat(2, a=4, b=3, c=2)
+    assert columns_of(info, chosen(info, "ac")) == 4
+    assert list(pieces(info, chosen(info, "ac"))) == [
+        Piece(param="a", offset=0, length=4, row=0, column=0, start=0),
+        Piece(param="c", offset=0, length=2, row=1, column=0, start=2),
+    ]
+    assert columns_of(info, chosen(info, "b")) == 2
+    assert list(pieces(info, chosen(info, "b"))) == [
+        Piece(param="b", offset=0, length=1, row=0, column=0, start=4),
+        Piece(param="b", offset=1, length=2, row=1, column=0, start=0),
+    ]
+
+
+def test_all_of_a_unit_is_its_buffer() -> None:
+    info = flat(2, a=4, b=3, c=2)
+    assert columns_of(info, info.params) == 5
+    assert all(piece.column == piece.start for piece in pieces(info, info.params))
+    # What is frozen in between is left out.
+    info = flat(2, whole=False, a=4, b=3, c=2)
+    assert columns_of(info, info.params[::2]) == 4
+    assert filled(info, info.params[::2]) == [4, 2]
+
+
+def test_a_parameter_over_many_rows() -> None:
+    info = flat(4, a=1, b=9)
+    lengths = [(p.row, p.offset, p.length) for p in pieces(info, chosen(info, "b"))]
+    assert lengths == [(0, 0, 2), (1, 2, 3), (2, 5, 3), (3, 8, 1)]
+
+
+def test_fsdp2() -> None:
+    """FSDP2 cuts the first dimension: (5, 3) over 4 ranks is 2 rows, 2 rows, 1 row and nothing."""
+    params = (
+        UnitParam(name="w", shape=(5, 3), columns=6),
+        UnitParam(name="b", shape=(4,), columns=1),
+    )
+    info = UnitInfo(name="unit", params=params, world_size=4, dtype=torch.float32)
+    assert columns_of(info, params) == 7
+    found = [(p.param, p.offset, p.length, p.row, p.column) for p in pieces(info, params)]
+    assert found == [
+        ("w", 0, 6, 0, 0),
+        ("w", 6, 6, 1, 0),
+        ("w", 12, 3, 2, 0),
+        *(("b", row, 1, row, 6) for row in range(4)),
+    ]
+
+
+def block_plan() -> UnitPlan:
+    """A block whose first and last quarter are quantized, the others dense, on 4 ranks."""
+    sizes = {"attn.wq": 400, "attn.bias": 10, "norm.weight": 390, "mlp.fc1": 800}
+    info = flat(4, True, **sizes)
+    codec = {"kind": "quantized", "bits": 8, "block": 32}
+    rule = {"when": {"name": ["attn.wq", "mlp.fc1"]}, "codec": codec}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = build_plan([info], Policy.load({"schema": 1, "gradients": [rule]}))
+    return plan.units[0]
+
+
+def test_segments_are_rules() -> None:
+    unit = block_plan()
+    assert [(s.role, s.codec.name, s.columns) for s in unit.segments] == [
+        ("mixed", "quantized int8", 400),
+        ("mixed", "dense", 400),
+    ]
+    assert unit.columns == 800
+    assert unit.buffer_columns == 400
+
+
+def test_only_what_an_owner_has_is_sent() -> None:
+    unit = block_plan()
+    quantized = unit.compressed[0].codec.words
+    spans = [(span.start, span.stop) for span in unit.sent or ()]
+    # Rows: all of wq; bias and norm; half of fc1 each.
+    assert spans == [(0, quantized), (quantized, quantized + 400), (0, quantized), (0, quantized)]
+    words = [unit.sent_words(segment) for segment in unit.segments]
+    assert words == [3 * quantized / 4, 100]
+    sent = sum(unit.wire_bytes(segment) for segment in unit.segments)
+    assert sent == pytest.approx(4 * 3 / 4 * (3 * quantized + 400))
+    shares = [unit.dense_columns(segment.params) for segment in unit.segments]
+    assert shares == [300, 100]
