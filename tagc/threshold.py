@@ -100,6 +100,10 @@ class Steering:
         self._exponent = target.new_full(shape, _FIRST_EXPONENT)
         self._side = target.new_zeros(shape)
 
+    def rescale(self, factor: float | Tensor) -> None:
+        """Follow gradients that are ``factor`` times as large from now on."""
+        self.threshold.mul_(factor).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)
+
     def update(self, counts: Tensor) -> None:
         """Move the thresholds towards the target.
 
