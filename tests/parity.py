@@ -786,9 +786,14 @@ def table(outcomes: Mapping[Case, Outcome]) -> str:
     """Markdown: a row an option, dtype and number of ranks, a column a policy."""
     lines: list[str] = []
     counts = {kind: sum(o.kind == kind for o in outcomes.values()) for kind in _SIGNS}
+    lines += ["# Parity with native FSDP", ""]
     lines.append(
         f"{len(outcomes)} combinations: {counts['passed']} passed, {counts['refused']} refused "
-        f"with a message, {counts['failed']} failed."
+        f"with a message, {counts['failed']} failed. Printed by `make parity`, torch "
+        f"{torch.__version__.split('+')[0]}, CPU and gloo. What passing means, and how a case is "
+        "run, is in [tests/parity.py](../tests/parity.py): `dense` has the bits of native FSDP, "
+        "and with every other policy the gradients handed out and what ranks still owe add up to "
+        "the native gradients. Options and policies have the names there."
     )
     said: dict[str, None] = {}
     for api in APIS:
