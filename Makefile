@@ -16,7 +16,7 @@ INSTALLED := .venv/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' '
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu test-network test-recipes lint bench bench-network gpu clean
+.PHONY: help demo test test-slow test-gpu test-network test-recipes parity lint bench bench-network gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ test-network: $(INSTALLED) ## run the tests that need root, ip and tc (network n
 test-recipes: $(INSTALLED) ## install Lightning, transformers and Accelerate, run the recipes with them
 	$(BIN)/python -m pip install -e '.[recipes]'
 	$(BIN)/python -m pytest -m recipes
+
+parity: $(INSTALLED) ## native FSDP beside tagc, all combinations: the tables of docs/parity.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py
 
 lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff check

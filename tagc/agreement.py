@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tagc.exchange import failing_in
+
 
 def agree_on(
     groups: Sequence[dist.ProcessGroup],
@@ -48,7 +50,8 @@ def agree_on(
     for _ in groups:
         for group in groups:
             said: list[dict[str, str | None]] = [{} for _ in range(group.size())]
-            dist.all_gather_object(said, mine | {"complaint": complaint}, group=group)
+            with failing_in(f"comparing ranks in {doing}", group):
+                dist.all_gather_object(said, mine | {"complaint": complaint}, group=group)
             complaint = complaint or _complaint(steps, said, doing, remedy)
     if failure is not None:
         raise failure

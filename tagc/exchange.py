@@ -12,7 +12,8 @@ measured). Messages whose receives are all posted first use both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,22 @@ class Pending:
         if self.parts is not None and self.out is not None:
             torch.sum(self.parts, dim=0, dtype=self.out.dtype, out=self.out)
             self.parts = None
+
+
+@contextmanager
+def failing_in(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Say what failed, where a collective fails: in most cases another rank did not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Other kinds, such as a device out of memory, are no matter of the exchange.
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise
+        raise RuntimeError(
+            f"tagc: {what} failed on rank {group.rank()} of {group.size()}: {error}. If it timed "
+            "out or lost a connection, another rank failed or stopped: look for the first error "
+            "among all ranks"
+        ) from error
 
 
 def _to_others(t: Tensor, world_size: int) -> int:

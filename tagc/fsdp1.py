@@ -106,6 +106,12 @@ def _hook(reduction: _Reduction | None, grad: Tensor, shard: Tensor | None = Non
     reduction(grad, shard)
 
 
+def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups of ranks over which FSDP1 shards something of a model."""
+    modules: list[Any] = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
+    return [module.process_group for module in modules]
+
+
 def find_units(model: nn.Module) -> list[FSDP1Unit]:
     """The FSDP1 units of a model, in module order, with their trainable parameters.
 

@@ -17,6 +17,8 @@ from tagc.plan import UnitInfo, UnitParam
 if TYPE_CHECKING:
     from tagc.reducer import UnitReducer
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
 Reduce = Callable[[Tensor, Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType], None]
 Gather = Callable[[Tensor, Tensor, dist.ProcessGroup, bool], None]
 
@@ -50,6 +52,12 @@ class FSDP2Unit:
     def install_all_reduce(self, all_reduce: Callable[[Tensor], None]) -> None:
         """Call ``all_reduce(shard)`` on this unit's reduced gradient ``[S]``, to change it."""
         self.module.set_all_reduce_hook(all_reduce)
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether the gradient goes to other replicas in this backward; False between the
+        micro-batches of ``set_requires_all_reduce(False)``."""
+        return self._param_group.all_reduce_grads
 
     @property
     def has_all_reduce_hook(self) -> bool:
@@ -110,6 +118,19 @@ class _CustomAllGather(_Allocates, AllGather):
         self._gather(output_tensor, input_tensor, group, in_backward)
 
 
+def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups of ranks that share a model, whatever else may be wrong with it; none if it is
+    not sharded."""
+    meshes = [g.mesh_info for m in model.modules() for g in _all_param_groups(m)]
+    groups = [
+        group
+        for mesh in meshes
+        for name in ("shard_process_group", "replicate_process_group")
+        if (group := getattr(mesh, name, None)) is not None
+    ]
+    return list({id(group): group for group in groups}.values())
+
+
 def find_units(model: nn.Module) -> list[FSDP2Unit]:
     """The FSDP2 units of a model, in module order, with their trainable parameters.
 
@@ -117,14 +138,21 @@ def find_units(model: nn.Module) -> list[FSDP2Unit]:
         ValueError: if it is sharded in a way whose reduce-scatter cannot be replaced, or if a
             unit is already wrapped.
     """
-    names = {id(module): name for name, module in model.named_modules()}
+    modules = [(plain_name(name), module) for name, module in model.named_modules()]
+    names = {id(module): name for name, module in modules}
     units, seen = [], set()
-    for name, module in model.named_modules():
+    for name, module in modules:
         for group in _param_groups(name, module):
             if id(group) not in seen:
                 seen.add(id(group))
                 units.append(_unit(name, module, group, names))
     return units
+
+
+def plain_name(name: str) -> str:
+    """Without what ``torch.compile`` and activation checkpointing put into names: policies mean
+    the model that people wrote."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def unused_parameters_remedy() -> str:
@@ -140,14 +168,17 @@ def unused_parameters_remedy() -> str:
     )
 
 
-def _param_groups(name: str, module: nn.Module) -> Iterator[Any]:
+def _all_param_groups(module: nn.Module) -> list[Any]:
     if not isinstance(module, FSDPModule):
-        return
+        return []
     state: Any = module._get_fsdp_state()
     # torch 2.13 has a list, 2.11 at most one.
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [g for g in (state._fsdp_param_group,) if g is not None]
+    return [g for g in (state._fsdp_param_group,) if g is not None] if groups is None else groups
+
+
+def _param_groups(name: str, module: nn.Module) -> Iterator[Any]:
+    groups = _all_param_groups(module)
     if len(groups) > 1:
         raise ValueError(
             f"{name or 'the root module'!r} has {len(groups)} FSDP parameter groups (from "
@@ -163,8 +194,9 @@ def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FS
     mesh = group.mesh_info
     if hasattr(mesh, "replicate_mesh_size") and hasattr(mesh, "shard_mesh_size"):
         raise ValueError(
-            f"{name or 'the root module'!r} is sharded and replicated (HSDP), which tagc does not "
-            "support yet; give fully_shard a mesh with one shard dimension"
+            f"{name or 'the root module'!r} is sharded and replicated (HSDP), whose all-reduce "
+            'cannot be replaced; give fully_shard mesh["shard"] only, and tagc.wrap '
+            'replicas=mesh["replicate"]'
         )
     if not hasattr(mesh, "shard_mesh_size"):
         raise ValueError(

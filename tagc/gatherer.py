@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from tagc.codec_plans import DensePlan, QuantizedPlan
 from tagc.codecs.dense import elements_of
-from tagc.exchange import all_gather, gather_messages
+from tagc.exchange import all_gather, failing_in, gather_messages
 from tagc.ops import Ops
 from tagc.plan import Segment, UnitPlan
 from tagc.workspace import Workspace
@@ -38,6 +38,7 @@ class UnitGatherer:
         self.dense_bytes = 0
         self._ops, self._workspace = ops, workspace
         self._name = plan.info.name or "(root)"
+        self._what = f"the gathering of parameters of unit {self._name!r}"
         self._parts: list[tuple[Segment, slice]] = []
         words = 0
         for segment in plan.segments:
@@ -65,7 +66,8 @@ class UnitGatherer:
         self.dense_bytes += native
         if not self.plan.compressed or group.size() != info.world_size:
             # With reshard_after_forward an int, the backward gathers in a smaller group.
-            all_gather(out, inp, group=group)
+            with failing_in(self._what, group):
+                all_gather(out, inp, group=group)
             self.wire_bytes += native
             return
         if inp.numel() != self.plan.columns or inp.dtype != info.dtype:
@@ -84,7 +86,8 @@ class UnitGatherer:
                 if self._kept is None
                 else self._kept
             )
-            self._exchange(received, inp, group)
+            with failing_in(self._what, group):
+                self._exchange(received, inp, group)
             self._is_kept = not in_backward
         with record_function(f"TAGC::decode parameters ({self._name})"):
             self._decode(received, out.view(info.world_size, -1))
@@ -98,6 +101,10 @@ class UnitGatherer:
         """Count on from there."""
         self.wire_bytes, self.dense_bytes = state["counters"].tolist()
         self._is_kept = False
+
+    def release(self) -> None:
+        """Let go of the scratch buffers of the operators."""
+        self._ops.release()
 
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
         """Squared Euclidean norms of what quantization changes in ``shard`` ``[S]``, and of it."""

@@ -313,6 +313,9 @@ def _row(unit: UnitPlan, segment: Segment, param: UnitParam) -> Row:
 # Where nothing is said about replicas, their gradients must be averaged all the same.
 _DENSE = (Rule(when=When(), codec=DenseCodec()),)
 
+# What messages can be made of.
+COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
+
 # What `codec: auto` chooses from, in bits per element; parameters stop at 8.
 AUTO_BITS = (32, 16, 8, 4)
 
@@ -511,9 +514,28 @@ def _plan_unit(
         return UnitPlan(info=unit, segments=tuple(segments), direction=direction)
 
     used = [rules[run.rule].codec for run in runs if run.rule is not None]
-    automatic = any(isinstance(codec, AutoCodec) for codec in used)
+    # What cannot be compressed is left as it is.
+    automatic = unit.dtype in COMPRESSIBLE and any(isinstance(c, AutoCodec) for c in used)
     # min_bits makes some of them equal.
-    return list(dict.fromkeys(map(with_bits, AUTO_BITS if automatic else AUTO_BITS[:1])))
+    options = dict.fromkeys(map(with_bits, AUTO_BITS if automatic else AUTO_BITS[:1]))
+    for option in options:
+        _check_dtype(option)
+    return list(options)
+
+
+def _check_dtype(unit: UnitPlan) -> None:
+    # FSDP gathers several dtypes as bytes; `tagc.wrap` has better words for that.
+    if unit.compressed and unit.info.dtype not in (*COMPRESSIBLE, torch.uint8):
+        what, remedy = {
+            True: ("gathers parameters", "param_dtype"),
+            False: ("reduces gradients", "reduce_dtype"),
+        }[unit.direction == "parameters"]
+        names = as_list([p.name for s in unit.compressed for p in s.params])
+        raise PolicyError(
+            f"unit {unit.info.name or '(root)'!r} {what} of {unit.info.dtype}, which only the "
+            f"codec 'dense' can send; give it a MixedPrecisionPolicy({remedy}=torch.float32), or "
+            f"leave out of the policy: {names}"
+        )
 
 
 def _plan_segment(

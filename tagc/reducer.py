@@ -19,6 +19,7 @@ from tagc.exchange import (
     all_reduce_sum,
     all_to_all,
     dense_reduce_scatter,
+    failing_in,
     gather_messages,
 )
 from tagc.flat import flat_rows
@@ -103,6 +104,17 @@ class UnitReducer:
         """Residual ``[D, columns]`` by first column of the segment in the unit."""
         return self.sketch.residuals | self.packed.residuals | self.quantized.residuals
 
+    def rescale(self, factor: float | Tensor) -> None:
+        """Expect gradients that are ``factor`` times as large, the same on every rank."""
+        for residual in self.residuals.values():
+            residual.mul_(factor)
+        for steering in (*self.sketch.steerings, *self.packed.steerings):
+            steering.rescale(factor)
+
+    def release(self) -> None:
+        """Let go of the scratch buffers of the operators."""
+        self._ops.release()
+
     def reduce(
         self,
         out: Tensor,
@@ -123,10 +135,21 @@ class UnitReducer:
 
         Raises:
             RuntimeError: if buffer, group or operation are not what the plan was made for, before
-                anything is sent.
+                anything is sent; or if another rank does not answer in time.
         """
         if self.plan.compressed:
             self._check(out, inp, group, op)
+        with failing_in(f"the reduction of gradients of unit {self._name!r}", group):
+            self._reduce(out, inp, group, op, native)
+
+    def _reduce(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        native: Native | None,
+    ) -> None:
         self.steps += 1
         warming = self.earlier_steps + self.steps <= self.plan.warmup_steps
         if not self.plan.compressed or warming:

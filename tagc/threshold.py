@@ -129,6 +129,10 @@ class Steering:
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
 
+    def rescale(self, factor: float | Tensor) -> None:
+        """Follow gradients that are ``factor`` times as large from now on."""
+        self.threshold.mul_(factor).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)
+
     def update(self, counts: Tensor) -> None:
         """Move the thresholds towards the target.
 

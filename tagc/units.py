@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -10,6 +11,13 @@ from tagc.fsdp1 import FSDP1Unit
 from tagc.fsdp2 import FSDP2Unit
 
 Unit = FSDP1Unit | FSDP2Unit
+
+
+def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups of ranks that share a model, whatever else may be wrong with it; none if it is
+    not sharded."""
+    groups = (*fsdp1.sharding_groups(model), *fsdp2.sharding_groups(model))
+    return list({id(group): group for group in groups}.values())
 
 
 def find_units(model: nn.Module) -> list[FSDP1Unit] | list[FSDP2Unit]:

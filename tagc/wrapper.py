@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +25,11 @@ from tagc.ops import Ops, get_ops
 from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
 from tagc.policy import Policy, PolicyError
 from tagc.reducer import UnitReducer
+from tagc.replicas import ReplicaAverage
 from tagc.state import Reduced, State
 from tagc.state_folders import open_folder, save_folder
 from tagc.state_format import OneRank, to_state_dict
-from tagc.units import Unit, find_units
+from tagc.units import Unit, find_units, sharding_groups
 from tagc.version import __version__
 from tagc.workspace import Workspace
 
@@ -47,6 +49,8 @@ class _Installed:
     replicas: list[UnitReducer] = field(default_factory=list)
 
     def clear(self) -> None:
+        for part in (*self.reducers, *self.gatherers, *self.replicas):
+            part.release()
         self.reducers.clear()
         self.gatherers.clear()
         self.replicas.clear()
@@ -181,6 +185,56 @@ class Compressor:
         ]
         return State(plan=self._plan, groups=self._groups, reduced=reduced, gathered=made.gatherers)
 
+    def scale_residuals(self, factor: float | Tensor) -> None:
+        """Tell what is owed that gradients are ``factor`` times as large from now on: after a
+        change of the loss scale, by the new scale divided by the old one.
+
+        Residuals are in the units of the gradients that FSDP reduces, which a loss scaler
+        multiplies; thresholds follow, too. A power of two changes nothing else. Call it between
+        two steps, on every rank with the same factor. A tensor is not looked at: no waiting.
+
+        Args:
+            factor: positive and finite, or a tensor ``[]`` on the residuals' device.
+
+        Raises:
+            ValueError: if the factor is a number, and not positive and finite.
+        """
+        if not isinstance(factor, Tensor) and not 0 < factor < math.inf:
+            raise ValueError(f"the factor must be positive and finite, got {factor}")
+        for reducer in (*self._installed.reducers, *self._installed.replicas):
+            reducer.rescale(factor)
+
+    def copy_residuals(self) -> list[Tensor]:
+        """What this rank owes now, for :meth:`restore_residuals`; as much memory again as the
+        residuals take."""
+        return [residual.clone() for residual in self._residuals()]
+
+    def restore_residuals(self, copy: Sequence[Tensor], where: bool | Tensor = True) -> None:
+        """Owe again what :meth:`copy_residuals` saw: after a step that the optimizer skipped,
+        as if that step had not been. Without it, what the step's finite gradients and older
+        residuals sent is lost with the step.
+
+        Args:
+            where: restore only if true, a number or a tensor ``[]``, which is not looked at: no
+                waiting. A tensor needs memory for one more residual for a moment.
+
+        Raises:
+            ValueError: if the copy is of another model or plan.
+        """
+        residuals = self._residuals()
+        if [r.shape for r in residuals] != [c.shape for c in copy]:
+            raise ValueError("the copy is not of this model's residuals under this plan")
+        for residual, saved in zip(residuals, copy, strict=True):
+            if isinstance(where, Tensor):
+                saved = torch.where(where.to(residual.device, torch.bool), saved, residual)
+            elif not where:
+                continue
+            residual.copy_(saved)
+
+    def _residuals(self) -> list[Tensor]:
+        reducers = (*self._installed.reducers, *self._installed.replicas)
+        return [residual for reducer in reducers for residual in reducer.residuals.values()]
+
     def remove(self) -> None:
         """Give FSDP its own collectives back and drop all residuals. The model may be wrapped
         again afterwards."""
@@ -233,19 +287,25 @@ def wrap(
         tagc.PolicyError: if the policy is not valid, or compresses nothing in this model, or is
             for what FSDP1 cannot do.
         RuntimeError: if the ranks disagree, or wrapping failed on another rank. (A rank whose
-            model is not sharded at all, or already wrapped, has nobody to tell: the others learn
-            of it from the process group's timeout.)
+            model is not sharded at all has no group to tell: the others learn of it from the
+            process group's timeout.)
     """
-    if getattr(model, _ATTRIBUTE, None) is not None:
-        raise ValueError(
-            "this model is already wrapped; call tagc.compressor(model).remove() first to wrap "
-            "it with another policy"
-        )
-    units = find_units(model)
     replica_group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
-    groups = list({id(u.group): u.group for u in units}.values())
+    # Not of all ranks: with pipeline stages only some of them may have something to wrap.
+    groups = sharding_groups(model)
     if replica_group is not None:
         groups.append(replica_group)
+
+    units: list[Unit] = []
+
+    def find() -> tuple[None, str]:
+        if getattr(model, _ATTRIBUTE, None) is not None:
+            raise ValueError(
+                "this model is already wrapped; call tagc.compressor(model).remove() first to "
+                "wrap it with another policy"
+            )
+        units.extend(find_units(model))
+        return None, type(units[0]).__name__.removesuffix("Unit")
 
     def load() -> tuple[Policy, str]:
         loaded = Policy.load(policy)
@@ -267,9 +327,14 @@ def wrap(
     # No rank measures or plans before all have a policy: a collective of some hangs.
     agreed = agree_on(
         groups,
-        {"version": lambda: (None, __version__), "switch": switched, "policy": load},
+        {
+            "version": lambda: (None, __version__),
+            "switch": switched,
+            "model": find,
+            "policy": load,
+        },
     )
-    loaded, disabled = agreed["policy"], agreed["switch"]
+    disabled, loaded = agreed["switch"], agreed["policy"]
 
     def make() -> tuple[tuple[Plan, _Installed], str]:
         plan = _plan(units, loaded, replica_group, choose)
@@ -400,7 +465,7 @@ def _install(
         unit.install_gather(gatherer.gather)
     if replica_group is not None:
         for unit, reducer in zip(_fsdp2(units), installed.replicas, strict=True):
-            unit.install_all_reduce(_averaging(reducer, replica_group))
+            _install_average(unit, reducer, replica_group)
 
 
 def _average_natively(units: Sequence[FSDP2Unit], group: dist.ProcessGroup) -> None:
@@ -415,15 +480,8 @@ def _average_natively(units: Sequence[FSDP2Unit], group: dist.ProcessGroup) -> N
     for unit, unit_plan in zip(units, plan.replicas, strict=True):
         workspace, ops = Workspace(unit.device), get_ops(unit.device, "reference")
         reducer = UnitReducer(unit_plan, ops, unit.device, workspace, seed=0)
-        unit.install_all_reduce(_averaging(reducer, group))
+        _install_average(unit, reducer, group)
 
 
-def _averaging(reducer: UnitReducer, group: dist.ProcessGroup) -> Callable[[Tensor], None]:
-    def average(shard: Tensor) -> None:
-        if shard.is_cuda:
-            # FSDP allocated it in another stream, and lets go of it while this one still works.
-            shard.record_stream(torch.cuda.current_stream(shard.device))
-        with torch.no_grad():
-            reducer.reduce(shard, shard, group, dist.ReduceOp.AVG)
-
-    return average
+def _install_average(unit: FSDP2Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
+    unit.install_all_reduce(ReplicaAverage(reducer, group, lambda: unit.all_reduces))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from tagc.ops import _warn_reference, cpu, get_ops, reference
 
@@ -23,6 +26,16 @@ def test_a_gpu_gets_the_reference_with_a_warning():
 
 def test_triton_is_for_cuda():
     assert hasattr(get_ops("cuda", "triton"), "encode")
+
+
+def test_scratch_is_released():
+    ops: Any = get_ops("cuda", "triton")
+    made = ops.buffer("test", (3,), torch.int32, torch.device("cpu"), None)
+    assert ops.buffer("test", (3,), torch.int32, torch.device("cpu"), None) is made
+    ops.release()
+    assert ops.buffer("test", (3,), torch.int32, torch.device("cpu"), None) is not made
+    get_ops("cpu", "cpu").release()
+    get_ops("cpu", "reference").release()
 
 
 @pytest.mark.parametrize(

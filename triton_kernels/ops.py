@@ -32,6 +32,7 @@ from .peel import peel_integers
 from .peel_float import peel_floats
 from .scatter import insert as _insert
 from .scratch import buffer
+from .scratch import release as _release
 from .select import select as _select
 from .table import Table, table_of
 from .trim import trim
@@ -202,3 +203,8 @@ def prepare_packed(
     layout: PackedLayout, gradient: torch.dtype, residual: torch.dtype | None
 ) -> None:
     """Nothing yet, as :func:`prepare`."""
+
+
+def release() -> None:
+    """See :meth:`tagc.ops.Ops.release`."""
+    _release()

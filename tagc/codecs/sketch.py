@@ -137,6 +137,11 @@ class SketchColumns:
         """Residual ``[D, columns]`` by first column of the segment in the unit."""
         return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
 
+    @property
+    def steerings(self) -> tuple[Steering, ...]:
+        """What thresholds follow."""
+        return (self.steering,) if self._choosing is None else (self.steering, self._choosing)
+
     def encode(self, grad: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:
         """See :meth:`tagc.codecs.Columns.encode`."""
         if not self._parts:

@@ -51,6 +51,10 @@ NAMES = ("auto", "reference", "cpu", "triton")
 class Ops(SketchOps, BlockOps, PackedOps, Protocol):
     """All operators of an implementation."""
 
+    def release(self) -> None:
+        """Let go of the buffers that are kept between calls; the next call makes them anew."""
+        ...
+
 
 @cache
 def _warn_reference(device_type: str) -> None:

@@ -23,7 +23,12 @@ __all__ = [
     "prepare_packed",
     "quantize",
     "read_index",
+    "release",
     "select",
     "unpack",
     "write_index",
 ]
+
+
+def release() -> None:
+    """Nothing: no buffer is kept between calls."""

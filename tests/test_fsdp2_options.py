@@ -1,0 +1,339 @@
+"""FSDP2's options where comparing sums with native FSDP says too little; see `parity.py` for all
+of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import on_ranks
+from parity import Net, by_block, compile_blocks, loss_of, wrap_blocks
+from test_fsdp2 import EXACT, local_grads, local_weights
+from test_parameters import INT8, KEPT, gathering, recorded
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import tagc
+from tagc.policy import Policy
+
+WEIGHTS = {
+    "schema": 1,
+    "gradients": [
+        {"when": {"name": "*.weight"}, "codec": {"kind": "quantized", "bits": 4, "block": 32}}
+    ],
+}
+EXACT_SKETCH = {
+    "schema": 1,
+    "gradients": [
+        {
+            "when": {"name": "*.weight"},
+            "codec": {"kind": "sketch", "density": 1.0, "symbol": "int32x1"},
+        }
+    ],
+}
+
+
+def net(**how: Any) -> Any:
+    torch.manual_seed(1)
+    return Net(**how)
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    by_block(model, **options)
+    return model
+
+
+def wrap(model: Any, policy: Any = WEIGHTS, **how: Any) -> Any:
+    with warnings.catch_warnings():
+        # Units as small as these may well cost more compressed.
+        warnings.simplefilter("ignore")
+        return tagc.wrap(model, policy, **how)
+
+
+def steps(model: Any, rank: int, count: int = 3) -> dict[str, Tensor]:
+    """Weights after some steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(count):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return local_weights(model)
+
+
+# Gradients
+
+
+@on_ranks(2, 3)
+def test_clipping_sees_the_gradients_that_tagc_hands_out(rank: int, world_size: int) -> None:
+    model = wrap(sharded(net()))
+    loss_of(model, rank, 0).backward()
+    before = local_grads(model)
+    square = sum((g.double().square().sum() for g in before.values()), torch.zeros(()).double())
+    dist.all_reduce(square)
+    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    assert norm.full_tensor().item() == pytest.approx(square.sqrt().item(), rel=1e-5)
+    for name, grad in local_grads(model).items():
+        torch.testing.assert_close(grad, before[name] * (0.01 / norm.full_tensor()))
+
+
+@on_ranks(2)
+def test_an_optimizer_in_backward(rank: int, world_size: int) -> None:
+    """FSDP calls the hooks with the gradient that tagc hands out."""
+    together, alone = wrap(sharded(net())), wrap(sharded(net()))
+    for p in together.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.1)
+
+        def step(p: Tensor, optimizer: torch.optim.SGD = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        loss_of(together, rank, number).backward()
+    torch.testing.assert_close(local_weights(together), steps(alone, rank), **EXACT)
+
+
+@on_ranks(2, 3)
+def test_wrappers_do_not_show_in_names(rank: int, world_size: int) -> None:
+    """A policy is about the model, whoever recomputes or compiles parts of it."""
+    plain, wrapped = net(), net()
+    wrap_blocks(wrapped)
+    wrapped.head = torch.compile(wrapped.head, backend="eager")
+    rows = [
+        [row.param for row in tagc.compressor(wrap(sharded(m))).plan().rows]
+        for m in (plain, wrapped)
+    ]
+    assert rows[0] == rows[1]
+    assert "blocks.1.down.weight" in rows[1]
+    units = tagc.compressor(wrapped).plan().units
+    assert [unit.info.name for unit in units] == ["", "blocks.0", "blocks.1"]
+
+
+@on_ranks(2)
+def test_checkpointed_and_compiled_blocks_train_as_plain_ones(rank: int, world_size: int) -> None:
+    results = []
+    for kind in ("plain", "inside", "wrapper", "compiled"):
+        model = net(recompute=kind == "inside")
+        if kind == "wrapper":
+            wrap_blocks(model)
+        if kind == "compiled":
+            compile_blocks(model)
+        weights = steps(wrap(sharded(model)), rank)
+        results.append(
+            {n.replace("_checkpoint_wrapped_module.", ""): w for n, w in weights.items()}
+        )
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], **EXACT)
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=220)
+def test_blocks_compiled_by_inductor(rank: int, world_size: int) -> None:
+    def compiled() -> Any:
+        model = net()
+        compile_blocks(model, "inductor")
+        return sharded(model)
+
+    native = steps(compiled(), rank)
+    torch.testing.assert_close(steps(wrap(compiled(), "dense"), rank), native, **EXACT)
+    eager = steps(wrap(sharded(net()), EXACT_SKETCH), rank)
+    weights = steps(wrap(compiled(), EXACT_SKETCH), rank)
+    torch.testing.assert_close(weights, eager, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2, 3)
+def test_unused_parameters_fail_alike_where_all_ranks_leave_them_out(
+    rank: int, world_size: int
+) -> None:
+    model = wrap(sharded(net(extra=True)))
+    with pytest.raises(RuntimeError, match=r"unit '\(root\)'.*set_reduce_scatter_unused_params"):
+        loss_of(model, rank, 0).backward()
+
+
+@on_ranks(3)
+def test_the_remedy_serves_ranks_that_use_different_parameters(rank: int, world_size: int) -> None:
+    """Sums of gradients, for rank 1 alone uses them; nothing is lost by the others' zeros."""
+    model, native = wrap(sharded(net(extra=True)), EXACT_SKETCH), sharded(net(extra=True))
+    for m in (model, native):
+        m.set_reduce_scatter_unused_params(True)
+        loss_of(m, rank, 0, take_extra=rank == 1).backward()
+    mine, theirs = local_grads(model), local_grads(native)
+    assert theirs["extra.weight"].any()
+    for name, grad in mine.items():
+        torch.testing.assert_close(grad, theirs[name], rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_one_dtype_that_cannot_be_compressed(rank: int, world_size: int) -> None:
+    model = net()
+    model.blocks[1].double()
+    model = sharded(model)
+    with pytest.raises(tagc.PolicyError) as caught:
+        wrap(model)
+    said = str(caught.value)
+    assert "unit 'blocks.1' reduces gradients of torch.float64" in said
+    assert "MixedPrecisionPolicy(reduce_dtype=torch.float32)" in said
+    assert "blocks.1.up.weight" in said
+
+    spared = {"when": {"name": "blocks.0.*.weight"}, "codec": {"kind": "quantized", "bits": 4}}
+    wrap(model, {"schema": 1, "gradients": [spared]})
+
+    parameters = gathering(INT8, "blocks.1.*.weight")
+    with pytest.raises(
+        tagc.PolicyError, match=r"gathers parameters of torch\.float64.*param_dtype"
+    ):
+        wrap(sharded(net().double()), parameters)
+
+
+@on_ranks(2)
+def test_auto_leaves_what_cannot_be_compressed(rank: int, world_size: int) -> None:
+    model = net()
+    model.blocks[1].double()
+    automatic = {"when": {"name": "*.weight"}, "codec": {"kind": "auto"}}
+    wrap(sharded(model), {"schema": 1, "gradients": [automatic]})
+    rows = tagc.compressor(model).plan().rows
+    assert {row.codec for row in rows if row.unit == "blocks.1"} == {"dense"}
+
+
+# Parameters that are gathered once a step
+
+
+class Twice(nn.Module):
+    """Calls its block twice, once in a checkpoint."""
+
+    def __init__(self, model: Any, reentrant: bool) -> None:
+        super().__init__()
+        self.model, self.reentrant = model, reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.model.embed(tokens)
+        for block in (*self.model.blocks, *self.model.blocks):
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.model.head(x)
+
+
+def check_kept(rank: int, make: Any, backward: Any) -> None:
+    """A kept message gives the bits of one that is sent again, and no old parameters."""
+    weights = []
+    for codec in (INT8, KEPT):
+        calls: list[Any] = []
+        with recorded(calls):
+            model = wrap(make(), gathering(codec))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            calls.clear()
+            backward(model, step)
+            # The parameters of this step, in every gather of it.
+            outs: dict[int, Tensor] = {}
+            for unit, _, _, out in calls:
+                torch.testing.assert_close(out, outs.setdefault(id(unit), out), **EXACT)
+            assert outs
+            optimizer.step()
+            optimizer.zero_grad()
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        weights.append(local_weights(model))
+    torch.testing.assert_close(weights[1], weights[0], **EXACT)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["inside", "wrapper", "around", "reentrant around"])
+def test_kept_parameters_with_checkpointing(rank: int, world_size: int, how: str) -> None:
+    def make() -> Any:
+        model = net(recompute=how == "inside")
+        if how == "wrapper":
+            wrap_blocks(model)
+        if "around" not in how:
+            return sharded(model)
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(Twice(model, reentrant=how.startswith("reentrant")))
+
+    check_kept(rank, make, lambda model, step: loss_of(model, rank, step).backward())
+
+
+@on_ranks(2)
+def test_kept_parameters_of_units_called_twice(rank: int, world_size: int) -> None:
+    check_kept(
+        rank,
+        lambda: sharded(net(times=2)),
+        lambda model, step: loss_of(model, rank, step).backward(),
+    )
+
+
+@on_ranks(2)
+def test_kept_parameters_that_stay_after_backward(rank: int, world_size: int) -> None:
+    """Micro-batches with ``set_reshard_after_backward(False)``, the last one with True."""
+
+    def backward(model: Any, step: int) -> None:
+        for micro in range(3):
+            model.set_reshard_after_backward(micro == 2)
+            model.set_requires_gradient_sync(micro == 2)
+            loss_of(model, rank, 3 * step + micro).backward()
+
+    check_kept(rank, lambda: sharded(net()), backward)
+
+
+@on_ranks(2)
+def test_kept_parameters_after_forwards_without_backward(rank: int, world_size: int) -> None:
+    """An evaluation, an optimizer's step, and the next backward must not see what the evaluation
+    kept."""
+
+    def backward(model: Any, step: int) -> None:
+        with torch.no_grad():
+            loss_of(model, rank, 50)
+        loss_of(model, rank, step).backward()
+        loss_of(model, rank, 60)  # a forward that nobody goes back through
+
+    check_kept(rank, lambda: sharded(net()), backward)
+
+
+# Replicas
+
+
+@on_ranks(4)
+def test_micro_batches_that_replicas_do_not_share_are_not_sent(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    rules = {**WEIGHTS, "replicas": WEIGHTS["gradients"]}
+    model = wrap(sharded(net(), mesh=mesh["shard"]), rules, replicas=mesh["replicate"])
+    sent = [0]
+    for micro in range(3):
+        model.set_requires_all_reduce(micro == 2)
+        loss_of(model, rank, micro).backward()
+        sent.append(tagc.compressor(model).metrics().replica_wire_bytes)
+        assert any(bool(g.any()) for g in local_grads(model).values()) == (micro == 2)
+    assert sent[:3] == [0, 0, 0]
+    assert sent[3] > 0
+
+
+# Refusals
+
+
+@on_ranks(1)
+def test_one_rank(rank: int, world_size: int) -> None:
+    model = sharded(net())
+    with pytest.warns(UserWarning, match="does nothing at world size 1"):
+        tagc.wrap(model, Policy.load(WEIGHTS))
+    torch.testing.assert_close(steps(model, rank), steps(sharded(net()), rank), **EXACT)
+
+
+@on_ranks(2)
+def test_removal_lets_go_of_scratch_buffers(rank: int, world_size: int) -> None:
+    from tagc.ops import cpu
+
+    model = wrap(sharded(net()), gathering(INT8))
+    released: list[str] = []
+    original = cpu.release
+    cpu.release = lambda: released.append("") or original()
+    try:
+        tagc.compressor(model).remove()
+    finally:
+        cpu.release = original
+    # Of three units, whose gradients are dense and need no operators.
+    assert len(released) == 3

@@ -1,0 +1,38 @@
+"""The parity matrix as tests; what a case is, and when it passes, is in `parity.py`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from parity import Case, Outcome, cases, quick_cases, run
+
+QUICK = quick_cases()
+REST = [case for case in cases() if case not in QUICK]
+
+
+@cache
+def outcomes(ranks: int, quick: bool) -> dict[Case, Outcome]:
+    """All cases of so many ranks at once: ranks that start together cost less."""
+    return run([case for case in (QUICK if quick else REST) if case.ranks == ranks])
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_parity(case: Case) -> None:
+    check(case, outcomes(case.ranks, quick=True)[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REST, ids=str)
+def test_the_rest_of_the_matrix(case: Case) -> None:
+    check(case, outcomes(case.ranks, quick=False)[case])
+
+
+def check(case: Case, outcome: Outcome) -> None:
+    expected = "refused" if case.refused else "passed"
+    assert outcome.kind == expected, outcome.said
+
+
+def test_the_matrix_is_large() -> None:
+    assert len(QUICK) >= 100
+    assert {case.ranks for case in QUICK} == {2, 3, 4, 5}
