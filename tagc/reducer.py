@@ -115,8 +115,7 @@ class UnitReducer:
         send = self._workspace.take("message_send", (D, self.plan.words), torch.int32)
         received = self._workspace.take("message_recv", (W, self.plan.words), torch.int32)
         with record_function(f"TAGC::encode ({self._name})"):
-            for columns, message in zip(self._columns, self._split(send), strict=True):
-                columns.encode(grad, message, group)
+            self.encode(grad, send, group)
         with record_function(f"TAGC::exchange ({self._name})"):
             exchange = gather_messages if self.plan.for_all else all_to_all
             pending = exchange(received, send, group)
@@ -128,9 +127,32 @@ class UnitReducer:
                 columns.wait()
         with record_function(f"TAGC::decode ({self._name})"):
             owner = 0 if self.plan.for_all else group.rank()
-            divisor = W if op == dist.ReduceOp.AVG else 1
-            for columns, message in zip(self._columns, self._split(received), strict=True):
-                columns.decode(message, out, owner, divisor)
+            self.decode(received, out, owner, W if op == dist.ReduceOp.AVG else 1)
+
+    def encode(self, grad: Tensor, send: Tensor, group: dist.ProcessGroup) -> None:
+        """First part of a reduction after the warm-up: write this rank's messages.
+
+        Args:
+            grad: ``[D, S]``.
+            send: ``[D, words]`` int32, written.
+        """
+        for columns, message in zip(self._columns, self._split(send), strict=True):
+            columns.encode(grad, message, group)
+
+    def decode(self, received: Tensor, out: Tensor, owner: int, divisor: int) -> None:
+        """Last part: write the sum over ranks, divided by ``divisor``, to ``out`` ``[S]``.
+
+        Args:
+            received: ``[W, words]`` int32, message ``r`` from rank ``r``.
+            owner: row of ``grad`` that this shard is.
+        """
+        for columns, message in zip(self._columns, self._split(received), strict=True):
+            columns.decode(message, out, owner, divisor)
+
+    def warm_up(self, out: Tensor) -> None:
+        """Instead of both, after a dense reduction to ``out`` ``[S]``."""
+        for columns in self._columns:
+            columns.warm_up(out)
 
     def _split(self, message: Tensor) -> tuple[Tensor, ...]:
         return message.split([columns.words for columns in self._columns], dim=1)
@@ -149,6 +171,7 @@ class UnitReducer:
             if op == dist.ReduceOp.AVG:
                 out.div_(self.plan.info.world_size)
         self._native_bytes += pending.wire_bytes
+        self.warm_up(out)
 
     def _check(
         self,

@@ -47,3 +47,7 @@ class Columns(Protocol):
             owner: row of ``grad`` that this shard is.
         """
         ...
+
+    def warm_up(self, out: Tensor) -> None:
+        """After a dense reduction to ``out`` ``[S]``: let what the owner keeps follow."""
+        ...

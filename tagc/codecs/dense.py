@@ -45,6 +45,9 @@ class DenseColumns:
             total = elements_of(received[:, slot], codec).sum(0, dtype=wide)
             out[columns].copy_(total if divisor == 1 else total / divisor)
 
+    def warm_up(self, out: Tensor) -> None:
+        """The owner keeps nothing."""
+
 
 def elements_of(words: Tensor, codec: DensePlan) -> Tensor:
     """A view ``[..., numel]`` of the wire's dtype on ``[..., words]`` int32."""

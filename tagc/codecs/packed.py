@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.codec_plans import PackedPlan
+from tagc.codecs import momentum
 from tagc.codecs.support import Support
 from tagc.ops import COUNTS, KEPT, Ops
 from tagc.packed import HEADER
@@ -30,6 +31,7 @@ class _Part:
     slot: slice
     residual: Tensor | None
     support: Support | None
+    momentum: Tensor | None  # see tagc.codecs.momentum
 
 
 class PackedColumns:
@@ -51,9 +53,11 @@ class PackedColumns:
             residual = stored and torch.zeros(D, segment.columns, dtype=stored.dtype, device=device)
             slot = slice(self.words, self.words + codec.words)
             support = Support(codec.layout, codec.target, D, device) if codec.shared else None
-            self._parts.append(_Part(segment, codec, slot, residual, support))
+            average = momentum.new_average(segment, device)
+            self._parts.append(_Part(segment, codec, slot, residual, support, average))
             self.words = slot.stop
-            ops.prepare_packed(codec.layout, plan.info.dtype, stored.dtype if stored else None)
+            given = momentum.dtype_of(plan.info.dtype, stored)
+            ops.prepare_packed(codec.layout, given, stored.dtype if stored else None)
         n = len(self._parts)
         self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
         # With a shared support a rank selects in its own shard only.
@@ -84,8 +88,9 @@ class PackedColumns:
         self._update_thresholds(grad)
         for i, part in enumerate(self._parts):
             threshold, counts = self._steering.threshold[i], self._counts[i]
+            columns = grad[:, part.segment.start : part.segment.stop]
             self._ops.pack(
-                grad[:, part.segment.start : part.segment.stop],
+                momentum.fresh(columns, part.residual, part.plan.feedback),
                 part.residual,
                 threshold,
                 part.support and part.support.current,
@@ -111,16 +116,25 @@ class PackedColumns:
         """See :meth:`tagc.codecs.Columns.decode`."""
         for part in self._parts:
             words, layout = received[:, part.slot], part.plan.layout
+            columns = out[part.segment.start : part.segment.stop]
+            sent = momentum.received(columns, part.momentum)
             self._ops.unpack(
                 words,
                 None if part.support is None else part.support.current[owner],
-                out[part.segment.start : part.segment.stop],
+                sent,
                 layout=layout,
                 divisor=divisor,
             )
+            momentum.hand_out(sent, part.momentum, part.plan.feedback, columns)
             if part.support is not None:
                 index = words[:, HEADER : HEADER + layout.index_words]
                 part.support.receive(self._ops, index)
+
+    def warm_up(self, out: Tensor) -> None:
+        """See :meth:`tagc.codecs.Columns.warm_up`."""
+        for part in self._parts:
+            columns = out[part.segment.start : part.segment.stop]
+            momentum.warm_up(part.momentum, part.segment.codec.feedback, columns)
 
     def _update_thresholds(self, grad: Tensor) -> None:
         if self._started:
@@ -129,5 +143,5 @@ class PackedColumns:
         for i, part in enumerate(self._parts):
             columns = grad[:, part.segment.start : part.segment.stop]
             sampled = sampled_threshold(columns, part.plan.layout.group, part.plan.target)
-            self._steering.threshold[i] = agree(sampled[None])
+            self._steering.threshold[i] = agree(sampled[None]) * momentum.scale(part.plan.feedback)
         self._started = True
