@@ -23,6 +23,7 @@ SUITES = {
     "gpu": ".gpu",
     "network": ".network",
     "scaling": ".scaling",
+    "convergence": ".convergence",
     "report": ".report",
 }
 _DEFAULT = "kernels"

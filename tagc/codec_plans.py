@@ -33,11 +33,13 @@ class FeedbackPlan:
         dtype: of the stored elements.
         average: share of the old residual that stays; 0 for plain error feedback.
         reset_steps: the residual starts from zero every so many reductions; 0 for never.
+        rate: of the moving average that the owner hands out; 0 for none.
     """
 
     dtype: torch.dtype
     average: float = 0.0
     reset_steps: int = 0
+    rate: float = 0.0
 
     @classmethod
     def of(cls, feedback: Feedback) -> FeedbackPlan | None:
@@ -47,6 +49,8 @@ class FeedbackPlan:
         dtype = getattr(torch, feedback.dtype)
         if feedback.kind == "average":
             return cls(dtype=dtype, average=feedback.beta, reset_steps=feedback.reset_steps)
+        if feedback.kind == "momentum":
+            return cls(dtype=dtype, rate=feedback.rate)
         return cls(dtype=dtype)
 
 

@@ -241,11 +241,13 @@ class UnitPlan:
         return 4 * words
 
     def stored_bytes(self, segment: Segment) -> int:
-        """Bytes that a rank stores for a segment between steps: residual, kept message."""
+        """Bytes that a rank stores for a segment between steps: residual, the average that it
+        hands out, kept message."""
         feedback = segment.codec.feedback
         residual = feedback.dtype.itemsize * segment.columns if feedback else 0
+        average = 4 * segment.columns if feedback and feedback.rate else 0
         message = 4 * segment.codec.words * self.info.world_size if self.kept else 0
-        return self.destinations * residual + message
+        return self.destinations * residual + average + message
 
 
 @dataclass(frozen=True)
@@ -309,6 +311,11 @@ def _row(unit: UnitPlan, segment: Segment, param: UnitParam) -> Row:
         stored_bytes=unit.stored_bytes(segment) * share,
     )
 
+
+_MOMENTUM = (
+    "feedback 'momentum' hands out a moving average of gradients: set the optimizer's own first "
+    "momentum to 0, as with AdamW(betas=(0.0, 0.95)), and tune its learning rate anew"
+)
 
 # Where nothing is said about replicas, their gradients must be averaged all the same.
 _DENSE = (Rule(when=When(), codec=DenseCodec()),)
@@ -402,6 +409,9 @@ def build_plan(
         )
         for note in _unshared(plans, rules)
     ]
+    segments = [s for units in directions for unit in units for s in unit.segments]
+    if any(s.codec.feedback is not None and s.codec.feedback.rate for s in segments):
+        notes.append(_MOMENTUM)
     plan = Plan(policy, *directions, notes=tuple(notes))
     _check_effect(plan, matched)
     return plan

@@ -191,8 +191,8 @@ class Rule(_Selects):
                 f"kind {value.kind!r} would forget most of what codec {codec.kind!r} does not "
                 f"select; choose {' or '.join(kinds)}"
             )
-        if getattr(codec, "support", "own") == "shared" and value.kind != "residual":
-            raise ValueError("support 'shared' is chosen from residuals: kind must be 'residual'")
+        if getattr(codec, "support", "own") == "shared" and value.kind == "none":
+            raise ValueError("support 'shared' is chosen from residuals, and kind 'none' has none")
         return value
 
 

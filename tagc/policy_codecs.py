@@ -121,9 +121,9 @@ ParameterCodec = QuantizedParameters | DenseCodec | AutoCodec
 # The first kind is what a codec gets without a word.
 FEEDBACK_KINDS = {
     "dense": ("none",),
-    "sketch": ("residual", "none"),
-    "packed": ("residual", "none"),
-    "quantized": ("average", "residual", "none"),
+    "sketch": ("residual", "momentum", "none"),
+    "packed": ("residual", "momentum", "none"),
+    "quantized": ("average", "residual", "momentum", "none"),
     "auto": ("average", "residual", "none"),
 }
 
@@ -133,19 +133,24 @@ class Feedback(Strict):
 
     `residual` keeps it per rank in `dtype` and adds it to the next gradient; `average` (LoCo)
     keeps a moving average of it instead, `beta` of the old and `1 - beta` of the new, and starts
-    from zero every `reset_steps`; `none` drops it.
+    from zero every `reset_steps`; `none` drops it. `momentum` sends a moving average of the
+    gradient instead, `1 - rate` of the old and `rate` of the new: the residual is what has not
+    been sent of it, and the shard's owner hands out the rest, so that the optimizer needs no
+    first momentum of its own.
     """
 
-    kind: Literal["none", "residual", "average"] = "residual"
+    kind: Literal["none", "residual", "average", "momentum"] = "residual"
     dtype: Literal["float32", "bfloat16"] = "float32"
     beta: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.8
     reset_steps: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1024
+    rate: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.1
 
     @model_validator(mode="after")
     def _check_unused(self) -> Self:
         if self.kind == "none" and self.dtype != "float32":
             raise ValueError(f"dtype {self.dtype!r} has no effect: kind 'none' stores nothing")
-        unused = sorted(self.model_fields_set & {"beta", "reset_steps"})
-        if self.kind != "average" and unused:
-            raise ValueError(f"{' and '.join(unused)}: only the kind 'average' has them")
+        for kind, keys in {"average": {"beta", "reset_steps"}, "momentum": {"rate"}}.items():
+            unused = sorted(self.model_fields_set & keys)
+            if self.kind != kind and unused:
+                raise ValueError(f"{' and '.join(unused)}: only the kind {kind!r} has them")
         return self

@@ -163,8 +163,7 @@ class UnitReducer:
         send = self._workspace.take("message_send", (D, self.plan.words), torch.int32)
         received = self._workspace.take("message_recv", (W, self.plan.words), torch.int32)
         with record_function(f"TAGC::encode ({self._name})"):
-            for columns, message in zip(self._columns, self._split(send), strict=True):
-                columns.encode(grad, message, group)
+            self.encode(grad, send, group)
         with record_function(f"TAGC::exchange ({self._name})"):
             if self.plan.for_all:
                 pending = gather_messages(received, send, group)
@@ -178,11 +177,34 @@ class UnitReducer:
                 columns.wait()
         with record_function(f"TAGC::decode ({self._name})"):
             owner = 0 if self.plan.for_all else group.rank()
-            divisor = W if op == dist.ReduceOp.AVG else 1
-            for columns, message in zip(self._columns, self._split(received), strict=True):
-                columns.decode(message, shard, owner, divisor)
+            self.decode(received, shard, owner, W if op == dist.ReduceOp.AVG else 1)
             if self._flat is not None:
                 self._flat.give(shard, out, owner)
+
+    def encode(self, grad: Tensor, send: Tensor, group: dist.ProcessGroup) -> None:
+        """First part of a reduction after the warm-up: write this rank's messages.
+
+        Args:
+            grad: ``[D, S]``.
+            send: ``[D, words]`` int32, written.
+        """
+        for columns, message in zip(self._columns, self._split(send), strict=True):
+            columns.encode(grad, message, group)
+
+    def decode(self, received: Tensor, out: Tensor, owner: int, divisor: int) -> None:
+        """Last part: write the sum over ranks, divided by ``divisor``, to ``out`` ``[S]``.
+
+        Args:
+            received: ``[W, words]`` int32, message ``r`` from rank ``r``.
+            owner: row of ``grad`` that this shard is.
+        """
+        for columns, message in zip(self._columns, self._split(received), strict=True):
+            columns.decode(message, out, owner, divisor)
+
+    def warm_up(self, out: Tensor) -> None:
+        """Instead of both, after a dense reduction to ``out`` ``[S]``."""
+        for columns in self._columns:
+            columns.warm_up(out)
 
     def state(self) -> dict[str, Tensor]:
         """What the next reduction and the counters depend on, beside the residuals; names and
@@ -230,6 +252,7 @@ class UnitReducer:
             if op == dist.ReduceOp.AVG:
                 out.div_(self.plan.info.world_size)
         self._native_bytes += pending.wire_bytes
+        self.warm_up(out)
 
     def _check(
         self,

@@ -49,6 +49,10 @@ class Columns(Protocol):
         """
         ...
 
+    def warm_up(self, out: Tensor) -> None:
+        """After a dense reduction to ``out`` ``[S]``: let what the owner keeps follow."""
+        ...
+
     def state(self) -> dict[str, Tensor]:
         """What the next step and the counters depend on, beside the residuals: live tensors or
         new ones, after waiting for what is in flight. The names and shapes never change."""

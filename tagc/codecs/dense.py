@@ -47,6 +47,9 @@ class DenseColumns:
             total = elements_of(received[:, slot], codec).sum(0, dtype=wide)
             out[columns].copy_(total if divisor == 1 else total / divisor)
 
+    def warm_up(self, out: Tensor) -> None:
+        """The owner keeps nothing."""
+
     def state(self) -> dict[str, Tensor]:
         """Nothing."""
         return {}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.codec_plans import PackedPlan
-from tagc.codecs import nested, part_of
+from tagc.codecs import momentum, nested, part_of
 from tagc.codecs.support import Support
 from tagc.ops import COUNTS, KEPT, Ops
 from tagc.packed import HEADER
@@ -32,6 +32,7 @@ class _Part:
     slot: slice
     residual: Tensor | None
     support: Support | None
+    momentum: Tensor | None  # see tagc.codecs.momentum
 
 
 class PackedColumns:
@@ -53,9 +54,11 @@ class PackedColumns:
             residual = stored and torch.zeros(D, segment.columns, dtype=stored.dtype, device=device)
             slot = slice(self.words, self.words + codec.words)
             support = Support(codec.layout, codec.target, D, device) if codec.shared else None
-            self._parts.append(_Part(segment, codec, slot, residual, support))
+            average = momentum.new_average(segment, device)
+            self._parts.append(_Part(segment, codec, slot, residual, support, average))
             self.words = slot.stop
-            ops.prepare_packed(codec.layout, plan.info.dtype, stored.dtype if stored else None)
+            given = momentum.dtype_of(plan.info.dtype, stored)
+            ops.prepare_packed(codec.layout, given, stored.dtype if stored else None)
         n = len(self._parts)
         self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
         # With a shared support a rank selects in its own shard only.
@@ -91,8 +94,9 @@ class PackedColumns:
         self._update_thresholds(grad)
         for i, part in enumerate(self._parts):
             threshold, counts = self._steering.threshold[i], self._counts[i]
+            columns = grad[:, part.segment.start : part.segment.stop]
             self._ops.pack(
-                grad[:, part.segment.start : part.segment.stop],
+                momentum.fresh(columns, part.residual, part.plan.feedback),
                 part.residual,
                 threshold,
                 part.support and part.support.current,
@@ -118,13 +122,16 @@ class PackedColumns:
         """See :meth:`tagc.codecs.Columns.decode`."""
         for part in self._parts:
             words, layout = received[:, part.slot], part.plan.layout
+            columns = out[part.segment.start : part.segment.stop]
+            sent = momentum.received(columns, part.momentum)
             self._ops.unpack(
                 words,
                 None if part.support is None else part.support.current[owner],
-                out[part.segment.start : part.segment.stop],
+                sent,
                 layout=layout,
                 divisor=divisor,
             )
+            momentum.hand_out(sent, part.momentum, part.plan.feedback, columns)
             if part.support is not None:
                 index = words[:, HEADER : HEADER + layout.index_words]
                 part.support.receive(self._ops, index)
@@ -164,6 +171,12 @@ class PackedColumns:
     def _supports(self) -> list[tuple[int, Support]]:
         return [(i, p.support) for i, p in enumerate(self._parts) if p.support is not None]
 
+    def warm_up(self, out: Tensor) -> None:
+        """See :meth:`tagc.codecs.Columns.warm_up`."""
+        for part in self._parts:
+            columns = out[part.segment.start : part.segment.stop]
+            momentum.warm_up(part.momentum, part.segment.codec.feedback, columns)
+
     def _update_thresholds(self, grad: Tensor) -> None:
         if self._started:
             self._steering.update(self._counts)
@@ -171,5 +184,5 @@ class PackedColumns:
         for i, part in enumerate(self._parts):
             columns = grad[:, part.segment.start : part.segment.stop]
             sampled = sampled_threshold(columns, part.plan.layout.group, part.plan.target)
-            self._steering.threshold[i] = agree(sampled[None])
+            self._steering.threshold[i] = agree(sampled[None]) * momentum.scale(part.plan.feedback)
         self._started = True

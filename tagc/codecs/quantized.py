@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.codec_plans import QuantizedPlan
+from tagc.codecs import momentum
 from tagc.ops import Ops
 from tagc.plan import Segment, UnitPlan
 
@@ -23,6 +24,7 @@ class _Part:
     plan: QuantizedPlan
     slot: slice
     residual: Tensor | None
+    momentum: Tensor | None  # see tagc.codecs.momentum
 
 
 class QuantizedColumns:
@@ -46,14 +48,20 @@ class QuantizedColumns:
                 plan.destinations, segment.columns, dtype=stored.dtype, device=device
             )
             slot = slice(self.words, self.words + codec.words)
-            self._parts.append(_Part(segment, codec, slot, residual))
+            average = momentum.new_average(segment, device)
+            self._parts.append(_Part(segment, codec, slot, residual, average))
             self.words = slot.stop
             ops.prepare_blocks(
                 codec.layout,
-                plan.info.dtype,
+                momentum.dtype_of(plan.info.dtype, stored),
                 stored.dtype if stored else None,
                 stored.average if stored else 0.0,
             )
+
+    @property
+    def parts(self) -> list[_Part]:
+        """The segments."""
+        return self._parts
 
     @property
     def residuals(self) -> dict[int, Tensor]:
@@ -68,8 +76,9 @@ class QuantizedColumns:
                 every = feedback.reset_steps
                 if every and self.steps and self.steps % every == 0:
                     part.residual.zero_()
+            columns = grad[:, part.segment.start : part.segment.stop]
             self._ops.quantize(
-                grad[:, part.segment.start : part.segment.stop],
+                momentum.fresh(columns, part.residual, feedback),
                 part.residual,
                 message[:, part.slot],
                 layout=part.plan.layout,
@@ -86,12 +95,21 @@ class QuantizedColumns:
     def decode(self, received: Tensor, out: Tensor, owner: int, divisor: int) -> None:
         """See :meth:`tagc.codecs.Columns.decode`."""
         for part in self._parts:
+            columns = out[part.segment.start : part.segment.stop]
+            sent = momentum.received(columns, part.momentum)
             self._ops.dequantize(
                 received[None, :, part.slot],
-                out[None, part.segment.start : part.segment.stop],
+                sent[None],
                 layout=part.plan.layout,
                 divisor=divisor,
             )
+            momentum.hand_out(sent, part.momentum, part.plan.feedback, columns)
+
+    def warm_up(self, out: Tensor) -> None:
+        """See :meth:`tagc.codecs.Columns.warm_up`."""
+        for part in self._parts:
+            columns = out[part.segment.start : part.segment.stop]
+            momentum.warm_up(part.momentum, part.segment.codec.feedback, columns)
 
     def state(self) -> dict[str, Tensor]:
         """See :meth:`tagc.codecs.Columns.state`."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tagc.blocks import BlockLayout
 from tagc.codec_plans import SketchPlan
-from tagc.codecs import nested, part_of
+from tagc.codecs import momentum, nested, part_of
 from tagc.codecs.support import Support
 from tagc.exchange import Pending, all_reduce_sum, gather_rows, sum_rows
 from tagc.ops import COUNTS, KEPT, UNION, UNRESOLVED, Ops
@@ -41,6 +41,7 @@ class _Part:
     cells: slice
     residual: Tensor | None
     shared: _Shared | None
+    momentum: Tensor | None  # see tagc.codecs.momentum
 
     @property
     def support(self) -> Support | None:
@@ -87,7 +88,8 @@ class SketchColumns:
             assert isinstance(sketch, SketchPlan)
             layout, dtype, stored = sketch.layout, sketch.symbol.dtype, sketch.feedback
             residual = stored and torch.zeros(D, segment.columns, dtype=stored.dtype, device=device)
-            ops.prepare(layout, plan.info.dtype, stored.dtype if stored else None)
+            given = momentum.dtype_of(plan.info.dtype, stored)
+            ops.prepare(layout, given, stored.dtype if stored else None)
             cells = slice(self._cells[dtype], self._cells[dtype] + layout.cells)
             index = slice(words, words + layout.index_words)
             shared = None
@@ -98,7 +100,8 @@ class SketchColumns:
                 union = torch.zeros(1, layout.index_words, dtype=torch.int32, device=device)
                 shared = _Shared(len(wanted), support, union)
                 wanted.append(support.wanted)
-            self._parts.append(_Part(segment, sketch, index, cells, residual, shared))
+            average = momentum.new_average(segment, device)
+            self._parts.append(_Part(segment, sketch, index, cells, residual, shared, average))
             words, self._cells[dtype] = index.stop, cells.stop
         self.words = words
         n = len(self._parts)
@@ -156,8 +159,9 @@ class SketchColumns:
             dtype = sketch.symbol.dtype
             step = quantization_step(threshold[i], sketch.symbol, sketch.levels)
             self._steps[i] = step * self.steering.boost[i]
+            columns = grad[:, part.segment.start : part.segment.stop]
             self._ops.encode(
-                grad[:, part.segment.start : part.segment.stop],
+                momentum.fresh(columns, part.residual, sketch.feedback),
                 part.residual,
                 threshold[i],
                 self._steps[i],
@@ -220,17 +224,20 @@ class SketchColumns:
                 shared.union[0, :-1] = shared.support.current[owner]
                 shared.union[0, -1] = poison.amax()
                 shared.support.receive(self._ops, choices)
+            columns = out[part.segment.start : part.segment.stop]
+            sent = momentum.received(columns, part.momentum)
             self._ops.decode(
                 index if shared is None else shared.union,
                 self._cells_sum(part.sketch.symbol.dtype)[part.cells],
                 self._steps[i, owner : owner + 1],
                 self._seed,
-                out[part.segment.start : part.segment.stop],
+                sent,
                 None if residual is None else residual[owner],
                 self._stats[i],
                 layout=part.sketch.layout,
                 divisor=divisor,
             )
+            momentum.hand_out(sent, part.momentum, part.sketch.feedback, columns)
         if self._parts:
             self.totals[:, 0] += self._counts[..., KEPT].sum(1)
             self.totals[:, 1] += self._stats[:, UNION]
@@ -287,6 +294,12 @@ class SketchColumns:
     def _supports(self) -> list[tuple[int, Support]]:
         return [(p.shared.place, p.shared.support) for p in self._parts if p.shared is not None]
 
+    def warm_up(self, out: Tensor) -> None:
+        """See :meth:`tagc.codecs.Columns.warm_up`."""
+        for part in self._parts:
+            columns = out[part.segment.start : part.segment.stop]
+            momentum.warm_up(part.momentum, part.segment.codec.feedback, columns)
+
     def _update_thresholds(self, grad: Tensor, group: dist.ProcessGroup) -> None:
         if self._counting is None:
             # The only exchange that a unit ever waits for before it sends.
@@ -297,6 +310,7 @@ class SketchColumns:
                         part.sketch.symbol.lanes,
                         self._scale_density(part),
                     )
+                    * momentum.scale(part.sketch.feedback)
                     for part in self._parts
                 ]
             )

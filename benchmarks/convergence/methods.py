@@ -1,0 +1,88 @@
+"""What is compared: a codec and a feedback kind, and the optimizer that goes with them.
+
+Two families of optimizers: ``adam`` has its first momentum, as usual; ``average`` has none, and
+gets the moving average of gradients instead, which is what the feedback kind ``momentum`` hands
+out. Each has a dense baseline, and learning rates of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# Rates that a sweep may go on to when the best of those tried is the first or the last.
+GRID = (2.5e-4, 5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 4.5e-3, 6e-3, 9e-3, 1.2e-2, 1.8e-2)
+_RATES = {"adam": (4.5e-3, 6e-3, 9e-3), "average": (1.5e-3, 2e-3, 3e-3)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One line of the tables.
+
+    Attributes:
+        codec, feedback: as in a policy's rule; dense where ``codec`` is empty.
+        average: ``eta`` of a moving average of the dense gradient; 0 for none.
+    """
+
+    name: str
+    codec: dict[str, Any] = field(default_factory=dict)
+    feedback: dict[str, Any] = field(default_factory=dict)
+    average: float = 0.0
+
+    @property
+    def family(self) -> str:
+        """Whose dense baseline it is compared with."""
+        smooth = self.average or self.feedback.get("kind") == "momentum"
+        return "average" if smooth else "adam"
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Of AdamW."""
+        return (0.0 if self.family == "average" else 0.9, 0.95)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Learning rates to begin with, neighbours in the grid."""
+        return _RATES[self.family]
+
+    @property
+    def policy(self) -> dict[str, Any] | None:
+        """Every matrix, however small."""
+        if not self.codec:
+            return None
+        rule = {"when": {"min_numel": 1}, "codec": self.codec, "feedback": self.feedback}
+        return {"schema": 1, "gradients": [rule]}
+
+
+BASELINES = {"adam": "dense", "average": "dense, averaged"}
+
+
+def _quantized(bits: int, kind: str, **more: Any) -> Method:
+    return Method(
+        name=f"{bits} bits, {kind}",
+        codec={"kind": "quantized", "bits": bits, **more},
+        feedback={"kind": kind},
+    )
+
+
+def _packed(percent: float, bits: int, kind: str, **more: Any) -> Method:
+    return Method(
+        name=f"top {percent:g}% in {bits} bits, {kind}",
+        codec={"kind": "packed", "density": percent / 100, "bits": bits, **more},
+        feedback={"kind": kind},
+    )
+
+
+_ALL = (
+    Method(name=BASELINES["adam"]),
+    _quantized(4, "residual"),
+    _quantized(4, "average"),
+    _quantized(2, "residual"),
+    # TAGC's selection: elements one by one, values not visibly rounded.
+    _packed(20, 16, "residual"),
+    _packed(20, 4, "residual"),
+    _packed(5, 16, "residual"),
+    _packed(5, 4, "residual"),
+)
+METHODS = {method.name: method for method in _ALL}
+QUICK = ("dense", "4 bits, residual", "top 20% in 4 bits, residual")

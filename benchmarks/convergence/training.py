@@ -1,0 +1,173 @@
+"""One training run on simulated ranks."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tagc.policy import Policy
+
+from ..records import Record
+from .methods import Method
+from .ranks import SimulatedRanks
+
+_EXAMPLES = Path(__file__).parents[2] / "examples"
+_HELD_OUT = 256
+_EVALUATIONS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The model and its batches; the default has 0.87 M parameters."""
+
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    context: int = 64
+    ranks: int = 4
+    batch: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A method at a learning rate."""
+
+    method: Method
+    shape: Shape
+    steps: int
+    rate: float
+    seed: int
+
+    @property
+    def key(self) -> Record:
+        """All that the result depends on, but for the machine; the name is not part of it."""
+        m = self.method
+        return {
+            "codec": m.codec,
+            "feedback": m.feedback,
+            "average": m.average,
+            "betas": list(m.betas),
+            **vars(self.shape),
+            "steps": self.steps,
+            "rate": self.rate,
+            "seed": self.seed,
+        }
+
+
+def train(run: Run, device: str = "cpu") -> Record:
+    """Train and validate.
+
+    Returns:
+        ``loss`` (nats per byte on held-out text; None if it diverged), ``losses`` by step,
+        ``bits`` per compressed element, ``bits_with_warmup``, ``step_ms``.
+    """
+    with _one_thread():
+        return _train(run, torch.device(device))
+
+
+def _train(run: Run, device: torch.device) -> Record:
+    gpt, corpus = _example("gpt"), _corpus()
+    shape = run.shape
+    config = gpt.GPTConfig(
+        context=shape.context, width=shape.width, layers=shape.layers, heads=shape.heads
+    )
+    torch.manual_seed(run.seed)
+    model = gpt.GPT(config).to(device)
+    policy = Policy.load(run.method.policy) if run.method.policy else None
+    ranks = SimulatedRanks(model, policy, shape.ranks)
+    optimizer, schedule = _optimizer(model, run)
+    averages = [torch.zeros_like(p) for p in model.parameters()] if run.method.average else []
+    losses: dict[int, float] = {}
+    seconds = 0.0
+    for step in range(run.steps):
+        started = time.perf_counter()
+        for rank in range(shape.ranks):
+            model.zero_grad()
+            batch = corpus.batch(shape.batch, shape.context, seed=run.seed, step=step, rank=rank)
+            _loss(model, batch, device).backward()
+            ranks.take(rank)
+        ranks.average()
+        for p, average in zip(model.parameters(), averages, strict=bool(averages)):
+            assert p.grad is not None
+            p.grad.copy_(average.lerp_(p.grad, run.method.average))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        seconds += time.perf_counter() - started
+        done = step + 1
+        if done * _EVALUATIONS // run.steps != step * _EVALUATIONS // run.steps:
+            losses[done] = _validate(model, corpus, device)
+            if not math.isfinite(losses[done]):
+                break
+    loss = losses[done]
+    dense = min(ranks.warmup_steps, run.steps)
+    # What is not compressed is float32; with nothing compressed, all of it.
+    bits = ranks.compressed_bits / ranks.compressed if ranks.compressed else 32.0
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "bits": bits,
+        "bits_with_warmup": (32 * dense + bits * (run.steps - dense)) / run.steps,
+        "loss": loss if math.isfinite(loss) else None,
+        "losses": {str(s): round(x, 5) for s, x in losses.items() if math.isfinite(x)},
+        "step_ms": round(1e3 * seconds / done, 1),
+    }
+
+
+def _optimizer(model: nn.Module, run: Run) -> tuple[Any, Any]:
+    """AdamW; a tenth of the steps to warm up, then a cosine down to a tenth of the rate."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=run.rate, betas=run.method.betas)
+    warm_up = max(1, run.steps // 10)
+
+    def factor(step: int) -> float:
+        if step < warm_up:
+            return (step + 1) / warm_up
+        progress = (step - warm_up) / max(1, run.steps - warm_up)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.device) -> Tensor:
+    tokens, targets = (t.to(device) for t in batch)
+    return model(tokens, targets)
+
+
+@torch.no_grad()
+def _validate(model: Any, corpus: Any, device: torch.device) -> float:
+    batch = corpus.held_out(_HELD_OUT, model.config.context, rank=0, ranks=1)
+    return _loss(model, batch, device).item()
+
+
+@cache
+def _corpus() -> Any:
+    return _example("text").load_corpus()
+
+
+def _example(name: str) -> Any:
+    if str(_EXAMPLES) not in sys.path:
+        sys.path.append(str(_EXAMPLES))
+    return importlib.import_module(name)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
