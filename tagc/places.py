@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tagc.plan import UnitParam, UnitPlan
+from tagc.pieces import Piece, pieces
+from tagc.plan import Segment, UnitParam, UnitPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,30 @@ class Place:
         return (*self.param.shape[:dim], length, *self.param.shape[dim + 1 :])
 
 
+@dataclass(frozen=True, kw_only=True)
+class FlatPlace(Place):
+    """The same under FSDP1, whose shards cut parameters anywhere.
+
+    Attributes:
+        pieces: of the parameter, in the segment.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    def take(self, residual: Tensor) -> Tensor:
+        """See :meth:`Place.take`."""
+        flat = residual.new_zeros(self.numel)
+        for p in self.pieces:
+            flat[p.offset : p.offset + p.length] = residual[p.row, p.column : p.column + p.length]
+        return flat.view(self.shape)
+
+    def put(self, residual: Tensor, value: Tensor) -> None:
+        """See :meth:`Place.put`; padding stays as it is, zero."""
+        flat = value.reshape(-1)
+        for p in self.pieces:
+            residual[p.row, p.column : p.column + p.length] = flat[p.offset : p.offset + p.length]
+
+
 def span_of(length: int, shard: int, shards: int) -> tuple[int, int]:
     """First index and length of a shard of so many indices, as ``torch.chunk`` cuts them."""
     chunk = -(-length // shards)
@@ -120,6 +145,10 @@ def places(
     """
     for segment in unit.segments:
         residual = residuals.get(segment.start)
+        if unit.info.flat is not None:
+            if residual is not None:
+                yield from ((place, residual) for place in _flat_places(unit, segment, shards))
+            continue
         at = 0
         for param in segment.params:
             if residual is not None and param.columns:
@@ -128,6 +157,14 @@ def places(
                 if place.numel:
                     yield place, residual
             at += param.columns
+
+
+def _flat_places(unit: UnitPlan, segment: Segment, shards: int) -> Iterator[FlatPlace]:
+    found = list(pieces(unit.info, segment.params))
+    for param in segment.params:
+        mine = tuple(piece for piece in found if piece.param == param.name)
+        if mine:
+            yield FlatPlace(param=param, start=mine[0].column, shards=shards, pieces=mine)
 
 
 def _check(place: Place) -> None:

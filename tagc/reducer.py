@@ -104,10 +104,16 @@ class UnitReducer:
         """Residual ``[D, columns]`` by first column of the segment in the unit."""
         return self.sketch.residuals | self.packed.residuals | self.quantized.residuals
 
+    @property
+    def averages(self) -> dict[int, Tensor]:
+        """What this rank hands out of its shard with the feedback kind ``momentum``,
+        ``[1, columns]``, likewise."""
+        return self.sketch.averages | self.packed.averages | self.quantized.averages
+
     def rescale(self, factor: float | Tensor) -> None:
         """Expect gradients that are ``factor`` times as large, the same on every rank."""
-        for residual in self.residuals.values():
-            residual.mul_(factor)
+        for kept in (*self.residuals.values(), *self.averages.values()):
+            kept.mul_(factor)
         for steering in (*self.sketch.steerings, *self.packed.steerings):
             steering.rescale(factor)
 

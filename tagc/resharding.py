@@ -4,7 +4,8 @@ What a parameter is still owed is the sum of its residuals over all ranks. New r
 takes the residuals of the saved ranks ``j``, ``j + n``, ``j + 2n`` and so on, in the order of
 those that have the parameter, and adds them up; ranks that nothing is left for start empty. (An
 average then divides what was owed by the new number of ranks, like the gradients.) Across replicas
-the same holds for copies of the model, each of which has the parameter in shards.
+the same holds for copies of the model, each of which has the parameter in shards; and for what the
+owners of shards hand out with the feedback kind ``momentum``.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
     old: dict[str, list[Saved]] = {}
     for saved_rank in sorted(source.abouts()):
         for full, (_, shape) in source.shapes(saved_rank).items():
-            if full.startswith("residual."):
+            if full.startswith(("residual.", "average.")):
                 name, shard = split_suffix(full)
                 saved = Saved(rank=saved_rank, name=full, shard=shard, shape=shape)
                 old.setdefault(name, []).append(saved)

@@ -45,12 +45,17 @@ class Reduced:
         return f"unit.{self.direction}.{self.reducer.plan.info.name or '(root)'}"
 
     def residuals(self) -> Iterator[tuple[str, Place, Tensor]]:
-        """Name of what is saved, place, and the segment's residual, of every parameter."""
+        """Name of what is saved, place, and the segment's residual, of every parameter; and what
+        the owner hands out of its shard with the feedback kind ``momentum``."""
         plan = self.reducer.plan
         # Across replicas a rank has a residual of its own shard only.
         only = self.shard if plan.for_all else None
-        for place, residual in places(plan, self.reducer.residuals, self.shards, only):
-            yield f"residual.{self.direction}.{place.param.name}{place.suffix}", place, residual
+        for kind, kept, shard in (
+            ("residual", self.reducer.residuals, only),
+            ("average", self.reducer.averages, self.shard),
+        ):
+            for place, tensor in places(plan, kept, self.shards, shard):
+                yield f"{kind}.{self.direction}.{place.param.name}{place.suffix}", place, tensor
 
 
 @dataclass(frozen=True, kw_only=True)

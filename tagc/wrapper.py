@@ -233,7 +233,11 @@ class Compressor:
 
     def _residuals(self) -> list[Tensor]:
         reducers = (*self._installed.reducers, *self._installed.replicas)
-        return [residual for reducer in reducers for residual in reducer.residuals.values()]
+        return [
+            kept
+            for reducer in reducers
+            for kept in (*reducer.residuals.values(), *reducer.averages.values())
+        ]
 
     def remove(self) -> None:
         """Give FSDP its own collectives back and drop all residuals. The model may be wrapped

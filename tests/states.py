@@ -17,6 +17,7 @@ from test_fsdp2 import local_weights, loss_of, sharded
 from torch import Tensor, nn
 
 import tagc
+from tagc.places import span_of, split_suffix
 
 
 def rules(codec: dict[str, Any], feedback: dict[str, Any] | None = None, **more: Any) -> dict:
@@ -36,11 +37,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "quantized average": rules(QUANTIZED, {"kind": "average", "beta": 0.5, "reset_steps": 3}),
     "quantized residual": rules(QUANTIZED, {"kind": "residual"}),
     "quantized none": rules(QUANTIZED, {"kind": "none"}),
+    "quantized momentum": rules(QUANTIZED, {"kind": "momentum", "rate": 0.25}),
     "packed": rules(PACKED),
+    "packed momentum": rules(PACKED | {"warmup_steps": 2}, {"kind": "momentum", "rate": 0.25}),
     "packed bfloat16": rules(PACKED | {"group": 4, "warmup_steps": 1}, BFLOAT16),
     "packed shared": rules(PACKED | {"support": "shared"}),
     "sketch": rules(SKETCH),
     "sketch bfloat16": rules(SKETCH | {"symbol": "int16x2"}, BFLOAT16),
+    "sketch momentum": rules(SKETCH, {"kind": "momentum", "rate": 0.5, "dtype": "bfloat16"}),
     "sketch float32": rules(SKETCH | {"symbol": "float32"}),
     "sketch shared": rules(SKETCH | {"symbol": "int32x1", "support": "shared"}),
     "warming up": rules(SKETCH | {"warmup_steps": 6}),
@@ -111,12 +115,22 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 
 def residual_sums(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's residuals in float64, by parameter."""
+    """This rank's residuals in float64, by parameter, and what it hands out of its shard with the
+    feedback kind `momentum`, in the parameter's shape."""
     sums = {}
+    shapes = {row.param: row.shape for row in tagc.compressor(model).plan().rows}
     for name, tensor in tagc.compressor(model).state_dict().items():
         _, found, parameter = name.partition(".residual.gradients.")
         if found:
             sums[parameter] = tensor.double()
+        _, found, shard = name.partition(".average.gradients.")
+        if found:
+            parameter, at = split_suffix(shard)
+            assert at is not None
+            whole = torch.zeros(shapes[parameter], dtype=torch.float64)
+            first, length = span_of(len(whole), *at)
+            whole[first : first + length] = tensor
+            sums[f"average of {parameter}"] = whole
     return sums
 
 

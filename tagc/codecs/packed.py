@@ -83,6 +83,11 @@ class PackedColumns:
         return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
 
     @property
+    def averages(self) -> dict[int, Tensor]:
+        """What the owner hands out with feedback ``momentum``, ``[1, columns]``, likewise."""
+        return {p.segment.start: p.momentum[None] for p in self._parts if p.momentum is not None}
+
+    @property
     def steerings(self) -> tuple[Steering, ...]:
         """What thresholds follow."""
         return (self._steering,)

@@ -68,6 +68,11 @@ class QuantizedColumns:
         """Residual ``[D, columns]`` by first column of the segment in the unit."""
         return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
 
+    @property
+    def averages(self) -> dict[int, Tensor]:
+        """What the owner hands out with feedback ``momentum``, ``[1, columns]``, likewise."""
+        return {p.segment.start: p.momentum[None] for p in self._parts if p.momentum is not None}
+
     def encode(self, grad: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:
         """See :meth:`tagc.codecs.Columns.encode`."""
         for part in self._parts:

@@ -1,0 +1,85 @@
+"""State of FSDP1 models, whose shards cut parameters anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import on_ranks, run_ranks
+from states import POLICIES, load, residual_sums, run, save, shared_folder
+from test_fsdp1 import local_weights, quietly, sharded
+from test_fsdp2 import EXACT
+from torch import Tensor
+from units import policy
+
+import tagc
+
+# A segment of everything is FSDP1's own buffer; of some parameters it is rearranged.
+RULES: Any = {
+    "whole": policy(({"name": "*"}, 0.3)),
+    "some": POLICIES["quantized average"],
+    "packed": POLICIES["packed bfloat16"],
+}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("saver", ["dcp", "safetensors"])
+@pytest.mark.parametrize("rules", RULES)
+def test_a_resumed_run_is_the_run_that_never_stopped(
+    rank: int, world_size: int, saver: str, rules: str
+) -> None:
+    model = quietly(tagc.wrap, sharded(use_orig_params=True), RULES[rules])
+    run(model, rank, range(3))
+    with shared_folder() as folder:
+        save(model, folder, saver)
+        weights = local_weights(model)
+        run(model, rank, range(3, 6))
+        ends = []
+        for loads in (True, False):
+            other = quietly(tagc.wrap, sharded(use_orig_params=True), RULES[rules])
+            run(other, rank, range(1))  # so that there is something to replace
+            with torch.no_grad():
+                for name, parameter in local_weights_of(other).items():
+                    parameter.copy_(weights[name])
+            if loads:
+                load(other, folder, saver)
+            run(other, rank, range(3, 6))
+            ends.append(local_weights(other))
+    torch.testing.assert_close(ends[0], local_weights(model), **EXACT)
+    assert any(not torch.equal(ends[1][name], ends[0][name]) for name in ends[0])
+
+
+def local_weights_of(model: Any) -> dict[str, Tensor]:
+    """The parameters themselves, by the names of `local_weights`."""
+    return dict(zip(local_weights(model), model.parameters(), strict=True))
+
+
+def train_and_save(rank: int, folder: Path, rules: str) -> dict[str, Tensor]:
+    model = quietly(tagc.wrap, sharded(), RULES[rules])
+    run(model, rank, range(3))
+    save(model, folder, "safetensors")
+    return residual_sums(model)
+
+
+def load_and_train(rank: int, folder: Path, rules: str) -> dict[str, Tensor]:
+    model = quietly(tagc.wrap, sharded(), RULES[rules])
+    tagc.compressor(model).load(folder)
+    sums = residual_sums(model)
+    run(model, rank, range(3, 5))
+    return sums
+
+
+@pytest.mark.parametrize("rules", ["whole", "some"])
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (4, 2)])
+def test_the_sum_over_ranks_is_conserved(tmp_path: Path, rules: str, old: int, new: int) -> None:
+    before = run_ranks(train_and_save, old, tmp_path, rules)
+    after = run_ranks(load_and_train, new, tmp_path, rules)
+    assert set(before[0]) == set(after[0])
+    for name in before[0]:
+        total = sum(sums[name] for sums in before)
+        again = torch.stack([sums[name] for sums in after])
+        assert torch.as_tensor(total).any()
+        eps = 2.0**-8 if rules == "packed" else 2.0**-23
+        assert ((again.sum(0) - total).abs() <= eps * again.abs().sum(0) + 1e-37).all()
