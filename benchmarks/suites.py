@@ -23,6 +23,7 @@ SUITES = {
     "gpu": ".gpu",
     "network": ".network",
     "scaling": ".scaling",
+    "soak": ".soak",
     "report": ".report",
 }
 _DEFAULT = "kernels"
