@@ -24,6 +24,7 @@ SUITES = {
     "network": ".network",
     "scaling": ".scaling",
     "convergence": ".convergence",
+    "soak": ".soak",
     "report": ".report",
 }
 _DEFAULT = "kernels"

@@ -25,12 +25,17 @@ def killed(folder: Path, codec: str, saver: str, kills: list[tuple[int, int]]) -
         *(str(SCRIPT), str(folder), "--codec", codec, "--saver", saver),
         *("--kills", *(f"{rank}:{step}" for rank, step in kills)),
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        # Else ranks may find each other's addresses of before the restart (pytorch#135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=180
     )
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert done.stderr.count("Signal 9 (SIGKILL) received by PID") >= len(kills), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert len(list(folder.glob("killed-*"))) == len(kills), done.stderr
     return [torch.load(folder / f"weights-{rank}.pt") for rank in range(RANKS)]
 
 
@@ -56,6 +61,6 @@ def test_kills_in_a_row(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     codec, saver = list(CODECS)[seed % len(CODECS)], ("dcp", "safetensors")[seed // 4 % 2]
     first = draw.randrange(STEPS - 1)
-    second = draw.randrange(first // EVERY * EVERY, STEPS)
+    second = draw.randrange(first + 1, STEPS)
     kills = [(draw.randrange(RANKS), first), (draw.randrange(RANKS), second)]
     check(tmp_path, codec, saver, kills)

@@ -1,0 +1,202 @@
+"""``soak``: memory, density and unresolved keys over thousands of steps on 2 ranks.
+
+A small transformer trains with one codec for every matrix of a layer. Every rank notes its
+resident memory (``/proc/self/statm``) and what Python holds (``tracemalloc``) at regular steps:
+after the first ten, neither may grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import tracemalloc
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import tagc
+
+from .gpu.training import Net
+from .machine import machine
+from .plots import pyplot, save
+from .records import Record, append, markdown
+
+__all__ = ["about", "add_arguments", "plots", "run", "soak", "table"]
+
+about = "memory of 2 ranks over thousands of steps, with density and unresolved keys"
+
+RANKS = 2
+SETTLED = 10
+_WIDTH, _LAYERS, _BATCH, _LENGTH = 32, 1, 2, 16
+DENSITY = 0.1
+# A codec of each kind at once: attention is sketched, the rest packed or quantized.
+POLICY: dict[str, Any] = {
+    "schema": 1,
+    "gradients": [
+        {
+            "when": {"name": "*self_attn*.*weight"},
+            "codec": {"kind": "sketch", "density": DENSITY},
+        },
+        {"when": {"name": "*linear1.weight"}, "codec": {"kind": "packed", "density": DENSITY}},
+        {
+            "when": {"name": "*linear2.weight"},
+            "codec": {
+                "kind": "sketch",
+                "density": DENSITY,
+                "symbol": "int16x2",
+                "support": "shared",
+            },
+        },
+        {"when": {"min_numel": 1}, "codec": {"kind": "quantized", "bits": 4}},
+    ],
+    "parameters": [{"when": {"min_numel": 1}, "codec": {"kind": "quantized", "bits": 8}}],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this suite."""
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results, a line each")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write a PNG file there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, print the table."""
+    if args.plots:
+        pyplot()  # before minutes of work, not after
+    facts = {"suite": "soak"} | machine()
+    records = [facts | record for record in soak(args.steps)]
+    if args.json:
+        for record in records:
+            append(args.json, record)
+    print(table(records))
+    if args.plots:
+        for file in plots(records, args.plots):
+            print(f"wrote {file}")
+    return 0
+
+
+def soak(steps: int) -> list[Record]:
+    """Train on 2 ranks; one record a rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(steps, folder), nprocs=RANKS)
+        return [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(RANKS)]
+
+
+def _rank(rank: int, steps: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", RANKS),
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=120),
+    )
+    torch.manual_seed(0)
+    model: Any = Net(_WIDTH, _LAYERS)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so small a model may cost more compressed
+        tagc.wrap(model, POLICY)
+    record = _train(model, rank, steps)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(record))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _train(model: Any, rank: int, steps: int) -> Record:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    draw = torch.Generator().manual_seed(rank)
+    every = max(1, steps // 200)
+    noted: dict[str, list[float]] = {"step": [], "resident": [], "traced": []}
+    tracemalloc.start()
+    for step in range(1, steps + 1):
+        start = torch.randint(len(text) - _LENGTH, (_BATCH, 1), generator=draw)
+        tokens = text[start + torch.arange(_LENGTH)]
+        loss = nn.functional.cross_entropy(model(tokens), tokens.roll(-1, 1).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == SETTLED or step % every == 0:
+            # Cycles that are due for collection are no growth.
+            gc.collect()
+            noted["step"].append(step)
+            noted["resident"].append(_resident())
+            noted["traced"].append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    metrics = tagc.compressor(model).metrics()
+    return {
+        "kind": "memory",
+        "rank": rank,
+        "steps": metrics.steps,
+        "density_target": metrics.density_target,
+        "density": metrics.density,
+        "unresolved": metrics.unresolved,
+        "loss": loss.item(),
+        **noted,
+    }
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth(record: Record, what: str) -> float:
+    """Bytes by which the last value exceeds the one after the first ten steps."""
+    settled = record["step"].index(SETTLED)
+    return record[what][-1] - record[what][settled]
+
+
+def table(records: Sequence[Record]) -> str:
+    """A row a rank."""
+    head = ["rank", "steps", "resident", "grown", "held by Python", "grown", "density", "target"]
+    rows = [
+        [
+            r["rank"],
+            r["steps"],
+            f"{r['resident'][-1] / 2**20:.1f} MiB",
+            f"{growth(r, 'resident') / 2**10:+.0f} KiB",
+            f"{r['traced'][-1] / 2**10:.0f} KiB",
+            f"{growth(r, 'traced') / 2**10:+.1f} KiB",
+            f"{r['density']:.4f}",
+            f"{r['density_target']:.4f}",
+            r["unresolved"],
+        ]
+        for r in records
+    ]
+    return markdown([*head, "unresolved"], rows)
+
+
+def plots(records: Sequence[Record], folder: Path) -> list[Path]:
+    """The memory curves."""
+    figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.5))
+    for axis, what, unit, label in (
+        (axes[0], "resident", 2**20, "resident memory, MiB"),
+        (axes[1], "traced", 2**10, "held by Python (tracemalloc), KiB"),
+    ):
+        for record in records:
+            values = [value / unit for value in record[what]]
+            axis.plot(record["step"], values, label=f"rank {record['rank']}")
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("step")
+        axis.set_ylabel(label)
+        axis.legend()
+    return [save(figure, folder / "soak-memory.png")]

@@ -1,0 +1,29 @@
+"""Thousands of steps: memory stays where it is, nothing is unresolved, density is on target."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.soak import DENSITY, RANKS, growth, plots, soak, table
+
+
+def check(records: list, steps: int) -> None:
+    assert len(records) == RANKS
+    for record in records:
+        assert record["steps"] == steps
+        assert record["unresolved"] == 0
+        assert record["density_target"] == pytest.approx(DENSITY)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_thousand_steps(tmp_path):
+    records = soak(2000)
+    print(table(records))
+    check(records, 2000)
+    for record in records:
+        assert record["density"] == pytest.approx(DENSITY, rel=0.1)
+        # Of tens of megabytes. A leaked tensor a step would be megabytes, a leaked float 48 KiB.
+        assert growth(record, "traced") < 32 * 2**10
+        assert growth(record, "resident") < 4 * 2**20
+    assert all(file.stat().st_size < 200_000 for file in plots(records, tmp_path))
