@@ -288,7 +288,13 @@ class UnitReducer:
             )
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise RuntimeError(
-                f"tagc: unit {self._name!r} is reduced with {op}, but only SUM and AVG can be "
-                "compressed; with a gradient divide factor, also call "
+                f"tagc: unit {self._name!r} is reduced with {_name_of(op)}, but only SUM and AVG "
+                "can be compressed; with a gradient divide factor, also call "
                 "set_force_sum_reduction_for_comms(True) on the FSDP modules"
             )
+
+
+def _name_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
+    # An operation with a factor is an object that does not say its name.
+    kinds = dist.ReduceOp.RedOpType.__members__.items()
+    return next((name for name, kind in kinds if op == kind), str(op))

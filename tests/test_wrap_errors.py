@@ -309,7 +309,7 @@ def test_unsupported_reduction(rank: int, world_size: int) -> None:
     kind, said = fails(lambda: backward(model))
     assert kind == "RuntimeError"
     assert "unit 'layers.1'" in said
-    assert "only SUM and AVG can be compressed" in said
+    assert "is reduced with PREMUL_SUM, but only SUM and AVG can be compressed" in said
     assert "set_force_sum_reduction_for_comms(True)" in said
 
     remedied = tagc.wrap(sharded(), MLP_ONLY)
@@ -402,3 +402,4 @@ def test_hybrid_sharding_is_refused(rank: int, world_size: int) -> None:
     kind, said = fails(lambda: tagc.wrap(model, MLP_ONLY))
     assert kind == "ValueError"
     assert "HSDP" in said
+    assert 'tagc.wrap replicas=mesh["replicate"]' in said
