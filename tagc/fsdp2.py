@@ -45,6 +45,14 @@ class FSDP2Unit:
         """Let FSDP reduce this unit's gradients with ``reducer``."""
         self.module.set_custom_reduce_scatter(_CustomReduceScatter(reducer.reduce))
 
+    def check_gather(self) -> None:
+        """Before :meth:`install_gather`.
+
+        Raises:
+            ValueError: if somebody else replaced FSDP's all-gather.
+        """
+        _check_own(self.info.name, self._native[1], "all-gather")
+
     def install_gather(self, gather: Gather) -> None:
         """Let FSDP gather this unit's parameters with ``gather(out, inp, group, in_backward)``."""
         self.module.set_custom_all_gather(_CustomAllGather(gather, self._param_group))
@@ -208,6 +216,7 @@ def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FS
             f"{name or 'the root module'!r} is already wrapped, by itself or as a part of another "
             "model; call tagc.compressor(that_model).remove() first"
         )
+    _check_own(name, group._reduce_scatter_comm, "reduce-scatter")
     policy = group.mp_policy
     stored = [p.sharded_param.dtype for p in group.fsdp_params]
     # Frozen parameters may have another dtype; FSDP insists on one for the others.
@@ -242,6 +251,16 @@ def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FS
         _param_group=group,
         _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
     )
+
+
+def _check_own(name: str, comm: Any, kind: str) -> None:
+    """Raise where somebody else than FSDP made a collective that tagc would replace."""
+    if not type(comm).__module__.startswith("torch."):
+        raise ValueError(
+            f"{name or 'the root module'!r} has its own {kind}, {type(comm).__name__} (from "
+            f"set_custom_{kind.replace('-', '_')}), which tagc would replace; leave it out, or "
+            "do not wrap the model"
+        )
 
 
 def _unit_param(param: Any, names: dict[int, str]) -> UnitParam:

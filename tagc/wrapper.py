@@ -447,6 +447,7 @@ def _make(units: Sequence[Unit], plan: Plan, ops: str | None) -> _Installed:
     if any(unit_plan.compressed for unit_plan in plan.parameters):
         # On every unit, so that bytes are counted of those, too, that stay as they are.
         for unit, unit_plan in zip(_fsdp2(units), plan.parameters, strict=True):
+            unit.check_gather()
             if unit_plan.compressed and unit.gather_info.dtype == torch.uint8:
                 raise ValueError(
                     f"unit {unit.info.name or '(root)'!r} has parameters of several dtypes, which "

@@ -42,6 +42,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import tagc
@@ -185,6 +190,17 @@ def in_hybrid_mesh(model: Any, **options: Any) -> None:
     by_block(model, mesh=two_by_two(), **options)
 
 
+def in_data_mesh(model: Any, **options: Any) -> None:
+    by_block(model, mesh=two_by_two()["replicate"], **options)
+
+
+def split_blocks(model: Any) -> None:
+    """Tensor parallelism in pairs of ranks, which FSDP then shards across."""
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, two_by_two()["shard"], plan)
+
+
 def wrap_blocks(model: Any) -> None:
     for i, block in enumerate(model.blocks):
         model.blocks[i] = checkpoint_wrapper(block)
@@ -255,6 +271,10 @@ def unsynced(model: Any, rank: int, step: int) -> None:
 def synced(model: Any, rank: int, step: int) -> None:
     for micro in range(3):
         loss_of(model, rank, 3 * step + micro).backward()
+
+
+def alike_in_pairs(model: Any, rank: int, step: int) -> None:
+    once(model, rank // 2, step)
 
 
 def last_flagged(model: Any, rank: int, step: int) -> None:
@@ -355,6 +375,9 @@ FSDP2: dict[str, Option] = {
         ranks=(4,),
         refused="HSDP",
         refused_dense="HSDP",
+    ),
+    "tensor parallel blocks": Option(
+        prepare=split_blocks, shard=in_data_mesh, backward=alike_in_pairs, ranks=(4,)
     ),
 }
 

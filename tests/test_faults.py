@@ -61,7 +61,7 @@ def impatient(seconds: float = 1.0) -> DeviceMesh:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("chosen", ["dense", "quantized", "sketch"])
+@pytest.mark.parametrize("chosen", ["dense", "sketch"])
 def test_a_rank_that_stops_answering(rank: int, world_size: int, chosen: str) -> None:
     spec = "dense" if chosen == "dense" else policy(chosen)
     wrap(sharded(net()), spec)  # compiles kernels, before anybody is impatient
@@ -131,8 +131,7 @@ def test_one_rank_wraps_again(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("bad", [0, 3])
-@pytest.mark.parametrize("how", ["policy", "ops", "model"])
+@pytest.mark.parametrize(("bad", "how"), [(3, "policy"), (0, "ops"), (3, "model")])
 def test_an_error_in_some_groups_of_replicas(
     rank: int, world_size: int, bad: int, how: str
 ) -> None:
@@ -156,7 +155,7 @@ def test_an_error_in_some_groups_of_replicas(
 # Gradients that are not finite
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @by_codec
 def test_every_owner_learns_of_a_loss_that_overflows(
     rank: int, world_size: int, codec: str
@@ -192,7 +191,7 @@ def test_every_replica_learns_of_a_loss_that_overflows(
 # Skipped steps and loss scales
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("codec", WITH_RESIDUAL)
 def test_residuals_follow_the_loss_scale(rank: int, world_size: int, codec: str) -> None:
     """Scales are powers of two, so unscaled gradients have the bits of a run without a scale."""
@@ -223,12 +222,9 @@ def test_bad_factors(rank: int, world_size: int) -> None:
         tagc.compressor(model).restore_residuals(tagc.compressor(other).copy_residuals())
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 @pytest.mark.parametrize("codec", WITH_RESIDUAL)
-@pytest.mark.parametrize("as_tensor", [True, False])
-def test_a_skipped_step_leaves_what_was_owed(
-    rank: int, world_size: int, codec: str, as_tensor: bool
-) -> None:
+def test_a_skipped_step_leaves_what_was_owed(rank: int, world_size: int, codec: str) -> None:
     model = wrap(sharded(net()), policy(codec))
     compressor = tagc.compressor(model)
     loss_of(model, rank, 0).backward()
@@ -238,11 +234,13 @@ def test_a_skipped_step_leaves_what_was_owed(
     if rank != 0:
         # It sent, in vain.
         assert any(not torch.equal(o, r) for o, r in zip(owed, residuals(model), strict=True))
-    kept = [r.clone() for r in residuals(model)]
-    compressor.restore_residuals(owed, where=torch.zeros(()) if as_tensor else False)
-    torch.testing.assert_close(residuals(model), kept, **EXACT)
-    compressor.restore_residuals(owed, where=torch.ones(()) if as_tensor else True)
-    torch.testing.assert_close(residuals(model), owed, **EXACT)
+    after = compressor.copy_residuals()
+    for no, yes in ((False, True), (torch.zeros(()), torch.ones(()))):
+        compressor.restore_residuals(after)
+        compressor.restore_residuals(owed, where=no)
+        torch.testing.assert_close(residuals(model), after, **EXACT)
+        compressor.restore_residuals(owed, where=yes)
+        torch.testing.assert_close(residuals(model), owed, **EXACT)
 
 
 def loss_scaling() -> Any:
@@ -252,7 +250,7 @@ def loss_scaling() -> Any:
     return loss_scaling
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 @pytest.mark.parametrize("codec", ["exact", "quantized", "packed"])
 def test_a_loss_scaler_end_to_end(rank: int, world_size: int, codec: str) -> None:
     """The example's loop, with a scale that overflows at first, beside native FSDP."""

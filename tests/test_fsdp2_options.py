@@ -134,6 +134,8 @@ def test_checkpointed_and_compiled_blocks_train_as_plain_ones(rank: int, world_s
 @pytest.mark.slow
 @on_ranks(2, timeout=220)
 def test_blocks_compiled_by_inductor(rank: int, world_size: int) -> None:
+    warnings.simplefilter("ignore")  # importing inductor has much to say
+
     def compiled() -> Any:
         model = net()
         compile_blocks(model, "inductor")

@@ -360,6 +360,36 @@ def test_overflowing_loss_reaches_every_owner(rank: int, world_size: int) -> Non
     assert tagc.compressor(model).metrics().residual_norm < float("inf")
 
 
+# What others replaced
+
+
+class Mine:
+    """A collective that is neither FSDP's nor tagc's."""
+
+
+@on_ranks(2)
+def test_collectives_of_others_are_not_replaced(rank: int, world_size: int) -> None:
+    model, mine = sharded(), Mine()
+    model.layers[0].set_custom_all_gather(mine)
+    rules = {"name": "*.weight", "min_numel": 1}
+    int8 = {"kind": "quantized", "bits": 8}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind, said = fails(
+            lambda: tagc.wrap(model, MLP_ONLY | {"parameters": [{"when": rules, "codec": int8}]})
+        )
+    assert kind == "ValueError"
+    assert "'layers.0' has its own all-gather, Mine" in said
+    # Gradients alone leave it as it is.
+    tagc.wrap(model, MLP_ONLY)
+    tagc.compressor(model).remove()
+
+    model.layers[1].set_custom_reduce_scatter(mine)
+    kind, said = fails(lambda: tagc.wrap(model, MLP_ONLY))
+    assert kind == "ValueError"
+    assert "'layers.1' has its own reduce-scatter, Mine (from set_custom_reduce_scatter)" in said
+
+
 # Life of a wrapped model
 
 
