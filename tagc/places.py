@@ -11,12 +11,27 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tagc.pieces import Piece, pieces
 from tagc.plan import Segment, UnitParam, UnitPlan
+
+
+class Piece(Protocol):
+    """Elements ``offset`` to ``offset + length`` of a flattened parameter, which lie from
+    ``column`` of the segment on in row ``row``."""
+
+    @property
+    def row(self) -> int: ...
+    @property
+    def column(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +42,14 @@ class Place:
         start: its first column in the segment.
         shards: rows of the parameter, one a shard.
         shard: the only shard that the residual is about; None for all of them.
+        pieces: where it lies, if not in the same columns of every row.
     """
 
     param: UnitParam
     start: int
     shards: int
     shard: int | None = None
+    pieces: tuple[Piece, ...] | None = None
 
     @property
     def suffix(self) -> str:
@@ -58,6 +75,12 @@ class Place:
 
     def take(self, residual: Tensor) -> Tensor:
         """A copy of the parameter's elements, of shape ``shape``."""
+        if self.pieces is not None:
+            flat = residual.new_zeros(self.numel)
+            for p in self.pieces:
+                source = residual[p.row, p.column : p.column + p.length]
+                flat[p.offset : p.offset + p.length] = source
+            return flat.view(self.shape)
         rows = residual[:, self.start : self.start + self.param.columns]
         if self.param.dim == 0:
             return rows.reshape(-1)[: self.numel].reshape(self.shape).clone()
@@ -67,7 +90,14 @@ class Place:
         )
 
     def put(self, residual: Tensor, value: Tensor) -> None:
-        """Write ``value`` of shape ``shape`` there, and zeros to the padding."""
+        """Write ``value`` of shape ``shape`` there, and zeros to the padding (but of pieces, whose
+        padding has no parameter: it was zero from the start)."""
+        if self.pieces is not None:
+            flat = value.reshape(-1)
+            for p in self.pieces:
+                piece = flat[p.offset : p.offset + p.length]
+                residual[p.row, p.column : p.column + p.length] = piece
+            return
         rows = residual[:, self.start : self.start + self.param.columns]
         size = self._chunk
         for i, row in enumerate(rows):

@@ -156,7 +156,7 @@ class State:
             warnings.warn(
                 f"{source.where}: dropped {_spell_names(merge.dropped)}, for which the model has "
                 "no residual, or one of another shape",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _holdings(self) -> dict[str, Place]:

@@ -62,7 +62,8 @@ class CheckpointFolder:
         if not isinstance(self._tensors, dict) or not isinstance(self._storage, dict):
             raise StateError(f"{folder / INDEX}: not an index of a checkpoint")
         start = f"{key}."
-        names = [n.removeprefix(start) for n in self._tensors if str(n).startswith(start)]
+        saved = [name for name in self._tensors if isinstance(name, str)]
+        names = [name.removeprefix(start) for name in saved if name.startswith(start)]
         if not names:
             raise StateError(
                 f"{folder}: nothing in this checkpoint is called {key!r}; pass load(..., key=...) "
@@ -111,7 +112,12 @@ class CheckpointFolder:
 
     def _about(self, full: str) -> TensorStorageMetadata:
         found = self._tensors[full]
-        if not isinstance(found, TensorStorageMetadata):
+        # A damaged index may lack any of this.
+        size, properties = (getattr(found, name, None) for name in ("size", "properties"))
+        dtype = getattr(properties, "dtype", None)
+        if not isinstance(found, TensorStorageMetadata) or not (
+            isinstance(size, torch.Size) and isinstance(dtype, torch.dtype)
+        ):
             raise StateError(f"{self.where}: {full} is no tensor")
         return found
 

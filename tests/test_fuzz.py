@@ -288,6 +288,8 @@ def changed_values(
     for _ in range(draw.choice((1, 1, 2))):
         name = draw.choice(list(out))
         tensor = out[name]
+        if not tensor.numel():
+            continue
         kind = draw.randrange(8)
         flat = tensor.view(-1).view(torch.uint8)
         if kind == 0:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import run_ranks
-from kill_train import CODECS, EVERY, STEPS, train
+from kill_train import CODECS, STEPS, train
 
 SCRIPT = Path(__file__).with_name("kill_train.py")
 RANKS = 2

@@ -23,7 +23,7 @@ def test_two_thousand_steps(tmp_path):
     check(records, 2000)
     for record in records:
         assert record["density"] == pytest.approx(DENSITY, rel=0.1)
-        # Of tens of megabytes. A leaked tensor a step would be megabytes, a leaked float 48 KiB.
-        assert growth(record, "traced") < 32 * 2**10
+        # A float that leaks in every step is 96 KiB; what grows is in the first hundred steps.
+        assert growth(record, "traced") < 64 * 2**10
         assert growth(record, "resident") < 4 * 2**20
     assert all(file.stat().st_size < 200_000 for file in plots(records, tmp_path))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,12 +61,24 @@ def equal(mine: dict[str, Any], other: dict[str, Any]) -> None:
 # The same ranks
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 @by_saver
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_resumed_run_is_the_run_that_never_stopped(
     rank: int, world_size: int, saver: str, policy: str
 ) -> None:
+    resumes(rank, saver, policy)
+
+
+@on_ranks(3)
+@by_saver
+@pytest.mark.parametrize("policy", ["sketch shared", "packed bfloat16"])
+def test_three_ranks_resume(rank: int, world_size: int, saver: str, policy: str) -> None:
+    resumes(rank, saver, policy)
+
+
+def resumes(rank: int, saver: str, policy: str) -> None:
+    """Train, save, go on; and the same with another model that loads what was saved."""
     model = wrapped(POLICIES[policy])
     run(model, rank, range(5))
     with shared_folder() as folder:
@@ -182,6 +196,23 @@ def test_places(dim: int, shards: int) -> None:
             assert torch.equal(place.take(written), piece)
 
 
+def test_pieces_of_a_place() -> None:
+    """A parameter of 7 elements that straddles rows, in other columns of each."""
+    pieces: Any = (
+        SimpleNamespace(row=0, column=3, offset=0, length=1),
+        SimpleNamespace(row=1, column=0, offset=1, length=4),
+        SimpleNamespace(row=2, column=1, offset=5, length=2),
+    )
+    param = UnitParam(name="p", shape=(7, 1), columns=4)
+    place = Place(param=param, start=0, shards=3, pieces=pieces)
+    residual = torch.full((3, 4), torch.nan)
+    value = torch.arange(1.0, 8.0)[:, None]
+    place.put(residual, value)
+    assert torch.equal(place.take(residual), value)
+    rows = [[0, 0, 0, 1], [2, 3, 4, 5], [0, 6, 7, 0]]
+    assert residual.nan_to_num().tolist() == rows
+
+
 # Other ranks
 
 
@@ -246,6 +277,22 @@ def test_the_sum_over_ranks_is_conserved(
     if new > old:
         owed = {n: s for n, s in ranks[-1].items() if not n.startswith("average of ")}
         assert not any(sums.any() for sums in owed.values())
+
+
+def goes_on_warming_up(rank: int, folder: Path) -> None:
+    model = wrapped(POLICIES["warming up"])
+    compressor = tagc.compressor(model)
+    compressor.load(folder)
+    run(model, rank, range(3, 6))
+    assert math.isnan(compressor.metrics().density)
+    run(model, rank, range(6, 7))
+    assert compressor.metrics().density > 0
+
+
+def test_a_warm_up_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    """Of 6 steps; 3 were made before."""
+    run_ranks(train_and_save, 2, "safetensors", POLICIES["warming up"], tmp_path)
+    run_ranks(goes_on_warming_up, 3, tmp_path)
 
 
 def loads_badly(rank: int, saver: str, policy: dict, folder: Path) -> tuple[str, str]:

@@ -272,6 +272,8 @@ class SketchColumns:
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`tagc.codecs.Columns.check_state`."""
         if self._parts:
+            if not 0 <= int(state["wire_bytes"]) < 2**59:
+                raise ValueError(f"wire_bytes is {int(state['wire_bytes'])}")
             self.steering.check_state(part_of("steering", state))
         if self._choosing is not None:
             self._choosing.check_state(part_of("choosing", state))
