@@ -11,27 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tagc.pieces import Piece, pieces
 from tagc.plan import Segment, UnitParam, UnitPlan
-
-
-class Piece(Protocol):
-    """Elements ``offset`` to ``offset + length`` of a flattened parameter, which lie from
-    ``column`` of the segment on in row ``row``."""
-
-    @property
-    def row(self) -> int: ...
-    @property
-    def column(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def length(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,30 +105,6 @@ class Place:
         return (*self.param.shape[:dim], length, *self.param.shape[dim + 1 :])
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlatPlace(Place):
-    """The same under FSDP1, whose shards cut parameters anywhere.
-
-    Attributes:
-        pieces: of the parameter, in the segment.
-    """
-
-    pieces: tuple[Piece, ...]
-
-    def take(self, residual: Tensor) -> Tensor:
-        """See :meth:`Place.take`."""
-        flat = residual.new_zeros(self.numel)
-        for p in self.pieces:
-            flat[p.offset : p.offset + p.length] = residual[p.row, p.column : p.column + p.length]
-        return flat.view(self.shape)
-
-    def put(self, residual: Tensor, value: Tensor) -> None:
-        """See :meth:`Place.put`; padding stays as it is, zero."""
-        flat = value.reshape(-1)
-        for p in self.pieces:
-            residual[p.row, p.column : p.column + p.length] = flat[p.offset : p.offset + p.length]
-
-
 def span_of(length: int, shard: int, shards: int) -> tuple[int, int]:
     """First index and length of a shard of so many indices, as ``torch.chunk`` cuts them."""
     chunk = -(-length // shards)
@@ -189,12 +150,12 @@ def places(
             at += param.columns
 
 
-def _flat_places(unit: UnitPlan, segment: Segment, shards: int) -> Iterator[FlatPlace]:
+def _flat_places(unit: UnitPlan, segment: Segment, shards: int) -> Iterator[Place]:
     found = list(pieces(unit.info, segment.params))
     for param in segment.params:
         mine = tuple(piece for piece in found if piece.param == param.name)
         if mine:
-            yield FlatPlace(param=param, start=mine[0].column, shards=shards, pieces=mine)
+            yield Place(param=param, start=mine[0].column, shards=shards, pieces=mine)
 
 
 def _check(place: Place) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin  # pyright: ignore
 from task import Reverser, batch, loss_of
 
 import tagc

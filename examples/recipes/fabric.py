@@ -9,8 +9,8 @@ import argparse
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric import Fabric  # pyright: ignore
+from lightning.fabric.strategies import ModelParallelStrategy  # pyright: ignore
 from task import Reverser, batch, loss_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from task import LENGTH, VOCABULARY, WIDTH, batch
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore
 
 import tagc
 
