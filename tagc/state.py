@@ -225,11 +225,20 @@ class State:
 
         def apply() -> None:
             _synchronize()
+            restarted: set[str] = set()
             for reduced in self.reduced:
-                reduced.reducer.state()  # waits for what is in flight
+                if any("momentum." in key for key in reduced.reducer.state()):  # waits, too
+                    restarted.add(reduced.direction)
                 reduced.reducer.reset(step)
                 for name, place, residual in reduced.residuals():
                     place.put(residual, values[name].to(residual.device))
+            if restarted:
+                warnings.warn(
+                    f"{source.where}: saved by other ranks or with another policy, so the moving "
+                    "averages of feedback 'momentum' start from zero: the first 1 / rate steps "
+                    "hand out less than the average gradient",
+                    stacklevel=5,
+                )
 
         return apply
 

@@ -43,6 +43,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "sketch bfloat16": rules(SKETCH | {"symbol": "int16x2"}, BFLOAT16),
     "sketch float32": rules(SKETCH | {"symbol": "float32"}),
     "sketch shared": rules(SKETCH | {"symbol": "int32x1", "support": "shared"}),
+    "quantized momentum": rules(QUANTIZED, {"kind": "momentum", "dtype": "bfloat16"}),
+    "packed momentum": rules(PACKED | {"warmup_steps": 2}, {"kind": "momentum", "rate": 0.3}),
+    "sketch momentum": rules(SKETCH, {"kind": "momentum"}),
     "warming up": rules(SKETCH | {"warmup_steps": 6}),
     "parameters": rules(
         QUANTIZED,

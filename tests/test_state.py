@@ -239,6 +239,18 @@ def test_the_sum_over_ranks_is_conserved(
         assert not any(sums.any() for sums in ranks[-1].values())
 
 
+def load_averages(rank: int, policy: dict, folder: Path) -> None:
+    model = wrapped(policy)
+    with pytest.warns(UserWarning, match="moving averages .* start from zero"):
+        tagc.compressor(model).load(folder)
+
+
+def test_other_ranks_are_told_that_moving_averages_start_anew(tmp_path: Path) -> None:
+    policy = POLICIES["packed momentum"]
+    run_ranks(train_and_save, 2, "safetensors", policy, tmp_path)
+    run_ranks(load_averages, 3, policy, tmp_path)
+
+
 def loads_badly(rank: int, saver: str, policy: dict, folder: Path) -> tuple[str, str]:
     """What loading as the same number of ranks says, and that it changed nothing."""
     model = wrapped(policy)

@@ -12,6 +12,9 @@ not been sent yet decays like everything else, and no old gradient arrives late 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -75,3 +78,21 @@ def warm_up(average: Tensor | None, feedback: FeedbackPlan | None, out: Tensor) 
     """The same after a dense reduction, whose sum is in ``out`` ``[columns]``."""
     if average is not None and feedback is not None:
         hand_out(out.float() * feedback.rate, average, feedback, out)
+
+
+class Part(Protocol):
+    """A segment in one of the codecs."""
+
+    @property
+    def momentum(self) -> Tensor | None: ...
+
+
+def state(parts: Sequence[Part]) -> dict[str, Tensor]:
+    """The averages, for :meth:`tagc.codecs.Columns.state`."""
+    return {f"momentum.{i}": p.momentum for i, p in enumerate(parts) if p.momentum is not None}
+
+
+def load_state(parts: Sequence[Part], saved: Mapping[str, Tensor]) -> None:
+    """The inverse of :func:`state`."""
+    for name, average in state(parts).items():
+        average.copy_(saved[name])

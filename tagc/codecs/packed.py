@@ -145,6 +145,7 @@ class PackedColumns:
             "counts": self._counts,
             "totals": self.totals,
             **nested("steering", self._steering.state()),
+            **momentum.state(self._parts),
         }
         for i, support in self._supports():
             state |= nested(f"support.{i}", support.state())
@@ -165,6 +166,7 @@ class PackedColumns:
         self._counts.copy_(state["counts"])
         self.totals.copy_(state["totals"])
         self._steering.load_state(part_of("steering", state))
+        momentum.load_state(self._parts, state)
         for i, support in self._supports():
             support.load_state(part_of(f"support.{i}", state))
 

@@ -113,7 +113,9 @@ class QuantizedColumns:
 
     def state(self) -> dict[str, Tensor]:
         """See :meth:`tagc.codecs.Columns.state`."""
-        return {"steps": torch.tensor(self.steps)} if self._parts else {}
+        if not self._parts:
+            return {}
+        return {"steps": torch.tensor(self.steps), **momentum.state(self._parts)}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`tagc.codecs.Columns.check_state`."""
@@ -124,3 +126,4 @@ class QuantizedColumns:
         """See :meth:`tagc.codecs.Columns.load_state`."""
         if self._parts:
             self.steps = int(state["steps"])
+            momentum.load_state(self._parts, state)

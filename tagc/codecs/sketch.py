@@ -256,6 +256,7 @@ class SketchColumns:
             "summed": self._summed,
             "totals": self.totals,
             **nested("steering", self.steering.state()),
+            **momentum.state(self._parts),
         }
         if self._choosing is not None:
             state["chosen"] = self._chosen
@@ -285,6 +286,7 @@ class SketchColumns:
         self._summed.copy_(state["summed"])
         self.totals.copy_(state["totals"])
         self.steering.load_state(part_of("steering", state))
+        momentum.load_state(self._parts, state)
         if self._choosing is not None:
             self._chosen.copy_(state["chosen"])
             self._choosing.load_state(part_of("choosing", state))
