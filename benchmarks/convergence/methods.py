@@ -75,14 +75,19 @@ def _packed(percent: float, bits: int, kind: str, **more: Any) -> Method:
 
 _ALL = (
     Method(name=BASELINES["adam"]),
+    Method(name=BASELINES["average"], average=0.1),
     _quantized(4, "residual"),
     _quantized(4, "average"),
+    _quantized(4, "momentum"),
     _quantized(2, "residual"),
+    _quantized(2, "momentum"),
     # TAGC's selection: elements one by one, values not visibly rounded.
     _packed(20, 16, "residual"),
     _packed(20, 4, "residual"),
+    _packed(20, 4, "momentum"),
     _packed(5, 16, "residual"),
     _packed(5, 4, "residual"),
+    _packed(5, 4, "momentum"),
 )
 METHODS = {method.name: method for method in _ALL}
 QUICK = ("dense", "4 bits, residual", "top 20% in 4 bits, residual")
