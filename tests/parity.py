@@ -129,6 +129,7 @@ class Option:
         sums: whether FSDP reduces with SUM, not AVG.
         divides: by what FSDP divides after that, given the ranks.
         ranks: numbers of ranks that make sense.
+        names: parameters that a policy compresses, for FSDP1, which lays out all others apart.
         refused: words of the error that a policy which compresses must raise.
         refused_dense: words of the error that policy `dense` must raise, or native FSDP.
     """
@@ -142,6 +143,7 @@ class Option:
     sums: bool = False
     divides: Callable[[int], float] = lambda ranks: 1
     ranks: Sequence[int] = (2, 3, 2, 3, 4, 2, 3, 5)
+    names: str = "*"
     refused: str = ""
     refused_dense: str = ""
 
@@ -425,6 +427,8 @@ GRAD_OP = partial(nested, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
 FSDP1: dict[str, Option] = {
     "plain": Option(shard=nested),
     "use_orig_params": Option(shard=ORIGINAL, ranks=(3,)),
+    "weights compressed": Option(shard=nested, names="*weight", ranks=(3,)),
+    "weights compressed, use_orig_params": Option(shard=ORIGINAL, names="*weight", ranks=(4,)),
     "SHARD_GRAD_OP": Option(shard=GRAD_OP, ranks=(2,)),
     "SHARD_GRAD_OP, use_orig_params": Option(
         shard=partial(GRAD_OP, use_orig_params=True), ranks=(5,)
@@ -594,6 +598,11 @@ def fsdp1_built(option: Option, dtype: Dtype) -> Any:
     return sharded
 
 
+def fsdp1_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
+    rule = policy and policy | {"when": {"name": option.names}}
+    return wrap(fsdp1_built(option, dtype), rule)
+
+
 def fsdp1_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
     """Where FSDP1 itself says that its flat parameters have them."""
     found = []
@@ -646,7 +655,7 @@ APIS: dict[str, Api] = {
     "FSDP1": Api(
         options=FSDP1,
         native=fsdp1_built,
-        wrapped=lambda option, dtype, policy: wrap(fsdp1_built(option, dtype), policy),
+        wrapped=fsdp1_wrapped,
         gradients=fsdp1_gradients,
         averages=True,
     ),
