@@ -817,7 +817,9 @@ def recorded() -> Iterator[dict[int, Tensor]]:
     original = UnitReducer.reduce
 
     def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *how: Any) -> None:
-        size = inp.view(self.plan.destinations, -1).double().abs() * planned(self.plan)
+        size = inp.view(self.plan.destinations, -1).double().abs()
+        if self.plan.info.flat is not None:
+            size *= planned(self.plan)
         amounts[id(self)] = amounts.get(id(self), torch.zeros_like(size)) + size
         original(self, out, inp, *how)
 
