@@ -22,7 +22,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -38,7 +38,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
     MixedPrecisionPolicy,
+    ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.tensor import Shard
@@ -50,7 +53,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import tagc
-from tagc.plan import UnitPlan
+from tagc.pieces import pieces
+from tagc.plan import Segment, UnitPlan
 from tagc.reducer import UnitReducer
 
 STEPS = 2
@@ -123,26 +127,28 @@ class Option:
     Attributes:
         net: arguments of :class:`Net`.
         prepare: changes the model before it is sharded.
-        shard: shards it, for this API.
+        shard: shards it, for this API; returns what FSDP1 makes of it.
         configure: calls FSDP's setters.
         backward: one step's backwards.
         after: what follows them, before the optimizer.
         sums: whether FSDP reduces with SUM, not AVG.
         divides: by what FSDP divides after that, given the ranks.
         ranks: numbers of ranks that make sense.
+        names: parameters that a policy compresses, for FSDP1, which lays out all others apart.
         refused: words of the error that a policy which compresses must raise.
         refused_dense: words of the error that policy `dense` must raise, or native FSDP.
     """
 
     net: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[Any], None] = nothing
-    shard: Callable[..., None]
+    shard: Callable[..., Any]
     configure: Callable[[Any], None] = nothing
     backward: Callable[..., None] = once
     after: Callable[[Any], None] = nothing
     sums: bool = False
     divides: Callable[[int], float] = lambda ranks: 1
     ranks: Sequence[int] = (2, 3, 2, 3, 4, 2, 3, 5)
+    names: str = "*"
     refused: str = ""
     refused_dense: str = ""
 
@@ -405,6 +411,87 @@ REPLICAS: dict[str, Option] = {
     ),
 }
 
+# FSDP1's options
+
+
+def nested(model: Any, **options: Any) -> Any:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = FullyShardedDataParallel(block, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def hybrid(model: Any, **options: Any) -> Any:
+    strategy = ShardingStrategy.HYBRID_SHARD
+    return nested(model, device_mesh=two_by_two(), sharding_strategy=strategy, **options)
+
+
+def not_sharded(model: Any, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*NO_SHARD", category=FutureWarning)
+        return nested(model, sharding_strategy=ShardingStrategy.NO_SHARD, **options)
+
+
+def own_hook(state: Any, grad: Tensor, shard: Tensor) -> None: ...
+
+
+def in_no_sync(model: Any, rank: int, step: int) -> None:
+    for micro in range(3):
+        with nullcontext() if micro == 2 else model.no_sync():
+            loss_of(model, rank, 3 * step + micro).backward()
+
+
+def clip_shards(model: Any) -> None:
+    model.clip_grad_norm_(0.1)
+
+
+ORIGINAL = partial(nested, use_orig_params=True)
+GRAD_OP = partial(nested, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+
+FSDP1: dict[str, Option] = {
+    "plain": Option(shard=nested),
+    "use_orig_params": Option(shard=ORIGINAL, ranks=(3,)),
+    "weights compressed": Option(shard=nested, names="*weight", ranks=(3,)),
+    "weights compressed, use_orig_params": Option(shard=ORIGINAL, names="*weight", ranks=(4,)),
+    "SHARD_GRAD_OP": Option(shard=GRAD_OP, ranks=(2,)),
+    "SHARD_GRAD_OP, use_orig_params": Option(
+        shard=partial(GRAD_OP, use_orig_params=True), ranks=(5,)
+    ),
+    "one unit": Option(shard=FullyShardedDataParallel),
+    "one unit, use_orig_params": Option(
+        shard=partial(FullyShardedDataParallel, use_orig_params=True), ranks=(4,)
+    ),
+    "no_sync": Option(shard=nested, backward=in_no_sync),
+    "no_sync, use_orig_params": Option(shard=ORIGINAL, backward=in_no_sync),
+    "accumulation with sync": Option(shard=nested, backward=synced),
+    "accumulation with sync, use_orig_params": Option(shard=ORIGINAL, backward=synced),
+    "clip_grad_norm_": Option(shard=nested, after=clip_shards),
+    "clip_grad_norm_, use_orig_params": Option(shard=ORIGINAL, after=clip_shards),
+    "some parameters frozen": Option(prepare=freeze_some, shard=ORIGINAL),
+    "a unit frozen": Option(prepare=freeze_a_unit, shard=nested),
+    "unused on odd ranks": Option(net={"extra": True}, shard=nested, backward=on_even_ranks),
+    "tied weights": Option(net={"tied": True}, shard=nested),
+    "checkpoint inside": Option(net={"recompute": True}, shard=nested),
+    "checkpoint_wrapper": Option(prepare=wrap_blocks, shard=nested),
+    "units called twice": Option(net={"times": 2}, shard=nested),
+    "HYBRID_SHARD": Option(
+        shard=hybrid,
+        ranks=(4,),
+        refused="sharded and replicated (HYBRID_SHARD)",
+        refused_dense="sharded and replicated (HYBRID_SHARD)",
+    ),
+    "NO_SHARD": Option(
+        shard=not_sharded,
+        refused="replicated, not sharded (NO_SHARD)",
+        refused_dense="replicated, not sharded (NO_SHARD)",
+    ),
+    "a communication hook": Option(
+        shard=nested,
+        configure=lambda model: model.register_comm_hook(None, own_hook),
+        refused="has a communication hook of its own (own_hook",
+        refused_dense="has a communication hook of its own (own_hook",
+    ),
+}
+
 # Dtypes
 
 
@@ -467,8 +554,10 @@ class Api:
         options: by name.
         native: shards a model for native FSDP.
         wrapped: shards a model and wraps it with a rule, or with policy `dense`.
-        gradients: the gradient shard ``[S]`` of every unit of a plan, in float64.
+        gradients: the gradient shard ``[S]`` of every unit of a plan, in float64, in FSDP's
+            columns.
         replicas: copies of the sharded model, among 4 ranks.
+        averages: whether tagc always averages, whatever native FSDP divides by and when.
     """
 
     options: Mapping[str, Option]
@@ -476,6 +565,7 @@ class Api:
     wrapped: Callable[[Option, Dtype, dict[str, Any] | None], Any]
     gradients: Callable[[Any, Sequence[UnitPlan]], list[Tensor]]
     replicas: int = 1
+    averages: bool = False
 
 
 def built(option: Option, dtype: Dtype, **where: Any) -> Any:
@@ -521,6 +611,41 @@ def fsdp2_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
     return found
 
 
+def fsdp1_built(option: Option, dtype: Dtype) -> Any:
+    torch.manual_seed(1)
+    model = Net(**option.net).to(dtype.model)
+    option.prepare(model)
+    mixed = MixedPrecision(param_dtype=dtype.param, reduce_dtype=dtype.reduce)
+    sharded = option.shard(model, mixed_precision=mixed, device_id=torch.device("cpu"))
+    option.configure(sharded)
+    return sharded
+
+
+def fsdp1_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
+    rule = policy and policy | {"when": {"name": option.names}}
+    return wrap(fsdp1_built(option, dtype), rule)
+
+
+def fsdp1_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
+    """Where FSDP1 itself says that its flat parameters have them."""
+    found = []
+    modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+    handles = [module._handle for module in modules if module._handle is not None]
+    for handle, unit in zip(handles, units, strict=True):
+        flat = handle.flat_param
+        columns = torch.zeros(unit.buffer_columns, dtype=torch.float64)
+        if flat._params is None:
+            if flat.grad is not None:
+                columns += flat.grad
+        else:
+            for param, info in zip(flat._params, flat._shard_param_infos, strict=True):
+                if info.in_shard and param.grad is not None:
+                    start = info.offset_in_shard
+                    columns[start : start + info.numel_in_shard] = param.grad.flatten()
+        found.append(columns)
+    return found
+
+
 def plain(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
@@ -549,6 +674,13 @@ APIS: dict[str, Api] = {
         wrapped=replicas_wrapped,
         gradients=fsdp2_gradients,
         replicas=2,
+    ),
+    "FSDP1": Api(
+        options=FSDP1,
+        native=fsdp1_built,
+        wrapped=fsdp1_wrapped,
+        gradients=fsdp1_gradients,
+        averages=True,
     ),
 }
 
@@ -660,7 +792,7 @@ def check(rank: int, case: Case, natives: list[History]) -> None:
             assert torch.equal(one, other), f"{(one - other).abs().max():.3g} off"
         assert any(bool(grad.any()) for grad in mine.all)
         return
-    how = reduction(option, dtype)
+    how = reduction(api, option, dtype)
     owed, amount = owes(wrapped, how), spread(wrapped, how, amounts)
     reductions = tagc.compressor(wrapped).metrics().steps
     assert tagc.compressor(wrapped).metrics().unresolved == 0
@@ -707,10 +839,12 @@ def recorded() -> Iterator[dict[int, Tensor]]:
     amounts: dict[int, Tensor] = {}
     original = UnitReducer.reduce
 
-    def reduce(self: UnitReducer, out: Tensor, inp: Tensor, group: Any, op: Any) -> None:
+    def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *how: Any) -> None:
         size = inp.view(self.plan.destinations, -1).double().abs()
+        if self.plan.info.flat is not None:
+            size *= planned(self.plan)
         amounts[id(self)] = amounts.get(id(self), torch.zeros_like(size)) + size
-        original(self, out, inp, group, op)
+        original(self, out, inp, *how)
 
     with patch.object(UnitReducer, "reduce", reduce):
         yield amounts
@@ -719,10 +853,12 @@ def recorded() -> Iterator[dict[int, Tensor]]:
 Divisors = Callable[[int], tuple[float, float]]
 
 
-def reduction(option: Option, dtype: Dtype) -> Divisors:
+def reduction(api: Api, option: Option, dtype: Dtype) -> Divisors:
     """By what the sum over so many ranks is divided: in the reduction, and by FSDP after it."""
 
     def divisors(ranks: int) -> tuple[float, float]:
+        if api.averages:
+            return ranks, 1
         if dtype.reduced != F16:
             return (1, option.divides(ranks)) if option.sums else (ranks, 1)
         # FSDP divides a part of it before it sums, where float16 might overflow.
@@ -739,11 +875,38 @@ def owes(wrapped: Any, how: Divisors) -> list[Tensor]:
     held = {}
     installed = tagc.compressor(wrapped)._installed
     for reducer in (*installed.reducers, *installed.replicas):
-        rows = torch.zeros(reducer.plan.destinations, reducer.plan.columns, dtype=torch.float64)
-        for start, residual in reducer.residuals.items():
-            rows[:, start : start + residual.shape[1]] = residual
+        plan = reducer.plan
+        rows = torch.zeros(plan.destinations, plan.buffer_columns, dtype=torch.float64)
+        for segment in plan.compressed:
+            residual = reducer.residuals[segment.start]
+            seen = torch.zeros_like(residual, dtype=torch.bool)
+            for row in range(plan.destinations):
+                for column, start, length in spans(plan, segment, row):
+                    here = slice(column, column + length)
+                    rows[row, start : start + length] = residual[row, here]
+                    seen[row, here] = True
+            assert not residual[~seen].any(), "something is owed to padding"
         held[id(reducer)] = rows
     return spread(wrapped, how, held)
+
+
+def planned(plan: UnitPlan) -> Tensor:
+    """Which elements of FSDP's rows ``[W, S]`` are the plan's: FSDP1 reduces the gradients of
+    frozen parameters, too, and then drops them."""
+    mask = torch.zeros(plan.destinations, plan.buffer_columns, dtype=torch.float64)
+    for row in range(plan.destinations):
+        for segment in plan.segments:
+            for _, start, length in spans(plan, segment, row):
+                mask[row, start : start + length] = 1
+    return mask
+
+
+def spans(plan: UnitPlan, segment: Segment, row: int) -> list[tuple[int, int, int]]:
+    """Column in a segment, the same one in FSDP's row, and how many follow in both."""
+    if plan.info.flat is None:
+        return [(0, segment.start, segment.columns)]
+    found = pieces(plan.info, segment.params)
+    return [(piece.column, piece.start, piece.length) for piece in found if piece.row == row]
 
 
 def spread(wrapped: Any, how: Divisors, rows: Mapping[int, Tensor]) -> list[Tensor]:
@@ -755,7 +918,7 @@ def spread(wrapped: Any, how: Divisors, rows: Mapping[int, Tensor]) -> list[Tens
     for i, reducer in enumerate(installed.reducers):
         group, W = compressor._units[i].group, reducer.plan.info.world_size
         inside, after = how(W)
-        shape = (W, reducer.plan.columns)
+        shape = (W, reducer.plan.buffer_columns)
         total = rows.get(id(reducer), torch.zeros(shape, dtype=torch.float64)).clone()
         dist.all_reduce(total, group=group)
         mine = total[group.rank()] / inside
@@ -775,6 +938,11 @@ def bound(ranks: int, reductions: int, dtype: Dtype) -> float:
     (as many, each at most twice what is there, since a code is at most twice its element), divides
     and converts (2). Natively the ranks' gradients are added up, divided, converted. What is there
     in any of the reductions is at most all that came in until then.
+
+    FSDP1 divides before the sum, too, by a power of two: exactly, but for what `tiny` allows, as
+    long as a gradient is none of the subnormal float32 or bfloat16 numbers. So are 1.5 and 2.5,
+    by which it divides afterwards. Adding up shards is one more rounding for each (2): of
+    4 R + 8 roundings that are allowed 3 R + 8 can happen.
     """
     final = torch.float32 if dtype.model == F64 else dtype.model
     unit = max(torch.finfo(t).eps / 2 for t in (dtype.reduced, final, F32))
@@ -795,9 +963,10 @@ def check_steps(wrapped: Any, how: Divisors, owed: Sequence[Tensor]) -> None:
             half = reducer.sketch._steps[j, own].item() / 2
             # Thresholds are sizes of elements, and steps a small part of them.
             assert 2 * half <= 2**-14 * reducer.sketch.steering.threshold[j, own].item()
-            columns = owed[i][part.segment.start : part.segment.stop]
             most = W * half / math.prod(how(W))
-            assert bool((columns.abs() <= most * (1 + 2**-20)).all())
+            for _, start, length in spans(reducer.plan, part.segment, own):
+                columns = owed[i][start : start + length]
+                assert bool((columns.abs() <= most * (1 + 2**-20)).all())
 
 
 # Printing them
