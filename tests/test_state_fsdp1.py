@@ -81,5 +81,6 @@ def test_the_sum_over_ranks_is_conserved(tmp_path: Path, rules: str, old: int, n
         total = sum(sums[name] for sums in before)
         again = torch.stack([sums[name] for sums in after])
         assert torch.as_tensor(total).any()
-        eps = 2.0**-8 if rules == "packed" else 2.0**-23
-        assert ((again.sum(0) - total).abs() <= eps * again.abs().sum(0) + 1e-37).all()
+        # Each new rank rounds its own float32 sum once, by half a unit in the last place at most.
+        bound = 2.0**-24 * again.abs().sum(0) + 1e-37
+        assert ((again.sum(0) - total).abs() <= bound).all()
