@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tagc.blocks import BlockLayout
 from tagc.layout import SketchLayout, plan_layout
+from tagc.matrix import MatrixLayout
 from tagc.packed import PackedLayout, plan_packed
 from tagc.policy_codecs import (
     DenseCodec,
     Feedback,
+    MatrixCodec,
     PackedCodec,
     QuantizedCodec,
     QuantizedParameters,
@@ -34,12 +37,20 @@ class FeedbackPlan:
         average: share of the old residual that stays; 0 for plain error feedback.
         reset_steps: the residual starts from zero every so many reductions; 0 for never.
         rate: of the moving average that the owner hands out; 0 for none.
+        lead: share of what is owed that a message is taken to carry; 1 for all, and then the owner
+            does not correct for the rest.
     """
 
     dtype: torch.dtype
     average: float = 0.0
     reset_steps: int = 0
     rate: float = 0.0
+    lead: float = 1.0
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether the owner keeps something, too: what it hands out is not what it got."""
+        return self.rate > 0 or self.lead < 1
 
     @classmethod
     def of(cls, feedback: Feedback) -> FeedbackPlan | None:
@@ -51,7 +62,7 @@ class FeedbackPlan:
             return cls(dtype=dtype, average=feedback.beta, reset_steps=feedback.reset_steps)
         if feedback.kind == "momentum":
             return cls(dtype=dtype, rate=feedback.rate)
-        return cls(dtype=dtype)
+        return cls(dtype=dtype, lead=feedback.lead)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +215,43 @@ class QuantizedPlan(CodecPlan):
         return self.layout.words
 
 
-ResolvedCodec = SketchCodec | PackedCodec | QuantizedCodec | DenseCodec | QuantizedParameters
+@dataclass(frozen=True, kw_only=True)
+class MatrixPlan(CodecPlan):
+    """How the matrices of one segment are quantized, one after the other.
+
+    Attributes:
+        layouts: of each parameter's part of a shard.
+    """
+
+    layouts: tuple[MatrixLayout, ...]
+
+    @property
+    def name(self) -> str:
+        """With bits or group, and level."""
+        first = self.layouts[0]
+        level = f" level {first.level:g}" if first.level != 1 else ""
+        size = f"1 of {first.group}" if first.group > 1 else f"int{first.bits}"
+        return f"matrix {size}{level}"
+
+    @property
+    def words(self) -> int:
+        """Scales and codes of all of them."""
+        return sum(layout.words for layout in self.layouts)
+
+    @property
+    def pieces(self) -> Iterator[tuple[MatrixLayout, slice, slice]]:
+        """Each with its columns of the segment and its words of the message."""
+        column = word = 0
+        for layout in self.layouts:
+            columns = slice(column, column + layout.numel)
+            words = slice(word, word + layout.words)
+            yield layout, columns, words
+            column, word = columns.stop, words.stop
+
+
+ResolvedCodec = (
+    SketchCodec | PackedCodec | QuantizedCodec | MatrixCodec | DenseCodec | QuantizedParameters
+)
 
 
 def plan_codec(
@@ -214,11 +261,13 @@ def plan_codec(
     columns: int,
     world_size: int,
     dtype: torch.dtype,
+    matrices: Sequence[tuple[int, int]] = (),
 ) -> CodecPlan:
     """Sizes of a codec for ``columns`` elements per destination, summed over ``world_size`` ranks.
 
     Args:
         dtype: of the buffer that the segment is a part of.
+        matrices: rows and columns of what a shard has of every parameter; for ``MatrixCodec``.
     """
     if columns == 0 or isinstance(codec, DenseCodec):
         native = columns == 0 or not codec.compresses
@@ -230,6 +279,17 @@ def plan_codec(
             layout=BlockLayout(numel=columns, bits=codec.bits, block=codec.block),
             feedback=stored,
             keep_for_backward=isinstance(codec, QuantizedParameters) and codec.keep_for_backward,
+        )
+    if isinstance(codec, MatrixCodec):
+        return MatrixPlan(
+            layouts=tuple(
+                MatrixLayout(
+                    rows=rows, columns=n, bits=codec.bits, group=codec.group, level=codec.level
+                )
+                for rows, n in matrices
+            ),
+            warmup_steps=codec.warmup_steps,
+            feedback=stored,
         )
     if isinstance(codec, PackedCodec):
         capacity = capacity_for(codec.density, -(-columns // codec.group))

@@ -12,6 +12,7 @@ from torch import Tensor
 from tagc.codec_plans import (
     CodecPlan,
     DensePlan,
+    MatrixPlan,
     PackedPlan,
     QuantizedPlan,
     SketchPlan,
@@ -83,7 +84,12 @@ def _measure(
     if isinstance(codec, SketchPlan):
         encode, decode, decoded = (*_sketch(codec, sample), sample.columns)
     else:
-        make = {DensePlan: _dense, QuantizedPlan: _quantized, PackedPlan: _packed}[type(codec)]
+        make = {
+            DensePlan: _dense,
+            MatrixPlan: _matrix,
+            QuantizedPlan: _quantized,
+            PackedPlan: _packed,
+        }[type(codec)]
         encode, decode, decoded = (*make(codec, sample), numel)
 
     def restore() -> None:
@@ -128,6 +134,18 @@ def _quantized(codec: QuantizedPlan, s: _Sample) -> tuple[Step, Step]:
     return (
         lambda: s.ops.quantize(s.grad, s.residual, message, layout=layout, average=s.average),
         lambda: s.ops.dequantize(message[None], out, layout=layout, divisor=_ROWS),
+    )
+
+
+def _matrix(codec: MatrixPlan, s: _Sample) -> tuple[Step, Step]:
+    columns = 1 << (s.columns.bit_length() // 2)
+    layout = replace(codec.layouts[0], rows=s.columns // columns, columns=columns)
+    grad = s.grad[:, : layout.numel]
+    residual = None if s.residual is None else s.residual[:, : layout.numel]
+    message, out = s.empty(_ROWS, layout.words), torch.empty_like(s.grad[0, : layout.numel])
+    return (
+        lambda: s.ops.quantize_matrix(grad, residual, message, layout=layout, average=s.average),
+        lambda: s.ops.dequantize_matrix(message, out, layout=layout, divisor=_ROWS),
     )
 
 

@@ -23,12 +23,14 @@ from tagc.codec_plans import (
     MIN_SHARED,
     CodecPlan,
     DensePlan,
+    MatrixPlan,
     PackedPlan,
     QuantizedPlan,
     ResolvedCodec,
     SketchPlan,
     plan_codec,
 )
+from tagc.matrix import shard_shape
 from tagc.ops import COUNTS
 from tagc.pieces import FlatBuffer, columns_of, filled
 from tagc.plan_table import Row, as_list, as_text, format_bytes
@@ -37,6 +39,7 @@ from tagc.policy_codecs import (
     AutoCodec,
     DenseCodec,
     Feedback,
+    MatrixCodec,
     QuantizedCodec,
     QuantizedParameters,
 )
@@ -200,7 +203,7 @@ class UnitPlan:
     @property
     def message(self) -> tuple[Segment, ...]:
         """The segments in the order in which their words follow each other in a message."""
-        kinds = (SketchPlan, PackedPlan, QuantizedPlan, DensePlan)
+        kinds = (SketchPlan, PackedPlan, QuantizedPlan, MatrixPlan, DensePlan)
         return tuple(segment for kind in kinds for segment in self.of(kind))
 
     def sent_words(self, segment: Segment) -> float:
@@ -245,7 +248,7 @@ class UnitPlan:
         hands out, kept message."""
         feedback = segment.codec.feedback
         residual = feedback.dtype.itemsize * segment.columns if feedback else 0
-        average = 4 * segment.columns if feedback and feedback.rate else 0
+        average = 4 * segment.columns if feedback and feedback.hands_out else 0
         message = 4 * segment.codec.words * self.info.world_size if self.kept else 0
         return self.destinations * residual + average + message
 
@@ -517,7 +520,7 @@ def _plan_unit(
                     params=tuple(run.params),
                     role=run.role,
                     rule=run.rule,
-                    codec=_plan_segment(rule, unit, stop - start, bits),
+                    codec=_plan_segment(rule, unit, run.params, stop - start, bits),
                 )
             )
             start = stop
@@ -549,15 +552,41 @@ def _check_dtype(unit: UnitPlan) -> None:
 
 
 def _plan_segment(
-    rule: Rule | ParameterRule | None, unit: UnitInfo, columns: int, auto_bits: int
+    rule: Rule | ParameterRule | None,
+    unit: UnitInfo,
+    params: Sequence[UnitParam],
+    columns: int,
+    auto_bits: int,
 ) -> CodecPlan:
     codec = DenseCodec() if rule is None else rule.codec
     feedback = rule.feedback if isinstance(rule, Rule) else Feedback(kind="none")
     if isinstance(codec, AutoCodec):
         codec = resolve_auto(codec, auto_bits, parameters=isinstance(rule, ParameterRule))
     return plan_codec(
-        codec, feedback, columns=columns, world_size=unit.world_size, dtype=unit.dtype
+        codec,
+        feedback,
+        columns=columns,
+        world_size=unit.world_size,
+        dtype=unit.dtype,
+        matrices=_matrices(unit, params) if isinstance(codec, MatrixCodec) else (),
     )
+
+
+def _matrices(unit: UnitInfo, params: Sequence[UnitParam]) -> list[tuple[int, int]]:
+    """Rows and columns of what a shard has of every parameter."""
+    if unit.flat is not None:
+        raise PolicyError(
+            f"unit {unit.name or '(root)'!r} is sharded by FSDP1, which cuts through rows, so "
+            "codec 'matrix' has none to scale; use fully_shard (FSDP2), or codec 'quantized'"
+        )
+    vectors = [p.name for p in params if len(p.shape) < 2]
+    if vectors:
+        raise PolicyError(
+            f"codec 'matrix' needs rows and columns, which {as_list(vectors)} in unit "
+            f"{unit.name or '(root)'!r} does not have; give parameters with one dimension codec "
+            "'quantized' or 'dense'"
+        )
+    return [shard_shape(p.shape, p.dim, p.columns) for p in params]
 
 
 def resolve_auto(codec: AutoCodec, bits: int, *, parameters: bool) -> ResolvedCodec:

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from tagc.codecs import Columns, nested, part_of
 from tagc.codecs.dense import DenseColumns
 from tagc.codecs.packed import PackedColumns
-from tagc.codecs.quantized import QuantizedColumns
+from tagc.codecs.quantized import MatrixColumns, QuantizedColumns
 from tagc.codecs.sketch import SketchColumns
 from tagc.exchange import (
     Pending,
@@ -31,7 +31,7 @@ from tagc.workspace import Workspace
 Native = Callable[[Tensor, Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType], Pending]
 
 _MOST = 2**59
-_KINDS = ("sketch", "packed", "quantized", "dense")
+_KINDS = ("sketch", "packed", "quantized", "matrix", "dense")
 _COUNTERS = ("steps", "compressed_steps", "earlier_steps", "_native_bytes", "_message_bytes")
 
 
@@ -44,7 +44,7 @@ class UnitReducer:
 
     Attributes:
         plan: segments of the unit.
-        sketch, packed, quantized, dense: state of the columns, by codec.
+        sketch, packed, quantized, matrix, dense: state of the columns, by codec.
         steps: reductions so far.
         compressed_steps: those after the warm-up.
         earlier_steps: reductions of the run that this one goes on from with another layout: they
@@ -66,12 +66,15 @@ class UnitReducer:
         self.sketch = SketchColumns(plan, ops, device, self._workspace, self._seed)
         self.packed = PackedColumns(plan, ops, device)
         self.quantized = QuantizedColumns(plan, ops, device)
-        self.quantized.steps = max(0, earlier_steps - plan.warmup_steps)
+        self.matrix = MatrixColumns(plan, ops, device)
+        for columns in (self.quantized, self.matrix):
+            columns.steps = max(0, earlier_steps - plan.warmup_steps)
         self.dense = DenseColumns(plan)
         self._columns: tuple[Columns, ...] = (
             self.sketch,
             self.packed,
             self.quantized,
+            self.matrix,
             self.dense,
         )
         self.steps = 0
@@ -102,13 +105,15 @@ class UnitReducer:
     @property
     def residuals(self) -> dict[int, Tensor]:
         """Residual ``[D, columns]`` by first column of the segment in the unit."""
-        return self.sketch.residuals | self.packed.residuals | self.quantized.residuals
+        kinds = (self.sketch, self.packed, self.quantized, self.matrix)
+        return {start: e for columns in kinds for start, e in columns.residuals.items()}
 
     @property
     def averages(self) -> dict[int, Tensor]:
-        """What this rank hands out of its shard with the feedback kind ``momentum``,
-        ``[1, columns]``, likewise."""
-        return self.sketch.averages | self.packed.averages | self.quantized.averages
+        """What this rank keeps of what it hands out, ``[1, columns]``, likewise: with the feedback
+        kind ``momentum``, or a lead. See :mod:`tagc.codecs.delivery`."""
+        kinds = (self.sketch, self.packed, self.quantized, self.matrix)
+        return {start: kept for columns in kinds for start, kept in columns.averages.items()}
 
     def rescale(self, factor: float | Tensor) -> None:
         """Expect gradients that are ``factor`` times as large, the same on every rank."""

@@ -36,7 +36,7 @@ def spans(plan: UnitPlan) -> list[slice]:
 
 def averages(reducer: UnitReducer) -> list[Tensor]:
     columns = (reducer.sketch, reducer.packed, reducer.quantized)
-    found = [part.momentum for c in columns for part in c.parts]
+    found = [part.kept for c in columns for part in c.parts]
     return [average for average in found if average is not None]
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Rates that a sweep may go on to when the best of those tried is the first or the last.
-GRID = (2.5e-4, 5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 4.5e-3, 6e-3, 9e-3, 1.2e-2, 1.8e-2)
-_RATES = {"adam": (4.5e-3, 6e-3, 9e-3), "average": (1.5e-3, 2e-3, 3e-3)}
+GRID = (2.5e-4, 5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 4.5e-3, 6e-3, 9e-3, 1.2e-2, 1.8e-2, 2.7e-2)
+_RATES = {"adam": (3e-3, 4.5e-3, 6e-3), "average": (1.5e-3, 2e-3, 3e-3)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,14 @@ class Method:
     Attributes:
         codec, feedback: as in a policy's rule; dense where ``codec`` is empty.
         average: ``eta`` of a moving average of the dense gradient; 0 for none.
+        start: learning rates to begin with, if not its family's.
     """
 
     name: str
     codec: dict[str, Any] = field(default_factory=dict)
     feedback: dict[str, Any] = field(default_factory=dict)
     average: float = 0.0
+    start: tuple[float, ...] = ()
 
     @property
     def family(self) -> str:
@@ -43,7 +45,7 @@ class Method:
     @property
     def rates(self) -> tuple[float, ...]:
         """Learning rates to begin with, neighbours in the grid."""
-        return _RATES[self.family]
+        return self.start or _RATES[self.family]
 
     @property
     def policy(self) -> dict[str, Any] | None:
@@ -73,12 +75,26 @@ def _packed(percent: float, bits: int, kind: str, **more: Any) -> Method:
     )
 
 
+def _matrix(name: str, codec: dict[str, Any], lead: float, *start: float) -> Method:
+    """``lead`` is the share of a Gaussian that a message carries: what undoes the lag."""
+    return Method(
+        name=f"matrix, {name}",
+        codec={"kind": "matrix", **codec},
+        feedback={"kind": "residual", "lead": lead},
+        start=start,
+    )
+
+
 _ALL = (
     Method(name=BASELINES["adam"]),
     Method(name=BASELINES["average"], average=0.1),
     _quantized(4, "residual"),
     _quantized(4, "average"),
     _quantized(4, "momentum"),
+    _matrix("2 bits", {"bits": 2}, 0.88, 4.5e-3, 6e-3, 9e-3),
+    _matrix("1 bit", {"level": 1.3}, 0.83, 4.5e-3, 6e-3, 9e-3),
+    _matrix("1 of 8", {"group": 8}, 0.35, 6e-3, 9e-3, 1.2e-2),
+    _matrix("1 of 16", {"group": 16, "level": 1.3}, 0.33, 6e-3, 9e-3, 1.2e-2),
     _quantized(2, "residual"),
     _quantized(2, "momentum"),
     # TAGC's selection: elements one by one, values not visibly rounded.

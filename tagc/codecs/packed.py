@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.codec_plans import PackedPlan
-from tagc.codecs import momentum, nested, part_of
+from tagc.codecs import delivery, nested, part_of
 from tagc.codecs.support import Support
 from tagc.ops import COUNTS, KEPT, Ops
 from tagc.packed import HEADER
@@ -32,7 +32,7 @@ class _Part:
     slot: slice
     residual: Tensor | None
     support: Support | None
-    momentum: Tensor | None  # see tagc.codecs.momentum
+    kept: Tensor | None  # by the owner, see tagc.codecs.delivery
 
 
 class PackedColumns:
@@ -54,10 +54,10 @@ class PackedColumns:
             residual = stored and torch.zeros(D, segment.columns, dtype=stored.dtype, device=device)
             slot = slice(self.words, self.words + codec.words)
             support = Support(codec.layout, codec.target, D, device) if codec.shared else None
-            average = momentum.new_average(segment, device)
-            self._parts.append(_Part(segment, codec, slot, residual, support, average))
+            kept = delivery.new_kept(segment, device)
+            self._parts.append(_Part(segment, codec, slot, residual, support, kept))
             self.words = slot.stop
-            given = momentum.dtype_of(plan.info.dtype, stored)
+            given = delivery.dtype_of(plan.info.dtype, stored)
             ops.prepare_packed(codec.layout, given, stored.dtype if stored else None)
         n = len(self._parts)
         self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
@@ -85,7 +85,7 @@ class PackedColumns:
     @property
     def averages(self) -> dict[int, Tensor]:
         """What the owner hands out with feedback ``momentum``, ``[1, columns]``, likewise."""
-        return {p.segment.start: p.momentum[None] for p in self._parts if p.momentum is not None}
+        return {p.segment.start: p.kept[None] for p in self._parts if p.kept is not None}
 
     @property
     def steerings(self) -> tuple[Steering, ...]:
@@ -101,7 +101,7 @@ class PackedColumns:
             threshold, counts = self._steering.threshold[i], self._counts[i]
             columns = grad[:, part.segment.start : part.segment.stop]
             self._ops.pack(
-                momentum.fresh(columns, part.residual, part.plan.feedback),
+                delivery.fresh(columns, part.residual, part.plan.feedback),
                 part.residual,
                 threshold,
                 part.support and part.support.current,
@@ -128,7 +128,7 @@ class PackedColumns:
         for part in self._parts:
             words, layout = received[:, part.slot], part.plan.layout
             columns = out[part.segment.start : part.segment.stop]
-            sent = momentum.received(columns, part.momentum)
+            sent = delivery.received(columns, part.kept)
             self._ops.unpack(
                 words,
                 None if part.support is None else part.support.current[owner],
@@ -136,7 +136,7 @@ class PackedColumns:
                 layout=layout,
                 divisor=divisor,
             )
-            momentum.hand_out(sent, part.momentum, part.plan.feedback, columns)
+            delivery.hand_out(sent, part.kept, part.plan.feedback, columns)
             if part.support is not None:
                 index = words[:, HEADER : HEADER + layout.index_words]
                 part.support.receive(self._ops, index)
@@ -180,7 +180,7 @@ class PackedColumns:
         """See :meth:`tagc.codecs.Columns.warm_up`."""
         for part in self._parts:
             columns = out[part.segment.start : part.segment.stop]
-            momentum.warm_up(part.momentum, part.segment.codec.feedback, columns)
+            delivery.warm_up(part.kept, part.segment.codec.feedback, columns)
 
     def _update_thresholds(self, grad: Tensor) -> None:
         if self._started:
@@ -189,5 +189,5 @@ class PackedColumns:
         for i, part in enumerate(self._parts):
             columns = grad[:, part.segment.start : part.segment.stop]
             sampled = sampled_threshold(columns, part.plan.layout.group, part.plan.target)
-            self._steering.threshold[i] = agree(sampled[None]) * momentum.scale(part.plan.feedback)
+            self._steering.threshold[i] = agree(sampled[None]) * delivery.scale(part.plan.feedback)
         self._started = True

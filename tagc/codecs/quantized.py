@@ -1,6 +1,7 @@
-"""The ``quantized`` codec: every element in a few bits, with a scale per block.
+"""The codecs that send every element in a few bits.
 
-With the feedback kind ``average`` this is LoCo (arXiv 2407.04480), in DeepSpeed's form.
+``quantized`` has a scale per block, and with the feedback kind ``average`` is LoCo (arXiv
+2407.04480) in DeepSpeed's form; ``matrix`` has scales of rows and columns.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc.codec_plans import QuantizedPlan
-from tagc.codecs import momentum
+from tagc.codec_plans import CodecPlan, FeedbackPlan, MatrixPlan, QuantizedPlan
+from tagc.codecs import delivery
 from tagc.ops import Ops
 from tagc.plan import Segment, UnitPlan
 
@@ -21,18 +22,19 @@ from tagc.plan import Segment, UnitPlan
 @dataclass(frozen=True)
 class _Part:
     segment: Segment
-    plan: QuantizedPlan
     slot: slice
     residual: Tensor | None
-    momentum: Tensor | None  # see tagc.codecs.momentum
+    kept: Tensor | None  # by the owner, see tagc.codecs.delivery
 
 
-class QuantizedColumns:
-    """State and step of the quantized columns of a unit. See :class:`tagc.codecs.Columns`.
+class _ElementColumns:
+    """State and step of columns of which every element is sent. See :class:`tagc.codecs.Columns`.
 
     Attributes:
         steps: encodings so far, which ``reset_steps`` counts.
     """
+
+    kind: type[CodecPlan]
 
     def __init__(self, plan: UnitPlan, ops: Ops, device: torch.device) -> None:
         self.words = 0
@@ -40,23 +42,32 @@ class QuantizedColumns:
         self._ops = ops
         self.steps = 0
         self._parts: list[_Part] = []
-        for segment in plan.of(QuantizedPlan):
-            codec = segment.codec
-            assert isinstance(codec, QuantizedPlan)
-            stored = codec.feedback
+        for segment in plan.of(self.kind):
+            stored = segment.codec.feedback
             residual = stored and torch.zeros(
                 plan.destinations, segment.columns, dtype=stored.dtype, device=device
             )
-            slot = slice(self.words, self.words + codec.words)
-            average = momentum.new_average(segment, device)
-            self._parts.append(_Part(segment, codec, slot, residual, average))
+            slot = slice(self.words, self.words + segment.codec.words)
+            kept = delivery.new_kept(segment, device)
+            self._parts.append(_Part(segment, slot, residual, kept))
             self.words = slot.stop
-            ops.prepare_blocks(
-                codec.layout,
-                momentum.dtype_of(plan.info.dtype, stored),
-                stored.dtype if stored else None,
-                stored.average if stored else 0.0,
-            )
+            self._prepare(segment.codec, delivery.dtype_of(plan.info.dtype, stored), stored)
+
+    def _prepare(
+        self, codec: CodecPlan, gradient: torch.dtype, feedback: FeedbackPlan | None
+    ) -> None:
+        """Compile the operators."""
+        raise NotImplementedError
+
+    def _quantize(
+        self, codec: CodecPlan, grad: Tensor, residual: Tensor | None, message: Tensor
+    ) -> None:
+        """``[D, columns]`` each to ``[D, words]``."""
+        raise NotImplementedError
+
+    def _dequantize(self, codec: CodecPlan, message: Tensor, out: Tensor, divisor: int) -> None:
+        """``[W, words]`` to ``[columns]``."""
+        raise NotImplementedError
 
     @property
     def parts(self) -> list[_Part]:
@@ -70,25 +81,20 @@ class QuantizedColumns:
 
     @property
     def averages(self) -> dict[int, Tensor]:
-        """What the owner hands out with feedback ``momentum``, ``[1, columns]``, likewise."""
-        return {p.segment.start: p.momentum[None] for p in self._parts if p.momentum is not None}
+        """What the owner keeps, ``[1, columns]``, likewise. See :mod:`tagc.codecs.delivery`."""
+        return {p.segment.start: p.kept[None] for p in self._parts if p.kept is not None}
 
     def encode(self, grad: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:
         """See :meth:`tagc.codecs.Columns.encode`."""
         for part in self._parts:
-            feedback = part.plan.feedback
+            feedback = part.segment.codec.feedback
             if part.residual is not None and feedback is not None:
                 every = feedback.reset_steps
                 if every and self.steps and self.steps % every == 0:
                     part.residual.zero_()
             columns = grad[:, part.segment.start : part.segment.stop]
-            self._ops.quantize(
-                momentum.fresh(columns, part.residual, feedback),
-                part.residual,
-                message[:, part.slot],
-                layout=part.plan.layout,
-                average=feedback.average if feedback else 0.0,
-            )
+            fresh = delivery.fresh(columns, part.residual, feedback)
+            self._quantize(part.segment.codec, fresh, part.residual, message[:, part.slot])
         self.steps += 1
 
     def start(self, group: dist.ProcessGroup) -> None:
@@ -101,20 +107,15 @@ class QuantizedColumns:
         """See :meth:`tagc.codecs.Columns.decode`."""
         for part in self._parts:
             columns = out[part.segment.start : part.segment.stop]
-            sent = momentum.received(columns, part.momentum)
-            self._ops.dequantize(
-                received[None, :, part.slot],
-                sent[None],
-                layout=part.plan.layout,
-                divisor=divisor,
-            )
-            momentum.hand_out(sent, part.momentum, part.plan.feedback, columns)
+            sent = delivery.received(columns, part.kept)
+            self._dequantize(part.segment.codec, received[:, part.slot], sent, divisor)
+            delivery.hand_out(sent, part.kept, part.segment.codec.feedback, columns)
 
     def warm_up(self, out: Tensor) -> None:
         """See :meth:`tagc.codecs.Columns.warm_up`."""
         for part in self._parts:
             columns = out[part.segment.start : part.segment.stop]
-            momentum.warm_up(part.momentum, part.segment.codec.feedback, columns)
+            delivery.warm_up(part.kept, part.segment.codec.feedback, columns)
 
     def state(self) -> dict[str, Tensor]:
         """See :meth:`tagc.codecs.Columns.state`."""
@@ -129,3 +130,66 @@ class QuantizedColumns:
         """See :meth:`tagc.codecs.Columns.load_state`."""
         if self._parts:
             self.steps = int(state["steps"])
+
+
+class QuantizedColumns(_ElementColumns):
+    """The columns of codec ``quantized``."""
+
+    kind = QuantizedPlan
+
+    def _prepare(
+        self, codec: CodecPlan, gradient: torch.dtype, feedback: FeedbackPlan | None
+    ) -> None:
+        assert isinstance(codec, QuantizedPlan)
+        stored = feedback.dtype if feedback else None
+        self._ops.prepare_blocks(codec.layout, gradient, stored, _average(feedback))
+
+    def _quantize(
+        self, codec: CodecPlan, grad: Tensor, residual: Tensor | None, message: Tensor
+    ) -> None:
+        assert isinstance(codec, QuantizedPlan)
+        self._ops.quantize(
+            grad, residual, message, layout=codec.layout, average=_average(codec.feedback)
+        )
+
+    def _dequantize(self, codec: CodecPlan, message: Tensor, out: Tensor, divisor: int) -> None:
+        assert isinstance(codec, QuantizedPlan)
+        self._ops.dequantize(message[None], out[None], layout=codec.layout, divisor=divisor)
+
+
+class MatrixColumns(_ElementColumns):
+    """The columns of codec ``matrix``: the messages of the matrices one after the other."""
+
+    kind = MatrixPlan
+
+    def _prepare(
+        self, codec: CodecPlan, gradient: torch.dtype, feedback: FeedbackPlan | None
+    ) -> None:
+        assert isinstance(codec, MatrixPlan)
+        stored = feedback.dtype if feedback else None
+        for layout in codec.layouts:
+            self._ops.prepare_matrix(layout, gradient, stored, _average(feedback))
+
+    def _quantize(
+        self, codec: CodecPlan, grad: Tensor, residual: Tensor | None, message: Tensor
+    ) -> None:
+        assert isinstance(codec, MatrixPlan)
+        for layout, columns, words in codec.pieces:
+            self._ops.quantize_matrix(
+                grad[:, columns],
+                None if residual is None else residual[:, columns],
+                message[:, words],
+                layout=layout,
+                average=_average(codec.feedback),
+            )
+
+    def _dequantize(self, codec: CodecPlan, message: Tensor, out: Tensor, divisor: int) -> None:
+        assert isinstance(codec, MatrixPlan)
+        for layout, columns, words in codec.pieces:
+            self._ops.dequantize_matrix(
+                message[:, words], out[columns], layout=layout, divisor=divisor
+            )
+
+
+def _average(feedback: FeedbackPlan | None) -> float:
+    return feedback.average if feedback else 0.0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tagc.blocks import BlockLayout
 from tagc.codec_plans import SketchPlan
-from tagc.codecs import momentum, nested, part_of
+from tagc.codecs import delivery, nested, part_of
 from tagc.codecs.support import Support
 from tagc.exchange import Pending, all_reduce_sum, gather_rows, sum_rows
 from tagc.ops import COUNTS, KEPT, UNION, UNRESOLVED, Ops
@@ -41,7 +41,7 @@ class _Part:
     cells: slice
     residual: Tensor | None
     shared: _Shared | None
-    momentum: Tensor | None  # see tagc.codecs.momentum
+    kept: Tensor | None  # by the owner, see tagc.codecs.delivery
 
     @property
     def support(self) -> Support | None:
@@ -88,7 +88,7 @@ class SketchColumns:
             assert isinstance(sketch, SketchPlan)
             layout, dtype, stored = sketch.layout, sketch.symbol.dtype, sketch.feedback
             residual = stored and torch.zeros(D, segment.columns, dtype=stored.dtype, device=device)
-            given = momentum.dtype_of(plan.info.dtype, stored)
+            given = delivery.dtype_of(plan.info.dtype, stored)
             ops.prepare(layout, given, stored.dtype if stored else None)
             cells = slice(self._cells[dtype], self._cells[dtype] + layout.cells)
             index = slice(words, words + layout.index_words)
@@ -100,8 +100,8 @@ class SketchColumns:
                 union = torch.zeros(1, layout.index_words, dtype=torch.int32, device=device)
                 shared = _Shared(len(wanted), support, union)
                 wanted.append(support.wanted)
-            average = momentum.new_average(segment, device)
-            self._parts.append(_Part(segment, sketch, index, cells, residual, shared, average))
+            kept = delivery.new_kept(segment, device)
+            self._parts.append(_Part(segment, sketch, index, cells, residual, shared, kept))
             words, self._cells[dtype] = index.stop, cells.stop
         self.words = words
         n = len(self._parts)
@@ -143,7 +143,7 @@ class SketchColumns:
     @property
     def averages(self) -> dict[int, Tensor]:
         """What the owner hands out with feedback ``momentum``, ``[1, columns]``, likewise."""
-        return {p.segment.start: p.momentum[None] for p in self._parts if p.momentum is not None}
+        return {p.segment.start: p.kept[None] for p in self._parts if p.kept is not None}
 
     @property
     def steerings(self) -> tuple[Steering, ...]:
@@ -166,7 +166,7 @@ class SketchColumns:
             self._steps[i] = step * self.steering.boost[i]
             columns = grad[:, part.segment.start : part.segment.stop]
             self._ops.encode(
-                momentum.fresh(columns, part.residual, sketch.feedback),
+                delivery.fresh(columns, part.residual, sketch.feedback),
                 part.residual,
                 threshold[i],
                 self._steps[i],
@@ -230,7 +230,7 @@ class SketchColumns:
                 shared.union[0, -1] = poison.amax()
                 shared.support.receive(self._ops, choices)
             columns = out[part.segment.start : part.segment.stop]
-            sent = momentum.received(columns, part.momentum)
+            sent = delivery.received(columns, part.kept)
             self._ops.decode(
                 index if shared is None else shared.union,
                 self._cells_sum(part.sketch.symbol.dtype)[part.cells],
@@ -242,7 +242,7 @@ class SketchColumns:
                 layout=part.sketch.layout,
                 divisor=divisor,
             )
-            momentum.hand_out(sent, part.momentum, part.sketch.feedback, columns)
+            delivery.hand_out(sent, part.kept, part.sketch.feedback, columns)
         if self._parts:
             self.totals[:, 0] += self._counts[..., KEPT].sum(1)
             self.totals[:, 1] += self._stats[:, UNION]
@@ -305,7 +305,7 @@ class SketchColumns:
         """See :meth:`tagc.codecs.Columns.warm_up`."""
         for part in self._parts:
             columns = out[part.segment.start : part.segment.stop]
-            momentum.warm_up(part.momentum, part.segment.codec.feedback, columns)
+            delivery.warm_up(part.kept, part.segment.codec.feedback, columns)
 
     def _update_thresholds(self, grad: Tensor, group: dist.ProcessGroup) -> None:
         if self._counting is None:
@@ -317,7 +317,7 @@ class SketchColumns:
                         part.sketch.symbol.lanes,
                         self._scale_density(part),
                     )
-                    * momentum.scale(part.sketch.feedback)
+                    * delivery.scale(part.sketch.feedback)
                     for part in self._parts
                 ]
             )

@@ -17,6 +17,7 @@ from typing import Protocol, cast
 import torch
 
 from tagc.ops.blocks import BlockOps
+from tagc.ops.matrix import MatrixOps
 from tagc.ops.packed import PackedOps
 from tagc.ops.sketch import (
     ABOVE,
@@ -39,6 +40,7 @@ __all__ = [
     "UNION",
     "UNRESOLVED",
     "BlockOps",
+    "MatrixOps",
     "Ops",
     "PackedOps",
     "SketchOps",
@@ -48,7 +50,7 @@ __all__ = [
 NAMES = ("auto", "reference", "cpu", "triton")
 
 
-class Ops(SketchOps, BlockOps, PackedOps, Protocol):
+class Ops(SketchOps, BlockOps, MatrixOps, PackedOps, Protocol):
     """All operators of an implementation."""
 
     def release(self) -> None:

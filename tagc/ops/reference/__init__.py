@@ -1,6 +1,7 @@
 """Eager torch specification of :class:`tagc.ops.Ops`: readable first, any device, any dtype."""
 
 from tagc.ops.reference.blocks import dequantize, prepare_blocks, quantize
+from tagc.ops.reference.matrix import dequantize_matrix, prepare_matrix, quantize_matrix
 from tagc.ops.reference.packed import (
     pack,
     prepare_packed,
@@ -14,14 +15,17 @@ from tagc.ops.reference.sketch import decode, encode, insert, peel, prepare
 __all__ = [
     "decode",
     "dequantize",
+    "dequantize_matrix",
     "encode",
     "insert",
     "pack",
     "peel",
     "prepare",
     "prepare_blocks",
+    "prepare_matrix",
     "prepare_packed",
     "quantize",
+    "quantize_matrix",
     "read_index",
     "release",
     "select",

@@ -1,0 +1,88 @@
+"""Quantized matrices."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tagc.matrix import MatrixLayout
+from tagc.ops.cpu.arrays import numpy_of, words_of
+from tagc.ops.cpu.matrices import dequantize_rows, quantize_columns, quantize_rows
+from tagc.ops.cpu.scalar import Group, group_of
+
+
+def _codes_of(layout: MatrixLayout) -> Group:
+    """The tuple whose length tells the kernels how many codes a word holds."""
+    return group_of(32 // layout.width)
+
+
+def quantize_matrix(
+    grad: Tensor,
+    residual: Tensor | None,
+    message: Tensor,
+    *,
+    layout: MatrixLayout,
+    average: float,
+) -> None:
+    """See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
+    if not layout.rows:
+        return
+    if grad.dtype == torch.float16:  # numba has no float16 arithmetic on CPUs
+        grad = grad.float()
+    g, e = numpy_of(grad), numpy_of(residual)
+    heads, columns, rows, codes = _parts(message, layout)
+    v = np.empty(layout.columns, np.float32)
+    kept, fresh = np.float32(average), np.float32(1 - average)
+    for d in range(grad.shape[0]):
+        left = None if e is None else e[d]
+        base = quantize_columns(g[d], left, layout.rows, v, columns[d])
+        heads[d, 0] = base
+        quantize_rows(
+            g[d], left, layout.rows, v, np.uint32(base), np.uint64(layout.group),
+            _codes_of(layout), np.float32(layout.distance), kept, fresh, rows[d], codes[d],
+        )  # fmt: skip
+
+
+def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
+    """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
+    if not layout.rows:
+        return
+    wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
+    dequantize_rows(
+        *_parts(message, layout), layout.rows, np.uint64(layout.group), _codes_of(layout),
+        np.float32(divisor), numpy_of(wide),
+    )  # fmt: skip
+    if wide is not out:
+        out.copy_(wide)
+
+
+def _parts(message: Tensor, layout: MatrixLayout) -> tuple[Any, Any, Any, Any]:
+    """Bases, scales of columns and of rows, codes: words, a row each per message."""
+    sizes = [*layout.head, layout.rows * layout.row_words]
+    heads, columns, rows, codes = (words_of(part) for part in message.split(sizes, dim=-1))
+    return heads, columns, rows, codes
+
+
+@cache
+def _compile(bits: int, group: int, gradient: torch.dtype, residual: torch.dtype | None) -> None:
+    """Run both once on the smallest input of these dtypes."""
+    layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)
+    grad = torch.ones(1, 1, dtype=gradient)
+    left = None if residual is None else torch.zeros(1, 1, dtype=residual)
+    message = torch.empty(1, layout.words, dtype=torch.int32)
+    quantize_matrix(grad, left, message, layout=layout, average=0.0)
+    dequantize_matrix(message, grad[0], layout=layout, divisor=1)
+
+
+def prepare_matrix(
+    layout: MatrixLayout,
+    gradient: torch.dtype,
+    residual: torch.dtype | None,
+    average: float,
+) -> None:
+    """See :meth:`tagc.ops.matrix.MatrixOps.prepare_matrix`; seconds for new ``bits`` or dtypes."""
+    _compile(layout.bits, layout.group, gradient, residual)

@@ -1,0 +1,202 @@
+"""Quantized matrices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagc.matrix import (
+    CENTRE,
+    COLUMN_BIAS,
+    COLUMN_LANES,
+    LARGEST,
+    MIN_MEAN,
+    NOT_FINITE,
+    NOTHING,
+    ROW_LANES,
+    MatrixLayout,
+)
+from tagc.ops.reference.select import grouped, rounded
+from tagc.symbols import wrap_int32
+
+
+def quantize_matrix(
+    grad: Tensor,
+    residual: Tensor | None,
+    message: Tensor,
+    *,
+    layout: MatrixLayout,
+    average: float,
+) -> None:
+    """See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
+    if not layout.rows:
+        return
+    x = grad.float() if residual is None else grad.float() + residual.float()
+    x = x.unflatten(-1, (layout.rows, layout.columns))
+    columns = _columns(x)
+    v = _column_scales(columns)[:, None].expand_as(x)
+    base = _base(x, v)
+    place = _largest(x * (1 / v), layout.group) if layout.group > 1 else None
+    rows = _rows(x, v, place, base, layout)
+    f = _row_scales(rows, base)[..., None]
+    sends = f > 0
+    f = torch.where(sends, f, 1.0)
+    if place is None:
+        half = 1 << (layout.bits - 1)
+        q = (x * (1 / f) * (1 / v) * 0.5).floor().clamp(-half, half - 1)
+        value = 2 * q + 1
+    else:
+        negative = grouped(x, layout.group).gather(-1, place).signbit()
+        q = (place + layout.group * negative)[..., 0]
+        value = torch.where(negative, -1.0, 1.0)
+        value = _spread(value, place, layout)
+    left = torch.where(sends, x - value * (f * v), x)
+    codes = _codes(torch.where(sends, q, 0).to(torch.int64), layout)
+    message.copy_(torch.cat([base, _packed(columns, 4), _packed(rows, 8), codes], dim=-1))
+    if residual is None:
+        return
+    if average:
+        kept, fresh = (x.new_tensor(share) for share in (average, 1 - average))
+        left = kept * residual.float().view_as(left) + fresh * left
+    left = torch.where((rows == NOT_FINITE)[..., None], residual.view_as(left), left)
+    residual.copy_(rounded(left, residual.dtype).flatten(1))
+
+
+def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
+    """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
+    if not layout.rows:
+        return
+    total = None
+    for row in _values(message, layout).unbind(0):
+        total = row if total is None else total + row
+    assert total is not None
+    # Divided by a tensor: by a number, CUDA multiplies with the reciprocal.
+    out.copy_((total / torch.full_like(total, divisor)).flatten())
+
+
+def _bounded(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x.abs().clamp(max=LARGEST), 0.0)
+
+
+def _lane_sum(x: Tensor, lanes: int) -> Tensor:
+    """Sum over the last dimension, in the order that the format asks for."""
+    parts = grouped(x, lanes)
+    total = parts[..., 0, :]
+    for k in range(1, parts.shape[-2]):
+        total = total + parts[..., k, :]
+    while total.shape[-1] > 1:
+        total = total[..., 0::2] + total[..., 1::2]
+    return total[..., 0]
+
+
+def _upper(x: Tensor, bits: int) -> Tensor:
+    """The upper bits of float32, rounded, as int64."""
+    below = 32 - bits
+    return (x.contiguous().view(torch.int32).long() + (1 << (below - 1))) >> below
+
+
+def _float(upper: Tensor, bits: int) -> Tensor:
+    return (upper << (32 - bits)).to(torch.int32).view(torch.float32)
+
+
+def _columns(x: Tensor) -> Tensor:
+    """``[D, rows, columns]`` to ``[D, columns]`` int64, the scales' codes."""
+    t = _upper(_lane_sum(_bounded(x).mT, COLUMN_LANES), 10)
+    return (t - t.amax(-1, keepdim=True) + 15).clamp(min=0)
+
+
+def _column_scales(columns: Tensor) -> Tensor:
+    return _float(columns + COLUMN_BIAS, 10)
+
+
+def _base(x: Tensor, v: Tensor) -> Tensor:
+    """``[D, 1]`` int64."""
+    sums = _lane_sum(_bounded(x), ROW_LANES)
+    sums = torch.where(x.isfinite().all(-1), sums, 0.0).amax(-1, keepdim=True)
+    mean = sums / _lane_sum(v[:, 0], ROW_LANES)[:, None]
+    exponent = mean.view(torch.int32).long() >> 23
+    return torch.where(mean < MIN_MEAN, 0, 8 * exponent - CENTRE)
+
+
+def _largest(y: Tensor, group: int) -> Tensor:
+    """Places ``[..., codes, 1]`` of the first largest magnitudes."""
+    # What is not finite has no code, but must not be an index either.
+    return grouped(y.abs().nan_to_num(nan=0.0), group).argmax(-1, keepdim=True)
+
+
+def _rows(x: Tensor, v: Tensor, place: Tensor | None, base: Tensor, layout: MatrixLayout) -> Tensor:
+    """``[D, rows]`` int64, the scales' bytes."""
+    u, w = _bounded(x), v
+    if place is not None:
+        u, w = (grouped(t, layout.group).gather(-1, place)[..., 0] for t in (u, v))
+    if layout.fitted:
+        u, w = u * w, w * w
+    fit = _lane_sum(u, ROW_LANES) / _lane_sum(w, ROW_LANES)
+    byte = (_upper(fit * x.new_tensor(layout.distance), 12) - base).clamp(max=254)
+    byte = torch.where((byte < 1) | (base == 0), NOTHING, byte)
+    return torch.where(x.isfinite().all(-1), byte, NOT_FINITE)
+
+
+def _row_scales(rows: Tensor, base: Tensor) -> Tensor:
+    """``[..., rows]`` float32."""
+    f = _float(rows + base, 12)
+    f = torch.where(rows == NOTHING, 0.0, f)
+    return torch.where(rows == NOT_FINITE, torch.nan, f)
+
+
+def _spread(value: Tensor, place: Tensor, layout: MatrixLayout) -> Tensor:
+    """Values ``[..., codes, 1]`` at their places, 0 elsewhere, ``[..., columns]``."""
+    zeros = value.new_zeros(*value.shape[:-1], layout.group)
+    return zeros.scatter(-1, place, value).flatten(-2)[..., : layout.columns]
+
+
+def _packed(codes: Tensor, width: int) -> Tensor:
+    """``[D, n]`` int64 to int32 words, neighbours in the same one."""
+    lanes = grouped(codes, 32 // width)
+    shift = width * torch.arange(lanes.shape[-1], device=codes.device)
+    return wrap_int32((lanes << shift).sum(-1))
+
+
+def _unpacked(words: Tensor, width: int, count: int) -> Tensor:
+    """The inverse."""
+    shift = width * torch.arange(32 // width, device=words.device)
+    return ((words[..., None].long() >> shift) & ((1 << width) - 1)).flatten(-2)[..., :count]
+
+
+def _codes(q: Tensor, layout: MatrixLayout) -> Tensor:
+    """``[D, rows, codes]`` int64 to ``[D, rows * row_words]`` int32."""
+    lanes, width = 32 // layout.width, layout.width
+    padded = torch.nn.functional.pad(q, (0, lanes * layout.row_words - layout.codes))
+    parts = padded.unflatten(-1, (lanes, layout.row_words)) & ((1 << width) - 1)
+    shift = width * torch.arange(lanes, device=q.device)
+    return wrap_int32((parts << shift[:, None]).sum(-2)).flatten(1)
+
+
+def _values(message: Tensor, layout: MatrixLayout) -> Tensor:
+    """``[R, words]`` to ``[R, rows, columns]`` float32."""
+    sizes = [*layout.head, layout.rows * layout.row_words]
+    base, columns, rows, words = message.split(sizes, dim=-1)
+    v = _column_scales(_unpacked(columns, 4, layout.columns))[:, None]
+    rows = _unpacked(rows, 8, layout.rows)
+    f = _row_scales(rows, base.long())[..., None]
+    width = layout.width
+    words = words.unflatten(-1, (layout.rows, 1, layout.row_words)).long()
+    shift = width * torch.arange(32 // width, device=message.device)
+    code = ((words >> shift[:, None]) & ((1 << width) - 1)).flatten(-2)[..., : layout.codes]
+    if layout.group == 1:
+        half = 1 << (width - 1)
+        value = (2 * ((code ^ half) - half) + 1).float()
+    else:
+        sign = torch.where(code >= layout.group, -1.0, 1.0)[..., None]
+        value = _spread(sign, (code & (layout.group - 1))[..., None], layout)
+    said = torch.where((rows != NOTHING)[..., None] & (value != 0), value * (f * v), 0.0)
+    return torch.where(f.isnan(), torch.nan, said)
+
+
+def prepare_matrix(
+    layout: MatrixLayout,
+    gradient: torch.dtype,
+    residual: torch.dtype | None,
+    average: float,
+) -> None:
+    """Nothing to compile."""
