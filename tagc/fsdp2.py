@@ -269,6 +269,7 @@ def _unit_param(param: Any, names: dict[int, str]) -> UnitParam:
         shape=tuple(param.sharded_param.shape),
         columns=param.padded_sharded_param_size.numel(),
         dim=param.fsdp_placement.dim,
+        local=tuple(param.padded_sharded_param_size),
     )
 
 

@@ -134,7 +134,9 @@ class MatrixLayout:
 def shard_shape(shape: tuple[int, ...], dim: int, numel: int) -> tuple[int, int]:
     """Rows and columns of ``numel`` elements of a parameter of this shape, which is sharded along
     ``dim``: all dimensions but the first make a row."""
+    if not numel:
+        return 0, 1
     if dim == 0:
         columns = math.prod(shape[1:])
-        return numel // max(1, columns), max(1, columns)
-    return shape[0], max(1, numel // max(1, shape[0]))
+        return numel // columns, columns
+    return shape[0], numel // shape[0]

@@ -55,6 +55,8 @@ class UnitParam:
         columns: elements in every shard, padding included; FSDP1: in the shard that has most.
         dim: FSDP2: dimension of ``shape`` that is sharded.
         start: FSDP1 only: its first element in the flat buffer.
+        local: FSDP2: shape of every shard, padding included. (With tensor parallelism ``shape``
+            does not say.)
     """
 
     name: str
@@ -62,6 +64,7 @@ class UnitParam:
     columns: int
     dim: int = 0
     start: int | None = None
+    local: tuple[int, ...] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -582,11 +585,16 @@ def _matrices(unit: UnitInfo, params: Sequence[UnitParam]) -> list[tuple[int, in
     vectors = [p.name for p in params if len(p.shape) < 2]
     if vectors:
         raise PolicyError(
-            f"codec 'matrix' needs rows and columns, which {as_list(vectors)} in unit "
-            f"{unit.name or '(root)'!r} does not have; give parameters with one dimension codec "
-            "'quantized' or 'dense'"
+            f"codec 'matrix' needs rows and columns, but unit {unit.name or '(root)'!r} has "
+            f"{as_list(vectors)} with one dimension only; give such parameters codec 'quantized' "
+            "or 'dense'"
         )
-    return [shard_shape(p.shape, p.dim, p.columns) for p in params]
+    return [
+        shard_shape(p.shape, p.dim, p.columns)
+        if p.local is None
+        else shard_shape(p.local, 0, p.columns)
+        for p in params
+    ]
 
 
 def resolve_auto(codec: AutoCodec, bits: int, *, parameters: bool) -> ResolvedCodec:

@@ -1,0 +1,148 @@
+"""What the operators of codec `matrix` must do, from their contract, in numpy scalars.
+
+Numbers of the format are written out here, so that a mistake in `tagc.matrix` shows as well. Meant
+for small inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import oracle
+
+F = np.float32
+DISTANCES = {1: 1.0, 2: 0.624, 4: 0.21}
+WIDTHS = {8: 4, 16: 5, 32: 6}
+
+
+@dataclass
+class Quantized:
+    """A matrix quantized for one destination.
+
+    Attributes:
+        words: the message.
+        said: what it stands for, NaN in rows that are not finite, `[rows, columns]` float64.
+        spoken: where a code says something.
+        left: what the codes do not say, float32.
+        bad: rows that are not finite, `[rows]`.
+    """
+
+    words: list[int]
+    said: np.ndarray
+    spoken: np.ndarray
+    left: np.ndarray
+    bad: np.ndarray
+
+
+def lane_sum(values: np.ndarray, lanes: int) -> np.float32:
+    """Lane `l` adds elements `l`, `l + lanes`, ...; then neighbouring lanes, pair by pair."""
+    totals = [F(0)] * lanes
+    for i, value in enumerate(values):
+        totals[i % lanes] = F(totals[i % lanes] + value)
+    while len(totals) > 1:
+        totals = [F(a + b) for a, b in zip(totals[::2], totals[1::2], strict=True)]
+    return totals[0]
+
+
+def bits_of(value: np.float32) -> int:
+    return int(F(value).view(np.uint32))
+
+
+def float_of(bits: int) -> np.float32:
+    return np.uint32(bits).view(F)
+
+
+def digits(values: list[int], width: int) -> list[int]:
+    """Neighbours in one word, the first in its lowest bits."""
+    lanes = 32 // width
+    return [
+        sum(v << width * i for i, v in enumerate(values[at : at + lanes]))
+        for at in range(0, len(values), lanes)
+    ]
+
+
+def column_codes(u: np.ndarray) -> list[int]:
+    rounded = [(bits_of(lane_sum(column, 8)) + 2**21) >> 22 for column in u.T]
+    return [max(0, t - max(rounded) + 15) for t in rounded]
+
+
+def column_scale(code: int) -> np.float32:
+    """1, 0.75, 0.5, 0.375, ... for 15, 14, 13, 12, ..."""
+    octaves, half = divmod(15 - code, 2)
+    return F(2.0**-octaves * (0.75 if half else 1.0))
+
+
+def quantize(x: np.ndarray, layout: Any) -> Quantized:
+    """Contract of `MatrixOps.quantize_matrix` from float32 `x` `[rows, columns]`, up to the
+    residual."""
+    rows, columns = x.shape
+    bits, group = layout.bits, layout.group
+    finite = np.isfinite(x)
+    u = np.where(finite, np.minimum(np.abs(x), F(2.0**64)), F(0)).astype(F)
+    good = finite.all(1)
+    codes_of_columns = column_codes(u)
+    v = np.array([column_scale(code) for code in codes_of_columns], F)
+    sums = [lane_sum(row, 32) for row in u]
+    largest = max([F(0), *(s for s, ok in zip(sums, good, strict=True) if ok)])
+    mean = F(largest / lane_sum(v, 32))
+    base = 0 if mean < 2.0**-60 else 8 * (bits_of(mean) >> 23) - 200
+    distance = F(layout.level * DISTANCES[bits])
+    bytes_of_rows, codes = [], []
+    said, spoken = np.zeros(x.shape, np.float64), np.zeros(x.shape, bool)
+    left = x.copy()
+    for i in range(rows):
+        row: list[int] = [0] * -(-columns // group)
+        byte = 255
+        if good[i]:
+            at = largest_of(x[i], v, group)
+            if bits == 1:
+                fit = lane_sum(F(u[i] * v)[at], 32) / lane_sum(F(v * v)[at], 32)
+            else:
+                fit = sums[i] / lane_sum(v, 32)
+            byte = min(254, ((bits_of(F(F(fit) * distance)) + 2**19) >> 20) - base)
+            if byte < 1 or base == 0:
+                byte = 0
+        if 0 < byte < 255:
+            f = float_of((byte + base) << 20)
+            spoken[i, at] = True
+            for k, j in enumerate(at):
+                value, row[k] = element(x[i, j], f, v[j], j, layout)
+                said[i, j] = float(value) * float(f) * float(v[j])
+                assert float(F(said[i, j])) == said[i, j]
+                left[i, j] = F(x[i, j] - F(said[i, j]))
+        if byte == 255:
+            said[i] = np.nan
+        bytes_of_rows.append(byte)
+        codes += strided(row, WIDTHS.get(group, bits))
+    words = [base, *digits(codes_of_columns, 4), *digits(bytes_of_rows, 8), *codes]
+    return Quantized([oracle.signed(w, 32) for w in words], said, spoken, left, ~good)
+
+
+def largest_of(x: np.ndarray, v: np.ndarray, group: int) -> list[int]:
+    """The elements that have codes: all, or of each group the first of the largest."""
+    with np.errstate(over="ignore"):
+        size = np.abs(F(x * F(F(1) / v)))
+    starts = range(0, len(x), group)
+    return [max(range(s, min(len(x), s + group)), key=lambda j: (size[j], -j)) for s in starts]
+
+
+def element(x: np.float32, f: np.float32, v: np.float32, j: int, layout: Any) -> tuple[int, int]:
+    """What the code of an element multiplies `f * v` by, and the code."""
+    if layout.group > 1:
+        negative = bool(np.signbit(x))
+        return -1 if negative else 1, j % layout.group + layout.group * negative
+    half = 2 ** (layout.bits - 1)
+    y = F(F(F(x * F(F(1) / f)) * F(F(1) / v)) * F(0.5))
+    q = int(min(max(np.floor(y), -half), half - 1))
+    return 2 * q + 1, q % 2**layout.bits
+
+
+def strided(codes: list[int], width: int) -> list[int]:
+    """A row's codes: number `i * m + j` in place `i` of word `j` of `m`."""
+    m = -(-len(codes) // (32 // width))
+    words = [0] * m
+    for k, code in enumerate(codes):
+        words[k % m] |= code << width * (k // m)
+    return words
