@@ -235,6 +235,7 @@ def _run(
 def _compile(rank: int) -> None:
     """Let numba compile what the tests use; the other ranks find it in the cache."""
     from tagc.layout import plan_layout
+    from tagc.matrix import MatrixLayout
     from tagc.ops import get_ops
     from tagc.symbols import SYMBOLS
 
@@ -259,3 +260,5 @@ def _compile(rank: int) -> None:
         ops.encode(grad, residual, one, one, seed, index, cells, counts, **sizes)
         own = None if residual is None else residual[0]
         ops.decode(index, cells[0], one, seed, grad[0], own, stats, layout=layout, divisor=1)
+    for group in (1, 16):
+        ops.prepare_matrix(MatrixLayout(rows=1, columns=1, group=group), f32, f32, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -59,17 +60,38 @@ def codec_plan(
     return plan_of(world_size, dtype, Policy.load({"schema": 1, "gradients": [rule]}))
 
 
-def plan_of(world_size: int, dtype: torch.dtype, rules: Policy) -> UnitPlan:
-    columns = {"a": 911, "b": 30, "c": 303, "d": 5}
-    info = UnitInfo(
-        name="unit",
-        params=tuple(
-            UnitParam(name=f"{name}.weight", shape=(n * world_size, 1), columns=n)
-            for name, n in columns.items()
-        ),
-        world_size=world_size,
-        dtype=dtype,
+def matrix_plan(
+    world_size: int,
+    codec: dict[str, Any],
+    feedback: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> UnitPlan:
+    """Any codec for `a` (13 x 70 in a shard) and for `c1` and `c2`, which are one segment of 3 x 33
+    and, with three dimensions, 4 x 30; `b` and `d` are dense."""
+    shapes = {"a": (13, 70), "b": (6, 5), "c1": (3, 33), "c2": (4, 5, 6), "d": (1, 5)}
+    rule: dict[str, Any] = {"when": {"name": ["a.*", "c*"]}, "codec": codec}
+    if feedback is not None:
+        rule["feedback"] = feedback
+    params = tuple(
+        UnitParam(
+            name=f"{name}.weight",
+            shape=(shape[0] * world_size, *shape[1:]),
+            columns=math.prod(shape),
+        )
+        for name, shape in shapes.items()
     )
+    return plan_of(world_size, dtype, Policy.load({"schema": 1, "gradients": [rule]}), params)
+
+
+def plan_of(
+    world_size: int, dtype: torch.dtype, rules: Policy, params: tuple[UnitParam, ...] = ()
+) -> UnitPlan:
+    columns = {"a": 911, "b": 30, "c": 303, "d": 5}
+    narrow = tuple(
+        UnitParam(name=f"{name}.weight", shape=(n * world_size, 1), columns=n)
+        for name, n in columns.items()
+    )
+    info = UnitInfo(name="unit", params=params or narrow, world_size=world_size, dtype=dtype)
     with warnings.catch_warnings():
         # Units as small as this one may well cost more compressed.
         warnings.simplefilter("ignore")

@@ -68,7 +68,8 @@ def received(out: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def hand_out(sent: Tensor, kept: Tensor | None, feedback: FeedbackPlan | None, out: Tensor) -> None:
-    """Write what the optimizer gets to ``out``; NaN where ``sent`` is, which is kept as 0.
+    """Write what the optimizer gets to ``out``; NaN where ``sent`` is not finite, which is kept
+    as 0.
 
     Args:
         sent: ``[columns]``, what :func:`received` gave, decoded.
@@ -78,8 +79,8 @@ def hand_out(sent: Tensor, kept: Tensor | None, feedback: FeedbackPlan | None, o
     if kept is None:
         return
     assert feedback is not None
-    lost = sent.isnan()
-    got = sent.float().nan_to_num(nan=0.0)
+    lost = ~sent.isfinite()
+    got = sent.float().masked_fill(lost, 0.0)
     if feedback.rate:
         out.copy_(kept.mul_(1 - feedback.rate).add_(got))
     else:

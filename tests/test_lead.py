@@ -1,0 +1,276 @@
+"""A lead: the owner of a shard undoes the lag of error feedback. And codec `matrix` on ranks.
+
+A reducer without a lead sends the same messages, and hands out what was sent: the other's formula
+is over that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import on_ranks
+from test_fsdp2 import local_weights, train
+from test_replicas import of_replicas
+from test_replicas import wrapped as replicated
+from torch import Tensor
+from units import gathered, matrix_plan, normal, reduce, unit_reducer
+
+import tagc
+from tagc.codec_plans import FeedbackPlan
+from tagc.codecs import delivery
+from tagc.plan import UnitPlan
+from tagc.reducer import UnitReducer
+
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+EXACT: Any = {"rtol": 0, "atol": 0}
+CODECS: dict[str, dict[str, Any]] = {
+    "matrix 1 bit": {"kind": "matrix", "level": 1.3},
+    "matrix 1 of 16": {"kind": "matrix", "group": 16},
+    "quantized 4": {"kind": "quantized", "bits": 4, "block": 64},
+    "packed 4": {"kind": "packed", "density": 0.1, "bits": 4},
+    "shared": {"kind": "packed", "density": 0.3, "bits": 8, "support": "shared"},
+    "sketch": {"kind": "sketch", "density": 0.1, "symbol": "int8x4"},
+}
+by_codec = pytest.mark.parametrize("codec", CODECS)
+
+
+def leading(lead: float, **more: Any) -> dict[str, Any]:
+    return {"kind": "residual", "lead": lead, **more}
+
+
+def spans(plan: UnitPlan) -> list[slice]:
+    return [slice(s.start, s.stop) for s in plan.compressed]
+
+
+def kept(reducer: UnitReducer) -> list[Tensor]:
+    """`Q` of every segment, `[columns]`."""
+    return [q[0] for q in reducer.averages.values()]
+
+
+@on_ranks(2, 3)
+@by_codec
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: str, op: str) -> None:
+    """Operation by operation, in float32; nothing of it changes what is sent or owed."""
+    lead = 0.3
+    plan = matrix_plan(world_size, CODECS[codec], leading(lead))
+    ahead = unit_reducer(plan)
+    plain = unit_reducer(matrix_plan(world_size, CODECS[codec], {"kind": "residual"}))
+    before = [torch.zeros(s.columns) for s in plan.compressed]
+    for step in range(5):
+        buffer = normal(world_size, plan.columns, step)[rank]
+        out, sent = (reduce(each, buffer, getattr(dist.ReduceOp, op)) for each in (ahead, plain))
+        for i, span in enumerate(spans(plan)):
+            expected = (sent[span] - (1 - lead) * before[i]) / lead
+            torch.testing.assert_close(out[span], expected, **EXACT)
+            torch.testing.assert_close(kept(ahead)[i], sent[span], **EXACT)
+            before[i] = sent[span].clone()
+        for segment in plan.dense:
+            span = slice(segment.start, segment.stop)
+            torch.testing.assert_close(out[span], sent[span], **EXACT)
+        for one, other in zip(ahead.residuals.values(), plain.residuals.values(), strict=True):
+            torch.testing.assert_close(one, other, **EXACT)
+    assert all(q.any() for q in kept(ahead))
+    assert not plain.averages
+
+
+@on_ranks(2, 4)
+@by_codec
+def test_the_owner_is_ahead_by_a_share_of_the_last_sum(
+    rank: int, world_size: int, codec: str
+) -> None:
+    """Sum of what came in = sum of what was handed out - (1 - K) / K * Q + residuals."""
+    lead = 0.4
+    plan = matrix_plan(world_size, CODECS[codec], leading(lead))
+    reducer = unit_reducer(plan)
+    put_in = torch.zeros(plan.columns, dtype=torch.float64)
+    handed_out, size = torch.zeros_like(put_in), torch.zeros_like(put_in)
+    for step in range(8):
+        buffers = normal(world_size, plan.columns, step)
+        out = reduce(reducer, buffers[rank], SUM).double()
+        handed_out += out
+        put_in += buffers[:, rank].double().sum(0)
+        size += buffers[:, rank].double().abs().sum(0) + out.abs()
+        for i, span in enumerate(spans(plan)):
+            q = kept(reducer)[i].double()
+            owed = gathered(list(reducer.residuals.values())[i])[:, rank].double()
+            size[span] += (1 + 2 / lead) * q.abs() + owed.abs().sum(0)
+            off = handed_out[span] - (1 - lead) / lead * q + owed.sum(0) - put_in[span]
+            assert (off.abs() <= 2.0**-23 * size[span]).all(), (
+                step,
+                (off.abs() / size[span]).max(),
+            )
+    assert all(q.any() for q in kept(reducer))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["matrix 1 bit", "packed 4", "sketch"])
+def test_a_low_precision_gradient(rank: int, world_size: int, codec: str) -> None:
+    """The owner computes in float32, and rounds once."""
+    spec = CODECS[codec]
+    plan = matrix_plan(world_size, spec, leading(0.5), torch.bfloat16)
+    reducer = unit_reducer(plan, "reference")
+    before = [torch.zeros(s.columns) for s in plan.compressed]
+    for step in range(4):
+        buffer = normal(world_size, plan.columns, step)[rank].bfloat16()
+        out = reduce(reducer, buffer)
+        for i, span in enumerate(spans(plan)):
+            expected = (kept(reducer)[i] - 0.5 * before[i]) / 0.5
+            torch.testing.assert_close(out[span], expected.bfloat16(), **EXACT)
+            before[i] = kept(reducer)[i].clone()
+            assert before[i].dtype == torch.float32
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", [c for c in CODECS if c != "quantized 4"])
+def test_a_warm_up_leaves_no_lag(rank: int, world_size: int, codec: str) -> None:
+    plan = matrix_plan(world_size, CODECS[codec] | {"warmup_steps": 2}, leading(0.5))
+    reducer = unit_reducer(plan)
+    for step in range(3):
+        buffers = normal(world_size, plan.columns, step)
+        out = reduce(reducer, buffers[rank])
+        if step < plan.warmup_steps:
+            torch.testing.assert_close(out, buffers[:, rank].sum(0) / 2, **EXACT)
+            assert not any(q.any() for q in kept(reducer))
+            assert not any(e.any() for e in reducer.residuals.values())
+        else:
+            for i, span in enumerate(spans(plan)):
+                torch.testing.assert_close(out[span], kept(reducer)[i] / 0.5, **EXACT)
+                assert out[span].any()
+
+
+@on_ranks(2)
+@by_codec
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_once(rank: int, world_size: int, codec: str, bad: float) -> None:
+    plan = matrix_plan(world_size, CODECS[codec], leading(0.4))
+    reducer = unit_reducer(plan)
+    column = spans(plan)[0].start + 5
+    for step in range(5):
+        buffers = normal(world_size, plan.columns, step)
+        if step == 3:
+            buffers[0, 1, column] = bad  # seen by rank 0, owned by rank 1
+        out = reduce(reducer, buffers[rank])
+        assert bool(out[column].isnan()) == (step == 3 and rank == 1)
+        if step != 3 or rank == 0:
+            assert out.isfinite().all()
+        assert out[spans(plan)[1]].isfinite().all()
+        if CODECS[codec]["kind"] == "matrix" and step == 3 and rank == 1:
+            # Of the row of 70 elements only.
+            assert out[spans(plan)[0]].isnan().nonzero().flatten().tolist() == list(range(70))
+        assert all(q.isfinite().all() for q in kept(reducer))
+        assert all(e.isfinite().all() for e in reducer.residuals.values())
+
+
+def test_an_overflowing_sum_is_not_kept() -> None:
+    """Of finite messages; the optimizer sees it, and the next step does not."""
+    for feedback in (
+        FeedbackPlan(dtype=torch.float32, lead=0.5),
+        FeedbackPlan(dtype=torch.float32, rate=0.5),
+    ):
+        q, out = torch.tensor([1.0, 2.0]), torch.empty(2)
+        delivery.hand_out(torch.tensor([float("inf"), 3.0]), q, feedback, out)
+        assert out.isfinite().tolist() == [False, True]
+        assert q.isfinite().all()
+        assert q[0] <= 1
+        delivery.hand_out(torch.ones(2), q, feedback, out)
+        assert out.abs().max() <= 3
+
+
+def test_it_stores_the_last_sum_too() -> None:
+    codec = CODECS["packed 4"]
+    plain, ahead = (matrix_plan(4, codec, f) for f in ({"kind": "residual"}, leading(0.5)))
+    for a, b in zip(plain.compressed, ahead.compressed, strict=True):
+        assert ahead.stored_bytes(b) == plain.stored_bytes(a) + 4 * a.columns
+        assert ahead.wire_bytes(b) == plain.wire_bytes(a)
+    # A lead of all is none.
+    assert matrix_plan(4, codec, leading(1)) == plain
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("codec", ["matrix 1 of 16", "quantized 4"])
+def test_copies_keep_the_same(rank: int, world_size: int, codec: str) -> None:
+    """Across replicas everybody hands out, and alike."""
+    rule = {"when": {"name": ["first.*.weight", "second.*.weight"]}, "codec": CODECS[codec]}
+    rule |= {"feedback": leading(0.5)}
+    dense = [{"when": {}, "codec": {"kind": "dense"}}]
+    model, mesh = replicated({"gradients": dense, "replicas": [rule]})
+    plain, _ = replicated({"gradients": dense})
+    train(model, rank, 6)
+    train(plain, rank, 6)
+    state = tagc.compressor(model).state_dict()
+    found = 0
+    for name, tensor in state.items():
+        if ".average.replicas." in name:
+            one, other = of_replicas(tensor, mesh)
+            torch.testing.assert_close(one, other, **EXACT)
+            found += bool(one.any())
+    assert found == 4
+    for weight in local_weights(model).values():
+        one, other = of_replicas(weight, mesh)
+        torch.testing.assert_close(one, other, **EXACT)
+    mine, exact = local_weights(model), local_weights(plain)
+    assert any(not torch.equal(mine[n], exact[n]) for n in mine)
+
+
+# Codec matrix
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_what_is_not_sent_stays(rank: int, world_size: int, bits: int, stored: str) -> None:
+    """Sum over ranks and steps of inputs = sum of outputs + sum over ranks of residuals."""
+    codec = {"kind": "matrix", "bits": bits}
+    plan = matrix_plan(world_size, codec, {"kind": "residual", "dtype": stored})
+    reducer = unit_reducer(plan, "reference")
+    put_in = torch.zeros(plan.columns, dtype=torch.float64)
+    handed_out, bound = torch.zeros_like(put_in), torch.zeros_like(put_in)
+    for step in range(6):
+        buffers = normal(world_size, plan.columns, step)
+        out = reduce(reducer, buffers[rank], SUM).double()
+        handed_out += out
+        put_in += buffers[:, rank].double().sum(0)
+        bound += 2.0**-23 * (buffers[:, rank].double().abs().sum(0) + out.abs())
+        for i, span in enumerate(spans(plan)):
+            owed = gathered(list(reducer.residuals.values())[i].float())[:, rank].double()
+            unit = 2.0**-22 * world_size if stored == "float32" else 2.0**-8
+            bound[span] += unit * owed.abs().sum(0)
+            off = (handed_out[span] + owed.sum(0) - put_in[span]).abs()
+            assert (off <= bound[span]).all(), (step, (off / bound[span]).max())
+            assert owed.any()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("codec", ["matrix 1 bit", "matrix 1 of 16"])
+@pytest.mark.parametrize("kind", ["residual", "momentum", "average", "none"])
+def test_cpu_and_reference_agree_on_everything(
+    rank: int, world_size: int, codec: str, kind: str
+) -> None:
+    plan = matrix_plan(world_size, CODECS[codec], {"kind": kind})
+    fast, slow = unit_reducer(plan, "cpu"), unit_reducer(plan, "reference")
+    for step in range(4):
+        buffers = normal(world_size, plan.columns, step)
+        mine, theirs = reduce(fast, buffers[rank]), reduce(slow, buffers[rank])
+        torch.testing.assert_close(mine, theirs, **EXACT)
+        for a, b in zip(fast.residuals.values(), slow.residuals.values(), strict=True):
+            torch.testing.assert_close(a, b, **EXACT)
+    assert bool(fast.residuals) == (kind != "none")
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("codec", ["matrix 1 bit", "matrix 1 of 16"])
+def test_bytes_are_what_the_plan_says(rank: int, world_size: int, codec: str) -> None:
+    plan = matrix_plan(world_size, CODECS[codec], leading(0.5))
+    reducer = unit_reducer(plan)
+    for step in range(3):
+        reduce(reducer, normal(world_size, plan.columns, step)[rank])
+    assert reducer.wire_bytes == 3 * sum(plan.wire_bytes(s) for s in plan.segments)
+    compressed = 3 * sum(plan.wire_bytes(s) for s in plan.compressed)
+    assert reducer.compressed_wire_bytes == compressed
+    # One message of base, 9 words of columns, 4 of rows, and codes of 3 words or 1 a row.
+    words = {"matrix 1 bit": 14 + 13 * 3, "matrix 1 of 16": 14 + 13}[codec]
+    assert plan.wire_bytes(plan.compressed[0]) == 4 * (world_size - 1) * words
