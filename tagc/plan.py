@@ -303,7 +303,11 @@ class Plan:
 
 def _row(unit: UnitPlan, segment: Segment, param: UnitParam) -> Row:
     columns = unit.dense_columns([param])
-    share = columns / (unit.dense_columns(segment.params) or 1)
+    share = wire_share = columns / (unit.dense_columns(segment.params) or 1)
+    if isinstance(segment.codec, MatrixPlan):
+        # Every matrix has a message of its own, with scales.
+        layout = segment.codec.layouts[segment.params.index(param)]
+        wire_share = layout.words / segment.codec.words
     return Row(
         direction=unit.direction,
         unit=unit.info.name or "(root)",
@@ -313,7 +317,7 @@ def _row(unit: UnitPlan, segment: Segment, param: UnitParam) -> Row:
         codec=segment.codec.name,
         density=segment.codec.density,
         dense_bytes=unit.dense_bytes(columns),
-        wire_bytes=unit.wire_bytes(segment) * share,
+        wire_bytes=unit.wire_bytes(segment) * wire_share,
         stored_bytes=unit.stored_bytes(segment) * share,
     )
 

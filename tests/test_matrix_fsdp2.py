@@ -1,0 +1,296 @@
+"""Codec `matrix` under FSDP2: which rows and columns a shard has, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import on_ranks
+from test_fsdp1 import sharded as sharded_by_fsdp1
+from test_fsdp2 import EXACT
+from test_fsdp2 import sharded as net
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import tagc
+from tagc.codec_plans import MatrixPlan
+from tagc.places import span_of, split_suffix
+from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.policy import Policy
+
+ONE_OF_16 = {"kind": "matrix", "group": 16}
+LEAD = {"kind": "residual", "lead": 0.4}
+
+
+class Layers(nn.Module):
+    """`deep` has three dimensions, no first dimension divides by 2 or 3, and `tail` is
+    sharded by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = nn.Parameter(torch.randn(5, 6, 4))
+        self.tall = nn.Linear(24, 7, bias=False)
+        self.wide = nn.Linear(7, 36)
+        self.tail = nn.Linear(36, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(torch.einsum("bi,ijk->bjk", x, self.deep)).flatten(1)
+        x = torch.tanh(self.wide(torch.tanh(self.tall(x))))
+        return self.tail(x)
+
+
+def layers() -> Any:
+    torch.manual_seed(1)
+    model = Layers()
+    fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.shape[1:] == (36,) else None)
+    return model
+
+
+NAMES = ["deep", "tall.weight", "wide.weight", "tail.weight"]
+
+
+def policy(
+    codec: dict[str, Any], feedback: dict[str, Any] | None = None, names: Any = NAMES
+) -> dict[str, Any]:
+    rule: dict[str, Any] = {"when": {"name": names}, "codec": codec}
+    if feedback is not None:
+        rule["feedback"] = feedback
+    return {"schema": 1, "gradients": [rule]}
+
+
+def wrapped(model: Any, chosen: dict[str, Any], **options: Any) -> Any:
+    with warnings.catch_warnings():
+        # Units as small as these may well cost more compressed.
+        warnings.filterwarnings("ignore", message=".*sends .* per step at this number of ranks")
+        return tagc.wrap(model, chosen, **options)
+
+
+def backward(model: Any, rank: int, step: int) -> None:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+    ((1 + step) * model(x).square().sum()).backward()
+
+
+def whole_gradients(model: Any) -> dict[str, Tensor]:
+    """In full, on every rank."""
+    grads = {name: p.grad.full_tensor().double() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return grads
+
+
+def shapes(model: Any) -> dict[str, tuple[int, int]]:
+    """Rows and columns of every matrix of the plan."""
+    found = {}
+    for segment in tagc.compressor(model).plan().units[0].segments:
+        if isinstance(segment.codec, MatrixPlan):
+            for param, layout in zip(segment.params, segment.codec.layouts, strict=True):
+                assert layout.numel == param.columns
+                found[param.name] = (layout.rows, layout.columns)
+    return found
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("ops", ["cpu", "reference"])
+def test_shards_of_every_kind_conserve_the_sum(rank: int, world_size: int, ops: str) -> None:
+    """Of gradients handed out (less what the lead is ahead) and what is owed, over three steps."""
+    native, model = layers(), wrapped(layers(), policy(ONE_OF_16, LEAD), ops=ops)
+    assert shapes(model) == {
+        "deep": (-(-5 // world_size), 24),
+        "tall.weight": (-(-7 // world_size), 24),
+        "wide.weight": (36 // world_size, 7),
+        "tail.weight": (1, 36 // world_size),
+    }
+    total: dict[str, Tensor] = {}
+    for step in range(3):
+        for each, sign in ((native, 1), (model, -1)):
+            backward(each, rank, step)
+            for name, grad in whole_gradients(each).items():
+                total[name] = total.get(name, 0) + sign * grad
+    state = {n.split(".", 4)[-1]: t for n, t in tagc.compressor(model).state_dict().items()}
+    for name, shape in ((n, p.shape) for n, p in model.named_parameters()):
+        if name not in NAMES:
+            # Dense, but the owner adds in the order of ranks.
+            assert total[name].abs().amax() <= 2.0**-18
+            continue
+        owed, ahead = state[f"residual.gradients.{name}"].double(), torch.zeros(shape).double()
+        for full, q in state.items():
+            parameter, at = split_suffix(full)
+            if parameter == f"average.gradients.{name}" and at is not None:
+                dim = 1 if name == "tail.weight" else 0
+                first, length = span_of(shape[dim], *at)
+                ahead.narrow(dim, first, length).copy_(q)
+        assert owed.any()
+        missing = owed / world_size - 1.5 * ahead
+        dist.all_reduce(missing)
+        size = 30 * (1 + missing.abs().amax() + total[name].abs().amax())
+        assert ((missing - total[name]).abs() <= 2.0**-22 * size).all(), name
+        assert missing.abs().amax() > 2.0**-14 * size
+
+
+class Block(nn.Module):
+    """Under tensor parallelism a rank has `down` in 5 rows of 6 of its columns, and FSDP shards
+    the rows: 3 of 6, where 5 rows of 12 would have said 1 row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 12, bias=False)
+        self.down = nn.Linear(12, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))).clone()
+
+
+@on_ranks(4)
+def test_tensor_parallel_rows(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model: Any = Block()
+        plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+        models.append(fully_shard(model, mesh=mesh["data"]))
+    native, model = models
+    wrapped(model, policy({"kind": "matrix", "bits": 4}, names=["*.weight"]))
+    assert shapes(model) == {"up.weight": (3, 5), "down.weight": (3, 6)}
+    for step in range(2):
+        for each in (native, model):
+            backward(each, rank // 2, step)
+        mine, theirs = whole_gradients(model), whole_gradients(native)
+        for name, grad in mine.items():
+            # 4 bits, of which the largest clip.
+            off = (grad - theirs[name]).norm() / theirs[name].norm()
+            assert 0 < off < 0.25, (name, off)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("feedback", [None, LEAD])
+def test_what_is_not_finite_shows_once(
+    rank: int, world_size: int, feedback: dict[str, Any] | None
+) -> None:
+    model = wrapped(layers(), policy({"kind": "matrix", "bits": 1}, feedback))
+    for step in range(4):
+        if step == 2:
+            model.set_requires_gradient_sync(True)
+            x = torch.full((4, 5), math.inf if rank == 0 else 1.0)
+            model(x).sum().backward()
+            assert not whole_gradients(model)["deep"].isfinite().all()
+            continue
+        backward(model, rank, step)
+        assert all(grad.isfinite().all() for grad in whole_gradients(model).values())
+    assert all(t.isfinite().all() for t in tagc.compressor(model).state_dict().values())
+
+
+@on_ranks(2)
+def test_copies_and_scales_are_of_all_that_is_kept(rank: int, world_size: int) -> None:
+    """A power of two changes exponents only; a step that is undone has not been."""
+    model, other = (wrapped(layers(), policy(ONE_OF_16, LEAD)) for _ in range(2))
+    compressor = tagc.compressor(model)
+    for step in range(2):
+        backward(model, rank, step)
+        backward(other, rank, step)
+        model.zero_grad(), other.zero_grad()
+    copy = compressor.copy_residuals()
+    # A residual and a sum of every segment.
+    assert len(copy) % 2 == 0
+    backward(model, rank, 9)
+    model.zero_grad()
+    compressor.restore_residuals(copy)
+    compressor.scale_residuals(0.25)
+    for now, before in zip(compressor.copy_residuals(), copy, strict=True):
+        torch.testing.assert_close(now, before / 4, **EXACT)
+        assert before.any()
+    # Gradients a quarter of the size from here on: exactly what the other hands out, over four.
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+    (model(x).sum() / 4).backward()
+    other(x).sum().backward()
+    theirs = whole_gradients(other)
+    for name, grad in whole_gradients(model).items():
+        torch.testing.assert_close(grad, theirs[name] / 4, **EXACT)
+
+
+# What a plan says
+
+
+def test_a_plan_says_what_a_matrix_costs() -> None:
+    """Of 1024 x 512 in a shard, 16 words of columns' scales... and residuals, and what the owner
+    keeps."""
+    shape = {"q": (4096, 512), "k": (256, 512)}
+    params = tuple(
+        UnitParam(name=f"{n}_proj.weight", shape=s, columns=s[0] // 4 * s[1])
+        for n, s in shape.items()
+    )
+    info = UnitInfo(name="u", params=params, world_size=4, dtype=torch.bfloat16)
+    rules = Policy.load(policy(ONE_OF_16 | {"level": 1.3}, LEAD, names=["*"]))
+    plan = build_plan([info], rules)
+    for row, rows in zip(plan.rows, (1024, 64), strict=True):
+        assert row.codec == "matrix 1 of 16 level 1.3"
+        # 32 groups a row, six in a word.
+        words = 1 + 512 // 8 + rows // 4 + 6 * rows
+        assert row.wire_bytes == pytest.approx(3 * 4 * words)
+        numel = rows * 512
+        assert row.stored_bytes == 4 * 4 * numel + 4 * numel
+        assert row.dense_bytes == 3 * 2 * numel
+    assert "matrix 1 of 16 level 1.3" in str(plan)
+    one_bit = build_plan([info], Policy.load(policy({"kind": "matrix"}, names=["*"])))
+    assert {row.codec for row in one_bit.rows} == {"matrix int1"}
+    assert one_bit.rows[0].stored_bytes == 4 * 4 * 1024 * 512
+
+
+# What is refused
+
+
+def refusal(model: Any, chosen: dict[str, Any]) -> str:
+    """What `tagc.wrap` says, on every rank alike; the model is as it was."""
+    with pytest.raises(tagc.PolicyError) as caught:
+        tagc.wrap(model, chosen)
+    assert not hasattr(model, "_tagc_compressor")
+    return str(caught.value)
+
+
+@on_ranks(2)
+def test_parameters_without_columns(rank: int, world_size: int) -> None:
+    said = refusal(net(), policy(ONE_OF_16, names=["*"]))
+    assert "codec 'matrix' needs rows and columns" in said
+    assert "unit '(root)' has norm.weight, norm.bias with one dimension only" in said, said
+    assert "give such parameters codec 'quantized' or 'dense'" in said
+    wrapped(net(), policy(ONE_OF_16, names=["*.0.weight"]))
+
+
+@on_ranks(2)
+def test_fsdp1(rank: int, world_size: int) -> None:
+    said = refusal(sharded_by_fsdp1(), policy(ONE_OF_16, names=["*"]))
+    assert "is sharded by FSDP1, which cuts through rows" in said
+    assert "use fully_shard (FSDP2), or codec 'quantized'" in said
+    packed = {"kind": "packed", "density": 0.3}
+    said = refusal(sharded_by_fsdp1(), policy(packed, LEAD, names=["*"]))
+    assert "a lead" in said
+    assert "the model uses FSDP1" in said
+    assert "take another kind, or fully_shard" in said
+
+
+@pytest.mark.parametrize(
+    ("codec", "feedback", "words"),
+    [
+        ({"bits": 4, "group": 8}, None, "bits 4: a group of 8 shares a code, with bits 1"),
+        ({"bits": 3}, None, "codec.bits: unknown value 3; available: 1, 2, 4"),
+        ({"group": 4}, None, "codec.group: unknown value 4; available: 1, 8, 16, 32"),
+        ({"level": 3}, None, "level: must be less than or equal to 2, not 3"),
+        ({}, {"kind": "residual", "lead": 0}, "lead: must be greater than or equal to 0.05"),
+        ({}, {"kind": "average", "lead": 0.5}, "lead: only the kind 'residual' has them"),
+        ({}, {"kind": "momentum", "lead": 0.5}, "lead: only the kind 'residual' has them"),
+        ({}, {"kind": "none", "lead": 0.5}, "lead: only the kind 'residual' has them"),
+    ],
+)
+def test_rules_that_cannot_be(
+    codec: dict[str, Any], feedback: dict[str, Any] | None, words: str
+) -> None:
+    with pytest.raises(tagc.PolicyError) as caught:
+        Policy.load(policy({"kind": "matrix", **codec}, feedback))
+    assert words in str(caught.value)
