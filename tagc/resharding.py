@@ -4,14 +4,17 @@ What a parameter is still owed is the sum of its residuals over all ranks. New r
 takes the residuals of the saved ranks ``j``, ``j + n``, ``j + 2n`` and so on, in the order of
 those that have the parameter, and adds them up; ranks that nothing is left for start empty. (An
 average then divides what was owed by the new number of ranks, like the gradients.) Across replicas
-the same holds for copies of the model, each of which has the parameter in shards; and for what the
-owners of shards hand out with the feedback kind ``momentum``.
+the same holds for copies of the model, each of which has the parameter in shards.
+
+What the owner of a shard keeps (the average that it hands out with the feedback kind ``momentum``,
+or what was sent last, with a lead) is no debt, but in the units of the gradient itself: there every
+new copy of the model takes the mean over the saved copies. (Across replicas they are all equal.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,15 +24,22 @@ from tagc.state_format import Source, StateError
 
 Holdings = Mapping[int, Mapping[str, Place]]
 
+_KEPT = ("average.", "sent.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The residual that a rank saved under a name: of all of the parameter, or of one shard."""
+    """The residual that a rank saved under a name: of all of the parameter, or of one shard.
+
+    Attributes:
+        share: of it that is taken.
+    """
 
     rank: int
     name: str
     shard: tuple[int, int] | None
     shape: tuple[int, ...]
+    share: float = 1.0
 
     def overlap(self, place: Place) -> tuple[int, int]:
         """First index and length of what it has for a place, along the sharded dimension."""
@@ -93,7 +103,7 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
     old: dict[str, list[Saved]] = {}
     for saved_rank in sorted(source.abouts()):
         for full, (_, shape) in source.shapes(saved_rank).items():
-            if full.startswith(("residual.", "average.")):
+            if full.startswith(("residual.", *_KEPT)):
                 name, shard = split_suffix(full)
                 saved = Saved(rank=saved_rank, name=full, shard=shard, shape=shape)
                 old.setdefault(name, []).append(saved)
@@ -111,15 +121,21 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
             merge.saved[saved.rank, saved.name] = torch.Size(saved.shape).numel()
         for holder, full, place in holders:
             if holder == rank:
-                parts = _parts(found, place, *_turn(holders, holder, place))
+                turn, turns = _turn(holders, holder, place)
+                if full.startswith(_KEPT):
+                    parts = _means(found, place)
+                else:
+                    parts = _parts(found, place, turn, turns)
                 merge.parts[full] = parts
+                if turn and full.startswith(_KEPT):
+                    continue  # the first copy has taken it, too
                 for saved in parts:
                     merge.taken[saved.rank, saved.name] = _numel(saved, place)
     return merge
 
 
 def merged(source: Source, parts: list[Saved], place: Place, dtype: torch.dtype) -> Tensor:
-    """The sum of saved residuals, in a residual's dtype.
+    """The sum of saved residuals, or of shares of them, in a residual's dtype.
 
     Summed in float64 and rounded once: by half a unit in the last place, which is checked.
 
@@ -133,7 +149,7 @@ def merged(source: Source, parts: list[Saved], place: Place, dtype: torch.dtype)
         if not bool(tensor.isfinite().all()):
             raise StateError(f"{source.where}: {saved.name} of rank {saved.rank} is not finite")
         low, length = saved.overlap(place)
-        piece = tensor.narrow(dim, low - saved.span(place)[0], length)
+        piece = saved.share * tensor.narrow(dim, low - saved.span(place)[0], length)
         total.narrow(dim, low - place.span[0], length).add_(piece)
     stored = total.to(dtype)
     facts = torch.finfo(dtype)
@@ -152,11 +168,21 @@ def _turn(holders: list[tuple[int, str, Place]], rank: int, place: Place) -> tup
 
 def _parts(found: list[Saved], place: Place, turn: int, turns: int) -> list[Saved]:
     """Every ``turns``-th of the saved ranks, or of the saved copies of each shard."""
+    mine = [saved for copies in _copies(found) for saved in copies[turn::turns]]
+    return [saved for saved in mine if saved.overlap(place)[1]]
+
+
+def _means(found: list[Saved], place: Place) -> list[Saved]:
+    """All saved copies of each shard, and equal shares of them."""
+    every = [replace(saved, share=1 / len(c)) for c in _copies(found) for saved in c]
+    return [saved for saved in every if saved.overlap(place)[1]]
+
+
+def _copies(found: list[Saved]) -> list[list[Saved]]:
     by_shard: dict[tuple[int, int] | None, list[Saved]] = {}
     for saved in found:
         by_shard.setdefault(saved.shard, []).append(saved)
-    mine = [saved for copies in by_shard.values() for saved in copies[turn::turns]]
-    return [saved for saved in mine if saved.overlap(place)[1]]
+    return list(by_shard.values())
 
 
 def _numel(saved: Saved, place: Place) -> int:

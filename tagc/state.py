@@ -46,13 +46,17 @@ class Reduced:
 
     def residuals(self) -> Iterator[tuple[str, Place, Tensor]]:
         """Name of what is saved, place, and the segment's residual, of every parameter; and what
-        the owner hands out of its shard with the feedback kind ``momentum``."""
+        the owner of a shard keeps: the moving ``average`` that it hands out with the feedback kind
+        ``momentum``, and with a lead what was ``sent`` last. (Neither could do for the other.)"""
         plan = self.reducer.plan
+        smooth = {s.start for s in plan.segments if s.codec.feedback and s.codec.feedback.rate}
+        owned = self.reducer.averages
         # Across replicas a rank has a residual of its own shard only.
         only = self.shard if plan.for_all else None
         for kind, kept, shard in (
             ("residual", self.reducer.residuals, only),
-            ("average", self.reducer.averages, self.shard),
+            ("average", {i: kept for i, kept in owned.items() if i in smooth}, self.shard),
+            ("sent", {i: kept for i, kept in owned.items() if i not in smooth}, self.shard),
         ):
             for place, tensor in places(plan, kept, self.shards, shard):
                 yield f"{kind}.{self.direction}.{place.param.name}{place.suffix}", place, tensor

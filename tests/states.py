@@ -21,8 +21,10 @@ from tagc.places import span_of, split_suffix
 
 
 def rules(codec: dict[str, Any], feedback: dict[str, Any] | None = None, **more: Any) -> dict:
-    """A policy with one codec for all matrices."""
-    rule: dict[str, Any] = {"when": {"name": "*.weight"}, "codec": codec}
+    """A policy with one codec for all weights; `matrix` for those that are matrices."""
+    names = ["first.*.weight", "second.*.weight", "head.weight"]
+    names = names if codec["kind"] == "matrix" else ["*.weight"]
+    rule: dict[str, Any] = {"when": {"name": names}, "codec": codec}
     if feedback is not None:
         rule["feedback"] = feedback
     return {"schema": 1, "gradients": [rule], **more}
@@ -31,14 +33,21 @@ def rules(codec: dict[str, Any], feedback: dict[str, Any] | None = None, **more:
 PACKED = {"kind": "packed", "density": 0.3}
 SKETCH = {"kind": "sketch", "density": 0.3}
 QUANTIZED = {"kind": "quantized", "bits": 4, "block": 32}
+MATRIX = {"kind": "matrix", "group": 16}
 BFLOAT16 = {"kind": "residual", "dtype": "bfloat16"}
+LEAD = {"kind": "residual", "lead": 0.4}
 # Every codec with every kind of feedback that it can have, and every switch that adds state.
 POLICIES: dict[str, dict[str, Any]] = {
     "quantized average": rules(QUANTIZED, {"kind": "average", "beta": 0.5, "reset_steps": 3}),
     "quantized residual": rules(QUANTIZED, {"kind": "residual"}),
     "quantized none": rules(QUANTIZED, {"kind": "none"}),
     "quantized momentum": rules(QUANTIZED, {"kind": "momentum", "rate": 0.25}),
+    "matrix lead": rules(MATRIX | {"level": 1.3}, LEAD),
+    "matrix average": rules(
+        {"kind": "matrix", "warmup_steps": 1}, {"kind": "average", "beta": 0.5, "reset_steps": 3}
+    ),
     "packed": rules(PACKED),
+    "packed lead": rules(PACKED | {"warmup_steps": 2}, LEAD),
     "packed momentum": rules(PACKED | {"warmup_steps": 2}, {"kind": "momentum", "rate": 0.25}),
     "packed bfloat16": rules(PACKED | {"group": 4, "warmup_steps": 1}, BFLOAT16),
     "packed shared": rules(PACKED | {"support": "shared"}),
@@ -115,22 +124,23 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 
 def residual_sums(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's residuals in float64, by parameter, and what it hands out of its shard with the
-    feedback kind `momentum`, in the parameter's shape."""
+    """This rank's residuals in float64, by parameter, and what it keeps of its shard with the
+    feedback kind `momentum` or a lead, in the parameter's shape."""
     sums = {}
     shapes = {row.param: row.shape for row in tagc.compressor(model).plan().rows}
     for name, tensor in tagc.compressor(model).state_dict().items():
         _, found, parameter = name.partition(".residual.gradients.")
         if found:
             sums[parameter] = tensor.double()
-        _, found, shard = name.partition(".average.gradients.")
-        if found:
-            parameter, at = split_suffix(shard)
-            assert at is not None
-            whole = torch.zeros(shapes[parameter], dtype=torch.float64)
-            first, length = span_of(len(whole), *at)
-            whole[first : first + length] = tensor
-            sums[f"average of {parameter}"] = whole
+        for kind in ("average", "sent"):
+            _, found, shard = name.partition(f".{kind}.gradients.")
+            if found:
+                parameter, at = split_suffix(shard)
+                assert at is not None
+                whole = torch.zeros(shapes[parameter], dtype=torch.float64)
+                first, length = span_of(len(whole), *at)
+                whole[first : first + length] = tensor
+                sums[f"{kind} of {parameter}"] = whole
     return sums
 
 

@@ -121,7 +121,7 @@ def test_shards_of_every_kind_conserve_the_sum(rank: int, world_size: int, ops: 
         owed, ahead = state[f"residual.gradients.{name}"].double(), torch.zeros(shape).double()
         for full, q in state.items():
             parameter, at = split_suffix(full)
-            if parameter == f"average.gradients.{name}" and at is not None:
+            if parameter == f"sent.gradients.{name}" and at is not None:
                 dim = 1 if name == "tail.weight" else 0
                 first, length = span_of(shape[dim], *at)
                 ahead.narrow(dim, first, length).copy_(q)

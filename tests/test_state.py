@@ -20,6 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from states import (
     BFLOAT16,
+    LEAD,
+    MATRIX,
     PACKED,
     POLICIES,
     QUANTIZED,
@@ -115,12 +117,17 @@ def test_a_running_model_can_go_back(rank: int, world_size: int, saver: str) -> 
         equal(snapshot(model), expected)
 
 
+def kind_of(chosen: dict) -> str:
+    return chosen["gradients"][0]["codec"]["kind"]
+
+
 @on_ranks(4)
 @by_saver
-@pytest.mark.parametrize("codec", [QUANTIZED, PACKED, SKETCH], ids=lambda codec: codec["kind"])
-def test_replicas_resume(rank: int, world_size: int, saver: str, codec: dict) -> None:
-    rule = {"when": {"name": "*.weight"}, "codec": codec}
-    policy = {"schema": 1, "gradients": [rule], "replicas": [rule]}
+@pytest.mark.parametrize(
+    "chosen", [rules(QUANTIZED), rules(PACKED), rules(SKETCH), rules(MATRIX, LEAD)], ids=kind_of
+)
+def test_replicas_resume(rank: int, world_size: int, saver: str, chosen: dict) -> None:
+    policy = chosen | {"replicas": chosen["gradients"]}
     with shared_folder() as folder:
         models = []
         for _ in range(2):
@@ -135,7 +142,11 @@ def test_replicas_resume(rank: int, world_size: int, saver: str, codec: dict) ->
         run(resumed, rank, range(3, 6))
         equal(snapshot(resumed), snapshot(model))
         shards = {n for n in tagc.compressor(model).state_dict() if n.endswith(f"{rank % 2}_of_2")}
-        assert len(shards) == sum(".residual.replicas." in n for n in shards) > 0
+        owed = {n for n in shards if ".residual.replicas." in n}
+        kept = {n for n in shards if ".sent.replicas." in n or ".sent.gradients." in n}
+        assert owed | kept == shards
+        assert owed
+        assert bool(kept) == (kind_of(chosen) == "matrix")
 
 
 @on_ranks(2)
@@ -256,7 +267,8 @@ def everyones(ranks: list[dict[str, Tensor]], name: str) -> Tensor:
 
 @by_saver
 @pytest.mark.parametrize(
-    "policy", ["quantized average", "packed bfloat16", "sketch shared", "quantized momentum"]
+    "policy",
+    ["quantized average", "packed bfloat16", "sketch shared", "quantized momentum", "matrix lead"],
 )
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (4, 2), (3, 4)])
 def test_the_sum_over_ranks_is_conserved(
@@ -275,7 +287,7 @@ def test_the_sum_over_ranks_is_conserved(
         bound = eps * everyones(ranks, name).abs().sum(0) + 1e-37
         assert ((after[name] - total).abs() <= bound).all()
     if new > old:
-        owed = {n: s for n, s in ranks[-1].items() if not n.startswith("average of ")}
+        owed = {n: s for n, s in ranks[-1].items() if " of " not in n}
         assert not any(sums.any() for sums in owed.values())
 
 
@@ -393,12 +405,14 @@ def test_state_dicts_are_of_one_rank(tmp_path: Path) -> None:
 
 
 class Copies:
-    """A source of replicas' residuals: `copies` of a parameter, each in `shards`."""
+    """A source of what replicas have: `copies` of a parameter, each in `shards`."""
 
     alone = False
     where, identity = "here", ""
 
-    def __init__(self, param: UnitParam, copies: int, shards: int) -> None:
+    def __init__(
+        self, param: UnitParam, copies: int, shards: int, kind: str = "residual.replicas"
+    ) -> None:
         generator = torch.Generator().manual_seed(copies * 10 + shards)
         self.whole = torch.randn(copies, *param.shape, generator=generator)
         self._pieces: dict[int, dict[str, Tensor]] = {}
@@ -406,7 +420,7 @@ class Copies:
             place = Place(param=param, start=0, shards=shards, shard=i % shards)
             if place.numel:
                 piece = self.whole[i // shards].chunk(shards)[i % shards]
-                self._pieces[i] = {f"residual.replicas.p{place.suffix}": piece}
+                self._pieces[i] = {f"{kind}.p{place.suffix}": piece}
 
     def abouts(self) -> Mapping[int, About]:
         one = About(policy="", policy_hash="", layout="", world_size=9, rank=0, step=0)
@@ -446,6 +460,54 @@ def test_replicas_of_other_shapes(old: tuple[int, int], new: tuple[int, int]) ->
     taken[0] = {}
     with pytest.raises(tagc.StateError, match=r"of the \d+ elements"):
         merge.check("here", taken)
+
+
+@pytest.mark.parametrize("kind", ["average.replicas", "average.gradients", "sent.replicas"])
+@pytest.mark.parametrize("old", [(1, 2), (2, 2), (3, 1), (4, 3)])
+@pytest.mark.parametrize("new", [(1, 2), (2, 3), (3, 5)])
+def test_every_copy_keeps_the_mean_of_the_copies(
+    kind: str, old: tuple[int, int], new: tuple[int, int]
+) -> None:
+    """What an owner hands out is no debt: with as much as before in every copy, their average is
+    what it was. Across replicas all copies are equal, and so is the mean, to the bit."""
+    param = UnitParam(name="p", shape=(7, 3), columns=0)
+    source = Copies(param, *old, kind)
+    if kind.endswith("replicas"):
+        source.whole[:] = source.whole[0]
+    exact = source.whole.double().mean(0)
+    copies, shards = new
+    holdings: dict[int, dict[str, Place]] = {}
+    for i in range(copies * shards):
+        place = Place(param=param, start=0, shards=shards, shard=i % shards)
+        holdings[i] = {f"{kind}.p{place.suffix}": place} if place.numel else {}
+    taken = {}
+    for rank, held in holdings.items():
+        merge = plan_merge(source, holdings, rank)
+        taken[rank] = merge.taken
+        assert not merge.dropped
+        for name, place in held.items():
+            first, length = place.span
+            part = merged(source, merge.parts[name], place, torch.float32)
+            assert torch.equal(part, exact[first : first + length].float())
+    merge.check("here", taken)
+    taken[0] = {}
+    with pytest.raises(tagc.StateError, match=r"of the \d+ elements"):
+        merge.check("here", taken)
+
+
+@on_ranks(2)
+def test_an_average_does_not_do_for_what_was_sent(rank: int, world_size: int) -> None:
+    """Forced from feedback `momentum` to a lead, which starts without a last sum."""
+    model = wrapped(POLICIES["quantized momentum"])
+    run(model, rank, range(2))
+    other = wrapped(rules(QUANTIZED, LEAD))
+    with shared_folder() as folder:
+        tagc.compressor(model).save(folder)
+        with pytest.warns(UserWarning, match="average of gradients of first.0.weight"):
+            tagc.compressor(other).load(folder, force=True)
+    state = residual_sums(other)
+    assert state["first.0.weight"].any()
+    assert not state["sent of first.0.weight"].any()
 
 
 # What is in a state
