@@ -234,7 +234,14 @@ def codecs_of(
         else:
             pairs.append((rule.codec, feedback))
     return [
-        plan_codec(codec, feedback, columns=columns, world_size=world_size, dtype=dtype)
+        plan_codec(
+            codec,
+            feedback,
+            columns=columns,
+            world_size=world_size,
+            dtype=dtype,
+            matrices=[(1, columns)],  # of any shape: what is timed has one of its own
+        )
         for codec, feedback in pairs
         for columns in _COLUMNS
     ]

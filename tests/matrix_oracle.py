@@ -81,7 +81,7 @@ def quantize(x: np.ndarray, layout: Any) -> Quantized:
     bits, group = layout.bits, layout.group
     finite = np.isfinite(x)
     u = np.where(finite, np.minimum(np.abs(x), F(2.0**64)), F(0)).astype(F)
-    good = finite.all(1)
+    good = np.array([bool(row.all()) for row in finite])
     codes_of_columns = column_codes(u)
     v = np.array([column_scale(code) for code in codes_of_columns], F)
     sums = [lane_sum(row, 32) for row in u]
@@ -98,7 +98,7 @@ def quantize(x: np.ndarray, layout: Any) -> Quantized:
         if good[i]:
             at = largest_of(x[i], v, group)
             if bits == 1:
-                fit = lane_sum(F(u[i] * v)[at], 32) / lane_sum(F(v * v)[at], 32)
+                fit = lane_sum((u[i] * v)[at], 32) / lane_sum((v * v)[at], 32)
             else:
                 fit = sums[i] / lane_sum(v, 32)
             byte = min(254, ((bits_of(F(F(fit) * distance)) + 2**19) >> 20) - base)
@@ -123,7 +123,8 @@ def quantize(x: np.ndarray, layout: Any) -> Quantized:
 def largest_of(x: np.ndarray, v: np.ndarray, group: int) -> list[int]:
     """The elements that have codes: all, or of each group the first of the largest."""
     with np.errstate(over="ignore"):
-        size = np.abs(F(x * F(F(1) / v)))
+        size = np.abs(x * (F(1) / v))
+    assert size.dtype == F
     starts = range(0, len(x), group)
     return [max(range(s, min(len(x), s + group)), key=lambda j: (size[j], -j)) for s in starts]
 

@@ -383,6 +383,22 @@ def test_every_codec_of_the_shipped_policies_has_a_speed(parameters: bool) -> No
                 assert {speed_key(s.codec) for s in unit.segments} <= set(timed)
 
 
+@pytest.mark.parametrize("codec", [{"bits": 2}, {"group": 16, "level": 1.3}])
+def test_a_matrix_has_a_speed(codec: dict[str, Any]) -> None:
+    """By the rule as by the plan, whatever the shape."""
+    from tagc import codec_speed
+
+    rule = {"when": {"name": "*.weight"}, "codec": {"kind": "matrix", **codec}}
+    policy = tagc.Policy.load({"schema": 1, "gradients": [rule]})
+    codecs = auto.codecs_of(policy, torch.float32, 2, parameters=False)
+    ops, device = get_ops("cpu", "reference"), torch.device("cpu")
+    with patch.dict(codec_speed._ELEMENTS, {"cpu": 1 << 12}):
+        timed = measure_speeds(codecs, ops, device, torch.float32, repeats=1)
+    plan = tagc.explain({"a.weight": (96, 40)}, policy, world_size=2, link=Link(bandwidth=1e9))
+    assert {speed_key(s.codec) for s in plan.units[0].segments} < set(timed)
+    assert all(speed.encode > 0 and speed.decode > 0 for speed in timed.values())
+
+
 def test_every_turn_starts_from_an_empty_residual() -> None:
     """One that grew from turn to turn would select more than fits, and time the trimming of it."""
     from types import SimpleNamespace

@@ -195,7 +195,8 @@ def test_copies_and_scales_are_of_all_that_is_kept(rank: int, world_size: int) -
     for step in range(2):
         backward(model, rank, step)
         backward(other, rank, step)
-        model.zero_grad(), other.zero_grad()
+        model.zero_grad()
+        other.zero_grad()
     copy = compressor.copy_residuals()
     # A residual and a sum of every segment.
     assert len(copy) % 2 == 0
