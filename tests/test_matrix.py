@@ -252,6 +252,59 @@ def test_quantizes_by_the_contract(bits, group, grad_dtype, residual_dtype, ops)
                 assert bool(residual.isfinite().all())
 
 
+@both
+@pytest.mark.parametrize("bits", [2, 4])
+def test_quotients_round_as_the_contract_says(bits, ops):
+    """Of numbers at the ends of a code's interval, where one rounding less gives another code."""
+    rng = np.random.default_rng(3)
+    layout, D = MatrixLayout(rows=8, columns=12, bits=bits), 40
+    scale = rng.integers(8, 16, (D, 8, 1)) * rng.choice([1.0, 0.75], (D, 1, 12))
+    x = (rng.integers(-8, 9, (D, 8, 12)) * scale).astype(np.float32)
+    message = oracle.poisoned(D, layout.words, dtype=torch.int32)
+    grad = torch.from_numpy(x).flatten(1)
+    ops.quantize_matrix(grad, None, message, layout=layout, average=0.0)
+    for words, one in zip(message.tolist(), x, strict=True):
+        found = matrix_oracle.quantize(one, layout)
+        assert words == found.words
+
+
+# Added one at a time to the first of these, ones are lost; added up before, they reach the next
+# scale: 1.25 and 1.0625 times 2**24 are halfway between two.
+ALMOST = {"column": 1.25 * 2**24 - 4, "row": 1.0625 * 2**24 - 4}
+
+
+@both
+@pytest.mark.parametrize(
+    ("of", "ones"),
+    [
+        ("column", [8, 16, 24, 32, 40, 48]),
+        ("column", [1, 3, 5, 7]),
+        ("row", [32, 64, 96, 128, 160, 192]),
+        ("row", [1, 2, 17, 18]),
+    ],
+    ids=["lane of a column", "lanes of a column", "lane of a row", "lanes of a row"],
+)
+def test_sums_add_up_in_the_order_of_the_format(of, ones, ops):
+    layout = MatrixLayout(rows=50, columns=256)
+    x = torch.zeros(50, 256)
+    line = x[:, 0] if of == "column" else x[0]
+    line[0] = ALMOST[of]
+    line[ones] = 1.0
+    if of == "column":
+        x[0, 1:] = 2.0**25
+    else:
+        x[1] = 2.0**33  # columns of one size
+    message = oracle.poisoned(1, layout.words, dtype=torch.int32)
+    ops.quantize_matrix(x.view(1, -1), None, message, layout=layout, average=0.0)
+    found = matrix_oracle.quantize(x.numpy(), layout)
+    assert message[0].tolist() == found.words
+    if of == "column":
+        assert message[0, 1] & 0xFF == 15 << 4 | 13  # 0.5 and 1
+    else:
+        scale = found.said[0, 0]
+        assert scale == 2.0**16
+
+
 @pytest.mark.parametrize("divisor", [1, 3])
 @both
 @variants
