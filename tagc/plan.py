@@ -247,8 +247,8 @@ class UnitPlan:
         return 4 * words
 
     def stored_bytes(self, segment: Segment) -> int:
-        """Bytes that a rank stores for a segment between steps: residual, the average that it
-        hands out, kept message."""
+        """Bytes that a rank stores for a segment between steps: residual, what it keeps as an
+        owner, kept message."""
         feedback = segment.codec.feedback
         residual = feedback.dtype.itemsize * segment.columns if feedback else 0
         average = 4 * segment.columns if feedback and feedback.hands_out else 0

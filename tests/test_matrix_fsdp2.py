@@ -220,8 +220,8 @@ def test_copies_and_scales_are_of_all_that_is_kept(rank: int, world_size: int) -
 
 
 def test_a_plan_says_what_a_matrix_costs() -> None:
-    """Of 1024 x 512 in a shard, 16 words of columns' scales... and residuals, and what the owner
-    keeps."""
+    """Of 1024 x 512 and 64 x 512 in a shard, one segment: each has scales of its own. Stored are a
+    residual for every owner, and what was sent last."""
     shape = {"q": (4096, 512), "k": (256, 512)}
     params = tuple(
         UnitParam(name=f"{n}_proj.weight", shape=s, columns=s[0] // 4 * s[1])

@@ -84,7 +84,7 @@ class PackedColumns:
 
     @property
     def averages(self) -> dict[int, Tensor]:
-        """What the owner hands out with feedback ``momentum``, ``[1, columns]``, likewise."""
+        """What the owner keeps, ``[1, columns]``, likewise. See :mod:`tagc.codecs.delivery`."""
         return {p.segment.start: p.kept[None] for p in self._parts if p.kept is not None}
 
     @property
