@@ -131,7 +131,7 @@ def test_a_sweep_goes_on_until_the_best_lies_between_others() -> None:
     lower = list(reversed([rate for rate in GRID if rate < FAST.rates[0]]))
     assert swept(lower[1]) == [*start, *((rate, 0) for rate in lower[:3]), (lower[1], 1)]
     assert swept(lower[1], max_rates=4) == [*start, (lower[0], 0), (lower[0], 1)]
-    assert swept(GRID[-1])[-2:] == [(GRID[-1], 0), (GRID[-1], 1)]
+    assert swept(GRID[-1], max_rates=len(GRID))[-2:] == [(GRID[-1], 0), (GRID[-1], 1)]
 
 
 def test_the_first_rates_are_neighbours_in_the_grid() -> None:
