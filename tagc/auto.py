@@ -234,7 +234,14 @@ def codecs_of(
         else:
             pairs.append((rule.codec, feedback))
     return [
-        plan_codec(codec, feedback, columns=columns, world_size=world_size, dtype=dtype)
+        plan_codec(
+            codec,
+            feedback,
+            columns=columns,
+            world_size=world_size,
+            dtype=dtype,
+            matrices=[(columns // 32, 32)],
+        )
         for codec, feedback in pairs
         for columns in _COLUMNS
     ]
