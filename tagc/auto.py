@@ -240,7 +240,7 @@ def codecs_of(
             columns=columns,
             world_size=world_size,
             dtype=dtype,
-            matrices=[(1, columns)],  # of any shape: what is timed has one of its own
+            matrices=[(columns // 32, 32)],
         )
         for codec, feedback in pairs
         for columns in _COLUMNS

@@ -33,7 +33,7 @@ class FeedbackPlan:
     """What a rank stores of what it did not send.
 
     Attributes:
-        dtype: of the stored elements.
+        dtype: of the stored elements; int8 with a scale for every 256 of them.
         average: share of the old residual that stays; 0 for plain error feedback.
         reset_steps: the residual starts from zero every so many reductions; 0 for never.
         rate: of the moving average that the owner hands out; 0 for none.
@@ -46,6 +46,16 @@ class FeedbackPlan:
     reset_steps: int = 0
     rate: float = 0.0
     lead: float = 1.0
+
+    @property
+    def working(self) -> torch.dtype:
+        """Of the residual in a step."""
+        return torch.float32 if self.dtype == torch.int8 else self.dtype
+
+    @property
+    def element_bytes(self) -> float:
+        """Stored for an element."""
+        return self.dtype.itemsize + (2 / 256 if self.dtype == torch.int8 else 0)
 
     @property
     def hands_out(self) -> bool:

@@ -79,7 +79,7 @@ def _measure(
     generator = torch.Generator(device).manual_seed(0)
     grad = torch.randn(_ROWS, numel // _ROWS, generator=generator, device=device).to(dtype)
     stored = codec.feedback
-    residual = None if stored is None else torch.zeros_like(grad, dtype=stored.dtype)
+    residual = None if stored is None else torch.zeros_like(grad, dtype=stored.working)
     sample = _Sample(ops, grad, residual, stored.average if stored else 0.0)
     if isinstance(codec, SketchPlan):
         encode, decode, decoded = (*_sketch(codec, sample), sample.columns)

@@ -167,7 +167,7 @@ def memory_time(bandwidth: float) -> CodecTime:
     def seconds(unit: UnitPlan, segment: Segment) -> float:
         codec, info = segment.codec, unit.info
         encoded, _ = _elements(unit, segment)
-        stored = codec.feedback.dtype.itemsize if codec.feedback else 0
+        stored = codec.feedback.element_bytes if codec.feedback else 0
         messages = encoded / max(1, segment.columns)
         encode = encoded * (info.dtype.itemsize + 2 * stored)
         encode += 4 * messages * (codec.words + codec.cells)

@@ -250,10 +250,10 @@ class UnitPlan:
         """Bytes that a rank stores for a segment between steps: residual, what it keeps as an
         owner, kept message."""
         feedback = segment.codec.feedback
-        residual = feedback.dtype.itemsize * segment.columns if feedback else 0
+        residual = feedback.element_bytes * segment.columns if feedback else 0
         average = 4 * segment.columns if feedback and feedback.hands_out else 0
         message = 4 * segment.codec.words * self.info.world_size if self.kept else 0
-        return self.destinations * residual + average + message
+        return round(self.destinations * residual) + average + message
 
 
 @dataclass(frozen=True)

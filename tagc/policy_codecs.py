@@ -160,7 +160,8 @@ FEEDBACK_KINDS = {
 class Feedback(Strict):
     """What becomes of the part of a gradient that a codec did not send.
 
-    `residual` keeps it per rank in `dtype` and adds it to the next gradient; `average` (LoCo)
+    `residual` keeps it per rank in `dtype` (`int8` has a scale for every 256 elements) and adds it
+    to the next gradient; `average` (LoCo)
     keeps a moving average of it instead, `beta` of the old and `1 - beta` of the new, and starts
     from zero every `reset_steps`; `none` drops it. `momentum` sends a moving average of the
     gradient instead, `1 - rate` of the old and `rate` of the new: the residual is what has not
@@ -173,7 +174,7 @@ class Feedback(Strict):
     """
 
     kind: Literal["none", "residual", "average", "momentum"] = "residual"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     beta: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.8
     reset_steps: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1024
     rate: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.1

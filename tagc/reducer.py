@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from tagc.codecs import Columns, nested, part_of
 from tagc.codecs.dense import DenseColumns
 from tagc.codecs.packed import PackedColumns
 from tagc.codecs.quantized import MatrixColumns, QuantizedColumns
+from tagc.codecs.residual import Residual
 from tagc.codecs.sketch import SketchColumns
 from tagc.exchange import (
     Pending,
@@ -104,9 +106,8 @@ class UnitReducer:
 
     @property
     def residuals(self) -> dict[int, Tensor]:
-        """Residual ``[D, columns]`` by first column of the segment in the unit."""
-        kinds = (self.sketch, self.packed, self.quantized, self.matrix)
-        return {start: e for columns in kinds for start, e in columns.residuals.items()}
+        """Residual ``[D, columns]`` by first column of the segment in the unit, to look at."""
+        return {start: residual.read() for start, residual in self._owed.items()}
 
     @property
     def averages(self) -> dict[int, Tensor]:
@@ -115,10 +116,22 @@ class UnitReducer:
         kinds = (self.sketch, self.packed, self.quantized, self.matrix)
         return {start: kept for columns in kinds for start, kept in columns.averages.items()}
 
+    @contextmanager
+    def opened(self) -> Iterator[dict[int, Tensor]]:
+        """:attr:`residuals` to be changed in place."""
+        with ExitStack() as stack:
+            yield {start: stack.enter_context(r.opened()) for start, r in self._owed.items()}
+
+    @property
+    def _owed(self) -> dict[int, Residual]:
+        kinds = (self.sketch, self.packed, self.quantized, self.matrix)
+        return {start: r for columns in kinds for start, r in columns.residuals.items()}
+
     def rescale(self, factor: float | Tensor) -> None:
         """Expect gradients that are ``factor`` times as large, the same on every rank."""
-        for kept in (*self.residuals.values(), *self.averages.values()):
-            kept.mul_(factor)
+        with self.opened() as residuals:
+            for kept in (*residuals.values(), *self.averages.values()):
+                kept.mul_(factor)
         for steering in (*self.sketch.steerings, *self.packed.steerings):
             steering.rescale(factor)
 

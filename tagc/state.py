@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -48,13 +49,22 @@ class Reduced:
         """Name of what is saved, place, and the segment's residual, of every parameter; and what
         the owner of a shard keeps: the moving ``average`` that it hands out with the feedback kind
         ``momentum``, and with a lead what was ``sent`` last. (Neither could do for the other.)"""
+        yield from self._named(self.reducer.residuals)
+
+    @contextmanager
+    def opened(self) -> Iterator[Iterator[tuple[str, Place, Tensor]]]:
+        """The same to be changed in place."""
+        with self.reducer.opened() as residuals:
+            yield self._named(residuals)
+
+    def _named(self, residuals: dict[int, Tensor]) -> Iterator[tuple[str, Place, Tensor]]:
         plan = self.reducer.plan
         smooth = {s.start for s in plan.segments if s.codec.feedback and s.codec.feedback.rate}
         owned = self.reducer.averages
         # Across replicas a rank has a residual of its own shard only.
         only = self.shard if plan.for_all else None
         for kind, kept, shard in (
-            ("residual", self.reducer.residuals, only),
+            ("residual", residuals, only),
             ("average", {i: kept for i, kept in owned.items() if i in smooth}, self.shard),
             ("sent", {i: kept for i, kept in owned.items() if i not in smooth}, self.shard),
         ):
@@ -215,9 +225,10 @@ class State:
 
         def apply() -> None:
             _synchronize()
-            for name, place, residual in targets:
-                place.put(residual, tensors[name].to(residual.device))
             for reduced in self.reduced:
+                with reduced.opened() as residuals:
+                    for name, place, residual in residuals:
+                        place.put(residual, tensors[name].to(residual.device))
                 reduced.reducer.load_state(part_of(reduced.name, tensors))
             for gatherer in self.gathered:
                 gatherer.load_state(part_of(_gathered_name(gatherer), tensors))
@@ -237,8 +248,9 @@ class State:
             for reduced in self.reduced:
                 reduced.reducer.state()  # waits for what is in flight
                 reduced.reducer.reset(step)
-                for name, place, residual in reduced.residuals():
-                    place.put(residual, values[name].to(residual.device))
+                with reduced.opened() as residuals:
+                    for name, place, residual in residuals:
+                        place.put(residual, values[name].to(residual.device))
 
         return apply
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -207,7 +208,11 @@ class Compressor:
     def copy_residuals(self) -> list[Tensor]:
         """What this rank owes now, for :meth:`restore_residuals`; as much memory again as the
         residuals take."""
-        return [residual.clone() for residual in self._residuals()]
+        return [
+            kept.clone()
+            for reducer in (*self._installed.reducers, *self._installed.replicas)
+            for kept in (*reducer.residuals.values(), *reducer.averages.values())
+        ]
 
     def restore_residuals(self, copy: Sequence[Tensor], where: bool | Tensor = True) -> None:
         """Owe again what :meth:`copy_residuals` saw: after a step that the optimizer skipped,
@@ -221,23 +226,27 @@ class Compressor:
         Raises:
             ValueError: if the copy is of another model or plan.
         """
-        residuals = self._residuals()
-        if [r.shape for r in residuals] != [c.shape for c in copy]:
-            raise ValueError("the copy is not of this model's residuals under this plan")
-        for residual, saved in zip(residuals, copy, strict=True):
-            if isinstance(where, Tensor):
-                saved = torch.where(where.to(residual.device, torch.bool), saved, residual)
-            elif not where:
-                continue
-            residual.copy_(saved)
+        with self._residuals() as residuals:
+            if [r.shape for r in residuals] != [c.shape for c in copy]:
+                raise ValueError("the copy is not of this model's residuals under this plan")
+            for residual, saved in zip(residuals, copy, strict=True):
+                if isinstance(where, Tensor):
+                    saved = torch.where(where.to(residual.device, torch.bool), saved, residual)
+                elif not where:
+                    continue
+                residual.copy_(saved)
 
-    def _residuals(self) -> list[Tensor]:
-        reducers = (*self._installed.reducers, *self._installed.replicas)
-        return [
-            kept
-            for reducer in reducers
-            for kept in (*reducer.residuals.values(), *reducer.averages.values())
-        ]
+    @contextmanager
+    def _residuals(self) -> Iterator[list[Tensor]]:
+        with ExitStack() as stack:
+            yield [
+                kept
+                for reducer in (*self._installed.reducers, *self._installed.replicas)
+                for kept in (
+                    *stack.enter_context(reducer.opened()).values(),
+                    *reducer.averages.values(),
+                )
+            ]
 
     def remove(self) -> None:
         """Give FSDP its own collectives back and drop all residuals. The model may be wrapped

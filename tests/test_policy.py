@@ -106,6 +106,9 @@ EVERY_ELEMENT = {
     "loco-4bit": "quantized",
     "hybrid": "quantized",
     "packed-20": "packed",
+    "two-bit": "matrix",
+    "one-bit": "matrix",
+    "half-bit": "matrix",
     "auto": "auto",
 }
 
@@ -499,7 +502,7 @@ def test_all_errors_are_listed_by_line(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("attn_only", "did you mean 'attn-only'? available: all, attn-only, auto, dense, hybrid"),
+        ("attn_only", "did you mean 'attn-only'? available: all, attn-only, auto, dense, half-bit"),
         ("zzz", "no built-in policy 'zzz'; available: all, attn-only"),
         ("", "no built-in policy ''; available"),
         ("missing/p", "missing/p: cannot be read: No such file"),

@@ -129,7 +129,7 @@ def test_output_is_the_sum_of_what_ranks_send(
         expected = oracle.step(buffers, reducer, divisor)[rank]
         for i, segment in enumerate(plan.sketched):
             span = slice(segment.start, segment.stop)
-            residuals = list(reducer.sketch.residuals.values())
+            residuals = list(reducer.residuals.values())
             torch.testing.assert_close(out[span], expected[span], **EXACT)
             torch.testing.assert_close(residuals[i], oracle.residuals[i][rank], **EXACT)
         for segment in plan.dense:
@@ -193,7 +193,7 @@ def conserved(rank: int, world_size: int, symbol: str, stored: str, draw: Callab
         put_in += buffers
         rounding = 2 * 2**-24 * (buffers.double().abs() + residual.abs())
         for i, span in enumerate(spans):
-            residual[:, :, span] = gathered(list(reducer.sketch.residuals.values())[i].float())
+            residual[:, :, span] = gathered(list(reducer.residuals.values())[i].float())
         if stored == "bfloat16":
             rounding += 2**-8 * (1 + 2**-7) * residual.abs()
         if draw is not on_grid:

@@ -94,7 +94,7 @@ _ALL = (
     _matrix("2 bits", {"bits": 2}, 0.88, 4.5e-3, 6e-3, 9e-3),
     _matrix("1 bit", {"level": 1.3}, 0.83, 4.5e-3, 6e-3, 9e-3),
     _matrix("1 of 8", {"group": 8}, 0.35, 6e-3, 9e-3, 1.2e-2),
-    _matrix("1 of 16", {"group": 16, "level": 1.3}, 0.33, 6e-3, 9e-3, 1.2e-2),
+    _matrix("1 of 32", {"group": 32}, 0.17, 9e-3, 1.2e-2, 1.8e-2),
     _quantized(2, "residual"),
     _quantized(2, "momentum"),
     # TAGC's selection: elements one by one, values not visibly rounded.

@@ -15,8 +15,9 @@ not been sent yet decays like everything else, and no old gradient arrives late 
 **Feedback ``residual`` with a lead** ``K`` below 1. A codec whose messages carry the share ``K`` of
 what is owed delivers ``K * g`` in the step, ``K * (1 - K) * g`` in the next, and so on: a moving
 average, late by ``(1 - K) / K`` steps. That is little beside a momentum's ten, but it comes on top
-of it: an optimizer with momentum that gets its gradients a step late is stable only up to about a
-twentieth of the curvature. So the owner inverts the average, with ``Q`` the last sum it got:
+of it: with momentum ``b`` an optimizer is stable up to a curvature of ``2 (1 + b) / (1 - b)`` over
+the learning rate, 38 for 0.9, and with gradients a step late up to 1. So the owner inverts the
+average, with ``Q`` the last sum it got:
 
     hand out (sum of C(x) - (1 - K) * Q) / K, Q <- sum of C(x)        Q is zero before the first
 

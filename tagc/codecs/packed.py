@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tagc.codec_plans import PackedPlan
 from tagc.codecs import delivery, nested, part_of
+from tagc.codecs.residual import Residual, opened
 from tagc.codecs.support import Support
 from tagc.ops import COUNTS, KEPT, Ops
 from tagc.packed import HEADER
@@ -30,7 +31,7 @@ class _Part:
     segment: Segment
     plan: PackedPlan
     slot: slice
-    residual: Tensor | None
+    residual: Residual | None
     support: Support | None
     kept: Tensor | None  # by the owner, see tagc.codecs.delivery
 
@@ -51,14 +52,14 @@ class PackedColumns:
             codec = segment.codec
             assert isinstance(codec, PackedPlan)
             stored = codec.feedback
-            residual = stored and torch.zeros(D, segment.columns, dtype=stored.dtype, device=device)
+            residual = Residual.new(D, segment.columns, stored, ops, device)
             slot = slice(self.words, self.words + codec.words)
             support = Support(codec.layout, codec.target, D, device) if codec.shared else None
             kept = delivery.new_kept(segment, device)
             self._parts.append(_Part(segment, codec, slot, residual, support, kept))
             self.words = slot.stop
             given = delivery.dtype_of(plan.info.dtype, stored)
-            ops.prepare_packed(codec.layout, given, stored.dtype if stored else None)
+            ops.prepare_packed(codec.layout, given, stored.working if stored else None)
         n = len(self._parts)
         self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
         # With a shared support a rank selects in its own shard only.
@@ -78,8 +79,8 @@ class PackedColumns:
         return self._parts
 
     @property
-    def residuals(self) -> dict[int, Tensor]:
-        """Residual ``[D, columns]`` by first column of the segment in the unit."""
+    def residuals(self) -> dict[int, Residual]:
+        """By first column of the segment in the unit."""
         return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
 
     @property
@@ -100,22 +101,24 @@ class PackedColumns:
         for i, part in enumerate(self._parts):
             threshold, counts = self._steering.threshold[i], self._counts[i]
             columns = grad[:, part.segment.start : part.segment.stop]
-            self._ops.pack(
-                delivery.fresh(columns, part.residual, part.plan.feedback),
-                part.residual,
-                threshold,
-                part.support and part.support.current,
-                message[:, part.slot],
-                counts,
-                layout=part.plan.layout,
-            )
+            with opened(part.residual) as residual:
+                self._ops.pack(
+                    delivery.fresh(columns, residual, part.plan.feedback),
+                    residual,
+                    threshold,
+                    part.support and part.support.current,
+                    message[:, part.slot],
+                    counts,
+                    layout=part.plan.layout,
+                )
             self.totals[i] += counts[:, KEPT].sum()
             if part.support is not None:
                 assert part.residual is not None
                 mine = group.rank()
                 index = message[:, part.slot][:, HEADER : HEADER + part.plan.layout.index_words]
                 own = slice(mine, mine + 1)
-                part.support.choose(self._ops, part.residual[own], threshold[own], index, counts)
+                owed = part.residual.read(own)
+                part.support.choose(self._ops, owed, threshold[own], index, counts)
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Nothing but the message."""

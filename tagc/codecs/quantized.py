@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tagc.codec_plans import CodecPlan, FeedbackPlan, MatrixPlan, QuantizedPlan
 from tagc.codecs import delivery
+from tagc.codecs.residual import Residual, opened
 from tagc.ops import Ops
 from tagc.plan import Segment, UnitPlan
 
@@ -23,7 +24,7 @@ from tagc.plan import Segment, UnitPlan
 class _Part:
     segment: Segment
     slot: slice
-    residual: Tensor | None
+    residual: Residual | None
     kept: Tensor | None  # by the owner, see tagc.codecs.delivery
 
 
@@ -44,9 +45,7 @@ class _ElementColumns:
         self._parts: list[_Part] = []
         for segment in plan.of(self.kind):
             stored = segment.codec.feedback
-            residual = stored and torch.zeros(
-                plan.destinations, segment.columns, dtype=stored.dtype, device=device
-            )
+            residual = Residual.new(plan.destinations, segment.columns, stored, ops, device)
             slot = slice(self.words, self.words + segment.codec.words)
             kept = delivery.new_kept(segment, device)
             self._parts.append(_Part(segment, slot, residual, kept))
@@ -75,8 +74,8 @@ class _ElementColumns:
         return self._parts
 
     @property
-    def residuals(self) -> dict[int, Tensor]:
-        """Residual ``[D, columns]`` by first column of the segment in the unit."""
+    def residuals(self) -> dict[int, Residual]:
+        """By first column of the segment in the unit."""
         return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
 
     @property
@@ -93,8 +92,9 @@ class _ElementColumns:
                 if every and self.steps and self.steps % every == 0:
                     part.residual.zero_()
             columns = grad[:, part.segment.start : part.segment.stop]
-            fresh = delivery.fresh(columns, part.residual, feedback)
-            self._quantize(part.segment.codec, fresh, part.residual, message[:, part.slot])
+            with opened(part.residual) as residual:
+                fresh = delivery.fresh(columns, residual, feedback)
+                self._quantize(part.segment.codec, fresh, residual, message[:, part.slot])
         self.steps += 1
 
     def start(self, group: dist.ProcessGroup) -> None:
@@ -141,7 +141,7 @@ class QuantizedColumns(_ElementColumns):
         self, codec: CodecPlan, gradient: torch.dtype, feedback: FeedbackPlan | None
     ) -> None:
         assert isinstance(codec, QuantizedPlan)
-        stored = feedback.dtype if feedback else None
+        stored = feedback.working if feedback else None
         self._ops.prepare_blocks(codec.layout, gradient, stored, _average(feedback))
 
     def _quantize(
@@ -166,7 +166,7 @@ class MatrixColumns(_ElementColumns):
         self, codec: CodecPlan, gradient: torch.dtype, feedback: FeedbackPlan | None
     ) -> None:
         assert isinstance(codec, MatrixPlan)
-        stored = feedback.dtype if feedback else None
+        stored = feedback.working if feedback else None
         for layout in codec.layouts:
             self._ops.prepare_matrix(layout, gradient, stored, _average(feedback))
 

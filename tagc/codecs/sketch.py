@@ -17,6 +17,7 @@ from torch import Tensor
 from tagc.blocks import BlockLayout
 from tagc.codec_plans import SketchPlan
 from tagc.codecs import delivery, nested, part_of
+from tagc.codecs.residual import Residual, opened
 from tagc.codecs.support import Support
 from tagc.exchange import Pending, all_reduce_sum, gather_rows, sum_rows
 from tagc.ops import COUNTS, KEPT, UNION, UNRESOLVED, Ops
@@ -39,7 +40,7 @@ class _Part:
     sketch: SketchPlan
     index: slice
     cells: slice
-    residual: Tensor | None
+    residual: Residual | None
     shared: _Shared | None
     kept: Tensor | None  # by the owner, see tagc.codecs.delivery
 
@@ -87,15 +88,15 @@ class SketchColumns:
             sketch = segment.codec
             assert isinstance(sketch, SketchPlan)
             layout, dtype, stored = sketch.layout, sketch.symbol.dtype, sketch.feedback
-            residual = stored and torch.zeros(D, segment.columns, dtype=stored.dtype, device=device)
+            residual = Residual.new(D, segment.columns, stored, ops, device)
             given = delivery.dtype_of(plan.info.dtype, stored)
-            ops.prepare(layout, given, stored.dtype if stored else None)
+            ops.prepare(layout, given, stored.working if stored else None)
             cells = slice(self._cells[dtype], self._cells[dtype] + layout.cells)
             index = slice(words, words + layout.index_words)
             shared = None
             if sketch.shared:
                 choice = _choice_of(sketch)
-                ops.prepare_packed(choice, plan.info.dtype, stored.dtype if stored else None)
+                ops.prepare_packed(choice, plan.info.dtype, stored.working if stored else None)
                 support = Support(choice, sketch.target, D, device)
                 union = torch.zeros(1, layout.index_words, dtype=torch.int32, device=device)
                 shared = _Shared(len(wanted), support, union)
@@ -136,8 +137,8 @@ class SketchColumns:
         return self._parts
 
     @property
-    def residuals(self) -> dict[int, Tensor]:
-        """Residual ``[D, columns]`` by first column of the segment in the unit."""
+    def residuals(self) -> dict[int, Residual]:
+        """By first column of the segment in the unit."""
         return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
 
     @property
@@ -165,20 +166,21 @@ class SketchColumns:
             step = quantization_step(threshold[i], sketch.symbol, sketch.levels)
             self._steps[i] = step * self.steering.boost[i]
             columns = grad[:, part.segment.start : part.segment.stop]
-            self._ops.encode(
-                delivery.fresh(columns, part.residual, sketch.feedback),
-                part.residual,
-                threshold[i],
-                self._steps[i],
-                self._seed,
-                message[:, part.index],
-                self._cells_send(dtype)[:, part.cells],
-                self._counts[i],
-                layout=sketch.layout,
-                levels=sketch.levels,
-                capacity=sketch.capacity,
-                support=part.support and part.support.current,
-            )
+            with opened(part.residual) as residual:
+                self._ops.encode(
+                    delivery.fresh(columns, residual, sketch.feedback),
+                    residual,
+                    threshold[i],
+                    self._steps[i],
+                    self._seed,
+                    message[:, part.index],
+                    self._cells_send(dtype)[:, part.cells],
+                    self._counts[i],
+                    layout=sketch.layout,
+                    levels=sketch.levels,
+                    capacity=sketch.capacity,
+                    support=part.support and part.support.current,
+                )
             if part.shared is not None:
                 self._choose(part, part.shared, message[:, part.index], group.rank())
 
@@ -189,7 +191,7 @@ class SketchColumns:
         own = slice(mine, mine + 1)
         shared.support.choose(
             self._ops,
-            part.residual[own],
+            part.residual.read(own),
             self._choosing.threshold[shared.place, own],
             index[:, : part.sketch.layout.words],
             self._chosen[shared.place],
@@ -231,17 +233,18 @@ class SketchColumns:
                 shared.support.receive(self._ops, choices)
             columns = out[part.segment.start : part.segment.stop]
             sent = delivery.received(columns, part.kept)
-            self._ops.decode(
-                index if shared is None else shared.union,
-                self._cells_sum(part.sketch.symbol.dtype)[part.cells],
-                self._steps[i, owner : owner + 1],
-                self._seed,
-                sent,
-                None if residual is None else residual[owner],
-                self._stats[i],
-                layout=part.sketch.layout,
-                divisor=divisor,
-            )
+            with opened(residual, slice(owner, owner + 1)) as owed:
+                self._ops.decode(
+                    index if shared is None else shared.union,
+                    self._cells_sum(part.sketch.symbol.dtype)[part.cells],
+                    self._steps[i, owner : owner + 1],
+                    self._seed,
+                    sent,
+                    None if owed is None else owed[0],
+                    self._stats[i],
+                    layout=part.sketch.layout,
+                    divisor=divisor,
+                )
             delivery.hand_out(sent, part.kept, part.sketch.feedback, columns)
         if self._parts:
             self.totals[:, 0] += self._counts[..., KEPT].sum(1)
