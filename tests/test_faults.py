@@ -48,7 +48,7 @@ def policy(codec: str, *directions: str) -> dict[str, Any]:
 
 
 def residuals(model: Any) -> list[Tensor]:
-    return tagc.compressor(model)._residuals()
+    return tagc.compressor(model).copy_residuals()
 
 
 # Ranks that stop

@@ -55,7 +55,9 @@ def test_a_zero_estimate_has_one_sign():
 
 
 def residual_of(values: torch.Tensor, dtype: torch.dtype, ops: str = "cpu") -> Residual:
-    new = Residual(*values.shape, FeedbackPlan(dtype=dtype), get_ops("cpu", ops), values.device)
+    rows, columns = values.shape
+    feedback = FeedbackPlan(dtype=dtype)
+    new = Residual(rows, columns, feedback, get_ops("cpu", ops), values.device)
     with new.opened() as wide:
         wide.copy_(values)
     return new
