@@ -121,7 +121,7 @@ def _base(x: Tensor, v: Tensor) -> Tensor:
 def _largest(y: Tensor, group: int) -> Tensor:
     """Places ``[..., codes, 1]`` of the first largest magnitudes."""
     # What is not finite has no code, but must not be an index either.
-    return grouped(y.abs().nan_to_num(nan=0.0), group).argmax(-1, keepdim=True)
+    return grouped(y.abs().nan_to_num(nan=0.0, posinf=torch.inf), group).argmax(-1, keepdim=True)
 
 
 def _rows(x: Tensor, v: Tensor, place: Tensor | None, base: Tensor, layout: MatrixLayout) -> Tensor:
