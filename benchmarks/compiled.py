@@ -22,6 +22,8 @@ import torch
 
 from tagc.blocks import BITS, BlockLayout
 from tagc.layout import SketchLayout
+from tagc.matrix import BITS as MATRIX_BITS
+from tagc.matrix import GROUPS, MatrixLayout
 from tagc.packed import PackedLayout
 from tagc.symbols import SYMBOLS, Symbol
 
@@ -36,11 +38,15 @@ SKETCH = {
     "finish_float_kernel", "estimate_kernel", "write_kernel", "expand_kernel",
 }  # fmt: skip
 BLOCKS = {"quantize_kernel", "dequantize_kernel"}
+MATRIX = {
+    "matrix_columns_kernel", "matrix_rows_kernel", "matrix_scales_kernel", "quantize_matrix_kernel",
+    "dequantize_matrix_kernel",
+}  # fmt: skip
 PACKED = {
     "select_kernel", "count_kernel", "drop_kernel", "rank_kernel", "scan_kernel", "list_kernel",
     "index_kernel", "read_kernel", "values_kernel", "unpack_kernel",
 }  # fmt: skip
-KERNELS = SKETCH | BLOCKS | PACKED
+KERNELS = SKETCH | BLOCKS | MATRIX | PACKED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +197,15 @@ def blocks(bits, block, grad, residual, average, divisor, numel=1 << 14, R=2) ->
     ops.dequantize(message[None], out, layout=layout, divisor=divisor)
 
 
+def matrix(bits, group, grad, residual, average, divisor, rows=64, columns=1024, R=2) -> None:
+    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, group=group)
+    message = torch.empty(R, layout.words, dtype=torch.int32)
+    x = torch.empty(R, layout.numel, dtype=grad)
+    left = None if residual is None else torch.empty(R, layout.numel, dtype=residual)
+    ops.quantize_matrix(x, left, message, layout=layout, average=average)
+    ops.dequantize_matrix(message, x[0], layout=layout, divisor=divisor)
+
+
 def packed(bits, block, group, low, grad, residual, kind, divisor, numel=1 << 14, R=2) -> None:
     """``kind``: room for ``some`` groups or ``all``, or for a ``support``."""
     groups = -(-numel // group)
@@ -234,6 +249,13 @@ QUANTIZES = [
     (bits, block, *DTYPES[i % 9], (0.0, 0.9)[i // 2 % 2], 2 + i // 4 % 2)
     for i, (bits, block) in enumerate(itertools.product(BITS, BLOCK_SIZES))
 ]
+# Every kind of code, with dtypes in turn and all others for one of them.
+CODES = [*((bits, 1) for bits in MATRIX_BITS), *((1, group) for group in GROUPS)]
+MATRICES = [
+    (*code, *DTYPES[(i + k) % 9], (0.0, 0.9)[(i + k) % 2], 2 + (i + k) // 2 % 2)
+    for i, code in enumerate(CODES)
+    for k in range(9 if code == (1, 1) else 3)
+]
 # Every size of a group with every pair of dtypes; the rest takes turns.
 PACKS = [
     (
@@ -263,6 +285,8 @@ def compile_all(
         # Fewer of these; strides that take turns with all that varies.
         for arguments in QUANTIZES[turn :: 9 if share > 1 else 1]:
             blocks(*arguments)
+        for arguments in MATRICES[turn :: 7 if share > 1 else 1]:
+            matrix(*arguments)
         for arguments in PACKS[turn :: 17 if share > 1 else 1]:
             packed(*arguments)
     return found

@@ -24,6 +24,7 @@ from benchmarks.compiled import (  # noqa: E402
     BLOCKS,
     F32,
     KERNELS,
+    MATRIX,
     PACKED,
     SKETCH,
     Compiled,
@@ -34,6 +35,7 @@ from benchmarks.compiled import (  # noqa: E402
     decode,
     encode,
     layout_of,
+    matrix,
     packed,
     rows,
 )
@@ -108,8 +110,32 @@ def test_quantize_reads_and_writes_16_bytes_at_a_time(compiled):
         assert wide <= elements * size // 16 + max(1, codes), (k.variant, c, wide)
 
 
+def test_matrices_are_read_and_written_16_bytes_at_a_time(compiled):
+    def wide(k: Compiled, what: str) -> int:
+        return len(re.findall(rf"{what}\.global\.v4\.b32", k.ptx))
+
+    def size(k: Compiled, name: str) -> int:
+        return {"*fp32": 4, "*bf16": 2, "*fp16": 2, "constexpr": 0}[k.signature[name]]
+
+    found = set()
+    for k in compiled:
+        if k.name not in MATRIX or "grad" not in k.signature:
+            continue
+        found.add(k.name)
+        read = size(k, "grad") + size(k, "residual")
+        if k.name == "matrix_columns_kernel":
+            assert "ld.global" not in k.ptx.replace("ld.global.v4.b32", ""), k.variant
+        elif k.name == "matrix_rows_kernel":
+            # A thread has eight elements of a step, 16 of a tile.
+            assert wide(k, "ld") == k.constants["STEPS"] * read // 2, k.variant
+        else:
+            assert wide(k, "ld") >= read, k.variant
+            assert wide(k, "st") == size(k, "residual"), k.variant
+    assert len(found) == 3
+
+
 def test_sums_store_16_bytes_at_a_time(compiled):
-    for name in ("dequantize_kernel", "unpack_kernel"):
+    for name in ("dequantize_kernel", "dequantize_matrix_kernel", "unpack_kernel"):
         kernels = [k for k in compiled if k.name == name]
         assert kernels
         for k in kernels:
@@ -127,8 +153,8 @@ def test_values_move_whole_groups(compiled):
 
 def test_arithmetic_is_ieee(compiled):
     """No division by an approximate reciprocal, nothing flushed to zero, no contraction."""
-    kernels = [k for k in compiled if k.name in BLOCKS | PACKED]
-    assert {"quantize_kernel", "values_kernel"} <= {
+    kernels = [k for k in compiled if k.name in BLOCKS | MATRIX | PACKED]
+    assert {"quantize_kernel", "quantize_matrix_kernel", "values_kernel"} <= {
         k.name for k in kernels if "div.rn.f32" in k.ptx
     }
     for k in kernels:
@@ -190,9 +216,11 @@ def test_sizes_of_one_compile():
     check_memory(found)
     with compiling(90) as found:
         blocks(8, 32, F32, BF16, 0.9, 3, numel=1, R=1)
+        for bits, group in ((1, 1), (4, 1), (1, 32)):
+            matrix(bits, group, F32, BF16, 0.9, 3, rows=1, columns=1, R=1)
         for low, kind in ((0, "all"), (1, "support"), (2, "all"), (1, "some")):
             packed(8, 32, 1, low, F32, BF16, kind, 1, numel=1, R=1)
-    assert {k.name for k in found} >= (BLOCKS | PACKED) - {"drop_kernel", "count_kernel"}
+    assert {k.name for k in found} >= (BLOCKS | MATRIX | PACKED) - {"drop_kernel", "count_kernel"}
     check_memory(found)
 
 
@@ -202,6 +230,8 @@ def test_rows_that_are_not_aligned_compile_without_spills():
         decode(SYMBOLS["int8x4"], F32, BF16, 3, 3, numel=4095)
         blocks(8, 256, F32, BF16, 0.9, 3, numel=4095)
         blocks(2, 4096, BF16, F32, 0.9, 3, numel=4095)
+        matrix(1, 1, F32, F32, 0.9, 3, rows=33, columns=1001)
+        matrix(1, 8, BF16, BF16, 0.9, 3, rows=33, columns=1001)
         packed(8, 256, 1, 2, F32, F32, "some", 3, numel=4095)
         packed(4, 4096, 32, 1, BF16, BF16, "support", 3, numel=4095)
     # Scalar accesses take more registers: fewer warps fit, which these rare segments can bear.

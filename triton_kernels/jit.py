@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import triton
 
 jit: Any = triton.jit
+# A module's constant that its kernels may read.
+constant: Any = triton.language.constexpr
 
 if TYPE_CHECKING:
 

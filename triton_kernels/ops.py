@@ -16,9 +16,12 @@ from torch import Tensor
 
 from tagc.blocks import BlockLayout
 from tagc.layout import SketchLayout
+from tagc.matrix import MatrixLayout
 from tagc.packed import PackedLayout
 
 from . import dequantize as _dequantize
+from . import matrix_dequantize as _matrix_dequantize
+from . import matrix_quantize as _matrix_quantize
 from . import pack as _pack
 from . import quantize as _quantize
 from . import read_index as _read_index
@@ -152,6 +155,31 @@ def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: in
 
 def prepare_blocks(
     layout: BlockLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
+) -> None:
+    """Nothing yet, as :func:`prepare`."""
+
+
+def quantize_matrix(
+    grad: Tensor,
+    residual: Tensor | None,
+    message: Tensor,
+    *,
+    layout: MatrixLayout,
+    average: float,
+) -> None:
+    """See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
+    with torch.cuda.device_of(grad):
+        _matrix_quantize.quantize_matrix(grad, residual, message, layout=layout, average=average)
+
+
+def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
+    """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
+    with torch.cuda.device_of(out):
+        _matrix_dequantize.dequantize_matrix(message, out, layout=layout, divisor=divisor)
+
+
+def prepare_matrix(
+    layout: MatrixLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
 ) -> None:
     """Nothing yet, as :func:`prepare`."""
 

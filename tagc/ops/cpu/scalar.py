@@ -28,7 +28,7 @@ def group_of(lanes: int) -> Group:
     return (0,) * lanes
 
 
-def load(a, j):  # bfloat16 travels as uint16, None stands for zeros
+def load(a, j):  # bfloat16 travels as uint16, None stands for zeros that change no sign
     raise NotImplementedError
 
 
@@ -43,7 +43,7 @@ def store_finite(a, j, x):  # for residuals: what is finite stays finite in bflo
 @overload(load, inline="always")
 def _(a, j):
     if isinstance(a, types.NoneType):
-        return lambda a, j: np.float32(0.0)
+        return lambda a, j: np.float32(-0.0)
     if a.dtype == types.uint16:
         return lambda a, j: bits_float(U(U(a[j]) << U(16)))
     return lambda a, j: a[j]

@@ -1,0 +1,452 @@
+"""The Triton operators of quantized matrices against the reference, to the bit.
+
+Every case runs interpreted on the CPU and, where there is a GPU, natively (``-m gpu``).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
+from torch import Tensor
+
+from tagc.matrix import GROUPS, MIN_MEAN, MatrixLayout
+from tagc.ops import reference
+
+pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
+F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
+LARGEST = torch.finfo(F32).max
+
+
+@dataclass
+class Problem:
+    """Arguments of quantize_matrix, on the CPU."""
+
+    grad: Tensor
+    residual: Tensor | None
+    layout: MatrixLayout
+    average: float = 0.0
+
+
+def random(D: int, layout: MatrixLayout, rng: np.random.Generator) -> Tensor:
+    """Heavy-tailed, with zeros and ties; rows and columns have scales of their own."""
+    rows, columns = (torch.from_numpy(rng.normal(size=n)) for n in (layout.rows, layout.columns))
+    x = oracle.values((D, layout.rows, layout.columns), rng)
+    return (x * rows.exp()[:, None] * columns.exp()).float().flatten(1)
+
+
+def problem(
+    bits: int,
+    group: int,
+    rows: int,
+    columns: int,
+    grad: torch.dtype = F32,
+    residual: torch.dtype | None = F32,
+    average: float = 0.0,
+    *,
+    level: float = 1.0,
+    D: int = 2,
+    seed: int = 0,
+) -> Problem:
+    rng = np.random.default_rng([rows, columns, bits, group, seed])
+    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, group=group, level=level)
+    return Problem(
+        random(D, layout, rng).to(grad),
+        None if residual is None else random(D, layout, rng).to(residual),
+        layout, average,
+    )  # fmt: skip
+
+
+def on_edge(edge: float, rng: np.random.Generator) -> Tensor:
+    """``[64, 64]``, rows whose means are within rounding of ``edge``, a float32: the order of the
+    additions decides on which side of it they come out."""
+    unit = 2.0 ** (np.floor(np.log2(edge)) - 23)
+    middle = round(edge / unit)
+    near = middle + rng.integers(-(1 << 17), 1 << 17, (64, 64))
+    near[:, -1] += 64 * middle - near.sum(1) + rng.integers(-64, 64, 64)
+    return torch.from_numpy(near * unit).float()
+
+
+def filled(x: Tensor, bits: int = 1, group: int = 1, residual: Tensor | None = None) -> Problem:
+    """A given matrix for one destination; no residual means zeros."""
+    residual = torch.zeros_like(x) if residual is None else residual
+    layout = MatrixLayout(rows=x.shape[0], columns=x.shape[1], bits=bits, group=group)
+    return Problem(x.reshape(1, -1), residual.reshape(1, -1), layout)
+
+
+def quantized(ops, p: Problem, device: str, aligned: bool = False) -> dict[str, Tensor | None]:
+    out = {
+        "message": oracle.poisoned(p.grad.shape[0], p.layout.words, dtype=I32),
+        "residual": p.residual,
+    }
+    out = {k: placed(v, device, aligned) for k, v in out.items()}
+    grad = placed(p.grad, device, aligned)
+    ops.quantize_matrix(
+        grad, out["residual"], out["message"], layout=p.layout, average=p.average
+    )  # fmt: skip
+    same("gradient", grad, p.grad)
+    for tensor in out.values():
+        check_margins(tensor)
+    return out
+
+
+def check_sum(
+    message: Tensor, layout: MatrixLayout, device: str, *, dtype=F32, divisor=3, aligned=False
+) -> Tensor:
+    """dequantize_matrix ``[R, words]`` against the reference."""
+    out = []
+    for ops, where in ((reference, "cpu"), (kernels("ops"), device)):
+        result = placed(oracle.poisoned(layout.numel, dtype=dtype), where, aligned)
+        sent = placed(message, where, aligned)
+        ops.dequantize_matrix(sent, result, layout=layout, divisor=divisor)
+        same("message", sent, message)
+        check_margins(result)
+        out.append(result)
+    same("out", canonical(out[1]), canonical(out[0]))
+    return out[0]
+
+
+def check(p: Problem, device: str, *, dtype=F32, divisor=3, aligned=False) -> dict[str, Tensor]:
+    """Quantize, then add up all messages, against the reference; what that gives."""
+    want = quantized(reference, p, "cpu", aligned)
+    got = quantized(kernels("ops"), p, device, aligned)
+    for name, tensor in want.items():
+        same(name, got[name], tensor)
+    message = want["message"]
+    assert message is not None
+    out = check_sum(message, p.layout, device, dtype=dtype, divisor=divisor, aligned=aligned)
+    results = {**want, "out": out}
+    return {name: tensor for name, tensor in results.items() if tensor is not None}
+
+
+def row_bytes(message: Tensor, layout: MatrixLayout) -> list[int]:
+    """The rows' bytes of one message."""
+    first = sum(layout.head[:2])
+    words = message[first : first + layout.head[2]].contiguous()
+    return words.view(torch.uint8)[: layout.rows].tolist()
+
+
+CASES = case = Cases()
+
+# bits, group, rows, columns, gradient, residual, average, output, divisor
+GRID = [
+    (1, 1, 41, 131, F32, F32, 0.0, F32, 1),
+    (1, 1, 5, 1100, BF16, BF16, 0.9, BF16, 3),
+    (2, 1, 10, 70, F16, BF16, 0.3, F16, 2),
+    (2, 1, 7, 33, BF16, None, 0.0, F32, 7),
+    (4, 1, 17, 200, F32, BF16, 0.0, BF16, 4),
+    (1, 8, 11, 333, F32, F32, 0.5, F32, 3),
+    (1, 16, 5, 259, BF16, F32, 0.0, BF16, 5),
+    (1, 32, 5, 450, F16, BF16, 0.9, F16, 8),
+    (1, 8, 3, 30, F32, None, 0.0, F32, 6),
+]
+for row in GRID:
+    name = " ".join(str(v).removeprefix("torch.") for v in row)
+
+    @case(name)
+    def _(device, row=row):
+        *arguments, dtype, divisor = row
+        check(problem(*arguments), device, dtype=dtype, divisor=divisor)
+
+
+@case("additions in the order of the format")
+def _(device):
+    rng = np.random.default_rng(2)
+    check(filled(on_edge(1.25, rng).T.contiguous()), device)
+    rows = on_edge(1.0625, rng)
+    found = row_bytes(check(filled(rows), device)["message"][0], filled(rows).layout)
+    assert 8 < found.count(min(found)) < 56
+    # Of each group one, which takes turns, so that all columns have the same scale.
+    groups = torch.zeros(64, 64, 8)
+    groups[torch.arange(64), :, torch.arange(64) % 8] = rows
+    check(filled(groups.flatten(1), group=8), device)
+    edge = np.float32(1.0625) / np.float32(0.624)
+    while edge * np.float32(0.624) >= 1.0625:
+        edge = np.nextafter(edge, np.float32(0))
+    check(filled(on_edge(float(np.nextafter(edge, np.float32(2))), rng), bits=2), device)
+
+
+@case("quotients next to integers")
+def _(device):
+    # Multiples of scales, whose quotients round to either side of the multiple.
+    rng = np.random.default_rng(3)
+    rows = torch.from_numpy(rng.integers(8, 16, (24, 1)) / 8)
+    columns = torch.from_numpy(rng.choice([1, 0.75, 0.5, 0.375], 40))
+    x = torch.from_numpy(rng.integers(-9, 10, (24, 40))) * rows * columns
+    for bits in (2, 4):
+        check(filled(x.float(), bits), device)
+
+
+@case("small matrices")
+def _(device):
+    for rows, columns in ((1, 1), (1, 5), (3, 1), (4, 8), (5, 17)):
+        check(problem(4, 1, rows, columns, D=1), device)
+        check(problem(1, 16, rows, columns, D=1), device)
+
+
+@case("nothing at all")
+def _(device):
+    check(problem(1, 1, 0, 7), device)
+
+
+@case("aligned rows")
+def _(device):
+    for bits, group, grad, residual in ((1, 1, F32, F32), (2, 1, BF16, BF16), (1, 16, F16, F32)):
+        p = problem(bits, group, 8, 128, grad, residual, 0.5, D=1)
+        check(p, device, aligned=True, divisor=4)
+
+
+@case("the largest row comes last")
+def _(device):
+    # More partial maxima than are read at once.
+    p = problem(4, 1, 520, 1, D=1)
+    p.grad[0, -1] = 1e5
+    found = row_bytes(check(p, device)["message"][0], p.layout)
+    assert found[-1] == max(found) > 170
+
+
+@case("the largest column comes last, and a byte is at most 254")
+def _(device):
+    # One column has nearly all of the sums, so the fit of its row exceeds the row's mean by far.
+    x = torch.full((1, 4170), 2.0**-32)
+    x[0, -1] = 1.0
+    layout = replace(filled(x, 1, 32).layout, level=3.9)
+    p = Problem(x, None, layout)
+    assert row_bytes(check(p, device)["message"][0], layout) == [254]
+
+
+@case("level")
+def _(device):
+    for level in (0.3, 1.3, 3.9):
+        check(problem(1, 8, 3, 40, level=level, D=1), device)
+
+
+@case("rows that are not finite are NaN and spare their residual")
+def _(device):
+    for bits, group, residual, average in ((1, 1, F32, 0.0), (2, 1, BF16, 0.9), (1, 8, F32, 0.5)):
+        p = problem(bits, group, 9, 50, F32, residual, average, D=1)
+        assert p.residual is not None
+        p.grad[0, :50] *= 1e6  # but for that, the largest row
+        p.grad[0, 7], p.grad[0, 3 * 50], p.grad[0, -1] = float("nan"), float("inf"), -float("inf")
+        p.grad[0, 5 * 50 + 4] = p.residual[0, 5 * 50 + 4] = 3e38  # a sum that overflows
+        done = check(p, device)
+        bad = torch.tensor([i in (0, 3, 5, 8) for i in range(9)]).repeat_interleave(50)
+        assert torch.equal(done["out"].isnan(), bad)
+        assert torch.equal(done["residual"][0, bad], p.residual[0, bad])
+    p.grad[:] = float("nan")
+    assert check(p, device)["out"].isnan().all()
+
+
+@case("rows far above and below the others")
+def _(device):
+    for bits, group in ((1, 1), (4, 1), (1, 32)):
+        x = problem(bits, group, 8, 70, D=1).grad.view(8, 70)
+        x *= torch.tensor([1, 1e-3, 1e-30, 30, 1, 0.0, 1e-2, 1e-4])[:, None]
+        p = filled(x, bits, group, residual=torch.zeros(8, 70, dtype=BF16))
+        found = row_bytes(check(p, device)["message"][0], p.layout)
+        assert found[2] == found[5] == 0
+        assert len(set(found)) > 4
+
+
+@case("numbers next to zero")
+def _(device):
+    for bits, group in ((1, 1), (2, 1), (1, 8)):
+        for scale in (0.0, 1e-45, MIN_MEAN * 0.9, MIN_MEAN, 1.0):
+            x = torch.full((3, 20), 1.0)
+            x[2, 8] = -1e-42  # its code is negative all the same
+            x[0, ::2] = -1.0
+            x[1, 3] = -0.0
+            done = check(filled(x * scale, bits, group), device)
+            assert (done["message"][0, 0] == 0) == (scale < MIN_MEAN)
+
+
+@case("the least mean that is sent")
+def _(device):
+    p = filled(torch.full((4, 16), MIN_MEAN))
+    assert check(p, device)["message"][0, 0] != 0
+    p.grad *= 1 - 2.0**-24
+    assert not check(p, device)["message"][0, 3:].any()
+
+
+@case("the largest numbers")
+def _(device):
+    for bits, group in ((1, 1), (4, 1), (1, 8)):
+        x = torch.zeros(4, 40)
+        x[0], x[1, ::3], x[2, 1::2] = LARGEST, -LARGEST, 2.0**64
+        x[3] = torch.linspace(-3.4e38, 3.4e38, 40)
+        done = check(filled(x, bits, group), device, divisor=1)
+        assert done["residual"].isfinite().all()
+        check(filled(x, bits, group, residual=torch.zeros(4, 40, dtype=BF16)), device)
+
+
+@case("a quotient that overflows is the largest of its group")
+def _(device):
+    x = torch.full((3, 16), 2.0**64)
+    x[:, 4] *= 0.25
+    x[0, 0], x[0, 4] = LARGEST, 2.0**127
+    done = check(filled(x, group=8), device, divisor=1)
+    assert done["out"].view(3, 16)[0].nonzero()[0] == 4
+
+
+@case("of equals the first, with its sign")
+def _(device):
+    x = torch.ones(4, 40)
+    x[0, ::3], x[1] = -1.0, -1.0
+    x[2, 8:16], x[3, 32:] = -0.0, 0.0
+    for group in GROUPS:
+        for p in (filled(x, group=group), filled(x, group=group, residual=-0.0 * x)):
+            p.average = 0.25
+            check(p, device)
+            p.residual = None
+            message = check(p, device)["message"][0]
+            if group == 8:  # the third row's second has nothing but minus zeros
+                assert message[sum(p.layout.head) + 2] >> 4 & 15 == 8
+
+
+@case("additions in the order of the messages, from the first")
+def _(device):
+    for bits, group, dtype, divisor in ((1, 1, F32, 1), (4, 1, BF16, 3), (1, 8, F32, 7)):
+        p = problem(bits, group, 5, 60, residual=None, D=6)
+        p.grad *= torch.tensor([1, 3e5, 7e3, 1.7, 50, 2e6])[:, None]
+        p.grad[1, 60] = float("inf")
+        message = quantized(reference, p, "cpu")["message"]
+        assert message is not None
+        message = message.contiguous()
+        out = check_sum(message, p.layout, device, dtype=dtype, divisor=divisor)
+        assert out.isnan().sum() == 60
+        backwards = check_sum(message.flip(0), p.layout, device, dtype=dtype, divisor=divisor)
+        assert bits * group > 1 or not torch.equal(out.nan_to_num(), backwards.nan_to_num())
+
+
+@case("sums beyond the largest number of the output")
+def _(device):
+    p = filled(torch.full((2, 33), 1e6))
+    message = quantized(reference, p, "cpu")["message"]
+    assert message is not None
+    message = message.contiguous().expand(3, -1)
+    assert check_sum(message, p.layout, device, dtype=F16, divisor=1).isinf().all()
+
+
+@case("the same launches give the same bits")
+def _(device):
+    p = problem(1, 8, 9, 111, F32, BF16, 0.9)
+    first, second = (quantized(kernels("ops"), p, device) for _ in range(2))
+    for name, tensor in first.items():
+        assert tensor is not None
+        same(name, second[name], tensor.cpu())
+
+
+# --- in a process of its own ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def outcome(tmp_path_factory) -> dict[str, str | None]:
+    return interpreted(__file__, tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(outcome, name):
+    failure = outcome[name]
+    assert failure is None, failure
+
+
+# --- natively ---------------------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+
+
+@gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    CASES[name]("cuda")
+
+
+def gpu_step(p: Problem):
+    """Device arguments of quantize_matrix and dequantize_matrix, and a function that runs both."""
+    ops, layout = kernels("ops"), p.layout
+    assert p.residual is not None
+    t = {
+        "grad": p.grad.cuda(), "residual": p.residual.cuda(),
+        "message": oracle.poisoned(p.grad.shape[0], layout.words, dtype=I32).cuda(),
+        "out": oracle.poisoned(layout.numel, dtype=F32).cuda(),
+    }  # fmt: skip
+
+    def run() -> None:
+        ops.quantize_matrix(
+            t["grad"], t["residual"], t["message"], layout=layout, average=p.average
+        )
+        ops.dequantize_matrix(t["message"], t["out"], layout=layout, divisor=3)
+
+    return t, run
+
+
+@gpu
+@pytest.mark.parametrize(("bits", "group"), [(1, 1), (1, 16)])
+def test_nothing_waits_for_the_device(bits, group):
+    _, run = gpu_step(problem(bits, group, 100, 301))
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+@pytest.mark.parametrize(("bits", "group", "average"), [(2, 1, 0.0), (1, 8, 0.9)])
+def test_a_cuda_graph_holds_a_step(bits, group, average):
+    t, run = gpu_step(problem(bits, group, 100, 301, BF16, BF16, average))
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for seed in (5, 6):
+        other = problem(bits, group, 100, 301, BF16, BF16, average, seed=seed)
+        assert other.residual is not None
+        t["grad"].copy_(other.grad)
+        t["residual"].copy_(other.residual)
+        graph.replay()
+        want = check(other, "cuda")
+        for name in ("message", "residual", "out"):
+            same(name, t[name], want[name])
+
+
+@gpu
+@pytest.mark.parametrize(("bits", "group"), [(1, 1), (4, 1), (1, 32)])
+def test_large_matrices(bits, group):
+    """Sizes of a model's layers: many programs, long lanes."""
+    for rows, columns in ((512, 4096), (3, 16384), (2048, 1500)):
+        check(problem(bits, group, rows, columns, BF16, BF16), "cuda", aligned=True)
+
+
+@gpu
+def test_more_than_two_to_the_31_elements():
+    rows, columns = (1 << 17) + 1, 1 << 14
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free device memory")
+    ops, layout = kernels("ops"), MatrixLayout(rows=rows, columns=columns)
+    where = torch.tensor([0, 5, (1 << 16) + 1, rows - 1], device="cuda")
+    grad = torch.zeros(1, rows * columns, dtype=BF16, device="cuda")
+    grad.view(rows, columns)[where] = torch.tensor([1.0, 2, 1.5, -3], device="cuda")[:, None].to(
+        BF16
+    )
+    residual = torch.zeros_like(grad)
+    message = torch.empty(1, layout.words, dtype=I32, device="cuda")
+    ops.quantize_matrix(grad, residual, message, layout=layout, average=0.0)
+    assert not residual.any()
+    out = torch.full((rows * columns,), float("nan"), dtype=BF16, device="cuda")
+    ops.dequantize_matrix(message, out, layout=layout, divisor=1)
+    assert torch.equal(out, grad[0])
+
+
+if __name__ == "__main__":
+    CASES.main(Path(sys.argv[1]))

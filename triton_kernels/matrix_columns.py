@@ -1,0 +1,68 @@
+"""First pass of a quantized matrix: the sum of magnitudes of every column.
+
+``sums[j] = sum over i of u[i, j]`` in ``COLUMN_LANES`` lanes, lane ``l`` the rows ``l``,
+``l + COLUMN_LANES``, ...; a program owns some columns and walks down all rows, a row for each lane
+at a time.
+
+Worked example (2 lanes): a column with the magnitudes 1, 2, 3, 4, 5 has the lanes 1 + 3 + 5 and
+2 + 4, and the sum 9 + 6.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from tagc.matrix import COLUMN_LANES, MatrixLayout
+
+from .jit import jit, tl
+from .matrix_numbers import bounded, column_upper, load_x, pairs
+
+# Columns of a program: 128 bytes of bfloat16.
+COLUMNS = 64
+# Loads in flight hide latency: so many steps' come before the first addition.
+_STEPS = 4
+_WARPS = 2
+_LOG = COLUMN_LANES.bit_length() - 1
+
+
+@jit
+def matrix_columns_kernel(
+    grad, residual, sums, tops, rows, columns, grad_stride, residual_stride,
+    LOG: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    LANES: tl.constexpr = 1 << LOG
+    d = tl.program_id(1).to(tl.int64)
+    j = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    lane = tl.arange(0, LANES)
+    grad += d * grad_stride
+    if residual is not None:
+        residual += d * residual_stride
+    total = tl.zeros([LANES, COLUMNS], tl.float32)
+    for first in range(0, rows, LANES * STEPS):
+        for step in tl.static_range(STEPS):
+            i = first + step * LANES + lane
+            inside = (i < rows)[:, None] & (j < columns)[None, :]
+            at = i.to(tl.int64)[:, None] * columns + j[None, :]
+            total += bounded(load_x(grad, residual, at, inside))
+    found = pairs(tl.trans(total), LOG)
+    tl.store(sums + d * columns + j, found, mask=j < columns)
+    top = tl.max(column_upper(found), 0)
+    tl.store(tops + d * tl.num_programs(0) + tl.program_id(0), top)
+
+
+def sum_columns(
+    grad: Tensor, residual: Tensor | None, sums: Tensor, tops: Tensor, *, layout: MatrixLayout
+) -> None:
+    """Write the columns' sums, and the largest upper bits of each program's.
+
+    Args:
+        grad, residual: as :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`.
+        sums: ``[D, columns]`` float32.
+        tops: ``[D, ceil(columns / COLUMNS)]`` int32.
+    """
+    matrix_columns_kernel[(triton.cdiv(layout.columns, COLUMNS), grad.shape[0])](
+        grad, residual, sums, tops, layout.rows, layout.columns, grad.stride(0),
+        0 if residual is None else residual.stride(0),
+        LOG=_LOG, COLUMNS=COLUMNS, STEPS=_STEPS, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip

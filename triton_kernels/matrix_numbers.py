@@ -1,0 +1,122 @@
+"""Numbers of quantized matrices: sums in lanes, scales and their inverses, elements of a group.
+
+The format is :mod:`tagc.matrix`'. Everything is integer or correctly rounded, and the order of
+every float sum is the format's: the caller adds to lanes, front to back, :func:`pairs` adds up
+lanes. Sums have no negative terms, so adding a zero for what is not there changes no bit.
+
+A column's scale is ``1.5**o * 2**k`` with ``o`` 0 or 1, so its inverse is ``2**-k`` or the float32
+next to 2/3, times ``2**-k``: integer arithmetic on the exponent instead of a division.
+
+Worked example: sums 8 and 3.1 have the upper 10 bits 260 and 257 (3.1 rounds to 3), so the codes 15
+and 12, which are the scales 1 and 0.375 with the inverses 1 and 2.6666667.
+"""
+
+from __future__ import annotations
+
+from tagc.matrix import COLUMN_BIAS, LARGEST, MatrixLayout
+
+from .jit import constant, jit, tl
+from .scalar import magnitude, widen
+
+_TOP = constant(15)
+_BIAS = constant(COLUMN_BIAS)
+_INFINITY = constant(0x7F800000)
+_LARGEST = constant((127 << 23) + ((int(LARGEST).bit_length() - 1) << 23))
+_CHUNK = constant(64)
+
+
+def tile_of(layout: MatrixLayout, elements: int) -> tuple[int, int]:
+    """Words of a row, and rows, of a tile of about so many elements."""
+    each = (32 // layout.width) * layout.group  # elements of a word
+    words = 1
+    while 2 * words * each <= 1024 and words < layout.row_words:
+        words *= 2
+    rows = 1
+    while 2 * rows * words * each <= elements and rows < layout.rows:
+        rows *= 2
+    return words, rows
+
+
+def unit_of(count: int) -> int:
+    """The largest power of two up to 16 that divides ``count``; kernels get ``count`` in units of
+    it, so that they know how far apart aligned accesses stay aligned."""
+    return min(16, count & -count)
+
+
+@jit
+def load_x(grad, residual, at, inside):
+    """float32 sum of gradient and residual, 0 where masked off."""
+    x = widen(tl.load(grad + at, mask=inside, other=0.0))
+    if residual is not None:
+        x += widen(tl.load(residual + at, mask=inside, other=0.0))
+    return x
+
+
+@jit
+def bounded(x):
+    """Magnitude, at most ``LARGEST``, and 0 where ``x`` is not finite."""
+    b = magnitude(x)
+    b = tl.where(b < _INFINITY, tl.minimum(b, _LARGEST), 0)
+    return b.to(tl.float32, bitcast=True)
+
+
+@jit
+def pairs(total, LOG: tl.constexpr):
+    """Add up ``[N, 2**LOG]`` lanes, neighbours first: ``[N]``."""
+    for _ in tl.static_range(LOG):
+        # A sum of two numbers has no order.
+        total = tl.sum(tl.reshape(total, [total.shape[0], total.shape[1] // 2, 2]), 2)
+    return tl.reshape(total, [total.shape[0]])
+
+
+@jit
+def largest_of(pointer, count):
+    """The largest of ``count`` int32, at least 0."""
+    k = tl.arange(0, _CHUNK)
+    best = tl.zeros([_CHUNK], tl.int32)
+    for first in range(0, count, _CHUNK):
+        best = tl.maximum(best, tl.load(pointer + first + k, mask=k < count - first, other=0))
+    return tl.max(best, 0)
+
+
+@jit
+def column_upper(total):
+    """The upper 10 bits of columns' sums, rounded."""
+    return (total.to(tl.int32, bitcast=True) + (1 << 21)) >> 22
+
+
+@jit
+def column_code(total, top):
+    """4 bits of columns with these sums, where the largest has the upper bits ``top``."""
+    return tl.maximum(column_upper(total) - top + _TOP, 0)
+
+
+@jit
+def column_scale(code):
+    """``v``, float32."""
+    return ((code + _BIAS) << 22).to(tl.float32, bitcast=True)
+
+
+@jit
+def column_inverse(code):
+    """``1 / v``, rounded to nearest even as by a division."""
+    upper = code + _BIAS
+    exponent = upper >> 1
+    odd = ((253 - exponent) << 23) + 0x2AAAAB
+    bits = tl.where((upper & 1) != 0, odd, (254 - exponent) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def row_scale(byte, base):
+    """``f``, float32, of bytes that are scales."""
+    return ((byte + base) << 20).to(tl.float32, bitcast=True)
+
+
+@jit
+def first_largest(y, GROUP: tl.constexpr):
+    """Place of the first largest ``|y|`` of each group: ``[..., GROUP]`` to ``[...]`` int32."""
+    b = magnitude(y)
+    place = tl.arange(0, GROUP)[None, None, :]
+    is_largest = b == tl.expand_dims(tl.max(b, 2), 2)
+    return tl.min(tl.where(is_largest, place, GROUP), 2)
