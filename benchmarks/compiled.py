@@ -249,12 +249,12 @@ QUANTIZES = [
     (bits, block, *DTYPES[i % 9], (0.0, 0.9)[i // 2 % 2], 2 + i // 4 % 2)
     for i, (bits, block) in enumerate(itertools.product(BITS, BLOCK_SIZES))
 ]
-# Every kind of code, with dtypes in turn and all others for one of them.
+# Every kind of code, with dtypes in turn and others for one of them.
 CODES = [*((bits, 1) for bits in MATRIX_BITS), *((1, group) for group in GROUPS)]
 MATRICES = [
     (*code, *DTYPES[(i + k) % 9], (0.0, 0.9)[(i + k) % 2], 2 + (i + k) // 2 % 2)
     for i, code in enumerate(CODES)
-    for k in range(9 if code == (1, 1) else 3)
+    for k in range(4 if code == (1, 1) else 1)
 ]
 # Every size of a group with every pair of dtypes; the rest takes turns.
 PACKS = [
