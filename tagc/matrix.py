@@ -3,15 +3,16 @@
 A block's common scale gives all its elements the same size, and with it the same second moment,
 by which Adam divides. Gradients of a linear layer are outer products summed over tokens, so their
 sizes follow rows (the output's gradient) and columns (the input): the step of element ``(i, j)``
-is ``f_i * v_j``, and what is left after dividing by it is close to Gaussian, whatever the layer
-(docs/quality.md has the measurements). Both follow the data of the very step:
+is ``f_i * v_j``, and what is left after dividing by it is close to Gaussian in attention and MLP,
+less so in embeddings (docs/quality.md has the measurements). Both follow the data of the step:
 
 * ``v_j``, of the column: its sum of magnitudes relative to the largest such sum, in 4 bits, half
   octaves: 1, 0.75, 0.5, 0.375, ..., 2**-7 * 0.75;
 * ``f_i``, of the row, a number of 4 significant bits, kept as a byte: its upper 12 bits as a
   float32 are the byte plus a ``base`` that the matrix has. It is fitted to the row once ``v`` is
-  known, so that what is sent never has more energy than what it stands for. (A scale that is a
-  root mean square lets a row's residual grow, if one element of it is much larger than the rest.)
+  known, so that a row's residual never has more energy than the row had (where all codes have the
+  same size, and for levels below 2). With a root mean square it may grow, if one element is much
+  larger than the rest.
 
 (The columns' quotients are taken of the numbers' positions among such coarse numbers, within a
 quarter of the numbers' own: near enough, as what codes do not say stays.)

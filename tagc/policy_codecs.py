@@ -70,7 +70,7 @@ class MatrixCodec(Strict):
     """Every element of a matrix in `bits`, with a scale for each row and each column.
 
     The scales follow the gradient of the step, which is a sum of outer products; what is left
-    after dividing by them is close to Gaussian, and a few bits go a long way. With a `group`, so
+    after dividing by them is closer to Gaussian, and a few bits go a long way. With a `group`, so
     many neighbours in a row share one code, which says which of them is the largest, and its sign:
     0.5, 0.33 and 0.2 bits per element for 8, 16 and 32. `level` multiplies the values that codes
     stand for: above 1, a message carries more of what is owed, and more noise. The `warmup_steps`

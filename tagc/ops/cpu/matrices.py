@@ -8,8 +8,7 @@ LLVM inlines the helpers; numba's own inlining warns of assignments in loops and
 from __future__ import annotations
 
 import numpy as np
-from numba import types
-from numba.extending import overload, register_jitable
+from numba.extending import register_jitable
 
 from tagc.matrix import CENTRE, COLUMN_BIAS, COLUMN_LANES, NOT_FINITE, NOTHING, ROW_LANES
 from tagc.ops.cpu.llvm import bits_float, float_bits, shift_left, shift_right, shift_right_signed
@@ -54,23 +53,12 @@ def _lane_sum(x, total):
     return _pairs(total, ROW_LANES)
 
 
-def _sum(g, e, j):  # of gradient and residual; without one, -0 keeps its sign
-    raise NotImplementedError
-
-
-@overload(_sum, inline="always")
-def _(g, e, j):
-    if isinstance(e, types.NoneType):
-        return lambda g, e, j: load(g, j)
-    return lambda g, e, j: load(g, j) + load(e, j)
-
-
 @register_jitable(inline="always")
 def _load_row(g, e, base, x, u):
     """``x`` and its bounded magnitudes ``u``; returns whether all is finite."""
     largest, bits = U(0), x.view(np.uint32)
     for j in range(N(x.size)):
-        x[j] = _sum(g, e, base + j)
+        x[j] = load(g, base + j) + load(e, base + j)
         u[j] = _bounded(x[j])
     for j in range(N(x.size)):
         b = U(bits[j] & _ABS)
@@ -223,6 +211,18 @@ def _find_largest(x, u, v, inverse, size, place, squares):
         u[t] = u[best] * v[best]
 
 
+@register_jitable
+def _add_row(source, at, words, group, step, total):
+    """Add a row's elements, each with a code of its own."""
+    width = U(32 // len(group))
+    above = U(32) - width
+    for k in range(N(len(group))):
+        up, base = above - width * U(k), k * words
+        for j in range(words):
+            q = shift_right_signed(shift_left(source[at + j], up), above)
+            total[base + j] += (_TWO * q + _ONE) * step[base + j]
+
+
 @compiled
 def dequantize_rows(heads, columns, scales, codes, rows, size, group, divisor, out):
     """Add up messages, each a row of ``heads`` (the base) and of all else."""
@@ -261,24 +261,3 @@ def dequantize_rows(heads, columns, scales, codes, rows, size, group, divisor, o
                         total[j] += -step[j] if code >= U(size) else step[j]
         for j in range(n):
             store(out, i * n + j, total[j] / divisor)
-
-
-def _add_row(source, at, words, group, step, total):
-    raise NotImplementedError
-
-
-@overload(_add_row)
-def _(source, at, words, group, step, total):
-    """Add a row's elements, each with a code of its own."""
-    width = 32 // len(group)
-    lanes, above = len(group), U(32 - width)
-
-    def add(source, at, words, group, step, total):
-        for k in range(N(lanes)):
-            up, base = above - U(width) * U(k), k * words
-            for j in range(words):
-                q = shift_right_signed(shift_left(source[at + j], up), above)
-                total[base + j] += (_TWO * q + _ONE) * step[base + j]
-
-    # Codes of 5 and 6 bits leave bits over, and are never an element's own.
-    return add
