@@ -365,6 +365,17 @@ def test_the_largest_numbers(bits, group, ops):
 
 
 @both
+def test_without_a_residual_minus_zeros_keep_their_sign(ops):
+    layout = MatrixLayout(rows=1, columns=16, group=8)
+    grad = torch.ones(1, 16)
+    grad[0, :8] = -0.0
+    message = oracle.poisoned(1, layout.words, dtype=torch.int32)
+    ops.quantize_matrix(grad, None, message, layout=layout, average=0.0)
+    codes = message[0, sum(layout.head)].item()
+    assert [codes & 15, codes >> 4 & 15] == [8, 0]
+
+
+@both
 def test_an_infinite_quotient_is_larger_than_the_largest_number(ops):
     """Columns of sizes 1 (made so by the second row) and small: 3e38 divided by the latter is
     infinite, and the group's code points there."""
