@@ -371,7 +371,7 @@ def test_without_a_residual_minus_zeros_keep_their_sign(ops):
     grad[0, :8] = -0.0
     message = oracle.poisoned(1, layout.words, dtype=torch.int32)
     ops.quantize_matrix(grad, None, message, layout=layout, average=0.0)
-    codes = message[0, sum(layout.head)].item()
+    codes = int(message[0, sum(layout.head)])
     assert [codes & 15, codes >> 4 & 15] == [8, 0]
 
 
