@@ -27,6 +27,7 @@ CODECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "quantized": ({"kind": "quantized", "bits": 4}, {"kind": "average"}),
     "packed": ({"kind": "packed", "density": 0.1, "warmup_steps": 2}, {"kind": "residual"}),
     "shared": ({"kind": "packed", "density": 0.3, "support": "shared"}, {"kind": "residual"}),
+    "matrix": ({"kind": "matrix", "group": 8}, {"kind": "residual", "lead": 0.5}),
     "momentum": ({"kind": "packed", "density": 0.1, "warmup_steps": 2}, {"kind": "momentum"}),
 }
 
@@ -196,5 +197,18 @@ def test_the_command_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.Monke
     assert suites.main(["report", str(file)]) == 0
     assert capsys.readouterr().out.strip() in said
 
-    assert suites.main(["convergence", "--methods", "dense; no such"]) == 2
-    assert "no such" in capsys.readouterr().err
+    # A family without a first momentum has nothing to repeat.
+    monkeypatch.undo()
+    averaged = [*command, "--methods", "dense; dense, averaged", "--momentum", "0.9", "0.5"]
+    assert suites.main([*averaged, "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("| dense, momentum 0.5 |") == said.count("| dense, averaged |") == 1
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    betas = {r["method"]: r["run"]["betas"] for r in records}
+    assert betas["dense, momentum 0.5"] == [0.5, 0.95]
+    assert betas["dense, averaged"] == [0.0, 0.95]
+    assert betas["dense"] == [0.9, 0.95]
+
+    for wrong in (["--methods", "dense; no such"], ["--momentum", "1"], ["--width", "48"]):
+        assert suites.main(["convergence", *wrong]) == 2
+        assert wrong[-1].removeprefix("dense; ") in capsys.readouterr().err

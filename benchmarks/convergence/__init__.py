@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, default=64, help="bytes per sequence")
     add("--width", type=int, default=128, help="of the model, a multiple of 32")
     add("--layers", type=int, default=4, help="of the model")
+    add("--momentum", type=float, nargs="+", default=[0.9], help="first momenta of AdamW")
     add("--max-rates", type=int, default=6, help="learning rates of a method at most")
     add("--jobs", type=int, default=1, help="runs at a time, each in a process and one thread")
     add("--device", help="default: CUDA where there is one, else the CPU")
@@ -68,10 +69,18 @@ def run(args: argparse.Namespace) -> int:
     if args.methods:
         names = [name.strip() for name in args.methods.split(";")]
     unknown = [name for name in names if name not in METHODS]
-    if unknown or args.width % 32:
-        what = f"unknown methods {unknown}" if unknown else f"--width {args.width}: not n * 32"
-        print(f"{what}\n\nmethods: {'; '.join(METHODS)}", file=sys.stderr)
+    wrong = []
+    if unknown:
+        wrong.append(f"unknown methods {unknown}; there are: {'; '.join(METHODS)}")
+    if args.width % 32:
+        wrong.append(f"--width {args.width}: not a multiple of 32")
+    if not all(0 <= b < 1 for b in args.momentum):
+        wrong.append(f"--momentum {args.momentum}: not in [0, 1)")
+    if wrong:
+        print("\n".join(wrong), file=sys.stderr)
         return 2
+    # Methods without a first momentum are the same at each.
+    methods = {m.name: m for b in args.momentum for m in (METHODS[n].at(b) for n in names)}
     shape = Shape(
         width=args.width,
         heads=args.width // 32,
@@ -81,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         batch=args.batch,
     )
     sweep = Sweep(
-        methods=[METHODS[name] for name in names],
+        methods=list(methods.values()),
         shape=shape,
         steps=args.steps,
         seeds=args.seeds,
@@ -100,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
     made = (r for r in results.records if r["run"]["steps"] in args.steps)
-    wanted = [r for r in made if r["method"] in names]
+    wanted = [r for r in made if r["method"] in methods]
     if not wanted:
         return 130
     print("\n" + table(wanted))

@@ -7,11 +7,12 @@ out. Each has a dense baseline, and learning rates of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # Rates that a sweep may go on to when the best of those tried is the first or the last.
 GRID = (2.5e-4, 5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 4.5e-3, 6e-3, 9e-3, 1.2e-2, 1.8e-2, 2.7e-2)
+_MOMENTUM = 0.9
 _RATES = {"adam": (3e-3, 4.5e-3, 6e-3), "average": (1.5e-3, 2e-3, 3e-3)}
 
 
@@ -23,6 +24,7 @@ class Method:
         codec, feedback: as in a policy's rule; dense where ``codec`` is empty.
         average: ``eta`` of a moving average of the dense gradient; 0 for none.
         start: learning rates to begin with, if not its family's.
+        momentum: AdamW's first, where the family has one.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Method:
     feedback: dict[str, Any] = field(default_factory=dict)
     average: float = 0.0
     start: tuple[float, ...] = ()
+    momentum: float = _MOMENTUM
 
     @property
     def family(self) -> str:
@@ -40,7 +43,13 @@ class Method:
     @property
     def betas(self) -> tuple[float, float]:
         """Of AdamW."""
-        return (0.0 if self.family == "average" else 0.9, 0.95)
+        return (0.0 if self.family == "average" else self.momentum, 0.95)
+
+    def at(self, momentum: float) -> Method:
+        """The same with another first momentum, under a name that says so."""
+        if self.family == "average" or momentum == self.momentum:
+            return self
+        return replace(self, name=f"{self.name}, momentum {momentum:g}", momentum=momentum)
 
     @property
     def rates(self) -> tuple[float, ...]:
