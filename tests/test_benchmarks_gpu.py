@@ -21,6 +21,7 @@ def python(name: str, code: str, limit: float = 30.0, **options: Any) -> Part:
     return Part(name=name, about="a test", command=command, limit=limit, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # ten processes that each import torch, on as few cores as there are
 def test_rehearsal(tmp_path, capsys):
     pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
