@@ -68,19 +68,20 @@ class Method:
 BASELINES = {"adam": "dense", "average": "dense, averaged"}
 
 
-def _quantized(bits: int, kind: str, **more: Any) -> Method:
+def _quantized(bits: int, kind: str) -> Method:
     return Method(
         name=f"{bits} bits, {kind}",
-        codec={"kind": "quantized", "bits": bits, **more},
+        codec={"kind": "quantized", "bits": bits},
         feedback={"kind": kind},
     )
 
 
-def _packed(percent: float, bits: int, kind: str, **more: Any) -> Method:
+def _packed(percent: float, bits: int, kind: str, **feedback: Any) -> Method:
+    extra = "".join(f", {key} {value:g}" for key, value in feedback.items())
     return Method(
-        name=f"top {percent:g}% in {bits} bits, {kind}",
-        codec={"kind": "packed", "density": percent / 100, "bits": bits, **more},
-        feedback={"kind": kind},
+        name=f"top {percent:g}% in {bits} bits, {kind}{extra}",
+        codec={"kind": "packed", "density": percent / 100, "bits": bits},
+        feedback={"kind": kind, **feedback},
     )
 
 
@@ -94,6 +95,14 @@ def _matrix(name: str, codec: dict[str, Any], lead: float, *start: float) -> Met
     )
 
 
+def _stored(method: Method, dtype: str) -> Method:
+    """With residuals in another dtype than float32."""
+    name = f"{method.name}, {dtype} residual"
+    return replace(method, name=name, feedback={**method.feedback, "dtype": dtype})
+
+
+_BIT = _matrix("1 bit", {"level": 1.3}, 0.83, 4.5e-3, 6e-3, 9e-3)
+_EIGHTH = _matrix("1 of 8", {"group": 8}, 0.35, 6e-3, 9e-3, 1.2e-2)
 _ALL = (
     Method(name=BASELINES["adam"]),
     Method(name=BASELINES["average"], average=0.1),
@@ -101,13 +110,19 @@ _ALL = (
     _quantized(4, "average"),
     _quantized(4, "momentum"),
     _matrix("2 bits", {"bits": 2}, 0.88, 4.5e-3, 6e-3, 9e-3),
-    _matrix("1 bit", {"level": 1.3}, 0.83, 4.5e-3, 6e-3, 9e-3),
-    _matrix("1 of 8", {"group": 8}, 0.35, 6e-3, 9e-3, 1.2e-2),
+    _BIT,
+    _stored(_BIT, "bfloat16"),
+    _stored(_BIT, "int8"),
+    _EIGHTH,
+    _stored(_EIGHTH, "bfloat16"),
+    _stored(_EIGHTH, "int8"),
     _matrix("1 of 32", {"group": 32}, 0.17, 9e-3, 1.2e-2, 1.8e-2),
     _quantized(2, "residual"),
     _quantized(2, "momentum"),
     # TAGC's selection: elements one by one, values not visibly rounded.
     _packed(20, 16, "residual"),
+    # The share of a Gaussian's energy that its largest 20% have.
+    _packed(20, 16, "residual", lead=0.65),
     _packed(20, 4, "residual"),
     _packed(20, 4, "momentum"),
     _packed(5, 16, "residual"),
@@ -115,4 +130,4 @@ _ALL = (
     _packed(5, 4, "momentum"),
 )
 METHODS = {method.name: method for method in _ALL}
-QUICK = ("dense", "4 bits, residual", "top 20% in 4 bits, residual")
+QUICK = ("dense", "4 bits, residual", "matrix, 1 bit", "top 20% in 4 bits, residual")
