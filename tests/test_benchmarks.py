@@ -322,6 +322,23 @@ def test_command_line_writes_what_the_report_draws(tmp_path, capsys):
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in images)
 
 
+def test_a_line_over_size_has_cases_of_one_kind(monkeypatch, tmp_path):
+    figures = []
+    # By name: the package has a function of the module's name.
+    module = sys.modules["benchmarks.kernels.plots"]
+    monkeypatch.setattr(module, "save", lambda figure, file: figures.append(figure) or file)
+    values = {"quantize": ("bits", (4, 8)), "quantize_matrix": ("code", ("int4", "int1"))}
+    records = [
+        measured(Case(op=op, numel=1 << size, residual="float32", **{axis: value}))
+        for op, (axis, choices) in values.items()
+        for size, value in ((12, choices[0]), (13, choices[0]), (12, choices[1]))
+    ]
+    kernels.plots(records, tmp_path)
+    assert [axis.get_title() for axis in figures[0].axes] == list(values)
+    lines = [line for axis in figures[0].axes for line in axis.get_lines()]
+    assert {tuple(line.get_xdata()) for line in lines} == {(1 << 12, 1 << 13)}
+
+
 def test_command_line_errors(tmp_path, capsys, monkeypatch):
     assert suites.main(["kernel"]) == 2
     assert "unknown suite 'kernel'" in capsys.readouterr().err
