@@ -50,7 +50,7 @@ test-recipes: $(INSTALLED) ## install Lightning, transformers and Accelerate, ru
 	$(BIN)/python -m pytest -m recipes
 
 parity: $(INSTALLED) ## native FSDP beside tagc, all combinations: the tables of docs/parity.md
-	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m parity
 
 lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff check

@@ -13,7 +13,8 @@ import tagc
 from benchmarks import kernels, suites
 from benchmarks.kernels.case import Case
 from benchmarks.kernels.measure import measure
-from benchmarks.kernels.ops import decode, encode, inputs
+from benchmarks.kernels.ops import decode, encode, inputs, messages
+from benchmarks.kernels.ops.codecs import CODES
 from benchmarks.kernels.ops.row_hash import RowHash
 from benchmarks.kernels.registry import Contender, Problem
 from benchmarks.kernels.selection import select
@@ -22,6 +23,8 @@ from tagc.ops import reference
 
 CPU = torch.device("cpu")
 CONTENDERS = {"tagc", "reference", "topk", "row-hash", "clone"}
+SENDERS = ["quantize", "pack", "quantize_matrix"]
+RECEIVERS = ["dequantize", "unpack", "dequantize_matrix"]
 
 
 def case(op: str, **values) -> Case:
@@ -57,16 +60,80 @@ def test_every_contender_is_right_but_the_lossy_one(chosen):
 
 
 @pytest.mark.parametrize("gradient", ["float32", "bfloat16"])
-@pytest.mark.parametrize("op", ["quantize", "dequantize", "pack", "unpack"])
+@pytest.mark.parametrize("op", SENDERS + RECEIVERS)
 def test_messages_are_right(op, gradient):
     chosen = next(
         c for c in select("full", "cpu", sizes=[13]) if c.op == op and c.gradient == gradient
     )
-    record = measured(chosen)
+    check_messages(measured(chosen))
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_of_a_matrix_is_right(code):
+    n = 1 << 13
+    for residual in ("float32", "bfloat16"):
+        record = measured(Case(op="quantize_matrix", numel=n, residual=residual, code=code))
+        check_messages(record)
+        assert (record["rows"], record["columns"]) == (64, 128)
+    check_messages(measured(Case(op="dequantize_matrix", numel=n, code=code)))
+
+
+def check_messages(record: dict) -> None:
     assert {"tagc", "reference", "clone"} <= set(record["contenders"])
     assert {name for name, said in record["contenders"].items() if said["wrong"]} == set()
+    assert "compared" not in record["contenders"]["tagc"]
     assert set(record["speedup"]) == set(record["contenders"]) - {"tagc"}
     json.dumps(record)
+
+
+def smallest(op: str) -> Case:
+    return next(c for c in select("quick", "cpu", sizes=[13]) if c.op == op)
+
+
+class Damages:
+    """Ours, but every operator then flips a bit of one of its tensors."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def __getattr__(self, name):
+        def run(*tensors, **sizes):
+            getattr(inputs.ours(CPU)[0], name)(*tensors, **sizes)
+            tensors[self.position].flatten()[5:6].view(torch.int32).bitwise_xor_(1)
+
+        return run
+
+
+@pytest.mark.parametrize("op", SENDERS)
+def test_a_sender_must_have_the_bits_of_the_reference(op, monkeypatch):
+    message = 4 if op == "pack" else 2
+    for position, what in ((1, "residual"), (message, "message")):
+        monkeypatch.setattr(messages, "ours", lambda device, at=position: (Damages(at), ""))
+        wrong = measured(smallest(op))["contenders"]["tagc"]["wrong"]
+        assert f"the {what} differs" in wrong or "sent plus residual" in wrong
+
+
+@pytest.mark.parametrize("op", RECEIVERS)
+def test_a_receiver_must_have_the_bits_of_the_reference(op, monkeypatch):
+    out = 2 if op == "unpack" else 1
+    monkeypatch.setattr(messages, "ours", lambda device: (Damages(out), ""))
+    record = measured(smallest(op))
+    assert record["contenders"]["tagc"]["wrong"] == "the shard differs from the reference's"
+    assert record["speedup"] == {}
+
+
+@pytest.mark.parametrize("op", SENDERS + RECEIVERS)
+def test_messages_without_a_reference(op, monkeypatch):
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("too large")
+
+    # What the check of a sender or the input of a receiver needs still works.
+    real = {name: getattr(reference, name) for name in SENDERS + RECEIVERS}
+    monkeypatch.setattr(messages, "reference", types.SimpleNamespace(**real | {op: fails}))
+    record = measured(smallest(op))
+    assert record["contenders"]["tagc"]["wrong"] is None
+    assert record["contenders"]["tagc"]["compared"].startswith("with nothing")
+    assert set(record["refused"]) == {"reference"}
 
 
 def test_bytes_of_the_floor_of_messages():
@@ -75,6 +142,16 @@ def test_bytes_of_the_floor_of_messages():
     quantize = Case(op="quantize", numel=n, residual="bfloat16", bits=4)
     assert measured(quantize)["floor_bytes"] == 8 * n + 4 * words
     assert measured(Case(op="dequantize", numel=n, bits=4))["floor_bytes"] == 4 * n + 8 * words
+
+
+def test_bytes_of_the_floor_of_a_matrix():
+    # 64 rows of 128 columns: the base, 4 bits a column, 8 a row.
+    n, head = 1 << 13, 1 + 128 // 8 + 64 // 4
+    half = Case(op="quantize_matrix", numel=n, gradient="bfloat16", residual="float32", code="int1")
+    assert measured(half)["floor_bytes"] == 10 * n + 4 * (head + n // 32)
+    # 16 codes of 4 bits.
+    added = Case(op="dequantize_matrix", numel=n, code="group8")
+    assert measured(added)["floor_bytes"] == 4 * n + 8 * (head + 64 * 2)
 
 
 def test_bytes_of_the_floor():
@@ -212,10 +289,14 @@ def test_selection():
     for part in ("2^20/", "2^24/", "1%", "5%", "float32/bfloat16", "bfloat16/float32", "int16x2",
                  "int32x1", "/float32/5%/float32"):  # fmt: skip
         assert any(part in name for name in names), part
-    # encode and decode, quantize, dequantize, pack, unpack: five sizes, and the axes of each.
+    # encode and decode, quantize, dequantize, pack, unpack, quantize_matrix, dequantize_matrix:
+    # five sizes, and the axes of each.
     assert len(select("full", "cuda")) == 5 * (
-        2 * 2 * 4 * 4 + 2 * 4 + 2 * 2 + 2 * 2 * 4 + 2 * 2 * 2
+        2 * 2 * 4 * 4 + 2 * 4 + 2 * 2 + 2 * 2 * 4 + 2 * 2 * 2 + 6 * 4 + 6 * 2
     )
+    for device in ("cpu", "cuda"):
+        matrices = [c for c in select("default", device) if c.op == "quantize_matrix"]
+        assert {c.code for c in matrices} == set(CODES)
     assert any("2^28" in c.name for c in select("default", "cuda"))
     filtered = select("default", "cpu", ["decode/2^20", "encode*int16x2"])
     assert {c.op + c.symbol for c in filtered if c.symbol} == {"decodeint8x4", "encodeint16x2"}
@@ -239,6 +320,23 @@ def test_command_line_writes_what_the_report_draws(tmp_path, capsys):
     images = sorted(plots.glob("*.png"))
     assert [p.name for p in images] == ["kernels-fraction.png", "kernels-time.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in images)
+
+
+def test_a_line_over_size_has_cases_of_one_kind(monkeypatch, tmp_path):
+    figures = []
+    # By name: the package has a function of the module's name.
+    module = sys.modules["benchmarks.kernels.plots"]
+    monkeypatch.setattr(module, "save", lambda figure, file: figures.append(figure) or file)
+    values = {"quantize": ("bits", (4, 8)), "quantize_matrix": ("code", ("int4", "int1"))}
+    records = [
+        measured(Case(op=op, numel=1 << size, residual="float32", **{axis: value}))
+        for op, (axis, choices) in values.items()
+        for size, value in ((12, choices[0]), (13, choices[0]), (12, choices[1]))
+    ]
+    kernels.plots(records, tmp_path)
+    assert [axis.get_title() for axis in figures[0].axes] == list(values)
+    lines = [line for axis in figures[0].axes for line in axis.get_lines()]
+    assert {tuple(line.get_xdata()) for line in lines} == {(1 << 12, 1 << 13)}
 
 
 def test_command_line_errors(tmp_path, capsys, monkeypatch):

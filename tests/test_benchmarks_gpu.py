@@ -30,7 +30,14 @@ def test_rehearsal(tmp_path, capsys):
     report = (out / "report.md").read_text()
     assert code == 0, report
     assert report.count("| passed |") == 4
-    for said in ("48 passed", "| 90 | emit |", "encode/2^12", "![kernels-time]", "| tagc |"):
+    for said in (
+        "48 passed",
+        "| 90 | emit |",
+        "encode/2^12",
+        "/2^12/float32/int4",
+        "![kernels-time]",
+        "| tagc |",
+    ):
         assert said in report
     files = {p.name for p in out.iterdir()}
     assert files == {

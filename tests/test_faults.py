@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import on_ranks
-from parity import loss_of
+from parity.model import loss_of
 from test_fsdp2 import EXACT, local_grads, local_weights
 from test_fsdp2_options import net, sharded, wrap
 from test_wrap_errors import fails

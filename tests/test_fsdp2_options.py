@@ -1,4 +1,4 @@
-"""FSDP2's options where comparing sums with native FSDP says too little; see `parity.py` for all
+"""FSDP2's options where comparing sums with native FSDP says too little; see `parity` for all
 of them."""
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import on_ranks
-from parity import Net, by_block, compile_blocks, loss_of, wrap_blocks
+from parity.fsdp2_options import by_block
+from parity.model import Net, loss_of
+from parity.option import compile_blocks, wrap_blocks
 from test_fsdp2 import EXACT, local_grads, local_weights
 from test_parameters import INT8, KEPT, gathering, recorded
 from torch import Tensor, nn

@@ -1,11 +1,12 @@
-"""The parity matrix as tests; what a case is, and when it passes, is in `parity.py`."""
+"""The parity matrix as tests; what a case is, and when it passes, is in `parity/__init__.py`."""
 
 from __future__ import annotations
 
 from functools import cache
 
 import pytest
-from parity import Case, Outcome, cases, quick_cases, run
+from parity.cases import Case, cases, quick_cases
+from parity.running import Outcome, run
 
 QUICK = quick_cases()
 REST = [case for case in cases() if case not in QUICK]

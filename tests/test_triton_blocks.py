@@ -14,6 +14,7 @@ import oracle
 import pytest
 import torch
 from kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
+from sync import synchronizing_raises
 from torch import Tensor
 
 from tagc.blocks import BITS, BlockLayout
@@ -326,12 +327,8 @@ def gpu_step(p: Problem):
 def test_nothing_waits_for_the_device():
     _, run = gpu_step(problem(8, 256, 5003))
     run()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronizing_raises():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @gpu

@@ -15,6 +15,7 @@ import oracle
 import pytest
 import torch
 from kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
+from sync import synchronizing_raises
 from torch import Tensor
 
 from tagc.bitmap import to_bitmap
@@ -527,12 +528,8 @@ def gpu_step(p: Problem):
 def test_nothing_waits_for_the_device(low, given):
     _, run = gpu_step(problem(5003, "overflow", group=4, low=low, given=given))
     run()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronizing_raises():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @gpu

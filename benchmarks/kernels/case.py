@@ -15,8 +15,9 @@ class Case:
         op: a name in the registry.
         numel: elements of the gradient of one destination.
         gradient: dtype of the gradient.
-        residual, density, symbol, bits: dtype of the residual, fraction kept, symbol, bits of a
-            quantized element; None where the operator has no such thing.
+        residual, density, symbol, bits, code: dtype of the residual, fraction kept, symbol, bits
+            of a quantized element, code of a matrix (a key of ``CODES``); None where the operator
+            has no such thing.
     """
 
     op: str
@@ -26,6 +27,7 @@ class Case:
     density: float | None = None
     symbol: str | None = None
     bits: int | None = None
+    code: str | None = None
 
     @property
     def name(self) -> str:
@@ -39,6 +41,7 @@ class Case:
             None if self.density is None else f"{100 * self.density:g}%",
             self.symbol,
             None if self.bits is None else f"int{self.bits}",
+            self.code,
         ]
         return "/".join(part for part in parts if part is not None)
 

@@ -10,6 +10,8 @@ from ..records import Record
 from .registry import OURS
 from .table import measured
 
+_CHOSEN = ("symbol", "bits", "code")  # older records have no code
+
 
 def plots(results: Sequence[Record], folder: Path) -> list[Path]:
     """Write the plots that the results have data for."""
@@ -26,10 +28,10 @@ def _latest(results: Sequence[Record]) -> list[Record]:
 
 
 def _over_size(results: list[Record], file: Path) -> Path:
-    """Time over size for the dtypes and symbol that most sizes were measured with."""
+    """Time over size for the dtypes, symbol, bits and code that most sizes were measured with."""
 
     def kind(r: Record) -> tuple:
-        return r["op"], r["gradient"], r["residual"], r["density"], r["symbol"]
+        return tuple(r.get(key) for key in ("op", "gradient", "residual", "density", *_CHOSEN))
 
     sizes: dict[tuple, set[int]] = {}
     for r in results:

@@ -25,6 +25,8 @@ OPS = {
     "dequantize": ".ops.dequantize",
     "pack": ".ops.pack",
     "unpack": ".ops.unpack",
+    "quantize_matrix": ".ops.quantize_matrix",
+    "dequantize_matrix": ".ops.dequantize_matrix",
 }
 OURS = "tagc"
 
@@ -71,7 +73,7 @@ class Problem:
 class Op(Protocol):
     """What the module of an operator has."""
 
-    axes: tuple[str, ...]  # which of residual, density, symbol and bits its cases have
+    axes: tuple[str, ...]  # which of residual, density, symbol, bits and code its cases have
 
     def problem(self, case: Case, device: torch.device) -> Problem:
         """Inputs and contenders; every tensor is made here, none in a contender's run."""

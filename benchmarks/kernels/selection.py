@@ -10,6 +10,7 @@ from typing import Any
 from tagc.symbols import SYMBOLS
 
 from .case import Case
+from .ops.codecs import CODES
 from .registry import OPS, load
 
 # log2 of the number of elements, the one at which the other axes vary first.
@@ -23,6 +24,7 @@ _AXES: dict[str, tuple[Any, ...]] = {
     "density": _DENSITIES,
     "symbol": tuple(SYMBOLS),
     "bits": _BITS,
+    "code": tuple(CODES),
 }
 
 
@@ -36,7 +38,7 @@ def select(
 
     Args:
         choice: ``default``: all sizes and densities with the first dtypes and symbol, then all
-            symbols, bits and pairs of dtypes, at one size; ``quick``: two small sizes;
+            symbols, bits, codes and pairs of dtypes, at one size; ``quick``: two small sizes;
             ``full``: the whole product.
         device: ``cpu`` or ``cuda``.
         sizes: log2 of the numbers of elements, in place of the choice's own.
@@ -65,6 +67,8 @@ def _default(sizes: tuple[int, ...]) -> Iterator[Case]:
         yield _case(op, sizes[0], symbol=symbol)
     for bits, op in product(_BITS, OPS):
         yield _case(op, sizes[0], bits=bits)
+    for code, op in product(CODES, OPS):
+        yield _case(op, sizes[0], code=code)
     for gradient, residual, op in product(_DTYPES, _DTYPES, OPS):
         yield _case(op, sizes[0], gradient=gradient, residual=residual)
 
@@ -75,9 +79,9 @@ def _quick(sizes: tuple[int, ...]) -> Iterator[Case]:
 
 
 def _full(sizes: tuple[int, ...]) -> Iterator[Case]:
-    axes = (sizes, _DENSITIES, SYMBOLS, _BITS, _DTYPES, _DTYPES, OPS)
-    for size, density, symbol, bits, gradient, residual, op in product(*axes):
+    axes = (sizes, _DENSITIES, SYMBOLS, _BITS, CODES, _DTYPES, _DTYPES, OPS)
+    for size, density, symbol, bits, code, gradient, residual, op in product(*axes):
         yield _case(
-            op, size, density=density, symbol=symbol, bits=bits, gradient=gradient,
-            residual=residual,
+            op, size, density=density, symbol=symbol, bits=bits, code=code,
+            gradient=gradient, residual=residual,
         )  # fmt: skip

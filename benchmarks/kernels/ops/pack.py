@@ -1,67 +1,27 @@
-"""``pack``: accumulate, select the largest elements, index and quantize them, residual.
-
-The floor is reading gradient and residual and writing the residual and the message.
-"""
+"""``pack``: accumulate, select the largest elements, index and quantize them, residual."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
-from tagc.ops import COUNTS, Ops, reference
+import torch
 
 from ..case import Case
 from ..registry import Contender, Problem
-from .inputs import difference, ours
-from .messages import Row, make_row, new_message, packed_layout, threshold_of, tolerance
+from .codecs import packed
+from .inputs import difference
+from .messages import Row, make_row, sending, tolerance
 
 axes = ("residual", "density", "bits")
 
 
 def problem(case: Case, device: torch.device) -> Problem:
-    """All contenders on one input; each writes a residual and a message of its own."""
-    row, layout = make_row(case, device, case.residual_dtype), packed_layout(case)
-    expected = new_message(layout, device)
-    ops, note = ours(device)
-    size = row.grad.element_size() + 2 * row.residual.element_size()
-    return Problem(
-        floor_bytes=case.numel * size + 4 * layout.words,
-        contenders={
-            "reference": lambda: _pack(reference, "eager torch", case, row, expected),
-            "tagc": lambda: _pack(ops, note, case, row, new_message(layout, device), expected),
-            "topk": lambda: _top_k(row, layout.capacity),
-            "clone": lambda: Contender(run=row.grad.clone, note="the gradient"),
-        },
-        facts={"low_bits": layout.low_bits, "words": layout.words},
-    )
-
-
-def _pack(
-    ops: Ops,
-    note: str,
-    case: Case,
-    row: Row,
-    message: torch.Tensor,
-    expected: torch.Tensor | None = None,
-) -> Contender:
-    layout, residual = packed_layout(case), row.residual.clone()
-    threshold = threshold_of(case, row.x)
-    counts = torch.empty(1, COUNTS, dtype=torch.int32, device=message.device)
-
-    def check() -> str | None:
-        out = torch.empty_like(row.x)
-        reference.unpack(message, None, out, layout=layout, divisor=1)
-        whole = out + residual[0].float()
-        wrong = difference(whole, row.x, tolerance(row), "sent plus residual is not the gradient")
-        if wrong is None and expected is not None and not torch.equal(message, expected):
-            return "the message differs from the reference's"
-        return wrong
-
-    return Contender(
-        run=lambda: ops.pack(row.grad, residual, threshold, None, message, counts, layout=layout),
-        before=lambda: residual.copy_(row.residual),
-        check=check,
-        note=note,
-    )
+    """All contenders on one input."""
+    row = make_row(case, device, case.residual_dtype)
+    codec = packed(case, row)
+    found = sending(row, codec)
+    top_k = {"topk": lambda: _top_k(row, codec.facts["capacity"])}
+    return replace(found, contenders=found.contenders | top_k)
 
 
 def _top_k(row: Row, keep: int) -> Contender:
@@ -78,8 +38,8 @@ def _top_k(row: Row, keep: int) -> Contender:
         residual[0].copy_(x)
 
     def check() -> str | None:
-        whole = sent + residual[0].float()
-        return difference(whole, row.x, tolerance(row), "sent plus residual is not the gradient")
+        whole, allowed = sent + residual[0].float(), tolerance(row, residual)
+        return difference(whole, row.x, allowed, "sent plus residual is not the gradient")
 
     return Contender(
         run=run,

@@ -1,58 +1,18 @@
-"""``unpack``: add up two ranks' packed messages into this rank's shard.
-
-The floor is reading the messages and writing the shard.
-"""
+"""``unpack``: add up two ranks' packed messages into this rank's shard."""
 
 from __future__ import annotations
 
 import torch
 
-from tagc.ops import Ops, reference
-
 from ..case import Case
-from ..registry import Contender, Problem
-from .inputs import ours
-from .messages import RANKS, make_row, new_message, pack_row, packed_layout
+from ..registry import Problem
+from .codecs import packed
+from .messages import make_row, receiving
 
 axes = ("density", "bits")
 
 
 def problem(case: Case, device: torch.device) -> Problem:
-    """All contenders on the same messages; the shard has the gradient's dtype."""
-    row, layout = make_row(case, device, torch.float32), packed_layout(case)
-    sent = new_message(layout, device)
-    pack_row(reference, case, row, layout, row.residual.clone(), sent)
-    messages = sent.expand(RANKS, -1).clone()
-    expected = torch.empty_like(row.grad[0])
-    ops, note = ours(device)
-    return Problem(
-        floor_bytes=case.numel * row.grad.element_size() + 4 * RANKS * layout.words,
-        contenders={
-            "reference": lambda: _sum(reference, "eager torch", case, messages, expected),
-            "tagc": lambda: _sum(ops, note, case, messages, torch.empty_like(expected), expected),
-            "clone": lambda: Contender(run=row.grad.clone, note="the gradient"),
-        },
-        facts={"low_bits": layout.low_bits, "words": layout.words},
-    )
-
-
-def _sum(
-    ops: Ops,
-    note: str,
-    case: Case,
-    messages: torch.Tensor,
-    out: torch.Tensor,
-    expected: torch.Tensor | None = None,
-) -> Contender:
-    layout = packed_layout(case)
-
-    def check() -> str | None:
-        if expected is None or torch.equal(out, expected):
-            return None
-        return "the shard differs from the reference's"
-
-    return Contender(
-        run=lambda: ops.unpack(messages, None, out, layout=layout, divisor=RANKS),
-        check=check,
-        note=note,
-    )
+    """All contenders on the same messages."""
+    row = make_row(case, device, torch.float32)
+    return receiving(row, packed(case, row))

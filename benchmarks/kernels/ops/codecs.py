@@ -1,0 +1,75 @@
+"""The codecs of messages: blocks, the largest elements, and matrices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagc.blocks import BlockLayout
+from tagc.codec_plans import SLACK
+from tagc.matrix import BITS, GROUPS, MatrixLayout
+from tagc.ops import COUNTS, Ops
+from tagc.packed import plan_packed
+
+from ..case import Case
+from .messages import Codec, Row
+
+# What a code of a matrix is, by name: bits of an element, or neighbours that share a code.
+CODES = {f"int{bits}": {"bits": bits} for bits in sorted(BITS, reverse=True)}
+CODES |= {f"group{group}": {"group": group} for group in GROUPS}
+_MOST_COLUMNS = 4096
+_SAMPLE = 1 << 20
+
+
+def blocks(case: Case, row: Row) -> Codec:
+    """Blocks of 256."""
+    assert case.bits is not None
+    layout = BlockLayout(numel=case.numel, bits=case.bits)
+
+    def send(ops: Ops, residual: Tensor, message: Tensor) -> None:
+        ops.quantize(row.grad, residual, message, layout=layout, average=0.0)
+
+    def read(ops: Ops, messages: Tensor, out: Tensor) -> None:
+        ops.dequantize(messages[None], out[None], layout=layout, divisor=messages.shape[0])
+
+    return Codec(words=layout.words, send=send, read=read)
+
+
+def packed(case: Case, row: Row) -> Codec:
+    """Single elements, with a step's slack."""
+    assert case.bits is not None
+    assert case.density is not None
+    capacity = min(case.numel, int(SLACK * case.density * case.numel) + 1)
+    layout = plan_packed(case.numel, capacity=capacity, bits=case.bits)
+    size = row.x[:: max(1, case.numel // _SAMPLE)].abs().sort(descending=True).values
+    # [1], the size that the share `density` of the elements exceeds.
+    threshold = size[round(case.density * (size.numel() - 1))][None]
+    counts = torch.empty(1, COUNTS, dtype=torch.int32, device=row.x.device)
+
+    def send(ops: Ops, residual: Tensor, message: Tensor) -> None:
+        ops.pack(row.grad, residual, threshold, None, message, counts, layout=layout)
+
+    def read(ops: Ops, messages: Tensor, out: Tensor) -> None:
+        ops.unpack(messages, None, out, layout=layout, divisor=messages.shape[0])
+
+    facts = {"low_bits": layout.low_bits, "words": layout.words, "capacity": layout.capacity}
+    return Codec(words=layout.words, send=send, read=read, facts=facts)
+
+
+def matrix(case: Case, row: Row) -> Codec:
+    """As nearly square as powers of two are, with at most 4096 columns."""
+    assert case.code is not None
+    columns = min(_MOST_COLUMNS, 1 << case.numel.bit_length() // 2)
+    if case.numel % columns:
+        raise ValueError(f"{case.numel} elements are not a multiple of {columns} columns")
+    layout = MatrixLayout(rows=case.numel // columns, columns=columns, **CODES[case.code])
+
+    def send(ops: Ops, residual: Tensor, message: Tensor) -> None:
+        ops.quantize_matrix(row.grad, residual, message, layout=layout, average=0.0)
+
+    def read(ops: Ops, messages: Tensor, out: Tensor) -> None:
+        ops.dequantize_matrix(messages, out, layout=layout, divisor=messages.shape[0])
+
+    facts = {"rows": layout.rows, "columns": columns, "words": layout.words}
+    # No code says 0, so what is left of an element far below its step is rounded.
+    return Codec(words=layout.words, send=send, read=read, exact=False, facts=facts)

@@ -1,0 +1,18 @@
+"""``dequantize_matrix``: add up two ranks' messages of a matrix into this rank's shard."""
+
+from __future__ import annotations
+
+import torch
+
+from ..case import Case
+from ..registry import Problem
+from .codecs import matrix
+from .messages import make_row, receiving
+
+axes = ("code",)
+
+
+def problem(case: Case, device: torch.device) -> Problem:
+    """All contenders on the same messages."""
+    row = make_row(case, device, torch.float32)
+    return receiving(row, matrix(case, row))

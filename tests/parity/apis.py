@@ -1,0 +1,154 @@
+"""Ways to shard: FSDP2, with replicas, FSDP1."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+import tagc
+from tagc.plan import UnitPlan
+
+from .dtypes import Dtype
+from .fsdp1_options import FSDP1
+from .fsdp2_options import FSDP2, REPLICAS
+from .meshes import two_by_two
+from .model import Net
+from .option import Option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Api:
+    """A way to shard.
+
+    Attributes:
+        options: by name.
+        native: shards a model for native FSDP.
+        wrapped: shards a model and wraps it with a rule, or with policy `dense`.
+        gradients: the gradient shard ``[S]`` of every unit of a plan, in float64, in FSDP's
+            columns.
+        replicas: copies of the sharded model, among 4 ranks.
+        averages: whether tagc always averages, whatever native FSDP divides by and when.
+        refuses: words of the error that a policy must raise, by its name. (With the plain option,
+            in fp32; others add nothing.)
+    """
+
+    options: Mapping[str, Option]
+    native: Callable[[Option, Dtype], Any]
+    wrapped: Callable[[Option, Dtype, dict[str, Any] | None], Any]
+    gradients: Callable[[Any, Sequence[UnitPlan]], list[Tensor]]
+    replicas: int = 1
+    averages: bool = False
+    refuses: Mapping[str, str] = field(default_factory=dict)
+
+
+def built(option: Option, dtype: Dtype, **where: Any) -> Any:
+    torch.manual_seed(1)
+    model = Net(**option.net).to(dtype.model)
+    option.prepare(model)
+    option.shard(model, mp_policy=dtype.mixed, **where)
+    option.configure(model)
+    return model
+
+
+def wrap(model: Any, policy: dict[str, Any] | None, **where: Any) -> Any:
+    spec: Any = "dense"
+    if policy is not None:
+        spec = {"schema": 1, "gradients": [policy]}
+        if where:
+            # No copy of a shard is its owner, to choose for the others.
+            own = {key: value for key, value in policy["codec"].items() if key != "support"}
+            spec["replicas"] = [policy | {"codec": own}]
+    with warnings.catch_warnings():
+        # Units as small as these may well cost more compressed.
+        warnings.simplefilter("ignore")
+        return tagc.wrap(model, spec, **where)
+
+
+def fsdp2_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
+    return wrap(built(option, dtype), policy)
+
+
+def fsdp2_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
+    params: dict[str, Any] = {plain(name): p for name, p in model.named_parameters()}
+    found = []
+    for unit in units:
+        columns = torch.zeros(unit.columns, dtype=torch.float64)
+        at = 0
+        for param in (p for segment in unit.segments for p in segment.params):
+            grad = params[param.name].grad
+            if grad is not None:
+                shard = grad.to_local().flatten()
+                columns[at : at + shard.numel()] = shard
+            at += param.columns
+        found.append(columns)
+    return found
+
+
+def fsdp1_built(option: Option, dtype: Dtype) -> Any:
+    torch.manual_seed(1)
+    model = Net(**option.net).to(dtype.model)
+    option.prepare(model)
+    mixed = MixedPrecision(param_dtype=dtype.param, reduce_dtype=dtype.reduce)
+    sharded = option.shard(model, mixed_precision=mixed, device_id=torch.device("cpu"))
+    option.configure(sharded)
+    return sharded
+
+
+def fsdp1_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
+    rule = policy and policy | {"when": {"name": option.names}}
+    return wrap(fsdp1_built(option, dtype), rule)
+
+
+def fsdp1_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
+    """Where FSDP1 itself says that its flat parameters have them."""
+    found = []
+    modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+    handles = [module._handle for module in modules if module._handle is not None]
+    for handle, unit in zip(handles, units, strict=True):
+        flat = handle.flat_param
+        columns = torch.zeros(unit.buffer_columns, dtype=torch.float64)
+        if flat._params is None:
+            if flat.grad is not None:
+                columns += flat.grad
+        else:
+            for param, info in zip(flat._params, flat._shard_param_infos, strict=True):
+                if info.in_shard and param.grad is not None:
+                    start = info.offset_in_shard
+                    columns[start : start + info.numel_in_shard] = param.grad.flatten()
+        found.append(columns)
+    return found
+
+
+def plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def replicas_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
+    mesh = two_by_two()
+    return wrap(built(option, dtype, mesh=mesh["shard"]), policy, replicas=mesh["replicate"])
+
+
+APIS: dict[str, Api] = {
+    "FSDP2": Api(options=FSDP2, native=built, wrapped=fsdp2_wrapped, gradients=fsdp2_gradients),
+    "FSDP2, replicas": Api(
+        options=REPLICAS,
+        native=lambda option, dtype: built(option, dtype, mesh=two_by_two()),
+        wrapped=replicas_wrapped,
+        gradients=fsdp2_gradients,
+        replicas=2,
+    ),
+    "FSDP1": Api(
+        options=FSDP1,
+        native=fsdp1_built,
+        wrapped=fsdp1_wrapped,
+        gradients=fsdp1_gradients,
+        averages=True,
+        refuses={"matrix": "sharded by FSDP1, which cuts through rows"},
+    ),
+}

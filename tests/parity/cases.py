@@ -1,0 +1,72 @@
+"""The combinations: API, option, dtype, ranks and policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from .apis import APIS
+from .dtypes import DTYPES
+from .policies import POLICIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    api: str
+    dtype: str
+    ranks: int
+    option: str
+    policy: str
+
+    def __str__(self) -> str:
+        return f"{self.api}-{self.option}-{self.dtype}-{self.ranks} ranks-{self.policy}"
+
+    @property
+    def group(self) -> tuple[str, int, str, str]:
+        """Cases with the same native model."""
+        return self.api, self.ranks, self.option, self.dtype
+
+    @property
+    def refused(self) -> str:
+        """Words of the error that is expected, if one is."""
+        option, dtype = APIS[self.api].options[self.option], DTYPES[self.dtype]
+        if self.policy == "dense":
+            return option.refused_dense
+        return dtype.refused or option.refused or APIS[self.api].refuses.get(self.policy, "")
+
+
+def cases() -> list[Case]:
+    """The matrix: every option in fp32, and every dtype, with every policy, on ranks in turn; the
+    plain option on every number of ranks."""
+    rows: dict[tuple[str, str, int, str], None] = {}
+    for name, api in APIS.items():
+        for i, (option, spec) in enumerate(api.options.items()):
+            ranks = (4,) if api.replicas > 1 else spec.ranks
+            rows[name, "fp32", ranks[i % len(ranks)], option] = None
+        for i, dtype in enumerate(DTYPES):
+            rows[name, dtype, 4 if api.replicas > 1 else 2 + i % 4, "plain"] = None
+        for ranks in () if api.replicas > 1 else (2, 3, 4, 5):
+            rows[name, "fp32", ranks, "plain"] = None
+    found = [
+        Case(api=api, dtype=dtype, ranks=ranks, option=option, policy=policy)
+        for api, dtype, ranks, option in rows
+        for policy in POLICIES
+        if policy not in APIS[api].refuses or (dtype, option) == ("fp32", "plain")
+    ]
+    return sorted(found, key=lambda case: (list(APIS).index(case.api), case.ranks))
+
+
+def quick_cases() -> list[Case]:
+    """Of every row but the slow ones, `dense` and one of the other policies in turn; for FSDP1,
+    whose own tests compare bits of most options, either of them."""
+    found = []
+    others = [policy for policy in POLICIES if policy != "dense"]
+    for i, ((api, _, option, dtype), row) in enumerate(groupby(cases(), key=lambda c: c.group)):
+        if option == "compiled blocks" or (api != "FSDP2" and dtype not in ("fp32", "bf16")):
+            continue
+        picked = ["dense", others[i % len(others)]]
+        if api == "FSDP1":
+            taken = [policy for policy in others if policy not in APIS[api].refuses]
+            picked = ["dense"] if i % 2 else [taken[i // 2 % len(taken)]]
+        found += [case for case in row if case.policy in picked]
+    return found

@@ -1,0 +1,123 @@
+"""Run cases on ranks, and say what became of them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from distributed import run_ranks
+from torch import Tensor
+
+import tagc
+from tagc.plan import UnitPlan
+
+from .apis import APIS, Api
+from .cases import Case
+from .dtypes import DTYPES
+from .option import Option, nothing
+from .policies import POLICIES
+from .sums import bound, check_steps, owes, recorded, reduction, spread, tiny
+
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """passed, refused with a message, or failed with a traceback."""
+
+    kind: str
+    said: str = ""
+
+
+def run(selected: Sequence[Case]) -> dict[Case, Outcome]:
+    """What became of the cases, by case."""
+    outcomes: dict[Case, Outcome] = {}
+    by_ranks = sorted(selected, key=lambda case: case.ranks)
+    for ranks, some in groupby(by_ranks, key=lambda case: case.ranks):
+        here = list(some)
+        answers = run_ranks(run_on_a_rank, ranks, here, timeout=30 + 3 * len(here))
+        for case, said in zip(here, zip(*answers, strict=True), strict=True):
+            worst = [o for o in said if o.kind == "failed"] or list(said)
+            outcomes[case] = worst[0]
+            if len({o.kind for o in said}) > 1:
+                outcomes[case] = Outcome("failed", f"ranks differ: {said}")
+    return outcomes
+
+
+def run_on_a_rank(rank: int, selected: Sequence[Case]) -> list[Outcome]:
+    outcomes = {}
+    for _, some in groupby(sorted(selected, key=lambda c: c.group), key=lambda c: c.group):
+        natives: list[History] = []
+        for case in some:
+            outcomes[case] = outcome(rank, case, natives)
+    return [outcomes[case] for case in selected]
+
+
+def outcome(rank: int, case: Case, natives: list[History]) -> Outcome:
+    try:
+        check(rank, case, natives)
+    except Exception as error:
+        if case.refused and case.refused in str(error):
+            return Outcome("refused", str(error))
+        return Outcome("failed", traceback.format_exc())
+    return Outcome("failed", "was not refused") if case.refused else Outcome("passed")
+
+
+def check(rank: int, case: Case, natives: list[History]) -> None:
+    api, dtype = APIS[case.api], DTYPES[case.dtype]
+    option, policy = api.options[case.option], POLICIES[case.policy]
+    with recorded() as amounts:
+        wrapped = api.wrapped(option, dtype, policy)
+        units = tagc.compressor(wrapped).plan().units
+        mine = history(rank, api, option, wrapped, units)
+    if not natives:
+        natives.append(history(rank, api, option, api.native(option, dtype), units))
+    theirs = natives[0]
+    if policy is None:
+        for one, other in zip(mine.all, theirs.all, strict=True):
+            assert torch.equal(one, other), f"{(one - other).abs().max():.3g} off"
+        assert any(bool(grad.any()) for grad in mine.all)
+        return
+    how = reduction(api, option, dtype)
+    owed, amount = owes(wrapped, how), spread(wrapped, how, amounts)
+    reductions = tagc.compressor(wrapped).metrics().steps
+    assert tagc.compressor(wrapped).metrics().unresolved == 0
+    assert case.policy == "int32x1" or any(bool(o.any()) for o in owed), "nothing was held back"
+    for got, native, left, size in zip(mine.sums, theirs.sums, owed, amount, strict=True):
+        off = (got + left - native).abs()
+        allowed = bound(case.ranks, reductions, dtype) * api.replicas * size + tiny(dtype)
+        assert bool((off <= allowed).all()), f"{off.max():.3g} lost of {size.max():.3g}"
+        assert native.any() or not size.any()
+    if case.policy == "int32x1" and api.replicas == 1:
+        check_steps(wrapped, how, owed)
+
+
+@dataclass(frozen=True)
+class History:
+    """Gradient shards of the units.
+
+    Attributes:
+        sums: over the steps, as backward leaves them.
+        all: of every step, as the optimizer gets them.
+    """
+
+    sums: list[Tensor]
+    all: list[Tensor]
+
+
+def history(rank: int, api: Api, option: Option, model: Any, units: Sequence[UnitPlan]) -> History:
+    """All steps, with the same weights."""
+    sums: list[Tensor] = []
+    every: list[Tensor] = []
+    for step in range(STEPS):
+        option.backward(model, rank, step)
+        grads = api.gradients(model, units)
+        sums = [s + g for s, g in zip(sums, grads, strict=True)] if sums else grads
+        option.after(model)
+        every += grads if option.after is nothing else api.gradients(model, units)
+        model.zero_grad()
+    return History(sums, every)

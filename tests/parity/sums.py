@@ -1,0 +1,169 @@
+"""What tagc was handed, what all ranks owe a shard, and how much of both may round away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tagc
+from tagc.codec_plans import MatrixPlan
+from tagc.pieces import pieces
+from tagc.plan import Segment, UnitPlan
+from tagc.reducer import UnitReducer
+
+from .apis import Api
+from .dtypes import F16, F32, F64, Dtype
+from .meshes import two_by_two
+from .option import Option
+
+Divisors = Callable[[int], tuple[float, float]]
+
+
+@contextmanager
+def recorded() -> Iterator[dict[int, Tensor]]:
+    """Magnitudes of what every reducer was handed, by its identity. Enter it before wrapping.
+
+    Codec ``matrix`` has no code for 0, so what it sends may be more than what there was, and counts
+    as well.
+    """
+    amounts: dict[int, Tensor] = {}
+    original = UnitReducer.reduce
+
+    def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *how: Any) -> None:
+        size = inp.view(self.plan.destinations, -1).double().abs()
+        if self.plan.info.flat is not None:
+            size *= planned(self.plan)
+        owed = {s.start: self.residuals[s.start].double() for s in self.plan.of(MatrixPlan)}
+        rows = inp.view(self.plan.destinations, -1).double()
+        original(self, out, inp, *how)
+        for segment in self.plan.of(MatrixPlan):
+            here = slice(segment.start, segment.stop)
+            x = rows[:, here] + owed[segment.start]
+            size[:, here] += (x - self.residuals[segment.start].double()).abs()
+        amounts[id(self)] = amounts.get(id(self), torch.zeros_like(size)) + size
+
+    with patch.object(UnitReducer, "reduce", reduce):
+        yield amounts
+
+
+def reduction(api: Api, option: Option, dtype: Dtype) -> Divisors:
+    """By what the sum over so many ranks is divided: in the reduction, and by FSDP after it."""
+
+    def divisors(ranks: int) -> tuple[float, float]:
+        if api.averages:
+            return ranks, 1
+        if dtype.reduced != F16:
+            return (1, option.divides(ranks)) if option.sums else (ranks, 1)
+        # FSDP divides a part of it before it sums, where float16 might overflow.
+        total, before = option.divides(ranks) if option.sums else ranks, 1
+        while total % before == 0 and total / before > before:
+            before *= 2
+        return 1, total / before
+
+    return divisors
+
+
+def owes(wrapped: Any, how: Divisors) -> list[Tensor]:
+    """What all ranks together owe this rank's shards, in the units of the gradient."""
+    held = {}
+    installed = tagc.compressor(wrapped)._installed
+    for reducer in (*installed.reducers, *installed.replicas):
+        plan = reducer.plan
+        rows = torch.zeros(plan.destinations, plan.buffer_columns, dtype=torch.float64)
+        for segment in plan.compressed:
+            residual = reducer.residuals[segment.start]
+            seen = torch.zeros_like(residual, dtype=torch.bool)
+            for row in range(plan.destinations):
+                for column, start, length in spans(plan, segment, row):
+                    here = slice(column, column + length)
+                    rows[row, start : start + length] = residual[row, here]
+                    seen[row, here] = True
+            assert not residual[~seen].any(), "something is owed to padding"
+        held[id(reducer)] = rows
+    return spread(wrapped, how, held)
+
+
+def planned(plan: UnitPlan) -> Tensor:
+    """Which elements of FSDP's rows ``[W, S]`` are the plan's: FSDP1 reduces the gradients of
+    frozen parameters, too, and then drops them."""
+    mask = torch.zeros(plan.destinations, plan.buffer_columns, dtype=torch.float64)
+    for row in range(plan.destinations):
+        for segment in plan.segments:
+            for _, start, length in spans(plan, segment, row):
+                mask[row, start : start + length] = 1
+    return mask
+
+
+def spans(plan: UnitPlan, segment: Segment, row: int) -> list[tuple[int, int, int]]:
+    """Column in a segment, the same one in FSDP's row, and how many follow in both."""
+    if plan.info.flat is None:
+        return [(0, segment.start, segment.columns)]
+    found = pieces(plan.info, segment.params)
+    return [(piece.column, piece.start, piece.length) for piece in found if piece.row == row]
+
+
+def spread(wrapped: Any, how: Divisors, rows: Mapping[int, Tensor]) -> list[Tensor]:
+    """Rows ``[W, S]`` that every rank has for every shard, as they add up in the gradients of
+    this rank's shards ``[S]``."""
+    compressor = tagc.compressor(wrapped)
+    installed = compressor._installed
+    found = []
+    for i, reducer in enumerate(installed.reducers):
+        group, W = compressor._units[i].group, reducer.plan.info.world_size
+        inside, after = how(W)
+        shape = (W, reducer.plan.buffer_columns)
+        total = rows.get(id(reducer), torch.zeros(shape, dtype=torch.float64)).clone()
+        dist.all_reduce(total, group=group)
+        mine = total[group.rank()] / inside
+        if installed.replicas:
+            replicas = two_by_two()["replicate"].get_group()
+            mine += rows.get(id(installed.replicas[i]), torch.zeros(1, shape[1]))[0]
+            dist.all_reduce(mine, group=replicas)
+            mine /= replicas.size()
+        found.append(mine / after)
+    return found
+
+
+def bound(ranks: int, reductions: int, dtype: Dtype) -> float:
+    """Roundings of an element, relative to the sum of the magnitudes that went in.
+
+    A reduction adds the residual and rounds what is left of it (2), adds up what the ranks send
+    (as many, each at most twice what is there, since a code is at most twice its element), divides
+    and converts (2). Natively the ranks' gradients are added up, divided, converted. What is there
+    in any of the reductions is at most all that came in until then.
+
+    FSDP1 divides before the sum, too, by a power of two: exactly, but for what `tiny` allows, as
+    long as a gradient is none of the subnormal float32 or bfloat16 numbers. So are 1.5 and 2.5,
+    by which it divides afterwards. Adding up shards is one more rounding for each (2): of
+    4 R + 8 roundings that are allowed 3 R + 8 can happen.
+    """
+    final = torch.float32 if dtype.model == F64 else dtype.model
+    unit = max(torch.finfo(t).eps / 2 for t in (dtype.reduced, final, F32))
+    return 2 * (2 * ranks + 4) * reductions * unit
+
+
+def tiny(dtype: Dtype) -> float:
+    """Where numbers have no more bits to lose relatively."""
+    return 64 * 2.0**-24 if dtype.reduced == F16 else 0.0
+
+
+def check_steps(wrapped: Any, how: Divisors, owed: Sequence[Tensor]) -> None:
+    """Nobody owes an element more than half a step of its shard's."""
+    compressor = tagc.compressor(wrapped)
+    for i, reducer in enumerate(compressor._installed.reducers):
+        W, own = reducer.plan.info.world_size, compressor._units[i].group.rank()
+        for j, part in enumerate(reducer.sketch.parts):
+            half = reducer.sketch._steps[j, own].item() / 2
+            # Thresholds are sizes of elements, and steps a small part of them.
+            assert 2 * half <= 2**-14 * reducer.sketch.steering.threshold[j, own].item()
+            most = W * half / math.prod(how(W))
+            for _, start, length in spans(reducer.plan, part.segment, own):
+                columns = owed[i][start : start + length]
+                assert bool((columns.abs() <= most * (1 + 2**-20)).all())

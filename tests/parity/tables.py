@@ -1,0 +1,56 @@
+"""The outcomes as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .apis import APIS
+from .cases import Case
+from .dtypes import DTYPES
+from .policies import POLICIES
+from .running import Outcome
+
+_SIGNS = {"passed": "✓", "refused": "refused", "failed": "**FAILED**"}
+
+
+def table(outcomes: Mapping[Case, Outcome]) -> str:
+    """Markdown: a row an option, dtype and number of ranks, a column a policy."""
+    lines: list[str] = []
+    counts = {kind: sum(o.kind == kind for o in outcomes.values()) for kind in _SIGNS}
+    lines += ["# Parity with native FSDP", ""]
+    lines.append(
+        f"{len(outcomes)} combinations: {counts['passed']} passed, {counts['refused']} refused "
+        f"with a message, {counts['failed']} failed. Printed by `make parity`, torch "
+        f"{torch.__version__.split('+')[0]}, CPU and gloo. What passing means, and how a case is "
+        "run, is in [tests/parity](../tests/parity/__init__.py): `dense` has the bits of native "
+        "FSDP, and with every other policy the gradients handed out and what ranks still owe add "
+        "up to the native gradients. Options and policies have the names there."
+    )
+    said: dict[str, None] = {}
+    for api in APIS:
+        mine = {case: o for case, o in outcomes.items() if case.api == api}
+        lines += ["", f"## {api}", "", f"| option | dtype | ranks | {' | '.join(POLICIES)} |"]
+        lines.append("|---|---|---|" + "---|" * len(POLICIES))
+        rows: dict[tuple[str, str, int], dict[str, str]] = {}
+        for case, result in mine.items():
+            row = rows.setdefault((case.option, case.dtype, case.ranks), {})
+            row[case.policy] = _SIGNS[result.kind]
+            if result.kind == "refused":
+                number = list(said).index(key) + 1 if (key := case.refused) in said else 0
+                if not number:
+                    said[key] = None
+                    number = len(said)
+                row[case.policy] += f" [{number}]"
+        order = list(APIS[api].options)
+        for (option, dtype, ranks), row in sorted(
+            rows.items(), key=lambda r: (list(DTYPES).index(r[0][1]), order.index(r[0][0]), r[0][2])
+        ):
+            size = "2 × 2" if APIS[api].replicas > 1 else str(ranks)
+            cells = " | ".join(row.get(policy, "") for policy in POLICIES)
+            lines.append(f"| {option} | {dtype} | {size} | {cells} |")
+    messages = {case.refused: o.said for case, o in outcomes.items() if o.kind == "refused"}
+    lines += ["", "## What refusals say", ""]
+    lines += [f"{i}. {' '.join(messages[key].split())}" for i, key in enumerate(said, 1)]
+    return "\n".join(lines)
