@@ -23,7 +23,8 @@ from tagc.fsdp2 import FSDP2Unit
 from tagc.gatherer import UnitGatherer
 from tagc.metrics import Metrics, collect
 from tagc.ops import Ops, get_ops
-from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
+from tagc.plan import Plan, UnitInfo, UnitPlan
+from tagc.planning import Choose, build_plan
 from tagc.policy import Policy, PolicyError
 from tagc.reducer import UnitReducer
 from tagc.replicas import ReplicaAverage
