@@ -196,9 +196,9 @@ class Compressor:
         """What this rank owes now, for :meth:`restore_residuals`; as much memory again as the
         residuals take."""
         return [
-            kept.clone()
+            stored.clone()
             for reducer in (*self._installed.reducers, *self._installed.replicas)
-            for kept in (*reducer.residuals.values(), *reducer.averages.values())
+            for stored in (*reducer.residuals.values(), *reducer.kept.values())
         ]
 
     def restore_residuals(self, copy: Sequence[Tensor], where: bool | Tensor = True) -> None:
@@ -227,11 +227,11 @@ class Compressor:
     def _residuals(self) -> Iterator[list[Tensor]]:
         with ExitStack() as stack:
             yield [
-                kept
+                stored
                 for reducer in (*self._installed.reducers, *self._installed.replicas)
-                for kept in (
+                for stored in (
                     *stack.enter_context(reducer.opened()).values(),
-                    *reducer.averages.values(),
+                    *reducer.kept.values(),
                 )
             ]
 

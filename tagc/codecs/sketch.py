@@ -142,7 +142,7 @@ class SketchColumns:
         return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
 
     @property
-    def averages(self) -> dict[int, Tensor]:
+    def kept(self) -> dict[int, Tensor]:
         """What the owner keeps, ``[1, columns]``, likewise. See :mod:`tagc.codecs.delivery`."""
         return {p.segment.start: p.kept[None] for p in self._parts if p.kept is not None}
 
