@@ -21,7 +21,8 @@ from tagc.codec_speed import measure_speeds
 from tagc.costs import CodecTime, Link, Speed, measured_time, unit_seconds
 from tagc.exchange import all_gather, all_to_all, reduce_scatter
 from tagc.ops import get_ops
-from tagc.plan import AUTO_BITS, Choice, Direction, UnitPlan, resolve_auto
+from tagc.plan import Direction, UnitPlan
+from tagc.planning import AUTO_BITS, Choice, resolve_auto
 from tagc.policy import Policy
 from tagc.policy_codecs import AutoCodec, DenseCodec, Feedback
 
@@ -43,14 +44,14 @@ def is_automatic(policy: Policy) -> bool:
 @dataclass(frozen=True)
 class FastestChoice:
     """Takes the option whose predicted seconds are clearly the fewest. See
-    :class:`tagc.plan.Choose`."""
+    :class:`tagc.planning.Choose`."""
 
     link: Callable[[int, Direction], Link]
     time: CodecTime
     notes: tuple[str, ...] = ()
 
     def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
-        """See :meth:`tagc.plan.Choose.__call__`."""
+        """See :meth:`tagc.planning.Choose.__call__`."""
         link = self.link(position, options[0].direction)
         seconds = [unit_seconds(option, link, self.time) for option in options]
         index = 0

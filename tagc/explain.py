@@ -12,7 +12,8 @@ from torch import nn
 
 from tagc.auto import FastestChoice
 from tagc.costs import Link, no_time
-from tagc.plan import Choose, Plan, UnitInfo, build_plan
+from tagc.plan import Plan, UnitInfo
+from tagc.planning import Choose, build_plan
 from tagc.policy import Policy, PolicyError
 from tagc.shapes import ModelShapes
 

@@ -110,11 +110,12 @@ class UnitReducer:
         return {start: residual.read() for start, residual in self._owed.items()}
 
     @property
-    def averages(self) -> dict[int, Tensor]:
-        """What this rank keeps of what it hands out, ``[1, columns]``, likewise: with the feedback
-        kind ``momentum``, or a lead. See :mod:`tagc.codecs.delivery`."""
+    def kept(self) -> dict[int, Tensor]:
+        """What this rank keeps as the owner of its shard, ``[1, columns]``, likewise: the moving
+        average of the feedback kind ``momentum``, or the last sum of a lead. See
+        :mod:`tagc.codecs.delivery`."""
         kinds = (self.sketch, self.packed, self.quantized, self.matrix)
-        return {start: kept for columns in kinds for start, kept in columns.averages.items()}
+        return {start: kept for columns in kinds for start, kept in columns.kept.items()}
 
     @contextmanager
     def opened(self) -> Iterator[dict[int, Tensor]]:
@@ -130,8 +131,8 @@ class UnitReducer:
     def rescale(self, factor: float | Tensor) -> None:
         """Expect gradients that are ``factor`` times as large, the same on every rank."""
         with self.opened() as residuals:
-            for kept in (*residuals.values(), *self.averages.values()):
-                kept.mul_(factor)
+            for stored in (*residuals.values(), *self.kept.values()):
+                stored.mul_(factor)
         for steering in (*self.sketch.steerings, *self.packed.steerings):
             steering.rescale(factor)
 

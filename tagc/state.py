@@ -60,15 +60,15 @@ class Reduced:
     def _named(self, residuals: dict[int, Tensor]) -> Iterator[tuple[str, Place, Tensor]]:
         plan = self.reducer.plan
         smooth = {s.start for s in plan.segments if s.codec.feedback and s.codec.feedback.rate}
-        owned = self.reducer.averages
+        kept = self.reducer.kept
         # Across replicas a rank has a residual of its own shard only.
         only = self.shard if plan.for_all else None
-        for kind, kept, shard in (
+        for kind, stored, shard in (
             ("residual", residuals, only),
-            ("average", {i: kept for i, kept in owned.items() if i in smooth}, self.shard),
-            ("sent", {i: kept for i, kept in owned.items() if i not in smooth}, self.shard),
+            ("average", {i: tensor for i, tensor in kept.items() if i in smooth}, self.shard),
+            ("sent", {i: tensor for i, tensor in kept.items() if i not in smooth}, self.shard),
         ):
-            for place, tensor in places(plan, kept, self.shards, shard):
+            for place, tensor in places(plan, stored, self.shards, shard):
                 yield f"{kind}.{self.direction}.{place.param.name}{place.suffix}", place, tensor
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -48,3 +50,8 @@ def find_units(model: nn.Module) -> list[FSDP1Unit] | list[FSDP2Unit]:
         f"{kind} is not sharded: call torch.distributed.fsdp.fully_shard on its blocks and on "
         "itself first, then tagc.wrap"
     )
+
+
+def fsdp2_units(units: Sequence[Unit]) -> list[FSDP2Unit]:
+    """Those units whose all-gather and all-reduce can be replaced, too: all, or none."""
+    return [unit for unit in units if isinstance(unit, FSDP2Unit)]

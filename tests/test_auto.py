@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 from tagc import auto
 from tagc.costs import Link, Speed
-from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.plan import UnitInfo, UnitParam
+from tagc.planning import build_plan
 
 SLOW = Link(bandwidth=1e6, latency=1e-4)
 FAST = Link(bandwidth=1e12, latency=1e-6)

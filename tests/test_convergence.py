@@ -19,7 +19,8 @@ from benchmarks.convergence.methods import GRID, METHODS, Method
 from benchmarks.convergence.ranks import SimulatedRanks
 from benchmarks.convergence.sweep import Results, Sweep, make
 from benchmarks.convergence.training import Run, Shape, train
-from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.plan import UnitInfo, UnitParam
+from tagc.planning import build_plan
 from tagc.policy import Policy
 
 EXACT: Any = {"rtol": 0, "atol": 0}

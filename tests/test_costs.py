@@ -30,7 +30,8 @@ from tagc.costs import (
     unit_seconds,
     workload,
 )
-from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan
+from tagc.planning import build_plan
 from tagc.policy import Policy
 
 COLUMNS = 65536

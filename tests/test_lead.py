@@ -47,7 +47,7 @@ def spans(plan: UnitPlan) -> list[slice]:
 
 def kept(reducer: UnitReducer) -> list[Tensor]:
     """`Q` of every segment, `[columns]`."""
-    return [q[0] for q in reducer.averages.values()]
+    return [q[0] for q in reducer.kept.values()]
 
 
 @on_ranks(2, 3)
@@ -74,7 +74,7 @@ def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: st
         for one, other in zip(ahead.residuals.values(), plain.residuals.values(), strict=True):
             torch.testing.assert_close(one, other, **EXACT)
     assert all(q.any() for q in kept(ahead))
-    assert not plain.averages
+    assert not plain.kept
 
 
 @on_ranks(2, 4)

@@ -22,7 +22,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import tagc
 from tagc.codec_plans import MatrixPlan
 from tagc.places import span_of, split_suffix
-from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.plan import UnitInfo, UnitParam
+from tagc.planning import build_plan
 from tagc.policy import Policy
 
 ONE_OF_16 = {"kind": "matrix", "group": 16}

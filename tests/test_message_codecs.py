@@ -15,7 +15,8 @@ from torch import Tensor
 from units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
 
 from tagc.bitmap import from_bitmap
-from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.plan import UnitInfo, UnitParam, UnitPlan
+from tagc.planning import build_plan
 from tagc.policy import Policy
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tagc.pieces import FlatBuffer, Piece, columns_of, filled, pieces
-from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.plan import UnitInfo, UnitParam, UnitPlan
+from tagc.planning import build_plan
 from tagc.policy import Policy
 
 

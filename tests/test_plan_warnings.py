@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 
-from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.plan import UnitInfo, UnitParam
+from tagc.planning import build_plan
 from tagc.policy import Policy
 
 

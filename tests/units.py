@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.ops import get_ops
-from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.plan import UnitInfo, UnitParam, UnitPlan
+from tagc.planning import build_plan
 from tagc.policy import Policy
 from tagc.reducer import UnitReducer
 from tagc.workspace import Workspace

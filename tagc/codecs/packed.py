@@ -19,24 +19,22 @@ from torch import Tensor
 from tagc.codec_plans import PackedPlan
 from tagc.codecs import delivery, nested, part_of
 from tagc.codecs.residual import Residual, opened
+from tagc.codecs.stored import Part, StoredColumns
 from tagc.codecs.support import Support
 from tagc.ops import COUNTS, KEPT, Ops
 from tagc.packed import HEADER
-from tagc.plan import Segment, UnitPlan
+from tagc.plan import UnitPlan
 from tagc.threshold import Steering, agree, sampled_threshold
 
 
 @dataclass(frozen=True)
-class _Part:
-    segment: Segment
+class _Part(Part):
     plan: PackedPlan
     slot: slice
-    residual: Residual | None
     support: Support | None
-    kept: Tensor | None  # by the owner, see tagc.codecs.delivery
 
 
-class PackedColumns:
+class PackedColumns(StoredColumns[_Part]):
     """State and step of the packed columns of a unit. See :class:`tagc.codecs.Columns`.
 
     Attributes:
@@ -44,10 +42,11 @@ class PackedColumns:
     """
 
     def __init__(self, plan: UnitPlan, ops: Ops, device: torch.device) -> None:
+        super().__init__()
         D = plan.destinations
         self.words = 0
         self.wire_bytes = 0
-        self._ops, self._parts = ops, []
+        self._ops = ops
         for segment in plan.of(PackedPlan):
             codec = segment.codec
             assert isinstance(codec, PackedPlan)
@@ -56,7 +55,7 @@ class PackedColumns:
             slot = slice(self.words, self.words + codec.words)
             support = Support(codec.layout, codec.target, D, device) if codec.shared else None
             kept = delivery.new_kept(segment, device)
-            self._parts.append(_Part(segment, codec, slot, residual, support, kept))
+            self._parts.append(_Part(segment, residual, kept, codec, slot, support))
             self.words = slot.stop
             given = delivery.dtype_of(plan.info.dtype, stored)
             ops.prepare_packed(codec.layout, given, stored.working if stored else None)
@@ -72,21 +71,6 @@ class PackedColumns:
         )
         self._started = False
         self.totals = torch.zeros(n, dtype=torch.int64, device=device)
-
-    @property
-    def parts(self) -> list[_Part]:
-        """The segments."""
-        return self._parts
-
-    @property
-    def residuals(self) -> dict[int, Residual]:
-        """By first column of the segment in the unit."""
-        return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
-
-    @property
-    def averages(self) -> dict[int, Tensor]:
-        """What the owner keeps, ``[1, columns]``, likewise. See :mod:`tagc.codecs.delivery`."""
-        return {p.segment.start: p.kept[None] for p in self._parts if p.kept is not None}
 
     @property
     def steerings(self) -> tuple[Steering, ...]:
@@ -178,12 +162,6 @@ class PackedColumns:
 
     def _supports(self) -> list[tuple[int, Support]]:
         return [(i, p.support) for i, p in enumerate(self._parts) if p.support is not None]
-
-    def warm_up(self, out: Tensor) -> None:
-        """See :meth:`tagc.codecs.Columns.warm_up`."""
-        for part in self._parts:
-            columns = out[part.segment.start : part.segment.stop]
-            delivery.warm_up(part.kept, part.segment.codec.feedback, columns)
 
     def _update_thresholds(self, grad: Tensor) -> None:
         if self._started:

@@ -16,19 +16,17 @@ from torch import Tensor
 from tagc.codec_plans import CodecPlan, FeedbackPlan, MatrixPlan, QuantizedPlan
 from tagc.codecs import delivery
 from tagc.codecs.residual import Residual, opened
+from tagc.codecs.stored import Part, StoredColumns
 from tagc.ops import Ops
-from tagc.plan import Segment, UnitPlan
+from tagc.plan import UnitPlan
 
 
 @dataclass(frozen=True)
-class _Part:
-    segment: Segment
+class _Part(Part):
     slot: slice
-    residual: Residual | None
-    kept: Tensor | None  # by the owner, see tagc.codecs.delivery
 
 
-class _ElementColumns:
+class _ElementColumns(StoredColumns[_Part]):
     """State and step of columns of which every element is sent. See :class:`tagc.codecs.Columns`.
 
     Attributes:
@@ -38,17 +36,17 @@ class _ElementColumns:
     kind: type[CodecPlan]
 
     def __init__(self, plan: UnitPlan, ops: Ops, device: torch.device) -> None:
+        super().__init__()
         self.words = 0
         self.wire_bytes = 0
         self._ops = ops
         self.steps = 0
-        self._parts: list[_Part] = []
         for segment in plan.of(self.kind):
             stored = segment.codec.feedback
             residual = Residual.new(plan.destinations, segment.columns, stored, ops, device)
             slot = slice(self.words, self.words + segment.codec.words)
             kept = delivery.new_kept(segment, device)
-            self._parts.append(_Part(segment, slot, residual, kept))
+            self._parts.append(_Part(segment, residual, kept, slot))
             self.words = slot.stop
             self._prepare(segment.codec, delivery.dtype_of(plan.info.dtype, stored), stored)
 
@@ -67,21 +65,6 @@ class _ElementColumns:
     def _dequantize(self, codec: CodecPlan, message: Tensor, out: Tensor, divisor: int) -> None:
         """``[W, words]`` to ``[columns]``."""
         raise NotImplementedError
-
-    @property
-    def parts(self) -> list[_Part]:
-        """The segments."""
-        return self._parts
-
-    @property
-    def residuals(self) -> dict[int, Residual]:
-        """By first column of the segment in the unit."""
-        return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
-
-    @property
-    def averages(self) -> dict[int, Tensor]:
-        """What the owner keeps, ``[1, columns]``, likewise. See :mod:`tagc.codecs.delivery`."""
-        return {p.segment.start: p.kept[None] for p in self._parts if p.kept is not None}
 
     def encode(self, grad: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:
         """See :meth:`tagc.codecs.Columns.encode`."""
@@ -110,12 +93,6 @@ class _ElementColumns:
             sent = delivery.received(columns, part.kept)
             self._dequantize(part.segment.codec, received[:, part.slot], sent, divisor)
             delivery.hand_out(sent, part.kept, part.segment.codec.feedback, columns)
-
-    def warm_up(self, out: Tensor) -> None:
-        """See :meth:`tagc.codecs.Columns.warm_up`."""
-        for part in self._parts:
-            columns = out[part.segment.start : part.segment.stop]
-            delivery.warm_up(part.kept, part.segment.codec.feedback, columns)
 
     def state(self) -> dict[str, Tensor]:
         """See :meth:`tagc.codecs.Columns.state`."""

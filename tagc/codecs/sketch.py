@@ -18,11 +18,12 @@ from tagc.blocks import BlockLayout
 from tagc.codec_plans import SketchPlan
 from tagc.codecs import delivery, nested, part_of
 from tagc.codecs.residual import Residual, opened
+from tagc.codecs.stored import Part, StoredColumns
 from tagc.codecs.support import Support
 from tagc.exchange import Pending, all_reduce_sum, gather_rows, sum_rows
 from tagc.ops import COUNTS, KEPT, UNION, UNRESOLVED, Ops
 from tagc.packed import PackedLayout
-from tagc.plan import Segment, UnitPlan
+from tagc.plan import UnitPlan
 from tagc.quantize import quantization_step
 from tagc.threshold import Steering, agree, sampled_threshold
 from tagc.workspace import Workspace
@@ -33,16 +34,13 @@ _SCALE_DENSITY = 0.5
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Part(Part):
     """One segment and where its part of the messages lies."""
 
-    segment: Segment
     sketch: SketchPlan
     index: slice
     cells: slice
-    residual: Residual | None
     shared: _Shared | None
-    kept: Tensor | None  # by the owner, see tagc.codecs.delivery
 
     @property
     def support(self) -> Support | None:
@@ -64,7 +62,7 @@ class _Shared:
     union: Tensor
 
 
-class SketchColumns:
+class SketchColumns(StoredColumns[_Part]):
     """State and step of the sketched columns of a unit. See :class:`tagc.codecs.Columns`.
 
     Attributes:
@@ -76,10 +74,10 @@ class SketchColumns:
     def __init__(
         self, plan: UnitPlan, ops: Ops, device: torch.device, workspace: Workspace, seed: int
     ) -> None:
+        super().__init__()
         W, D = plan.info.world_size, plan.destinations
         self._destinations, self._ops, self._workspace = D, ops, workspace
         self._world_size, self._for_all = W, plan.for_all
-        self._parts: list[_Part] = []
         # A choice needs a threshold of its own: the agreed one is about all that ranks send.
         self._choosing: Steering | None = None
         wanted: list[float] = []
@@ -102,7 +100,7 @@ class SketchColumns:
                 shared = _Shared(len(wanted), support, union)
                 wanted.append(support.wanted)
             kept = delivery.new_kept(segment, device)
-            self._parts.append(_Part(segment, sketch, index, cells, residual, shared, kept))
+            self._parts.append(_Part(segment, residual, kept, sketch, index, cells, shared))
             words, self._cells[dtype] = index.stop, cells.stop
         self.words = words
         n = len(self._parts)
@@ -130,21 +128,6 @@ class SketchColumns:
     def _scale_density(part: _Part) -> float:
         everything = part.sketch.capacity >= part.sketch.layout.groups
         return min(part.sketch.target, _SCALE_DENSITY) if everything else part.sketch.target
-
-    @property
-    def parts(self) -> list[_Part]:
-        """The segments."""
-        return self._parts
-
-    @property
-    def residuals(self) -> dict[int, Residual]:
-        """By first column of the segment in the unit."""
-        return {p.segment.start: p.residual for p in self._parts if p.residual is not None}
-
-    @property
-    def averages(self) -> dict[int, Tensor]:
-        """What the owner keeps, ``[1, columns]``, likewise. See :mod:`tagc.codecs.delivery`."""
-        return {p.segment.start: p.kept[None] for p in self._parts if p.kept is not None}
 
     @property
     def steerings(self) -> tuple[Steering, ...]:
@@ -303,12 +286,6 @@ class SketchColumns:
 
     def _supports(self) -> list[tuple[int, Support]]:
         return [(p.shared.place, p.shared.support) for p in self._parts if p.shared is not None]
-
-    def warm_up(self, out: Tensor) -> None:
-        """See :meth:`tagc.codecs.Columns.warm_up`."""
-        for part in self._parts:
-            columns = out[part.segment.start : part.segment.stop]
-            delivery.warm_up(part.kept, part.segment.codec.feedback, columns)
 
     def _update_thresholds(self, grad: Tensor, group: dist.ProcessGroup) -> None:
         if self._counting is None:
