@@ -29,6 +29,11 @@ _MOMENTUM = (
     "momentum to 0, as with AdamW(betas=(0.0, 0.95)), and tune its learning rate anew"
 )
 
+_LEAD = (
+    "a lead hands out noisier gradients, which an optimizer like Adam answers with smaller steps: "
+    "tune the learning rate anew, from 1.5 to 3 times dense's (docs/quality.md)"
+)
+
 # Where nothing is said about replicas, their gradients must be averaged all the same.
 _DENSE = (Rule(when=When(), codec=DenseCodec()),)
 
@@ -122,8 +127,11 @@ def build_plan(
         for note in _unshared(plans, rules)
     ]
     segments = [s for units in directions for unit in units for s in unit.segments]
-    if any(s.codec.feedback is not None and s.codec.feedback.rate for s in segments):
+    kinds = [s.codec.feedback for s in segments if s.codec.feedback is not None]
+    if any(feedback.rate for feedback in kinds):
         notes.append(_MOMENTUM)
+    if any(feedback.lead < 1 for feedback in kinds):
+        notes.append(_LEAD)
     plan = Plan(policy, *directions, notes=tuple(notes))
     _check_effect(plan, matched)
     return plan

@@ -44,3 +44,19 @@ def test_a_support_that_cannot_be_shared_is_noted(density: float):
     plan = build_plan([unit(2, torch.float32)], Policy.load({"schema": 1, "gradients": rules}))
     said = "h.0.mlp.c_fc.weight: fewer than 64 groups to keep, so every rank keeps its own"
     assert (said in str(plan)) == (density < 0.01)
+
+
+@pytest.mark.parametrize(
+    ("feedback", "said"),
+    [
+        ({"kind": "momentum"}, "set the optimizer's own first momentum to 0"),
+        ({"kind": "residual", "lead": 0.5}, "a lead hands out noisier gradients"),
+        ({"kind": "residual", "lead": 1}, None),
+    ],
+)
+def test_what_an_optimizer_must_know_is_noted(feedback: dict[str, object], said: str | None):
+    codec = {"kind": "quantized", "bits": 4}
+    rules = [{"when": {"role": "mlp"}, "codec": codec, "feedback": feedback}]
+    plan = build_plan([unit(2, torch.float32)], Policy.load({"schema": 1, "gradients": rules}))
+    assert len(plan.notes) == (said is not None)
+    assert said is None or said in str(plan)
