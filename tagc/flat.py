@@ -74,6 +74,19 @@ class FlatRows:
             [shard[c.column : c.column + c.length] for c in copies],
         )
 
+    def given(self, out: Tensor, row: int) -> Tensor:
+        """The ``shard`` that :meth:`give` would have written ``out`` from, until the next call."""
+        shard = self.shard(out.dtype)
+        for other, columns in self._unused:
+            if other == row:
+                shard[columns].zero_()
+        copies = self._copies[row]
+        _copy(
+            [shard[c.column : c.column + c.length] for c in copies],
+            [out[c.start : c.start + c.length] for c in copies],
+        )
+        return shard
+
     def _numbered(self) -> list[tuple[int, _Copy]]:
         return [(row, copy) for row, copies in enumerate(self._copies) for copy in copies]
 

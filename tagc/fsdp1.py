@@ -143,8 +143,7 @@ def check_policy(policy: Policy, *, replicas: bool) -> None:
         replicas: whether gradients are to be averaged over replicas.
 
     Raises:
-        PolicyError: if the policy has rules for parameters, the feedback kind ``momentum`` or a
-            lead, or either is about replicas.
+        PolicyError: if the policy has rules for parameters, or either is about replicas.
     """
     if policy.parameters:
         raise PolicyError(
@@ -152,12 +151,6 @@ def check_policy(policy: Policy, *, replicas: bool) -> None:
             "(FullyShardedDataParallel), whose all-gather cannot be replaced; take a policy for "
             "gradients only, such as 'loco-4bit' (MixedPrecision(param_dtype=torch.bfloat16) "
             "halves the all-gather), or shard the model with fully_shard"
-        )
-    if any(r.feedback.kind == "momentum" or r.feedback.lead < 1 for r in policy.gradients):
-        raise PolicyError(
-            f"policy {policy.name!r} has the feedback kind 'momentum', or a lead, which are for "
-            "FSDP2: the model uses FSDP1 (FullyShardedDataParallel); take another kind, or "
-            "fully_shard"
         )
     if policy.replicas or replicas:
         raise PolicyError(

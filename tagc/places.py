@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -138,7 +138,8 @@ def places(
         residual = residuals.get(segment.start)
         if unit.info.flat is not None:
             if residual is not None:
-                yield from ((place, residual) for place in _flat_places(unit, segment, shards))
+                found = _flat_places(unit, segment, shards, shard)
+                yield from ((place, residual) for place in found)
             continue
         at = 0
         for param in segment.params:
@@ -150,8 +151,14 @@ def places(
             at += param.columns
 
 
-def _flat_places(unit: UnitPlan, segment: Segment, shards: int) -> Iterator[Place]:
+def _flat_places(
+    unit: UnitPlan, segment: Segment, shards: int, shard: int | None
+) -> Iterator[Place]:
+    """A flat shard cuts parameters anywhere: what is of one shard only is saved in the whole
+    parameter's shape too, with zeros where the other shards have theirs."""
     found = list(pieces(unit.info, segment.params))
+    if shard is not None:
+        found = [replace(piece, row=0) for piece in found if piece.row == shard]
     for param in segment.params:
         mine = tuple(piece for piece in found if piece.param == param.name)
         if mine:

@@ -227,7 +227,7 @@ class UnitReducer:
             columns.decode(message, out, owner, divisor)
 
     def warm_up(self, out: Tensor) -> None:
-        """Instead of both, after a dense reduction to ``out`` ``[S]``."""
+        """Instead of both, after a dense reduction to ``out`` ``[S]``, in the plan's columns."""
         for columns in self._columns:
             columns.warm_up(out)
 
@@ -277,7 +277,12 @@ class UnitReducer:
             if op == dist.ReduceOp.AVG:
                 out.div_(self.plan.info.world_size)
         self._native_bytes += pending.wire_bytes
-        self.warm_up(out)
+        if self._flat is None:
+            self.warm_up(out)
+        elif self.kept:
+            shard = self._flat.given(out, group.rank())
+            self.warm_up(shard)
+            self._flat.give(shard, out, group.rank())
 
     def _check(
         self,

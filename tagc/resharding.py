@@ -9,6 +9,7 @@ the same holds for copies of the model, each of which has the parameter in shard
 What the owner of a shard keeps (the average that it hands out with the feedback kind ``momentum``,
 or what was sent last, with a lead) is no debt, but in the units of the gradient itself: there every
 new copy of the model takes the mean over the saved copies. (Across replicas they are all equal.)
+FSDP1's ranks save it in the whole parameter's shape, zero outside their own part: these add up.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ class Saved:
     shape: tuple[int, ...]
     share: float = 1.0
 
+    @property
+    def kept(self) -> bool:
+        """Whether it is what the owner of a shard keeps."""
+        return self.name.startswith(_KEPT)
+
     def overlap(self, place: Place) -> tuple[int, int]:
         """First index and length of what it has for a place, along the sharded dimension."""
         first, length = self.span(place)
@@ -56,7 +62,8 @@ class Saved:
     def fits(self, place: Place) -> bool:
         """Whether it is of a parameter of that shape."""
         dim, shape = place.param.dim, place.param.shape
-        if (self.shard is None) != (place.shard is None):
+        # FSDP1 and FSDP2 save what an owner keeps differently, and each can read both.
+        if (self.shard is None) != (place.shard is None) and not self.kept:
             return False
         if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
             return False
@@ -173,8 +180,12 @@ def _parts(found: list[Saved], place: Place, turn: int, turns: int) -> list[Save
 
 
 def _means(found: list[Saved], place: Place) -> list[Saved]:
-    """All saved copies of each shard, and equal shares of them."""
-    every = [replace(saved, share=1 / len(c)) for c in _copies(found) for saved in c]
+    """All saved copies of each shard, and equal shares of them; or all parts of the whole."""
+    every = [
+        replace(saved, share=1 if saved.shard is None else 1 / len(copies))
+        for copies in _copies(found)
+        for saved in copies
+    ]
     return [saved for saved in every if saved.overlap(place)[1]]
 
 

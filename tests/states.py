@@ -138,9 +138,8 @@ def residual_sums(model: nn.Module) -> dict[str, Tensor]:
             _, found, shard = name.partition(f".{kind}.gradients.")
             if found:
                 parameter, at = split_suffix(shard)
-                assert at is not None
                 whole = torch.zeros(shapes[parameter], dtype=torch.float64)
-                first, length = span_of(len(whole), *at)
+                first, length = (0, len(whole)) if at is None else span_of(len(whole), *at)
                 whole[first : first + length] = tensor
                 sums[f"{kind} of {parameter}"] = whole
     return sums

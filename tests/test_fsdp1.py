@@ -413,6 +413,59 @@ def test_the_sum_is_what_ranks_no_longer_owe(
             assert info.name != "second" or (out.any() and everyones.any())
 
 
+HANDED_OUT: dict[str, dict[str, Any]] = {
+    "momentum": {"kind": "momentum", "rate": 0.5},
+    "lead": {"kind": "residual", "lead": 0.5},
+}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("kind", HANDED_OUT)
+@pytest.mark.parametrize("names", ["second.0.weight", "*"])
+def test_what_an_owner_keeps_is_of_its_own_elements(
+    rank: int, world_size: int, kind: str, names: str
+) -> None:
+    """The formulas of both kinds, element by element, from the first dense reduction on: with a
+    half, and sums of few multiples of 1/8, nothing rounds."""
+    codec = {"kind": "sketch", "density": 0.4, "symbol": "int8x4", "warmup_steps": 2}
+    rule = {"when": {"name": names}, "codec": codec, "feedback": HANDED_OUT[kind]}
+    model = quietly(tagc.wrap, sharded(), {"schema": 1, "gradients": [rule]})
+    group = dist.group.WORLD
+    assert group is not None
+    zeros = {name: torch.zeros_like(p) for name, p in net().named_parameters()}
+    for reducer in tagc.compressor(model)._installed.reducers:
+        info = reducer.plan.info
+        buffer, owners = flat_of(info.name, zeros, world_size, use_orig_params=False)
+        S = len(buffer) // world_size
+        is_param = torch.tensor([bool(owner) for owner in owners]).view(world_size, S)
+        compressed = of_compressed(reducer, rank)
+        owed, average, sent = (torch.zeros(S).double() for _ in range(3))
+        for step in range(5):
+            buffers = on_grid(world_size, S, step) * is_param
+            out = torch.full((S,), torch.nan)
+            reducer.reduce(out, buffers[rank].flatten(), group, SUM)
+            left = gathered(in_rows(reducer))[:, rank].sum(0)
+            grad = buffers[:, rank].double().sum(0)
+            average = (average + grad) / 2
+            expected = average - left if kind == "momentum" else grad
+            if kind == "lead" and step >= 2:
+                before, sent = sent, owed + grad - left
+                expected = (sent - before / 2) * 2
+            owed = left
+            expected = torch.where(compressed, expected, grad)
+            torch.testing.assert_close(out.double(), expected, **EXACT)
+
+
+def of_compressed(reducer: UnitReducer, row: int) -> Tensor:
+    """Which of FSDP1's columns of a row are not dense, ``[S]``."""
+    found = torch.zeros(reducer.plan.buffer_columns, dtype=torch.bool)
+    for segment in reducer.plan.compressed:
+        for piece in pieces(reducer.plan.info, segment.params):
+            if piece.row == row:
+                found[piece.start : piece.start + piece.length] = True
+    return found
+
+
 def in_rows(reducer: UnitReducer) -> Tensor:
     """This rank's residual ``[W, S]`` in FSDP1's columns."""
     rows = torch.zeros(reducer.plan.info.world_size, reducer.plan.buffer_columns).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from distributed import on_ranks, run_ranks
 from states import POLICIES, load, residual_sums, run, save, shared_folder
 from test_fsdp1 import local_weights, quietly, sharded
 from test_fsdp2 import EXACT
+from test_fsdp2 import sharded as fsdp2_sharded
 from torch import Tensor
 from units import policy
 
@@ -21,6 +23,18 @@ RULES: Any = {
     "whole": policy(({"name": "*"}, 0.3)),
     "some": POLICIES["quantized average"],
     "packed": POLICIES["packed bfloat16"],
+    "lead": POLICIES["packed lead"],
+    "momentum": POLICIES["packed momentum"],
+    "whole lead": {
+        "schema": 1,
+        "gradients": [
+            {
+                "when": {"min_numel": 1},
+                "codec": {"kind": "packed", "density": 0.3},
+                "feedback": {"kind": "residual", "lead": 0.4},
+            }
+        ],
+    },
 }
 
 
@@ -63,23 +77,39 @@ def train_and_save(rank: int, folder: Path, rules: str) -> dict[str, Tensor]:
     return residual_sums(model)
 
 
-def load_and_train(rank: int, folder: Path, rules: str) -> dict[str, Tensor]:
-    model = quietly(tagc.wrap, sharded(), RULES[rules])
+def load_and_train(
+    rank: int, folder: Path, rules: str, make: Callable[[], Any] = sharded
+) -> dict[str, Tensor]:
+    model = quietly(tagc.wrap, make(), RULES[rules])
     tagc.compressor(model).load(folder)
     sums = residual_sums(model)
     run(model, rank, range(3, 5))
     return sums
 
 
-@pytest.mark.parametrize("rules", ["whole", "some"])
+@pytest.mark.parametrize("rules", ["whole", "some", "lead", "whole lead"])
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (4, 2)])
 def test_the_sum_over_ranks_is_conserved(tmp_path: Path, rules: str, old: int, new: int) -> None:
     before = run_ranks(train_and_save, old, tmp_path, rules)
-    after = run_ranks(load_and_train, new, tmp_path, rules)
-    assert set(before[0]) == set(after[0])
-    for name in before[0]:
-        total = sum(sums[name] for sums in before)
-        again = torch.stack([sums[name] for sums in after])
+    check_sums(before, run_ranks(load_and_train, new, tmp_path, rules))
+
+
+def test_fsdp2_goes_on_where_fsdp1_was(tmp_path: Path) -> None:
+    """Also what an owner keeps, which FSDP1 cuts elsewhere."""
+    before = run_ranks(train_and_save, 2, tmp_path, "lead")
+    after = run_ranks(load_and_train, 3, tmp_path, "lead", fsdp2_sharded)
+    assert any(name.startswith("sent of ") for name in after[0])
+    check_sums(before, after)
+
+
+def check_sums(before: list[dict[str, Tensor]], after: list[dict[str, Tensor]]) -> None:
+    """Of all ranks' `residual_sums`."""
+    # A rank keeps nothing of a parameter of which it owns nothing.
+    names = {name for sums in before for name in sums}
+    assert names == {name for sums in after for name in sums}
+    for name in names:
+        total = sum(sums[name] for sums in before if name in sums)
+        again = torch.stack([sums[name] for sums in after if name in sums])
         assert torch.as_tensor(total).any()
         # Each new rank rounds its own float32 sum once, by half a unit in the last place at most.
         bound = 2.0**-24 * again.abs().sum(0) + 1e-37

@@ -50,7 +50,8 @@ class Columns(Protocol):
         ...
 
     def warm_up(self, out: Tensor) -> None:
-        """After a dense reduction to ``out`` ``[S]``: let what the owner keeps follow."""
+        """After a dense reduction to ``out`` ``[S]``: let what the owner keeps follow, and write
+        to ``out`` what it hands out."""
         ...
 
     def state(self) -> dict[str, Tensor]:
