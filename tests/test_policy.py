@@ -109,6 +109,7 @@ EVERY_ELEMENT = {
     "two-bit": "matrix",
     "one-bit": "matrix",
     "half-bit": "matrix",
+    "fifth-bit": "matrix",
     "auto": "auto",
 }
 
@@ -502,7 +503,10 @@ def test_all_errors_are_listed_by_line(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("attn_only", "did you mean 'attn-only'? available: all, attn-only, auto, dense, half-bit"),
+        (
+            "attn_only",
+            "did you mean 'attn-only'? available: all, attn-only, auto, dense, fifth-bit",
+        ),
         ("zzz", "no built-in policy 'zzz'; available: all, attn-only"),
         ("", "no built-in policy ''; available"),
         ("missing/p", "missing/p: cannot be read: No such file"),

@@ -76,12 +76,16 @@ def _quantized(bits: int, kind: str) -> Method:
     )
 
 
-def _packed(percent: float, bits: int, kind: str, **feedback: Any) -> Method:
+def _packed(percent: float, bits: int, kind: str, group: int = 1, **feedback: Any) -> Method:
+    groups = f" in groups of {group}" if group > 1 else ""
     extra = "".join(f", {key} {value:g}" for key, value in feedback.items())
+    codec = {"kind": "packed", "density": percent / 100, "bits": bits}
     return Method(
-        name=f"top {percent:g}% in {bits} bits, {kind}{extra}",
-        codec={"kind": "packed", "density": percent / 100, "bits": bits},
+        name=f"top {percent:g}%{groups} in {bits} bits, {kind}{extra}",
+        codec=codec | ({"group": group} if group > 1 else {}),
         feedback={"kind": kind, **feedback},
+        # A lead wants higher rates, see _matrix.
+        start=(6e-3, 9e-3, 1.2e-2) if feedback else (),
     )
 
 
@@ -121,12 +125,17 @@ _ALL = (
     _quantized(2, "momentum"),
     # TAGC's selection: elements one by one, values not visibly rounded.
     _packed(20, 16, "residual"),
-    # The share of a Gaussian's energy that its largest 20% have.
+    # Leads: the shares of a Gaussian's energy that its largest 20% and 5% have.
     _packed(20, 16, "residual", lead=0.65),
+    # What int8 sketches select.
+    _packed(20, 16, "residual", 4),
+    _packed(20, 16, "residual", 4, lead=0.65),
     _packed(20, 4, "residual"),
+    _packed(20, 4, "residual", lead=0.65),
     _packed(20, 4, "momentum"),
     _packed(5, 16, "residual"),
     _packed(5, 4, "residual"),
+    _packed(5, 4, "residual", lead=0.28),
     _packed(5, 4, "momentum"),
 )
 METHODS = {method.name: method for method in _ALL}
