@@ -11,12 +11,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tagc.pieces import Piece, pieces
 from tagc.plan import Segment, UnitParam, UnitPlan
+
+
+class Elements(NamedTuple):
+    """Elements ``first`` to ``last``, without the latter, of a flattened parameter."""
+
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +35,7 @@ class Place:
         start: its first column in the segment.
         shards: rows of the parameter, one a shard.
         shard: the only shard that the residual is about; None for all of them.
+        elements: likewise where shards are flat, and cut parameters anywhere.
         pieces: where it lies, if not in the same columns of every row.
     """
 
@@ -34,16 +43,21 @@ class Place:
     start: int
     shards: int
     shard: int | None = None
+    elements: Elements | None = None
     pieces: tuple[Piece, ...] | None = None
 
     @property
     def suffix(self) -> str:
         """What tells this rank's shard from others, in the name of what is saved."""
+        if self.elements is not None:
+            return f".elements_{self.elements.first}_to_{self.elements.last}"
         return "" if self.shard is None else f".shard_{self.shard}_of_{self.shards}"
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of what is saved: the parameter's, or its shard's."""
+        if self.elements is not None:
+            return (self.elements.last - self.elements.first,)
         return self._shape(self.span[1])
 
     @property
@@ -64,7 +78,7 @@ class Place:
             flat = residual.new_zeros(self.numel)
             for p in self.pieces:
                 source = residual[p.row, p.column : p.column + p.length]
-                flat[p.offset : p.offset + p.length] = source
+                self._piece_of(flat, p).copy_(source)
             return flat.view(self.shape)
         rows = residual[:, self.start : self.start + self.param.columns]
         if self.param.dim == 0:
@@ -80,8 +94,7 @@ class Place:
         if self.pieces is not None:
             flat = value.reshape(-1)
             for p in self.pieces:
-                piece = flat[p.offset : p.offset + p.length]
-                residual[p.row, p.column : p.column + p.length] = piece
+                residual[p.row, p.column : p.column + p.length] = self._piece_of(flat, p)
             return
         rows = residual[:, self.start : self.start + self.param.columns]
         size = self._chunk
@@ -91,6 +104,10 @@ class Place:
             piece = value.narrow(self.param.dim, first, length).reshape(-1)
             row[: piece.numel()] = piece
             row[piece.numel() :] = 0
+
+    def _piece_of(self, flat: Tensor, piece: Piece) -> Tensor:
+        start = piece.offset - (0 if self.elements is None else self.elements.first)
+        return flat[start : start + piece.length]
 
     @property
     def _length(self) -> int:
@@ -112,12 +129,15 @@ def span_of(length: int, shard: int, shards: int) -> tuple[int, int]:
     return first, min(chunk, length - first)
 
 
-def split_suffix(name: str) -> tuple[str, tuple[int, int] | None]:
-    """The name without :attr:`Place.suffix`, and the shard and number of shards that it says."""
-    found = re.fullmatch(r"(.*)\.shard_([0-9]{1,9})_of_([0-9]{1,9})", name, re.DOTALL)
+def split_suffix(name: str) -> tuple[str, tuple[int, int] | Elements | None]:
+    """The name without :attr:`Place.suffix`; and what that says, the shard and number of shards
+    or the elements."""
+    number = "([0-9]{1,15})"
+    found = re.fullmatch(rf"(.*)\.(shard|elements)_{number}_(?:of|to)_{number}", name, re.DOTALL)
     if found is None:
         return name, None
-    return found[1], (int(found[2]), int(found[3]))
+    numbers = int(found[3]), int(found[4])
+    return found[1], numbers if found[2] == "shard" else Elements(*numbers)
 
 
 def places(
@@ -154,15 +174,22 @@ def places(
 def _flat_places(
     unit: UnitPlan, segment: Segment, shards: int, shard: int | None
 ) -> Iterator[Place]:
-    """A flat shard cuts parameters anywhere: what is of one shard only is saved in the whole
-    parameter's shape too, with zeros where the other shards have theirs."""
-    found = list(pieces(unit.info, segment.params))
-    if shard is not None:
-        found = [replace(piece, row=0) for piece in found if piece.row == shard]
     for param in segment.params:
-        mine = tuple(piece for piece in found if piece.param == param.name)
+        mine = [piece for piece in pieces(unit.info, segment.params) if piece.param == param.name]
+        elements = None
+        if shard is not None:
+            # One row, and in it a parameter's elements follow each other.
+            mine = [replace(piece, row=0) for piece in mine if piece.row == shard]
+            if mine:
+                elements = Elements(mine[0].offset, mine[-1].offset + mine[-1].length)
         if mine:
-            yield Place(param=param, start=mine[0].column, shards=shards, pieces=mine)
+            yield Place(
+                param=param,
+                start=mine[0].column,
+                shards=shards,
+                elements=elements,
+                pieces=tuple(mine),
+            )
 
 
 def _check(place: Place) -> None:

@@ -60,6 +60,9 @@ class UnitReducer:
         self._ops, self._device, self._workspace, self._seed = ops, device, workspace, seed
         self._name = plan.info.name or "(root)"
         self._flat = flat_rows(plan, workspace)
+        # Whether the dense reductions of the warm-up change anything of what owners keep.
+        kinds = [s.codec.feedback for s in plan.segments if s.codec.feedback is not None]
+        self._follows = any(feedback.rate for feedback in kinds)
         self.reset()
 
     def reset(self, earlier_steps: int = 0) -> None:
@@ -279,7 +282,7 @@ class UnitReducer:
         self._native_bytes += pending.wire_bytes
         if self._flat is None:
             self.warm_up(out)
-        elif self.kept:
+        elif self._follows:
             shard = self._flat.given(out, group.rank())
             self.warm_up(shard)
             self._flat.give(shard, out, group.rank())

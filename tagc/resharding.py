@@ -9,18 +9,19 @@ the same holds for copies of the model, each of which has the parameter in shard
 What the owner of a shard keeps (the average that it hands out with the feedback kind ``momentum``,
 or what was sent last, with a lead) is no debt, but in the units of the gradient itself: there every
 new copy of the model takes the mean over the saved copies. (Across replicas they are all equal.)
-FSDP1's ranks save it in the whole parameter's shape, zero outside their own part: these add up.
+FSDP1 cuts parameters anywhere, so there it is saved, and fitted together, by elements.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from tagc.places import Place, span_of, split_suffix
+from tagc.places import Elements, Place, span_of, split_suffix
 from tagc.state_format import Source, StateError
 
 Holdings = Mapping[int, Mapping[str, Place]]
@@ -32,13 +33,16 @@ _KEPT = ("average.", "sent.")
 class Saved:
     """The residual that a rank saved under a name: of all of the parameter, or of one shard.
 
+    Where it or the place is flat, indices are those of the flattened parameter, whose rows then
+    must be what shards have; else those along the sharded dimension.
+
     Attributes:
         share: of it that is taken.
     """
 
     rank: int
     name: str
-    shard: tuple[int, int] | None
+    shard: tuple[int, int] | Elements | None
     shape: tuple[int, ...]
     share: float = 1.0
 
@@ -47,27 +51,53 @@ class Saved:
         """Whether it is what the owner of a shard keeps."""
         return self.name.startswith(_KEPT)
 
+    def flat(self, place: Place) -> bool:
+        """Whether indices are those of elements."""
+        return isinstance(self.shard, Elements) or place.elements is not None
+
     def overlap(self, place: Place) -> tuple[int, int]:
-        """First index and length of what it has for a place, along the sharded dimension."""
+        """First index and length of what it has for a place."""
         first, length = self.span(place)
-        start, room = place.span
+        start, room = self.room(place)
         low, high = max(first, start), min(first + length, start + room)
         return low, max(0, high - low)
 
     def span(self, place: Place) -> tuple[int, int]:
         """What it is, in a parameter of that shape."""
-        whole = place.param.shape[place.param.dim]
-        return (0, whole) if self.shard is None else span_of(whole, *self.shard)
+        if isinstance(self.shard, Elements):
+            return self.shard.first, self.shard.last - self.shard.first
+        return self._indices(place, self._slices(place))
+
+    def room(self, place: Place) -> tuple[int, int]:
+        """What the place is."""
+        if place.elements is not None:
+            return place.elements.first, place.elements.last - place.elements.first
+        return self._indices(place, place.span)
 
     def fits(self, place: Place) -> bool:
         """Whether it is of a parameter of that shape."""
         dim, shape = place.param.dim, place.param.shape
-        # FSDP1 and FSDP2 save what an owner keeps differently, and each can read both.
-        if (self.shard is None) != (place.shard is None) and not self.kept:
+        if self.flat(place) and dim != 0:
+            return False
+        if isinstance(self.shard, Elements):
+            first, last = self.shard
+            return 0 <= first < last <= math.prod(shape) and self.shape == (last - first,)
+        whole = place.shard is None and place.elements is None
+        if (self.shard is None) != whole:
             return False
         if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
             return False
-        return self.shape == (*shape[:dim], self.span(place)[1], *shape[dim + 1 :])
+        return self.shape == (*shape[:dim], self._slices(place)[1], *shape[dim + 1 :])
+
+    def _slices(self, place: Place) -> tuple[int, int]:
+        """What a shard is along the sharded dimension."""
+        assert not isinstance(self.shard, Elements)
+        whole = place.param.shape[place.param.dim]
+        return (0, whole) if self.shard is None else span_of(whole, *self.shard)
+
+    def _indices(self, place: Place, slices: tuple[int, int]) -> tuple[int, int]:
+        size = math.prod(place.param.shape[1:]) if self.flat(place) else 1
+        return slices[0] * size, slices[1] * size
 
 
 @dataclass(kw_only=True)
@@ -119,6 +149,8 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
         for full, place in holdings[holder].items():
             new.setdefault(split_suffix(full)[0], []).append((holder, full, place))
     merge = Merge()
+    if source.alone:
+        _check_owned(source, old, holdings[rank])
     for name, found in old.items():
         holders = new.get(name, [])
         if not holders or not all(saved.fits(holders[0][2]) for saved in found):
@@ -131,6 +163,7 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
                 turn, turns = _turn(holders, holder, place)
                 if full.startswith(_KEPT):
                     parts = _means(found, place)
+                    _check_covered(source, found, full, place)
                 else:
                     parts = _parts(found, place, turn, turns)
                 merge.parts[full] = parts
@@ -156,8 +189,10 @@ def merged(source: Source, parts: list[Saved], place: Place, dtype: torch.dtype)
         if not bool(tensor.isfinite().all()):
             raise StateError(f"{source.where}: {saved.name} of rank {saved.rank} is not finite")
         low, length = saved.overlap(place)
-        piece = saved.share * tensor.narrow(dim, low - saved.span(place)[0], length)
-        total.narrow(dim, low - place.span[0], length).add_(piece)
+        whole, along = (total.view(-1), 0) if saved.flat(place) else (total, dim)
+        tensor = tensor.reshape(-1) if saved.flat(place) else tensor
+        piece = saved.share * tensor.narrow(along, low - saved.span(place)[0], length)
+        whole.narrow(along, low - saved.room(place)[0], length).add_(piece)
     stored = total.to(dtype)
     facts = torch.finfo(dtype)
     # float64 to a narrower dtype may go by way of float32: two roundings.
@@ -169,7 +204,11 @@ def merged(source: Source, parts: list[Saved], place: Place, dtype: torch.dtype)
 
 def _turn(holders: list[tuple[int, str, Place]], rank: int, place: Place) -> tuple[int, int]:
     """Which of the ranks with the same part of a parameter this is, and of how many."""
-    alike = [holder for holder, _, other in holders if other.shard == place.shard]
+    alike = [
+        holder
+        for holder, _, other in holders
+        if (other.shard, other.elements) == (place.shard, place.elements)
+    ]
     return alike.index(rank), len(alike)
 
 
@@ -180,21 +219,46 @@ def _parts(found: list[Saved], place: Place, turn: int, turns: int) -> list[Save
 
 
 def _means(found: list[Saved], place: Place) -> list[Saved]:
-    """All saved copies of each shard, and equal shares of them; or all parts of the whole."""
-    every = [
-        replace(saved, share=1 if saved.shard is None else 1 / len(copies))
-        for copies in _copies(found)
-        for saved in copies
-    ]
+    """All saved copies of each shard, and equal shares of them."""
+    every = [replace(saved, share=1 / len(c)) for c in _copies(found) for saved in c]
     return [saved for saved in every if saved.overlap(place)[1]]
 
 
+def _check_owned(
+    source: Source, old: Mapping[str, list[Saved]], places: Mapping[str, Place]
+) -> None:
+    """A single rank's state has nothing at all of what that rank did not own."""
+    for full in places:
+        name = split_suffix(full)[0]
+        kind = next((kind for kind in _KEPT if name.startswith(kind)), None)
+        if kind and name not in old and any(other.startswith(kind) for other in old):
+            raise StateError(_not_mine(source, 0, full, places[full]))
+
+
+def _not_mine(source: Source, covered: int, name: str, place: Place) -> str:
+    return (
+        f"{source.where}: it has {covered} of the {place.numel} elements of {name}, the others are "
+        "another rank's: load what all ranks saved, with tagc.compressor(model).load(folder)"
+    )
+
+
+def _check_covered(source: Source, found: list[Saved], name: str, place: Place) -> None:
+    """What a shard's owner keeps is of one rank: nobody else has what that one did not save."""
+    firsts = [copies[0] for copies in _copies(found)]
+    covered = sum(_numel(saved, place) for saved in firsts if saved.overlap(place)[1])
+    if covered != place.numel:
+        raise StateError(_not_mine(source, covered, name, place))
+
+
 def _copies(found: list[Saved]) -> list[list[Saved]]:
-    by_shard: dict[tuple[int, int] | None, list[Saved]] = {}
+    by_shard: dict[tuple[int, int] | Elements | None, list[Saved]] = {}
     for saved in found:
         by_shard.setdefault(saved.shard, []).append(saved)
     return list(by_shard.values())
 
 
 def _numel(saved: Saved, place: Place) -> int:
+    """Elements of a saved residual that a place has room for."""
+    if saved.flat(place):
+        return saved.overlap(place)[1]
     return torch.Size(saved.shape).numel() // saved.span(place)[1] * saved.overlap(place)[1]

@@ -17,7 +17,7 @@ from test_fsdp2 import local_weights, loss_of, sharded
 from torch import Tensor, nn
 
 import tagc
-from tagc.places import span_of, split_suffix
+from tagc.places import Elements, span_of, split_suffix
 
 
 def rules(codec: dict[str, Any], feedback: dict[str, Any] | None = None, **more: Any) -> dict:
@@ -139,8 +139,12 @@ def residual_sums(model: nn.Module) -> dict[str, Tensor]:
             if found:
                 parameter, at = split_suffix(shard)
                 whole = torch.zeros(shapes[parameter], dtype=torch.float64)
-                first, length = (0, len(whole)) if at is None else span_of(len(whole), *at)
-                whole[first : first + length] = tensor
+                assert at is not None
+                if isinstance(at, Elements):
+                    whole.view(-1)[at.first : at.last] = tensor
+                else:
+                    first, length = span_of(len(whole), *at)
+                    whole[first : first + length] = tensor
                 sums[f"{kind} of {parameter}"] = whole
     return sums
 

@@ -45,7 +45,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import tagc
-from tagc.places import Place
+from tagc.places import Elements, Place
 from tagc.plan import UnitParam
 from tagc.resharding import merged, plan_merge
 from tagc.state_files import MARKER
@@ -404,6 +404,23 @@ def test_state_dicts_are_of_one_rank(tmp_path: Path) -> None:
         assert "load(folder)" in message
 
 
+def place_of(param: UnitParam, shard: int, shards: int, flat: bool = False) -> Place:
+    """Of one shard; flat ones cut a parameter anywhere."""
+    if not flat:
+        return Place(param=param, start=0, shards=shards, shard=shard)
+    numel = math.prod(param.shape)
+    size = -(-numel // shards)
+    elements = Elements(min(numel, shard * size), min(numel, (shard + 1) * size))
+    return Place(param=param, start=0, shards=shards, elements=elements)
+
+
+def part_of_place(whole: Tensor, place: Place) -> Tensor:
+    if place.elements is not None:
+        return whole.flatten()[slice(*place.elements)]
+    first, length = place.span
+    return whole[first : first + length]
+
+
 class Copies:
     """A source of what replicas have: `copies` of a parameter, each in `shards`."""
 
@@ -411,15 +428,20 @@ class Copies:
     where, identity = "here", ""
 
     def __init__(
-        self, param: UnitParam, copies: int, shards: int, kind: str = "residual.replicas"
+        self,
+        param: UnitParam,
+        copies: int,
+        shards: int,
+        kind: str = "residual.replicas",
+        flat: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(copies * 10 + shards)
         self.whole = torch.randn(copies, *param.shape, generator=generator)
         self._pieces: dict[int, dict[str, Tensor]] = {}
         for i in range(copies * shards):
-            place = Place(param=param, start=0, shards=shards, shard=i % shards)
+            place = place_of(param, i % shards, shards, flat)
             if place.numel:
-                piece = self.whole[i // shards].chunk(shards)[i % shards]
+                piece = part_of_place(self.whole[i // shards], place)
                 self._pieces[i] = {f"{kind}.p{place.suffix}": piece}
 
     def abouts(self) -> Mapping[int, About]:
@@ -465,20 +487,21 @@ def test_replicas_of_other_shapes(old: tuple[int, int], new: tuple[int, int]) ->
 @pytest.mark.parametrize("kind", ["average.replicas", "average.gradients", "sent.replicas"])
 @pytest.mark.parametrize("old", [(1, 2), (2, 2), (3, 1), (4, 3)])
 @pytest.mark.parametrize("new", [(1, 2), (2, 3), (3, 5)])
+@pytest.mark.parametrize("flat", [(False, False), (False, True), (True, False), (True, True)])
 def test_every_copy_keeps_the_mean_of_the_copies(
-    kind: str, old: tuple[int, int], new: tuple[int, int]
+    kind: str, old: tuple[int, int], new: tuple[int, int], flat: tuple[bool, bool]
 ) -> None:
     """What an owner hands out is no debt: with as much as before in every copy, their average is
     what it was. Across replicas all copies are equal, and so is the mean, to the bit."""
     param = UnitParam(name="p", shape=(7, 3), columns=0)
-    source = Copies(param, *old, kind)
+    source = Copies(param, *old, kind, flat[0])
     if kind.endswith("replicas"):
         source.whole[:] = source.whole[0]
     exact = source.whole.double().mean(0)
     copies, shards = new
     holdings: dict[int, dict[str, Place]] = {}
     for i in range(copies * shards):
-        place = Place(param=param, start=0, shards=shards, shard=i % shards)
+        place = place_of(param, i % shards, shards, flat[1])
         holdings[i] = {f"{kind}.p{place.suffix}": place} if place.numel else {}
     taken = {}
     for rank, held in holdings.items():
@@ -486,9 +509,8 @@ def test_every_copy_keeps_the_mean_of_the_copies(
         taken[rank] = merge.taken
         assert not merge.dropped
         for name, place in held.items():
-            first, length = place.span
             part = merged(source, merge.parts[name], place, torch.float32)
-            assert torch.equal(part, exact[first : first + length].float())
+            assert torch.equal(part, part_of_place(exact, place).float())
     merge.check("here", taken)
     taken[0] = {}
     with pytest.raises(tagc.StateError, match=r"of the \d+ elements"):

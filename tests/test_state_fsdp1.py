@@ -10,10 +10,11 @@ import pytest
 import torch
 from distributed import on_ranks, run_ranks
 from states import POLICIES, load, residual_sums, run, save, shared_folder
-from test_fsdp1 import local_weights, quietly, sharded
-from test_fsdp2 import EXACT
+from test_fsdp1 import CPU, local_weights, quietly, sharded
+from test_fsdp2 import EXACT, net
 from test_fsdp2 import sharded as fsdp2_sharded
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from units import policy
 
 import tagc
@@ -70,8 +71,13 @@ def local_weights_of(model: Any) -> dict[str, Tensor]:
     return dict(zip(local_weights(model), model.parameters(), strict=True))
 
 
-def train_and_save(rank: int, folder: Path, rules: str) -> dict[str, Tensor]:
-    model = quietly(tagc.wrap, sharded(), RULES[rules])
+KINDS: dict[str, Callable[[], Any]] = {"1": sharded, "2": fsdp2_sharded}
+
+
+def train_and_save(
+    rank: int, folder: Path, rules: str, make: Callable[[], Any] = sharded
+) -> dict[str, Tensor]:
+    model = quietly(tagc.wrap, make(), RULES[rules])
     run(model, rank, range(3))
     save(model, folder, "safetensors")
     return residual_sums(model)
@@ -87,19 +93,44 @@ def load_and_train(
     return sums
 
 
-@pytest.mark.parametrize("rules", ["whole", "some", "lead", "whole lead"])
+@pytest.mark.parametrize("rules", ["whole", "some", "lead", "whole lead", "momentum"])
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (4, 2)])
 def test_the_sum_over_ranks_is_conserved(tmp_path: Path, rules: str, old: int, new: int) -> None:
     before = run_ranks(train_and_save, old, tmp_path, rules)
     check_sums(before, run_ranks(load_and_train, new, tmp_path, rules))
 
 
-def test_fsdp2_goes_on_where_fsdp1_was(tmp_path: Path) -> None:
-    """Also what an owner keeps, which FSDP1 cuts elsewhere."""
-    before = run_ranks(train_and_save, 2, tmp_path, "lead")
-    after = run_ranks(load_and_train, 3, tmp_path, "lead", fsdp2_sharded)
-    assert any(name.startswith("sent of ") for name in after[0])
+@pytest.mark.parametrize("rules", ["lead", "momentum"])
+@pytest.mark.parametrize("ends", ["12", "21"])
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 3), (3, 2)])
+def test_fsdp1_and_fsdp2_go_on_where_the_other_was(
+    tmp_path: Path, rules: str, ends: str, old: int, new: int
+) -> None:
+    """Also with what an owner keeps, of which they cut parameters differently."""
+    before = run_ranks(train_and_save, old, tmp_path, rules, KINDS[ends[0]])
+    after = run_ranks(load_and_train, new, tmp_path, rules, KINDS[ends[1]])
+    kept = "sent of " if rules == "lead" else "average of "
+    assert any(name.startswith(kept) for name in after[0])
     check_sums(before, after)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kinds", ["11", "12", "21"])
+def test_one_rank_does_not_have_what_another_owned(rank: int, world_size: int, kinds: str) -> None:
+    """A state dict is of one rank, which need not have owned all that it owns now."""
+    model = quietly(tagc.wrap, KINDS[kinds[0]](), RULES["lead"])
+    run(model, rank, range(3))
+    state = tagc.compressor(model).state_dict()
+    make = otherwise_sharded if kinds == "11" else KINDS[kinds[1]]
+    other = quietly(tagc.wrap, make(), RULES["lead"])
+    # Whichever rank finds it out first, the others learn of it.
+    with pytest.raises((tagc.StateError, RuntimeError), match=r"elements of|would be dropped"):
+        tagc.compressor(other).load_state_dict(state)
+
+
+def otherwise_sharded() -> Any:
+    """FSDP1 with a single unit, which cuts in other places."""
+    return FullyShardedDataParallel(net(), device_id=CPU)
 
 
 def check_sums(before: list[dict[str, Tensor]], after: list[dict[str, Tensor]]) -> None:
