@@ -31,7 +31,7 @@ _MOMENTUM = (
 
 _LEAD = (
     "a lead hands out noisier gradients, which an optimizer like Adam answers with smaller steps: "
-    "tune the learning rate anew, from 1.5 to 3 times dense's (docs/quality.md)"
+    "tune the learning rate anew, from twice dense's upwards (docs/quality.md has factors)"
 )
 
 # Where nothing is said about replicas, their gradients must be averaged all the same.
