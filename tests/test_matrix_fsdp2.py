@@ -270,11 +270,6 @@ def test_fsdp1(rank: int, world_size: int) -> None:
     said = refusal(sharded_by_fsdp1(), policy(ONE_OF_16, names=["*"]))
     assert "is sharded by FSDP1, which cuts through rows" in said
     assert "use fully_shard (FSDP2), or codec 'quantized'" in said
-    packed = {"kind": "packed", "density": 0.3}
-    said = refusal(sharded_by_fsdp1(), policy(packed, LEAD, names=["*"]))
-    assert "a lead" in said
-    assert "the model uses FSDP1" in said
-    assert "take another kind, or fully_shard" in said
 
 
 @pytest.mark.parametrize(

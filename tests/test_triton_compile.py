@@ -52,9 +52,9 @@ def kernel(name: str) -> Any:
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def compiled(request) -> list[Compiled]:
-    # Every kernel for each architecture, half of the combinations of dtypes between them; the slow
-    # test compiles all of them for both.
-    return compile_all(request.param, share=4, turn=2 * ARCHITECTURES.index(request.param))
+    # Every kernel for each architecture, few of the combinations of dtypes; the slow test compiles
+    # all of them for both.
+    return compile_all(request.param, share=6, turn=3 * ARCHITECTURES.index(request.param))
 
 
 def check_memory(kernels: list[Compiled]) -> None:

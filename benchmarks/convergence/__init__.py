@@ -36,7 +36,7 @@ about = "validation loss by codec and feedback, on simulated ranks in one proces
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
     add = parser.add_argument
-    add("--quick", action="store_true", help="4 methods, 100 steps, one seed: minutes")
+    add("--quick", action="store_true", help="3 methods, 100 steps, one seed: minutes")
     add("--methods", help="names from benchmarks/convergence/methods.py, separated by ';'")
     add("--steps", type=int, nargs="+", default=[450, 1500], help="lengths of training")
     add("--seeds", type=int, default=3, help="the first sweeps the rates, others use the best")

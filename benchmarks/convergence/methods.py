@@ -139,4 +139,4 @@ _ALL = (
     _packed(5, 4, "momentum"),
 )
 METHODS = {method.name: method for method in _ALL}
-QUICK = ("dense", "4 bits, residual", "matrix, 1 bit", "top 20% in 4 bits, residual")
+QUICK = ("dense", "4 bits, residual", "matrix, 1 bit")
