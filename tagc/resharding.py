@@ -46,11 +46,6 @@ class Saved:
     shape: tuple[int, ...]
     share: float = 1.0
 
-    @property
-    def kept(self) -> bool:
-        """Whether it is what the owner of a shard keeps."""
-        return self.name.startswith(_KEPT)
-
     def flat(self, place: Place) -> bool:
         """Whether indices are those of elements."""
         return isinstance(self.shard, Elements) or place.elements is not None
