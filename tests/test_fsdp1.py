@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from units import gathered, on_grid, policy
+from units import gathered, policy
 
 import tagc
 from tagc.flat import FlatRows
@@ -371,114 +371,6 @@ def test_accumulation(rank: int, world_size: int, use_orig_params: bool) -> None
             loss_of(model, rank, micro).backward()
     torch.testing.assert_close(local_grads(dense), local_grads(native), **EXACT)
     assert tagc.compressor(dense).metrics().steps == 3
-
-
-CODECS: dict[str, dict[str, Any]] = {
-    "sketch": {"kind": "sketch", "density": 0.4, "symbol": "int8x4"},
-    "sketch shared": {"kind": "sketch", "density": 0.7, "symbol": "int8x4", "support": "shared"},
-    "packed": {"kind": "packed", "density": 0.4},
-}
-
-
-@on_ranks(3, 4)
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("names", ["second.0.weight", "*"])
-def test_the_sum_is_what_ranks_no_longer_owe(
-    rank: int, world_size: int, codec: str, names: str
-) -> None:
-    """Element by element, in FSDP1's own columns."""
-    rule = {"when": {"name": names}, "codec": CODECS[codec], "feedback": {"kind": "residual"}}
-    model = quietly(tagc.wrap, sharded(), {"schema": 1, "gradients": [rule]})
-    group = dist.group.WORLD
-    assert group is not None
-    zeros = {name: torch.zeros_like(p) for name, p in net().named_parameters()}
-    for reducer in tagc.compressor(model)._installed.reducers:
-        info = reducer.plan.info
-        buffer, owners = flat_of(info.name, zeros, world_size, use_orig_params=False)
-        S = len(buffer) // world_size
-        is_param = torch.tensor([bool(owner) for owner in owners]).view(world_size, S)
-        owed = torch.zeros(world_size, S, dtype=torch.float64)
-        for step in range(4):
-            buffers = on_grid(world_size, S, step) * is_param
-            out = torch.full((S,), torch.nan)
-            reducer.reduce(out, buffers[rank].flatten(), group, SUM)
-            everyones = gathered(in_rows(reducer))
-            left = everyones[:, rank]
-            due = owed + buffers[:, rank].double()
-            # What a rank sends is exact, and so is the integer sum of a sketch; the owner of a
-            # packed message adds in float32.
-            atol = 0 if "sketch" in codec else 2**-23 * due.abs().sum(0).max().item()
-            torch.testing.assert_close(out.double(), (due - left).sum(0), rtol=0, atol=atol)
-            owed = left
-            assert info.name != "second" or (out.any() and everyones.any())
-
-
-HANDED_OUT: dict[str, dict[str, Any]] = {
-    "momentum": {"kind": "momentum", "rate": 0.5},
-    "lead": {"kind": "residual", "lead": 0.5},
-}
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("kind", HANDED_OUT)
-@pytest.mark.parametrize("names", ["second.0.weight", "*"])
-def test_what_an_owner_keeps_is_of_its_own_elements(
-    rank: int, world_size: int, kind: str, names: str
-) -> None:
-    """The formulas of both kinds, element by element, from the first dense reduction on: with a
-    half, and sums of few multiples of 1/8, nothing rounds."""
-    codec = {"kind": "sketch", "density": 0.4, "symbol": "int8x4", "warmup_steps": 2}
-    rule = {"when": {"name": names}, "codec": codec, "feedback": HANDED_OUT[kind]}
-    model = quietly(tagc.wrap, sharded(), {"schema": 1, "gradients": [rule]})
-    group = dist.group.WORLD
-    assert group is not None
-    zeros = {name: torch.zeros_like(p) for name, p in net().named_parameters()}
-    for reducer in tagc.compressor(model)._installed.reducers:
-        info = reducer.plan.info
-        buffer, owners = flat_of(info.name, zeros, world_size, use_orig_params=False)
-        S = len(buffer) // world_size
-        is_param = torch.tensor([bool(owner) for owner in owners]).view(world_size, S)
-        compressed = of_compressed(reducer, rank)
-        owed, average, sent = (torch.zeros(S).double() for _ in range(3))
-        for step in range(5):
-            buffers = on_grid(world_size, S, step) * is_param
-            out = torch.full((S,), torch.nan)
-            reducer.reduce(out, buffers[rank].flatten(), group, SUM)
-            left = gathered(in_rows(reducer))[:, rank].sum(0)
-            grad = buffers[:, rank].double().sum(0)
-            average = (average + grad) / 2
-            expected = average - left if kind == "momentum" else grad
-            if kind == "lead" and step >= 2:
-                before, sent = sent, owed + grad - left
-                expected = (sent - before / 2) * 2
-            owed = left
-            expected = torch.where(compressed, expected, grad)
-            torch.testing.assert_close(out.double(), expected, **EXACT)
-
-
-def of_compressed(reducer: UnitReducer, row: int) -> Tensor:
-    """Which of FSDP1's columns of a row are not dense, ``[S]``."""
-    found = torch.zeros(reducer.plan.buffer_columns, dtype=torch.bool)
-    for segment in reducer.plan.compressed:
-        for piece in pieces(reducer.plan.info, segment.params):
-            if piece.row == row:
-                found[piece.start : piece.start + piece.length] = True
-    return found
-
-
-def in_rows(reducer: UnitReducer) -> Tensor:
-    """This rank's residual ``[W, S]`` in FSDP1's columns."""
-    rows = torch.zeros(reducer.plan.info.world_size, reducer.plan.buffer_columns).double()
-    for segment in reducer.plan.compressed:
-        residual = reducer.residuals[segment.start]
-        seen = torch.zeros_like(residual, dtype=torch.bool)
-        for piece in pieces(reducer.plan.info, segment.params):
-            columns = slice(piece.column, piece.column + piece.length)
-            rows[piece.row, piece.start : piece.start + piece.length] = residual[piece.row, columns]
-            seen[piece.row, columns] = True
-        # Nothing is owed to what fills a segment up.
-        assert not residual[~seen].any()
-    return rows
 
 
 @on_ranks(2, 3)
