@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from distributed import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import tagc
+from support.distributed import on_ranks
 from tagc import advise, auto
 from tagc.cli import main
 from tagc.codec_speed import measure_speeds

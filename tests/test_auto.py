@@ -12,11 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_ranks, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import tagc
+from support.distributed import on_ranks, run_ranks
 from tagc import auto
 from tagc.costs import Link, Speed
 from tagc.plan import UnitInfo, UnitParam

@@ -10,13 +10,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support import oracle
 from tagc.blocks import BITS, MIN_SCALE, BlockLayout
 from tagc.ops import get_ops
 from tagc.ops.cpu import quantizer

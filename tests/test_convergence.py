@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import on_ranks
 from torch import Tensor, nn
-from units import reduce, unit_reducer
 
 from benchmarks import suites
 from benchmarks.convergence import sweep as sweeping
@@ -19,6 +17,8 @@ from benchmarks.convergence.methods import GRID, METHODS, Method
 from benchmarks.convergence.ranks import SimulatedRanks
 from benchmarks.convergence.sweep import Results, Sweep, make
 from benchmarks.convergence.training import Run, Shape, train
+from support.distributed import on_ranks
+from support.units import reduce, unit_reducer
 from tagc.plan import UnitInfo, UnitParam
 from tagc.planning import build_plan
 from tagc.policy import Policy

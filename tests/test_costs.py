@@ -8,11 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_ranks
-from units import unit_plan, unit_reducer
 
 import tagc.codecs.sketch
 import tagc.reducer
+from support.distributed import on_ranks
+from support.units import unit_plan, unit_reducer
 from tagc.costs import (
     GLOO_REDUCE_SCATTER,
     Link,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_ranks
 
+from support.distributed import on_ranks
 from tagc import exchange
 
 

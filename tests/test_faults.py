@@ -16,16 +16,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_ranks
-from parity.model import loss_of
-from test_fsdp2 import EXACT, local_grads, local_weights
-from test_fsdp2_options import net, sharded, wrap
-from test_wrap_errors import fails
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import tagc
+from parity.model import loss_of
+from support.block_net import net, sharded, wrap
+from support.distributed import on_ranks
+from support.exact import EXACT
+from support.failing import fails
+from support.small_net import local_grads, local_weights
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_ranks
-from test_fsdp1 import flat_of, quietly, sharded
-from test_fsdp2 import EXACT, net
 from torch import Tensor
-from units import gathered, on_grid
 
 import tagc
+from support.distributed import on_ranks
+from support.exact import EXACT
+from support.fsdp1_net import flat_of, quietly, sharded
+from support.small_net import net
+from support.units import gathered, on_grid
 from tagc.pieces import pieces
 from tagc.reducer import UnitReducer
 

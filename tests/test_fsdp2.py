@@ -7,87 +7,28 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
-from units import gathered, policy
 
 import tagc
-from tagc import exchange
+from support.counting import counted_bytes
+from support.distributed import on_ranks
+from support.exact import EXACT
+from support.small_net import EVERYTHING, local_grads, local_weights, loss_of, net, sharded, train
+from support.units import gathered, policy
 from tagc.codec_plans import SketchPlan
 from tagc.policy import Policy
 from tagc.reducer import UnitReducer
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 INTEGER = ("int8x4", "int16x2", "int32x1")
-EXACT: Any = {"rtol": 0, "atol": 0}
-
-
-class Net(nn.Module):
-    """No size divides by a number of ranks; `head` has fewer rows than there are ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11))
-        self.norm = nn.LayerNorm(11)
-        self.second = nn.Sequential(nn.Linear(11, 53), nn.Tanh(), nn.Linear(53, 11))
-        self.head = nn.Linear(11, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.first(x))
-        return self.head(x + self.second(x))
-
-
-def net() -> Net:
-    torch.manual_seed(1)
-    return Net()
-
-
-def sharded(**options: Any) -> Any:
-    """`Net` in nested units: a layer in a block in the root."""
-    model = net()
-    for module in (model.first[2], model.first, model.second, model):
-        fully_shard(module, **options)
-    return model
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
-    """A loss on data of this rank and step."""
-    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(1000 * step + rank))
-    return (model(x) * x[:, :1]).square().sum()
-
-
-def local_grads(model: nn.Module) -> dict[str, Tensor]:
-    grads: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
-    return {name: grad.to_local().clone() for name, grad in grads.items()}
-
-
-def local_weights(model: nn.Module) -> dict[str, Tensor]:
-    weights: dict[str, Any] = dict(model.named_parameters())
-    return {name: weight.to_local().detach().clone() for name, weight in weights.items()}
-
-
-def train(model: nn.Module, rank: int, steps: int) -> list[dict[str, Tensor]]:
-    """This rank's gradient shards of every step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    history = []
-    for step in range(steps):
-        loss_of(model, rank, step).backward()
-        history.append(local_grads(model))
-        optimizer.step()
-        optimizer.zero_grad()
-    return history
-
-
-EVERYTHING = policy(({"name": "*"}, 0.3))
 
 
 @contextmanager
@@ -364,34 +305,6 @@ def test_wire_bytes(rank: int, world_size: int) -> None:
     assert {row.param for row in rows} == names
     assert len(rows) == len(names)
     assert all(f" {name} " in str(plan) for name in names)
-
-
-@contextmanager
-def counted_bytes() -> Iterator[list[int]]:
-    """Bytes that this rank's tensors bring to others, for each collective or message of gloo's."""
-    counts: list[int] = []
-
-    def send(sent: Tensor, **options: Any) -> Any:
-        counts.append(sent.numel() * sent.element_size())
-        return dist.isend(sent, **options)
-
-    def counting(fn: Callable, times: int, position: int) -> Callable:
-        def call(*args: Any, **options: Any) -> Any:
-            sent, W = args[position], options["group"].size()
-            counts.append(times * sent.numel() * sent.element_size() * (W - 1) // W)
-            return fn(*args, **options)
-
-        return call
-
-    replaced = SimpleNamespace(**vars(dist))
-    replaced.isend = send
-    replaced.all_reduce = counting(dist.all_reduce, 2, 0)
-    with (
-        patch.object(exchange, "dist", replaced),
-        patch.object(exchange, "reduce_scatter", counting(exchange.reduce_scatter, 1, 1)),
-        patch.object(exchange, "all_gather", counting(exchange.all_gather, 0, 0)),
-    ):
-        yield counts
 
 
 @on_ranks(2)

@@ -9,26 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_ranks
-from parity.fsdp2_options import by_block
-from parity.model import Net, loss_of
-from parity.option import compile_blocks, wrap_blocks
-from test_fsdp2 import EXACT, local_grads, local_weights
-from test_parameters import INT8, KEPT, gathering, recorded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import tagc
+from parity.model import loss_of
+from parity.option import compile_blocks, wrap_blocks
+from support.block_net import WEIGHTS, net, sharded, wrap
+from support.distributed import on_ranks
+from support.exact import EXACT
+from support.gathering import INT8, KEPT, gathering, recorded
+from support.small_net import local_grads, local_weights
 from tagc.policy import Policy
 
-WEIGHTS = {
-    "schema": 1,
-    "gradients": [
-        {"when": {"name": "*.weight"}, "codec": {"kind": "quantized", "bits": 4, "block": 32}}
-    ],
-}
 EXACT_SKETCH = {
     "schema": 1,
     "gradients": [
@@ -38,23 +33,6 @@ EXACT_SKETCH = {
         }
     ],
 }
-
-
-def net(**how: Any) -> Any:
-    torch.manual_seed(1)
-    return Net(**how)
-
-
-def sharded(model: Any, **options: Any) -> Any:
-    by_block(model, **options)
-    return model
-
-
-def wrap(model: Any, policy: Any = WEIGHTS, **how: Any) -> Any:
-    with warnings.catch_warnings():
-        # Units as small as these may well cost more compressed.
-        warnings.simplefilter("ignore")
-        return tagc.wrap(model, policy, **how)
 
 
 def steps(model: Any, rank: int, count: int = 3) -> dict[str, Tensor]:

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
-from distributed import run_ranks
-from test_state import equal
 from torch import Tensor
-from units import codec_plan, unit_reducer
 
 import tagc
+from support.distributed import run_ranks
+from support.exact import equal
+from support.units import codec_plan, unit_reducer
 from tagc.plan import Plan
 from tagc.policy import Policy, PolicyError
 from tagc.state import Reduced, State

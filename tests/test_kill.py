@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import run_ranks
-from kill_train import CODECS, STEPS, train
 
-SCRIPT = Path(__file__).with_name("kill_train.py")
+from support import kill_train
+from support.distributed import run_ranks
+from support.kill_train import CODECS, STEPS, train
+
+SCRIPT = kill_train.__file__
 RANKS = 2
 
 
@@ -22,7 +24,7 @@ def killed(folder: Path, codec: str, saver: str, kills: list[tuple[int, int]]) -
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(RANKS), "--max-restarts", str(len(kills))),
-        *(str(SCRIPT), str(folder), "--codec", codec, "--saver", saver),
+        *(SCRIPT, str(folder), "--codec", codec, "--saver", saver),
         *("--kills", *(f"{rank}:{step}" for rank, step in kills)),
     ]
     environment = os.environ | {

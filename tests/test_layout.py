@@ -3,12 +3,12 @@
 import itertools
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support import oracle
 from tagc.bitmap import from_bitmap, to_bitmap
 from tagc.layout import MAX_HASHES, plan_layout
 from tagc.ops.reference import sketch

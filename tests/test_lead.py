@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_ranks
-from test_fsdp2 import local_weights, train
-from test_replicas import of_replicas
-from test_replicas import wrapped as replicated
 from torch import Tensor
-from units import gathered, matrix_plan, normal, reduce, unit_reducer
 
 import tagc
+from support.distributed import on_ranks
+from support.replicated_net import of_replicas
+from support.replicated_net import wrapped as replicated
+from support.small_net import local_weights, train
+from support.units import gathered, matrix_plan, normal, reduce, unit_reducer
 from tagc.codec_plans import FeedbackPlan
 from tagc.codecs import delivery
 from tagc.plan import UnitPlan

@@ -9,15 +9,14 @@ import itertools
 import math
 from dataclasses import dataclass
 
-import matrix_oracle
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support import matrix_oracle, oracle
 from tagc.matrix import MatrixLayout, shard_shape
 from tagc.ops import get_ops
 from tagc.ops.cpu import matrices

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_ranks
-from test_fsdp1 import sharded as sharded_by_fsdp1
-from test_fsdp2 import EXACT
-from test_fsdp2 import sharded as net
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +16,10 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tagc
+from support.distributed import on_ranks
+from support.exact import EXACT
+from support.fsdp1_net import sharded as sharded_by_fsdp1
+from support.small_net import sharded as net
 from tagc.codec_plans import MatrixPlan
 from tagc.places import span_of, split_suffix
 from tagc.plan import UnitInfo, UnitParam

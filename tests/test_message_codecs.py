@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_ranks
 from torch import Tensor
-from units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
 
+from support.distributed import on_ranks
+from support.units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
 from tagc.bitmap import from_bitmap
 from tagc.plan import UnitInfo, UnitParam, UnitPlan
 from tagc.planning import build_plan

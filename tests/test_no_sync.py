@@ -15,12 +15,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from sync import synchronizing_raises
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from units import AVG, codec_plan, normal, unit_plan
 
+from support.sync import synchronizing_raises
+from support.units import AVG, codec_plan, normal, unit_plan
 from tagc import exchange
 from tagc.ops import get_ops
 from tagc.reducer import UnitReducer

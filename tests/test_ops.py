@@ -9,13 +9,13 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support import oracle
 from tagc.bitmap import from_bitmap, to_bitmap
 from tagc.layout import SketchLayout, plan_layout
 from tagc.ops import get_ops

@@ -10,13 +10,13 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support import oracle
 from tagc.bitmap import to_bitmap
 from tagc.blocks import BlockLayout
 from tagc.ops import get_ops

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from distributed import on_ranks
-from test_fsdp2 import EXACT, local_weights, loss_of, net, sharded, train
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from units import gathered
 
 import tagc
-from tagc.gatherer import UnitGatherer
+from support.distributed import on_ranks
+from support.exact import EXACT
+from support.gathering import INT8, KEPT, gathering, recorded
+from support.small_net import local_weights, loss_of, net, sharded, train
+from support.units import gathered
 
-INT8 = {"kind": "quantized", "bits": 8, "block": 32}
-KEPT = INT8 | {"keep_for_backward": True}
 BF16 = {"kind": "dense", "wire": "bfloat16"}
-
-
-def gathering(codec: dict[str, Any], name: str = "*.weight") -> dict[str, Any]:
-    """Gradients as they are, and parameters by a codec."""
-    return {
-        "schema": 1,
-        "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
-        "parameters": [{"when": {"name": name}, "codec": codec}],
-    }
 
 
 def wrapped(codec: dict[str, Any], **options: Any) -> Any:
@@ -38,20 +25,6 @@ def wrapped(codec: dict[str, Any], **options: Any) -> Any:
         # Units as small as these may well cost more compressed.
         warnings.simplefilter("ignore")
         return tagc.wrap(sharded(**options), gathering(codec))
-
-
-@contextmanager
-def recorded(calls: list[tuple[UnitGatherer, bool, Tensor, Tensor]]) -> Iterator[None]:
-    """Notes every gather: unit, whether in backward, input, output. Enter it before `tagc.wrap`."""
-    original = UnitGatherer.gather
-
-    def gather(self: UnitGatherer, out: Tensor, inp: Tensor, group: Any, backward: bool) -> None:
-        before = inp.clone()
-        original(self, out, inp, group, backward)
-        calls.append((self, backward, before, out.clone()))
-
-    with patch.object(UnitGatherer, "gather", gather):
-        yield
 
 
 @on_ranks(2, 3)

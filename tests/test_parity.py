@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+
 from parity.cases import Case, cases, quick_cases
 from parity.running import Outcome, run
 

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import on_ranks
 from torch import Tensor
-from units import gathered, normal, on_grid, reduce, spiky, unit_plan, unit_reducer
 
+from support.distributed import on_ranks
+from support.units import gathered, normal, on_grid, reduce, spiky, unit_plan, unit_reducer
 from tagc.codec_plans import SketchPlan
 from tagc.plan import UnitPlan
 from tagc.reducer import UnitReducer

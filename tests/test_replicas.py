@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from distributed import on_ranks
-from test_fsdp2 import EXACT, local_weights, net, train
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import tagc
+from support.distributed import on_ranks
+from support.exact import EXACT
+from support.replicated_net import of_replicas, two_by_two, wrapped
+from support.small_net import local_weights, net, train
 
 CODECS: dict[str, dict[str, Any]] = {
     "bfloat16": {"kind": "dense", "wire": "bfloat16"},
@@ -24,30 +23,6 @@ CODECS: dict[str, dict[str, Any]] = {
     "sketch float32": {"kind": "sketch", "density": 0.4, "symbol": "float32"},
 }
 DENSE = [{"when": {}, "codec": {"kind": "dense"}}]
-
-
-def two_by_two() -> tuple[Any, Any]:
-    """The model, sharded within pairs of ranks, and the mesh of its copies."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model: Any = net()
-    for module in (model.first, model.second, model):
-        fully_shard(module, mesh=mesh["shard"])
-    return model, mesh["replicate"]
-
-
-def of_replicas(t: Tensor, mesh: DeviceMesh) -> list[Tensor]:
-    """The same shard in every copy."""
-    out = [torch.empty_like(t) for _ in range(2)]
-    dist.all_gather(out, t.contiguous(), group=mesh.get_group())
-    return out
-
-
-def wrapped(policy: dict[str, Any]) -> tuple[Any, DeviceMesh]:
-    model, replicas = two_by_two()
-    with warnings.catch_warnings():
-        # Units as small as these may well cost more compressed.
-        warnings.simplefilter("ignore")
-        return tagc.wrap(model, {"schema": 1, **policy}, replicas=replicas), replicas
 
 
 @on_ranks(4)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import oracle
 import pytest
 import torch
 
+from support import oracle
 from tagc.codec_plans import FeedbackPlan
 from tagc.codecs.residual import Residual
 from tagc.layout import plan_layout

@@ -3,10 +3,10 @@
 import itertools
 
 import numpy as np
-import oracle
 import pytest
 import torch
 
+from support import oracle
 from tagc.sketch import CountSketch
 from tagc.symbols import SYMBOLS
 

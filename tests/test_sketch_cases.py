@@ -9,10 +9,10 @@ A layout of ``keys`` keys is filled with exactly that many, which is the most th
 import math
 
 import numpy as np
-import oracle
 import pytest
 import torch
 
+from support import oracle
 from tagc.bitmap import to_bitmap
 from tagc.layout import plan_layout
 from tagc.ops import get_ops

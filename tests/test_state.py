@@ -15,10 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed import on_ranks, run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from states import (
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+import tagc
+from support.distributed import on_ranks, run_ranks
+from support.exact import EXACT, equal
+from support.replicated_net import two_by_two
+from support.small_net import local_weights, sharded
+from support.states import (
     BFLOAT16,
     LEAD,
     MATRIX,
@@ -36,15 +46,6 @@ from states import (
     snapshot,
     wrapped,
 )
-from test_fsdp2 import EXACT, local_weights, sharded
-from test_replicas import two_by_two
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
-
-import tagc
 from tagc.places import Elements, Place
 from tagc.plan import UnitParam
 from tagc.resharding import merged, plan_merge
@@ -53,11 +54,6 @@ from tagc.state_format import About
 
 SAVERS = ("dcp", "safetensors")
 by_saver = pytest.mark.parametrize("saver", SAVERS)
-
-
-def equal(mine: dict[str, Any], other: dict[str, Any]) -> None:
-    """Both to the last bit; NaN equals NaN."""
-    torch.testing.assert_close(mine, other, **EXACT, equal_nan=True)
 
 
 # The same ranks

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import on_ranks, run_ranks
-from states import POLICIES, load, residual_sums, run, save, shared_folder
-from test_fsdp1 import CPU, local_weights, quietly, sharded
-from test_fsdp2 import EXACT, net
-from test_fsdp2 import sharded as fsdp2_sharded
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
-from units import policy
 
 import tagc
+from support.distributed import on_ranks, run_ranks
+from support.exact import EXACT
+from support.fsdp1_net import CPU, local_weights, quietly, sharded
+from support.small_net import net
+from support.small_net import sharded as fsdp2_sharded
+from support.states import POLICIES, load, residual_sums, run, save, shared_folder
+from support.units import policy
 
 # A segment of everything is FSDP1's own buffer; of some parameters it is rearranged.
 RULES: Any = {

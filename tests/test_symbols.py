@@ -3,12 +3,12 @@
 import itertools
 import math
 
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support import oracle
 from tagc.symbols import SYMBOLS, pack, resolve_symbol, unpack, wrap_int32
 
 INTEGER = [s for s in SYMBOLS.values() if s.integer]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support import oracle
 from tagc.codec_plans import SLACK
 from tagc.layout import plan_layout
 from tagc.ops import ABOVE, KEPT, get_ops

@@ -15,13 +15,13 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
-from sync import synchronizing_raises
 from torch import Tensor
 
+from support import oracle
+from support.kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
+from support.sync import synchronizing_raises
 from tagc.bitmap import to_bitmap
 from tagc.layout import SketchLayout, plan_layout
 from tagc.ops import reference

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
-from sync import synchronizing_raises
 from torch import Tensor
 
+from support import oracle
+from support.kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
+from support.sync import synchronizing_raises
 from tagc.matrix import GROUPS, MIN_MEAN, MatrixLayout
 from tagc.ops import reference
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from distributed import on_ranks
-from test_fsdp2 import EXACT, loss_of, sharded, train
 
 import tagc
+from support.distributed import on_ranks
+from support.exact import EXACT
+from support.small_net import loss_of, sharded, train
 
 WARMUP = {
     "schema": 1,

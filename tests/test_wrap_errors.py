@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from units import normal, reduce, unit_plan, unit_reducer
 
 import tagc
+from support.distributed import on_ranks, run_ranks
+from support.failing import fails
+from support.units import normal, reduce, unit_plan, unit_reducer
 
 MLP_ONLY = {
     "schema": 1,
@@ -70,15 +71,6 @@ def changed(**when_or_codec: Any) -> dict:
 def backward(model: nn.Module, scale: float = 1.0) -> None:
     x = torch.linspace(-1, 1, 36).view(4, 9)
     (model(x) * scale * x).sum().backward()
-
-
-def fails(call: Callable[[], Any]) -> tuple[str, str]:
-    """The type and message of what `call` raises."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", "nothing was raised"
 
 
 def refusal(model: nn.Module, policy: Any = MLP_ONLY) -> tuple[str, str]:

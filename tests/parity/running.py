@@ -9,10 +9,10 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from distributed import run_ranks
 from torch import Tensor
 
 import tagc
+from support.distributed import run_ranks
 from tagc.plan import UnitPlan
 
 from .apis import APIS, Api

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import oracle
+
+from support import oracle
 
 F = np.float32
 DISTANCES = {1: 1.0, 2: 0.624, 4: 0.21}

@@ -17,11 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import oracle
 import torch
 from torch import Tensor
 
+from support import oracle
+
 I32 = torch.int32
+# Where a test file that is run as a script finds `support`.
+_TESTS = Path(__file__).parents[1]
 
 
 class Cases(dict[str, Callable[[str], None]]):
@@ -56,9 +59,10 @@ class Cases(dict[str, Callable[[str], None]]):
 def interpreted(file: str, directory: Path) -> dict[str, str | None]:
     """Run a test file's cases in Triton's interpreter: ``{name: traceback or None}``."""
     results = directory / "results.json"
+    path = os.pathsep.join([str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-W", "ignore::RuntimeWarning", file, str(results)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

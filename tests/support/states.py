@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_fsdp2 import local_weights, loss_of, sharded
 from torch import Tensor, nn
 
 import tagc
+from support.small_net import local_weights, loss_of, sharded
 from tagc.places import Elements, span_of, split_suffix
 
 

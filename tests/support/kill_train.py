@@ -1,7 +1,7 @@
 """A training script that resumes from its last checkpoint, and kills itself where it is told to.
 
-``torchrun --max-restarts N tests/kill_train.py FOLDER --kills RANK:STEP ...``, one kill for each
-of the first incarnations, in the middle of that step's backward.
+``torchrun --max-restarts N tests/support/kill_train.py FOLDER --kills RANK:STEP ...``, one kill for
+each of the first incarnations, in the middle of that step's backward.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What tests share: ranks, models, oracles, cases, and how to look at what happened."""

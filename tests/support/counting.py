@@ -1,0 +1,42 @@
+"""Bytes that collectives get, counted from their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tagc import exchange
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Bytes that this rank's tensors bring to others, for each collective or message of gloo's."""
+    counts: list[int] = []
+
+    def send(sent: Tensor, **options: Any) -> Any:
+        counts.append(sent.numel() * sent.element_size())
+        return dist.isend(sent, **options)
+
+    def counting(fn: Callable, times: int, position: int) -> Callable:
+        def call(*args: Any, **options: Any) -> Any:
+            sent, W = args[position], options["group"].size()
+            counts.append(times * sent.numel() * sent.element_size() * (W - 1) // W)
+            return fn(*args, **options)
+
+        return call
+
+    replaced = SimpleNamespace(**vars(dist))
+    replaced.isend = send
+    replaced.all_reduce = counting(dist.all_reduce, 2, 0)
+    with (
+        patch.object(exchange, "dist", replaced),
+        patch.object(exchange, "reduce_scatter", counting(exchange.reduce_scatter, 1, 1)),
+        patch.object(exchange, "all_gather", counting(exchange.all_gather, 0, 0)),
+    ):
+        yield counts

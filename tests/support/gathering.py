@@ -1,0 +1,38 @@
+"""Policies for parameters in FSDP2's all-gather, and a look at every gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+
+from tagc.gatherer import UnitGatherer
+
+INT8 = {"kind": "quantized", "bits": 8, "block": 32}
+KEPT = INT8 | {"keep_for_backward": True}
+
+
+def gathering(codec: dict[str, Any], name: str = "*.weight") -> dict[str, Any]:
+    """Gradients as they are, and parameters by a codec."""
+    return {
+        "schema": 1,
+        "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
+        "parameters": [{"when": {"name": name}, "codec": codec}],
+    }
+
+
+@contextmanager
+def recorded(calls: list[tuple[UnitGatherer, bool, Tensor, Tensor]]) -> Iterator[None]:
+    """Notes every gather: unit, whether in backward, input, output. Enter it before `tagc.wrap`."""
+    original = UnitGatherer.gather
+
+    def gather(self: UnitGatherer, out: Tensor, inp: Tensor, group: Any, backward: bool) -> None:
+        before = inp.clone()
+        original(self, out, inp, group, backward)
+        calls.append((self, backward, before, out.clone()))
+
+    with patch.object(UnitGatherer, "gather", gather):
+        yield

@@ -1,0 +1,70 @@
+"""A small model sharded by FSDP2, in nested units, and its training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from support.units import policy
+
+
+class Net(nn.Module):
+    """No size divides by a number of ranks; `head` has fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11))
+        self.norm = nn.LayerNorm(11)
+        self.second = nn.Sequential(nn.Linear(11, 53), nn.Tanh(), nn.Linear(53, 11))
+        self.head = nn.Linear(11, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        return self.head(x + self.second(x))
+
+
+def net() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def sharded(**options: Any) -> Any:
+    """`Net` in nested units: a layer in a block in the root."""
+    model = net()
+    for module in (model.first[2], model.first, model.second, model):
+        fully_shard(module, **options)
+    return model
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    """A loss on data of this rank and step."""
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return (model(x) * x[:, :1]).square().sum()
+
+
+def local_grads(model: nn.Module) -> dict[str, Tensor]:
+    grads: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
+    return {name: grad.to_local().clone() for name, grad in grads.items()}
+
+
+def local_weights(model: nn.Module) -> dict[str, Tensor]:
+    weights: dict[str, Any] = dict(model.named_parameters())
+    return {name: weight.to_local().detach().clone() for name, weight in weights.items()}
+
+
+def train(model: nn.Module, rank: int, steps: int) -> list[dict[str, Tensor]]:
+    """This rank's gradient shards of every step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    history = []
+    for step in range(steps):
+        loss_of(model, rank, step).backward()
+        history.append(local_grads(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return history
+
+
+EVERYTHING = policy(({"name": "*"}, 0.3))
