@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 import tagc
-
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
 
 PROBE = """
 import json

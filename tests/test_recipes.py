@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
+from support.paths import EXAMPLES
+
+RECIPES = EXAMPLES / "recipes"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 pytestmark = pytest.mark.recipes

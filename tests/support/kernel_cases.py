@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from support import oracle
+from support.paths import ROOT
 
 I32 = torch.int32
-# Where a test file that is run as a script finds `support`.
-_TESTS = Path(__file__).parents[1]
 
 
 class Cases(dict[str, Callable[[str], None]]):
@@ -59,7 +58,8 @@ class Cases(dict[str, Callable[[str], None]]):
 def interpreted(file: str, directory: Path) -> dict[str, str | None]:
     """Run a test file's cases in Triton's interpreter: ``{name: traceback or None}``."""
     results = directory / "results.json"
-    path = os.pathsep.join([str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # A test file that is run as a script finds `support` there.
+    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-W", "ignore::RuntimeWarning", file, str(results)],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},

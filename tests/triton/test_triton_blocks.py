@@ -20,7 +20,7 @@ from support.sync import synchronizing_raises
 from tagc.blocks import BITS, BlockLayout
 from tagc.ops import reference
 
-pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
+pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
 LARGEST = torch.finfo(F32).max
 

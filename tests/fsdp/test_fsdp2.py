@@ -21,6 +21,7 @@ import tagc
 from support.counting import counted_bytes
 from support.distributed import on_ranks
 from support.exact import EXACT
+from support.paths import EXAMPLES
 from support.small_net import EVERYTHING, local_grads, local_weights, loss_of, net, sharded, train
 from support.units import gathered, policy
 from tagc.codec_plans import SketchPlan
@@ -228,7 +229,7 @@ def test_training_is_reproducible(rank: int, world_size: int) -> None:
     ],
 )
 def test_density_follows_the_target(rank: int, world_size: int, density: float) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    sys.path.insert(0, str(EXAMPLES))
     from gpt import GPT, GPTConfig  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)

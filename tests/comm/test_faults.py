@@ -26,9 +26,8 @@ from support.block_net import net, sharded, wrap
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.failing import fails
+from support.paths import EXAMPLES
 from support.small_net import local_grads, local_weights
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 CODECS: dict[str, dict[str, Any]] = {
     "bfloat16": {"kind": "dense", "wire": "bfloat16"},

@@ -20,6 +20,7 @@ from benchmarks.network.namespaces import Network, Rate, existing, remove_stale
 from benchmarks.network.ranks import Ranks, RanksError
 from benchmarks.network.training import Model, Settings
 from examples.gpt import Block, GPTConfig
+from support.paths import ROOT
 
 pytestmark = [
     pytest.mark.network,
@@ -110,7 +111,7 @@ def test_a_killed_run_is_cleaned_up_by_the_next_one():
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
     )
     assert process.stdout is not None
     with process:
@@ -124,9 +125,7 @@ def test_a_killed_run_is_cleaned_up_by_the_next_one():
 
 def test_an_interrupted_command_leaves_neither_processes_nor_namespaces(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "network", "--quick", "--out", str(tmp_path)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[1]
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)
     with process:
         names: list[str] = []
         deadline = time.monotonic() + 60

@@ -23,7 +23,7 @@ from tagc.blocks import BlockLayout
 from tagc.ops import reference
 from tagc.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout, plan_packed
 
-pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
+pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
 LOW_BITS = (0, 1, 2, 4, 8, 16)
 

@@ -28,7 +28,7 @@ from tagc.ops import reference
 from tagc.quantize import quantization_step
 from tagc.symbols import SYMBOLS
 
-pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
+pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,9 @@ from benchmarks.network.methods import METHODS, default_methods, resolve
 from benchmarks.network.namespaces import Network, NetworkUnavailable, Rate, creation_commands
 from benchmarks.network.predicted import predicted_seconds
 from benchmarks.network.report import Results
+from support.paths import DATA
 
-FIXTURE = Path(__file__).parent / "data" / "network-results.jsonl"
+FIXTURE = DATA / "network-results.jsonl"
 
 
 @pytest.mark.parametrize(

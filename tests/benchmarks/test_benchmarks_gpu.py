@@ -24,7 +24,7 @@ def python(name: str, code: str, limit: float = 30.0, **options: Any) -> Part:
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # ten processes that each import torch, on as few cores as there are
 def test_rehearsal(tmp_path, capsys):
-    pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
+    pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
     out = tmp_path / "out"
     code = suites.main(["gpu", "--device", "cpu", "--out", str(out)])
     report = (out / "report.md").read_text()
@@ -87,8 +87,8 @@ def test_a_benchmark_that_is_stopped_is_drawn_all_the_same(tmp_path):
 def test_only_files_with_tests_for_gpus_are_collected(tmp_path):
     tests = next(part for part in parts("cuda", tmp_path) if part.name == "tests")
     files = {word for word in tests.command if word.endswith(".py")}
-    assert {"tests/test_triton.py", "tests/test_no_sync.py"} <= files
-    assert "tests/test_policy.py" not in files
+    assert {"tests/triton/test_triton.py", "tests/test_no_sync.py"} <= files
+    assert "tests/policy/test_policy.py" not in files
     assert tests.command[-2:] == ["-m", "gpu"]
 
 

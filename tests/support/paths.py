@@ -1,0 +1,9 @@
+"""Where files of the repository lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+DATA = ROOT / "tests" / "data"
