@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.sketch_cases import CPU, REFERENCE
 from tagc.ops import _warn_reference, cpu, get_ops, reference
 
 
@@ -49,3 +50,15 @@ def test_scratch_is_released():
 def test_what_cannot_run_is_refused(device, name, message):
     with pytest.raises(ValueError, match=message):
         get_ops(device, name)
+
+
+def test_get_ops(monkeypatch):
+    monkeypatch.delenv("TAGC_OPS", raising=False)
+    assert get_ops("cpu") is CPU
+    monkeypatch.setenv("TAGC_OPS", "reference")
+    assert get_ops("cpu") is REFERENCE
+    assert get_ops("cpu", "cpu") is CPU
+    with pytest.raises(ValueError, match="unknown implementation 'numba'; choose from auto, "):
+        get_ops("cpu", "numba")
+    with pytest.raises(ValueError, match="'cpu' does not run on cuda"):
+        get_ops("cuda", "cpu")

@@ -7,215 +7,32 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from support import matrix_oracle, oracle
-from tagc.matrix import MatrixLayout, shard_shape
-from tagc.ops import get_ops
-from tagc.ops.cpu import matrices
-
-OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-both = pytest.mark.parametrize("ops", OPS, ids=["cpu", "reference"])
-SIZES = [(1, 1), (2, 1), (4, 1), (1, 8), (1, 16), (1, 32)]
-sizes = pytest.mark.parametrize(("bits", "group"), SIZES)
-# bits, group, gradient, residual: each but those of float16, which the CPU widens first, costs a
-# compilation. Groups of 8 have codes of 4 bits, and share most of it with those.
-VARIANTS = [
-    (1, 1, F32, F32),
-    (1, 1, BF16, BF16),
-    (2, 1, F32, BF16),
-    (2, 1, F16, BF16),
-    (4, 1, BF16, F32),
-    (1, 8, BF16, F32),
-    (1, 16, F32, F32),
-    (1, 16, F32, None),
-    (1, 32, F32, BF16),
-    (1, 32, F16, BF16),
-]
-variants = pytest.mark.parametrize(
-    ("bits", "group", "grad_dtype", "residual_dtype"),
+from support.matrix_cases import (
+    BF16,
+    CPU,
+    F16,
+    F32,
+    OPS,
+    REFERENCE,
+    SHAPES,
     VARIANTS,
-    ids=lambda v: str(v).removeprefix("torch."),
+    Case,
+    both,
+    dequantize,
+    make_case,
+    quantize,
+    sizes,
+    variants,
 )
-SHAPES = [(1, 1), (3, 1), (1, 33), (5, 8), (9, 40), (4, 129)]
-
-
-@dataclass
-class Case:
-    """Arguments of a quantization."""
-
-    grad: Tensor
-    residual: Tensor | None
-    layout: MatrixLayout
-
-    @property
-    def x(self) -> Tensor:
-        """`[D, rows, columns]`."""
-        x = self.grad.float()
-        if self.residual is not None:
-            x = x + self.residual.float()
-        return x.unflatten(-1, (self.layout.rows, self.layout.columns))
-
-
-def matrices_of(D: int, rows: int, columns: int, rng: np.random.Generator) -> Tensor:
-    """Rows and columns of sizes of their own, some of them zero, others far from the rest."""
-    x = oracle.values((D, rows, columns), rng).double().numpy()
-    for shape, far in (((D, rows, 1), 90), ((D, 1, columns), 30)):
-        octave = rng.integers(-4, 5, shape) + (rng.random(shape) < 0.1) * rng.integers(-far, far)
-        x = np.ldexp(x, octave) * (rng.random(shape) > 0.1)
-    return torch.from_numpy(np.clip(x, -3e38, 3e38).astype(np.float32))
-
-
-def make_case(shape, D, variant, rng, *, level=1.0, spoilt=False) -> Case:
-    bits, group, grad_dtype, residual_dtype = variant
-    rows, columns = shape
-    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, group=group, level=level)
-    grad = matrices_of(D, rows, columns, rng)
-    residual = None
-    if residual_dtype is not None:
-        residual = (matrices_of(D, rows, columns, rng) / 4).to(residual_dtype).flatten(1)
-    if spoilt:
-        for value in (math.nan, math.inf, -math.inf, 3.4028234e38, -3.4028234e38, 1e-45, -0.0):
-            grad[rng.integers(D), rng.integers(rows), rng.integers(columns)] = value
-    elif grad_dtype == F16:
-        grad = grad.clamp(-60000, 60000)
-    return Case(
-        oracle.widened(grad.to(grad_dtype).flatten(1)),
-        None if residual is None else oracle.widened(residual),
-        layout,
-    )
-
-
-def quantize(ops, case: Case, average=0.0) -> tuple[Tensor, Tensor | None]:
-    """The message and the residual after."""
-    residual = None if case.residual is None else oracle.widened(case.residual)
-    message = oracle.poisoned(case.grad.shape[0], case.layout.words, dtype=torch.int32)
-    message = oracle.widened(message)
-    before = case.grad.clone()
-    ops.quantize_matrix(case.grad, residual, message, layout=case.layout, average=average)
-    oracle.check_margins(message, residual)
-    assert oracle.same_bits(case.grad, before)
-    return message, residual
-
-
-def dequantize(ops, message: Tensor, layout: MatrixLayout, dtype=F32, divisor=1) -> Tensor:
-    out = oracle.widened(oracle.poisoned(layout.numel, dtype=dtype))
-    ops.dequantize_matrix(message, out, layout=layout, divisor=divisor)
-    oracle.check_margins(out)
-    return out
-
-
-# The format
-
-
-def test_words_of_a_layout():
-    layout = MatrixLayout(rows=5, columns=70, bits=2)
-    assert (layout.numel, layout.width, layout.codes, layout.row_words) == (350, 2, 70, 5)
-    assert layout.head == (1, 9, 2)
-    assert layout.words == 1 + 9 + 2 + 5 * 5
-    grouped = MatrixLayout(rows=5, columns=70, group=16)
-    # Six codes of 5 bits in a word; five groups in a row, the last of 6 elements.
-    assert (grouped.width, grouped.codes, grouped.row_words) == (5, 5, 1)
-    assert MatrixLayout(rows=1, columns=7 * 16, group=16).row_words == 2
-    assert MatrixLayout(rows=0, columns=5).words == 0
-
-
-@pytest.mark.parametrize(
-    ("bits", "group", "per_element"),
-    [(4, 1, 4), (2, 1, 2), (1, 1, 1), (1, 8, 1 / 2), (1, 16, 1 / 3), (1, 32, 1 / 5)],
-)
-def test_bits_per_element_of_large_matrices(bits, group, per_element):
-    """Of 6 codes a word at 5 bits, and 5 at 6; scales are little beside."""
-    layout = MatrixLayout(rows=4096, columns=15 * 1024, bits=bits, group=group)
-    assert 32 * layout.words / layout.numel == pytest.approx(per_element, abs=0.002)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rows": -1, "columns": 1}, "a matrix has columns, got -1 x 1"),
-        ({"rows": 1, "columns": 0}, "a matrix has columns, got 1 x 0"),
-        ({"rows": 1, "columns": 1, "bits": 3}, r"bits must be one of \(1, 2, 4\), got 3"),
-        ({"rows": 1, "columns": 1, "group": 4}, r"one of \(1, 8, 16, 32\), got 4"),
-        ({"rows": 1, "columns": 1, "group": 8, "bits": 2}, "a group of 8, bits must be 1, got 2"),
-        ({"rows": 1, "columns": 1, "level": 4.0}, r"in \[0.25, 4\), got 4.0"),
-        ({"rows": 1, "columns": 1, "level": math.nan}, r"in \[0.25, 4\), got nan"),
-    ],
-)
-def test_layouts_that_cannot_be(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        MatrixLayout(**arguments)
-
-
-def test_rows_and_columns_of_a_shard():
-    assert shard_shape((7, 5), 0, 4 * 5) == (4, 5)
-    assert shard_shape((7, 6), 1, 7 * 3) == (7, 3)
-    assert shard_shape((7, 3, 2), 0, 4 * 6) == (4, 6)
-    assert shard_shape((7, 4, 2), 1, 7 * 2 * 2) == (7, 4)
-    assert shard_shape((7, 4, 2), 2, 7 * 4) == (7, 4)
-    for shape, dim in itertools.product(((0, 5), (5, 0)), (0, 1)):
-        rows, columns = shard_shape(shape, dim, 0)
-        assert rows * columns == 0
-        assert columns
-
-
-@both
-def test_a_message_written_out(ops):
-    """Of three rows and three columns, whose sums are 8, 6 and 0: scales 1, 0.75 and 2**-7 * 0.75.
-
-    The largest row mean is 7 / (1.75 + 2**-7 * 0.75), which is 3.99, in the octave of 2: its
-    biased exponent is 128. Bits of 4.0, the upper 12 of them, are 0x408 = 1032.
-    """
-    layout = MatrixLayout(rows=3, columns=3)
-    grad = torch.tensor([[4.0, -3, 0, -4, 3, 0, 0, 0, 0]])
-    message = oracle.widened(oracle.poisoned(1, layout.words, dtype=torch.int32))
-    ops.quantize_matrix(grad, None, message, layout=layout, average=0.0)
-    base = 8 * 128 - 200
-    # The fit is (4 * 1 + 3 * 0.75) / (1 + 0.75**2 + (2**-7 * 0.75)**2), nearest to 4.0.
-    byte = 0x408 - base
-    assert message[0].tolist() == [
-        base,
-        15 | 14 << 4 | 0 << 8,
-        byte | byte << 8 | 0 << 16,
-        # Three codes of 1 bit in a word a row is one each: in three words they would be neighbours.
-        0b010,
-        0b001,
-        0b000,
-    ]
-    out = dequantize(ops, message, layout)
-    f = 2.0**-7 * 3
-    assert out.tolist() == [4.0, -3.0, f, -4.0, 3.0, f, 0.0, 0.0, 0.0]
-
-
-@both
-def test_a_message_of_groups_written_out(ops):
-    """Seven groups of 16 and six codes a word: code ``2 i + j`` is in place i of word j."""
-    layout = MatrixLayout(rows=1, columns=7 * 16, group=16)
-    grad = torch.ones(1, layout.columns)
-    places = [3, 0, 15, 7, 1, 2, 9]
-    for t, place in enumerate(places):
-        grad[0, 16 * t + place] = -1.125 if t % 2 else 1.125
-    message = oracle.poisoned(1, layout.words, dtype=torch.int32)
-    ops.quantize_matrix(grad, None, message, layout=layout, average=0.0)
-    codes = [place + 16 * (t % 2) for t, place in enumerate(places)]
-    words = [w & oracle.MASK for w in message[0].tolist()]
-    # All columns have scale 1, and the row's is 1.125: the mean 1.0 and a bit has exponent 127.
-    assert words[0] == 8 * 127 - 200
-    assert words[1:15] == [0xFFFF_FFFF] * 14
-    assert words[15] == 0x3F9 - words[0]
-    assert words[16] == codes[0] | codes[2] << 5 | codes[4] << 10 | codes[6] << 15
-    assert words[17] == codes[1] | codes[3] << 5 | codes[5] << 10
-    out = dequantize(ops, message, layout)
-    assert torch.equal(out, torch.where(grad[0].abs() == 1.125, grad[0], 0.0))
-
+from tagc.matrix import MatrixLayout
+from tagc.ops.cpu import matrices
 
 # Against the contract
 
@@ -423,123 +240,6 @@ def test_nothing_is_sent_of_what_is_too_small(ops):
         assert left is not None
         assert torch.equal(out + left[0], grad.flatten())
         assert out.view(4, 8).any(-1).tolist() == [sends, sends, False, False]
-
-
-# Properties
-
-values_ = st.one_of(
-    st.floats(width=32, allow_nan=False, allow_infinity=False),
-    st.floats(-4, 4, width=32),
-    st.sampled_from([0.0, -0.0, 1.0, -1.0]),
-)
-
-
-@both
-@given(
-    pairs=st.lists(st.tuples(values_, values_), min_size=1, max_size=80),
-    rows=st.integers(1, 6),
-    size=st.sampled_from(SIZES),
-    level=st.sampled_from([0.5, 1.0, 2.0]),
-)
-@settings(deadline=None, max_examples=100, derandomize=True)
-def test_what_is_sent_plus_what_stays_is_what_was_there(ops, pairs, rows, size, level):
-    """Within half a unit in the last place of what stays; to the bit where no code points."""
-    columns = -(-len(pairs) // rows)
-    flat = torch.zeros(2, rows * columns)
-    flat[:, : len(pairs)] = torch.tensor(pairs).T / 4
-    layout = MatrixLayout(rows=rows, columns=columns, bits=size[0], group=size[1], level=level)
-    case = Case(flat[:1].clone(), flat[1:].clone(), layout)
-    message, left = quantize(ops, case)
-    assert left is not None
-    sent = dequantize(ops, message, layout)
-    there = case.x.flatten()
-    silent = sent == 0
-    assert torch.equal(left[0][silent], there[silent])
-    off = (sent.double() + left[0].double() - there.double()).abs()
-    assert bool((off <= left[0].double().abs() * 2.0**-24 + 2.0**-150).all())
-    spoken = (~silent).view(rows, columns)
-    if size[1] > 1:
-        assert int(spoken.sum(-1).amax()) <= layout.codes
-
-
-@both
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    shape=st.tuples(st.integers(2, 6), st.integers(1, 70)),
-    size=st.sampled_from(SIZES),
-    bad=st.sampled_from([math.nan, math.inf, -math.inf]),
-)
-@settings(deadline=None, max_examples=60, derandomize=True)
-def test_a_row_that_is_not_finite_is_alone(ops, seed, shape, size, bad):
-    rng = np.random.default_rng(seed)
-    case = make_case(shape, 2, (*size, F32, F32), rng)
-    row = int(rng.integers(shape[0]))
-    case.grad[1, row * shape[1] + int(rng.integers(shape[1]))] = bad
-    message, left = quantize(ops, case)
-    assert left is not None
-    assert bool(left.isfinite().all())
-    said = dequantize(ops, message, case.layout).view(shape)
-    assert said.isnan().all(-1).tolist() == [i == row for i in range(shape[0])]
-    assert bool(said[[i for i in range(shape[0]) if i != row]].isfinite().all())
-    assert bool(dequantize(ops, message[:1], case.layout).isfinite().all())
-
-
-@both
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    shape=st.tuples(st.integers(1, 9), st.integers(1, 90)),
-    size=st.sampled_from([s for s in SIZES if s[0] == 1]),
-    level=st.sampled_from([0.5, 1.0]),
-)
-@settings(deadline=None, max_examples=100, derandomize=True)
-def test_what_stays_of_a_row_is_no_more_than_the_row(ops, seed, shape, size, level):
-    """Where codes have one size: a fit's energy is `(2 - s) s` of it, with `s` the level times at
-    most 1 + 2**-4 by rounding, and never negative. What is left of a row of equal magnitudes is
-    little."""
-    rng = np.random.default_rng(seed)
-    case = make_case(shape, 1, (*size, F32, F32), rng, level=level)
-    _, left = quantize(ops, case)
-    assert left is not None
-    before = case.x[0].double().square().sum(-1)
-    after = left.double().view(shape).square().sum(-1)
-    assert bool((after <= before * (1 + 2.0**-20) + 2.0**-200).all()), (after / before).max()
-
-
-@both
-def test_equal_magnitudes_are_sent_whole(ops):
-    signs = torch.from_numpy(np.random.default_rng(0).choice([-1.0, 1.0], (1, 6 * 50)))
-    layout = MatrixLayout(rows=6, columns=50)
-    message, left = quantize(ops, Case(signs.float() * 1.5, torch.zeros(1, 300), layout))
-    assert left is not None
-    assert not left.any()
-    assert torch.equal(dequantize(ops, message, layout), signs[0].float() * 1.5)
-
-
-@both
-@sizes
-def test_sums_of_messages(bits, group, ops):
-    """In float64 the sum of what single messages say, within roundings of float32."""
-    rng = np.random.default_rng(5)
-    for divisor in (1, 7):
-        case = make_case((9, 65), 7, (bits, group, F32, F32), rng)
-        message, _ = quantize(ops, case)
-        single = torch.stack([dequantize(ops, m[None], case.layout) for m in message]).double()
-        out = dequantize(ops, message, case.layout, F32, divisor).double()
-        bound = 2.0**-24 * 8 * single.abs().sum(0) / divisor
-        assert bool(((out - single.sum(0) / divisor).abs() <= bound).all())
-        assert single.any()
-
-
-@both
-def test_a_running_average(ops):
-    """LoCo: a share of the old residual stays, the rest is this step's error."""
-    grad, residual = torch.tensor([[4.0, -2.0]]), torch.tensor([[0.0, -1.0]])
-    # Columns of 4 and 3 have scales 1 and 0.75; both are said exactly, by a row's scale of 4.
-    case = Case(grad, residual, MatrixLayout(rows=1, columns=2))
-    message, left = quantize(ops, case, 0.75)
-    assert dequantize(ops, message, case.layout).tolist() == [4.0, -3.0]
-    assert left is not None
-    assert left.tolist() == [[0.0, 0.75 * -1.0]]
 
 
 @pytest.mark.parametrize(("bits", "group", "grad_dtype", "residual_dtype"), VARIANTS[4:7])

@@ -1,248 +1,39 @@
-"""Packed sparse messages: the format, the reference against the oracle, the CPU against both.
-
-Every tensor is a slice of a wider buffer; outputs are poisoned.
-"""
+"""Packed sparse messages: the reference against the oracle, the CPU against both."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from support import oracle
-from tagc.bitmap import to_bitmap
-from tagc.blocks import BlockLayout
-from tagc.ops import get_ops
+from support.packed_cases import (
+    BF16,
+    CPU,
+    F16,
+    F32,
+    LOW_BITS,
+    MODES,
+    OPS,
+    REFERENCE,
+    Case,
+    Packed,
+    both,
+    index_of,
+    layout_of,
+    make_case,
+    pack,
+    unpack,
+    variants,
+    written_out,
+)
 from tagc.ops.cpu import bitmap, packer, selection
-from tagc.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout, plan_packed
-
-OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-LOW_BITS = (0, 1, 2, 4, 8, 16)
-both = pytest.mark.parametrize("ops", OPS, ids=["cpu", "reference"])
-# group, bits, gradient, residual; each row but those with float16, which the CPU widens first,
-# costs a compilation of seconds.
-VARIANTS = [
-    (1, 8, F32, F32),
-    (1, 4, F16, F32),
-    (1, 2, BF16, BF16),
-    (2, 4, F32, None),
-    (4, 8, F32, BF16),
-    (8, 2, F16, BF16),
-    (16, 16, BF16, F32),
-    (32, 8, F16, None),
-]
-variants = pytest.mark.parametrize(
-    ("group", "bits", "grad_dtype", "residual_dtype"),
-    VARIANTS,
-    ids=lambda v: str(v).removeprefix("torch."),
-)
-# share of the groups above the threshold, share that the capacity holds
-MODES = {
-    "usual": (0.1, 0.12),
-    "overflow": (0.4, 0.2),
-    "nothing fits": (0.3, 0.0),
-    "empty": (0.0, 0.1),
-    "room for all": (0.2, 1.0),
-    "support": (0.1, 0.3),
-}
-
-
-@dataclass
-class Case:
-    """Arguments of a pack of ``R`` rows."""
-
-    grad: Tensor
-    residual: Tensor | None
-    threshold: Tensor
-    support: Tensor | None
-    layout: PackedLayout
-
-    @property
-    def x(self) -> Tensor:
-        if self.residual is None:
-            return self.grad.float()
-        return self.grad.float() + self.residual.float()
-
-
-@dataclass
-class Packed:
-    """Outputs of a pack."""
-
-    message: Tensor
-    counts: Tensor
-    residual: Tensor | None
-
-    def index(self, layout: PackedLayout) -> Tensor:
-        return self.message[:, HEADER : HEADER + layout.index_words]
-
-
-def make_case(n, R, block, variant, mode, rng, *, low_bits=None, spoilt=False) -> Case:
-    group, bits, grad_dtype, residual_dtype = variant
-    above, room = MODES[mode]
-    values = oracle.spread if spoilt else oracle.values
-    grad = values((R, n), rng).to(grad_dtype)
-    residual = None
-    if residual_dtype is not None:
-        residual = oracle.values((R, n), rng).to(residual_dtype)
-    if spoilt and n:
-        for value in (math.nan, math.inf, -math.inf, 1e-45, -0.0):
-            grad[0, rng.integers(n)] = value
-        grad[0, -1] = 3.4028234e38
-    groups = -(-n // group)
-    capacity = int(room * groups)
-    layout = plan_packed(n, capacity=capacity, group=group, bits=bits, block=block)
-    if low_bits is not None:
-        layout = replace(layout, low_bits=low_bits)
-    case = Case(
-        oracle.widened(grad),
-        None if residual is None else oracle.widened(residual),
-        torch.ones(R),
-        None,
-        layout,
-    )
-    if groups:
-        x = case.x.nan_to_num(0, 0, 0).abs()
-        whole = torch.nn.functional.pad(x, (0, groups * group - n)).unflatten(1, (groups, -1))
-        size = whole.amax(-1).sort(1, descending=True).values
-        case.threshold = size[:, min(groups - 1, round(above * groups))].clamp(min=2.0**-140)
-    if mode == "empty":
-        case.threshold = torch.full((R,), math.inf)
-    if mode == "support":
-        marked = torch.zeros(R, groups, dtype=torch.bool)
-        for row in marked:
-            row[torch.from_numpy(rng.permutation(groups)[: rng.integers(capacity + 1)])] = True
-        case.support = oracle.widened(to_bitmap(marked))
-    return case
-
-
-def pack(ops, case: Case) -> Packed:
-    rows, layout = case.grad.shape[0], case.layout
-    residual = None if case.residual is None else oracle.widened(case.residual)
-    message = oracle.widened(oracle.poisoned(rows, layout.words, dtype=torch.int32))
-    counts = oracle.poisoned(rows, 4, dtype=torch.int32)
-    before = case.grad.clone()
-    ops.pack(case.grad, residual, case.threshold, case.support, message, counts, layout=layout)
-    oracle.check_margins(message, residual)
-    assert oracle.same_bits(case.grad, before)
-    got = Packed(message, counts, residual)
-    if case.support is not None:
-        assert bool((got.index(layout) == oracle.SENTINEL).all())
-    return got
-
-
-def unpack(ops, message, support, layout, dtype=F32, divisor=1) -> Tensor:
-    out = oracle.widened(oracle.poisoned(layout.numel, dtype=dtype))
-    ops.unpack(message, support, out, layout=layout, divisor=divisor)
-    oracle.check_margins(out)
-    return out
-
-
-def index_of(ops, groups: list[list[int]], layout: PackedLayout) -> Tensor:
-    """Rows of groups, encoded."""
-    marked = torch.zeros(len(groups), layout.groups, dtype=torch.bool)
-    for row, members in zip(marked, groups, strict=True):
-        row[members] = True
-    index = oracle.widened(oracle.poisoned(len(groups), layout.index_words, dtype=torch.int32))
-    ops.write_index(oracle.widened(to_bitmap(marked)), index, layout=layout)
-    oracle.check_margins(index)
-    return index
-
-
-def layout_of(groups: int, capacity: int, low_bits: int, group: int = 1) -> PackedLayout:
-    values = BlockLayout(numel=capacity * group, bits=8, block=32)
-    return PackedLayout(
-        numel=groups * group, group=group, capacity=capacity, low_bits=low_bits, values=values
-    )
-
-
-def test_words_of_a_layout():
-    bits = layout_of(100, 10, 0)
-    assert (bits.low_words, bits.high_words, bits.index_words) == (0, 4, 4)
-    assert bits.words == 2 + 4 + bits.values.words
-    # 10 keys of 4 low bits; 10 ones among 99 >> 4 zeros.
-    split = layout_of(100, 10, 4)
-    assert (split.low_words, split.high_words) == (2, 1)
-    assert split.words == 2 + 3 + split.values.words
-    assert (split.groups, split.bitmap_words) == (100, 4)
-    assert layout_of(0, 0, 0).words == 2
-
-
-def test_the_plan_is_the_smallest():
-    for n, group, density in itertools.product((0, 1, 1000, 10**6), (1, 32), (0, 0.001, 0.05, 0.5)):
-        groups = -(-n // group)
-        layout = plan_packed(n, capacity=int(density * groups), group=group)
-        each = [replace(layout, low_bits=low).index_words for low in LOW_BITS]
-        assert layout.index_words == min(each)
-        assert layout.low_bits == LOW_BITS[each.index(min(each))]
-    # 2 + log2(1 / density) bits a key.
-    layout = plan_packed(1 << 20, capacity=1 << 16)
-    assert layout.low_bits == 4
-    assert layout.index_words * 32 == 6 * layout.capacity
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"numel": -1, "capacity": 0}, "numel must not be negative, got -1"),
-        ({"numel": 9, "capacity": 1, "group": 3}, "a power of two up to 32, got 3"),
-        ({"numel": 9, "capacity": 1, "group": 64}, "a power of two up to 32, got 64"),
-        ({"numel": 1 << 31, "capacity": 1}, "fewer than 2.*31 groups"),
-        ({"numel": 9, "capacity": 4, "group": 4}, r"capacity must be in \[0, 3\], got 4"),
-        ({"numel": 9, "capacity": -1}, r"capacity must be in \[0, 9\], got -1"),
-        ({"numel": 9, "capacity": 1, "bits": 5}, "bits must be one of"),
-    ],
-)
-def test_layouts_that_cannot_be(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        plan_packed(**arguments)
-
-
-@both
-def test_an_index_written_out(ops):
-    """The example of :mod:`tagc.packed`: low parts 3, 1, 2, high bits 0, 3 and 4."""
-    layout = layout_of(16, 3, 2)
-    assert index_of(ops, [[3, 9, 10]], layout).tolist() == [[0b10_01_11, 0b11001]]
-    assert index_of(ops, [[3, 9, 10]], replace(layout, low_bits=0)).tolist() == [[0b110_0000_1000]]
-
-
-def written_out(groups: list[int], layout: PackedLayout) -> list[int]:
-    """An index as two large integers."""
-    low = high = 0
-    for i, g in enumerate(groups):
-        low |= g % 2**layout.low_bits << i * layout.low_bits
-        high |= 1 << ((g >> layout.low_bits) + i if layout.low_bits else g)
-    words = [low >> 32 * w & oracle.MASK for w in range(layout.low_words)]
-    words += [high >> 32 * w & oracle.MASK for w in range(layout.high_words)]
-    assert low >> 32 * layout.low_words == high >> 32 * layout.high_words == 0
-    return [oracle.signed(w, 32) for w in words]
-
-
-@both
-@given(
-    groups=st.integers(1, 70) | st.integers(1, 70_000),
-    rows=st.lists(st.sets(st.integers(0, 2**40), max_size=60), min_size=1, max_size=3),
-    low_bits=st.sampled_from(LOW_BITS),
-    spare=st.integers(0, 40),
-)
-@settings(deadline=None, max_examples=100, derandomize=True)
-def test_an_index_is_read_as_it_was_written(ops, groups, rows, low_bits, spare):
-    members = [sorted({g % groups for g in row} | {groups - 1}) for row in rows]
-    capacity = min(groups, max(map(len, members)) + spare)
-    layout = layout_of(groups, capacity, low_bits)
-    index = index_of(ops, members, layout)
-    assert index.tolist() == [written_out(row, layout) for row in members]
-    back = oracle.widened(oracle.poisoned(len(rows), layout.bitmap_words, dtype=torch.int32))
-    ops.read_index(index, back, layout=layout)
-    oracle.check_margins(back)
-    assert [oracle.bits_of(row, 32 * layout.bitmap_words) for row in back.numpy()] == members
+from tagc.packed import HEADER, KEPT_GROUPS, POISON, plan_packed
 
 
 def check_against_oracle(case: Case, got: Packed) -> None:
@@ -455,19 +246,6 @@ def test_twice_the_same(ops):
     assert a.residual is not None
     assert b.residual is not None
     assert oracle.same_bits(a.residual, b.residual)
-
-
-def test_more_groups_than_fit():
-    """The CPU writes to raw memory, so it looks first."""
-    layout = layout_of(64, 3, 4)
-    words = torch.tensor([[0b1111, 0]], dtype=torch.int32)
-    with pytest.raises(ValueError, match="room for 3 groups got 4"):
-        index_of(CPU, [[0, 1, 2, 3]], layout)
-    residual = torch.ones(1, 64)
-    case = Case(torch.ones(1, 64), residual, torch.ones(1), words, layout)
-    with pytest.raises(ValueError, match="room for 3 groups got 4"):
-        pack(CPU, case)
-    assert bool((residual == 1).all())
 
 
 @pytest.mark.parametrize("group", [1, 4])

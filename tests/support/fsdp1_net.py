@@ -14,6 +14,7 @@ from torch.distributed.fsdp import (
 )
 
 from support.small_net import loss_of, net
+from support.units import policy
 
 FSDP = FullyShardedDataParallel
 CPU = torch.device("cpu")
@@ -25,6 +26,7 @@ UNITS = {
     "first.2": ("first.2.weight", "first.2.bias"),
     "second": ("second.0.weight", "second.0.bias", "second.2.weight", "second.2.bias"),
 }
+WEIGHTS = policy(({"name": "*.weight"}, 0.3))
 
 
 def nested(wrapped: Callable[[nn.Module], Any]) -> Any:
@@ -72,9 +74,6 @@ def train(model: Any, rank: int, steps: int, clip: float | None = None) -> list[
         optimizer.step()
         optimizer.zero_grad()
     return history
-
-
-# The flat layout
 
 
 def flat_of(

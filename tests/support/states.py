@@ -10,12 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import tagc
+from support.exact import equal
 from support.small_net import local_weights, loss_of, sharded
 from tagc.places import Elements, span_of, split_suffix
 
@@ -159,3 +162,27 @@ def shared_folder() -> Iterator[Path]:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
+
+
+SAVERS = ("dcp", "safetensors")
+by_saver = pytest.mark.parametrize("saver", SAVERS)
+
+
+def train_and_save(rank: int, saver: str, policy: dict, folder: Path) -> dict[str, Tensor]:
+    model = wrapped(policy)
+    run(model, rank, range(3))
+    save(model, folder, saver)
+    return residual_sums(model)
+
+
+def loads_badly(rank: int, saver: str, policy: dict, folder: Path) -> tuple[str, str]:
+    """What loading as the same number of ranks says, and that it changed nothing."""
+    model = wrapped(policy)
+    run(model, rank, range(1))
+    before = snapshot(model)
+    try:
+        load(model, folder, saver)
+    except (Exception, CheckpointException) as error:
+        equal(snapshot(model), before)
+        return type(error).__name__, str(error)
+    raise AssertionError("loaded")

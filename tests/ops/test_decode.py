@@ -1,0 +1,180 @@
+"""Decoding of sketches: the reference against the oracle, the CPU against the reference to the bit,
+and both against what was encoded.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support import oracle
+from support.sketch_cases import (
+    BF16,
+    CPU,
+    F32,
+    LARGER,
+    REFERENCE,
+    SIZES,
+    Case,
+    decode,
+    encode,
+    make_case,
+    ranks_to_one,
+    variants,
+)
+from tagc.bitmap import from_bitmap, to_bitmap
+from tagc.layout import plan_layout
+from tagc.quantize import quantization_step
+from tagc.symbols import SYMBOLS
+
+
+@pytest.mark.parametrize("keys", [None, 1])
+@variants
+def test_reference_decodes_by_the_contract(symbol, grad_dtype, residual_dtype, keys):
+    rng = np.random.default_rng(3)
+    for n in [*SIZES, 1001]:
+        mode = "overflow" if keys is None else "room for all"
+        case = make_case(n, 3, symbol, grad_dtype, residual_dtype, mode, rng, keys)
+        layout, seed, step = case.layout, int(case.seed), case.step[0].item()
+        index, cells = ranks_to_one(case)
+        present = sorted(
+            {k for row in index[:, :-1].numpy() for k in oracle.bits_of(row, layout.groups)}
+        )
+        peeled = oracle.peel(cells.tolist(), present, seed, layout)
+        out, residual, stats = decode(REFERENCE, index, cells, case, grad_dtype, 3)
+        assert stats.tolist() == [len(present), len(peeled.stuck)]
+        found = {k: oracle.elements(v, step, layout) for k, v in peeled.values.items()}
+        expected = oracle.shard(found, layout) / np.float32(3)
+        expected = torch.from_numpy(expected).to(grad_dtype)
+        if layout.symbol.integer:
+            assert torch.equal(out, expected)
+        else:  # the order of subtractions within a round is free
+            torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-9)
+        if residual is not None and case.residual is not None:
+            add = oracle.estimate(peeled, seed, step, layout)
+            after = (case.residual[0].double() + torch.from_numpy(add).double()).to(residual.dtype)
+            close = {F32: 1e-6, BF16: 2.0**-7}[residual.dtype]
+            torch.testing.assert_close(residual, after, rtol=close, atol=1e-6 * np.abs(add).max())
+            assert bool((residual != case.residual[0]).any()) == bool(np.any(add))
+    # The largest size overloads its table of one key, so that an estimate was checked.
+    assert bool(peeled.stuck) == (keys == 1)
+
+
+@pytest.mark.parametrize("keys", [None, 1, 60])
+@variants
+def test_cpu_decodes_like_the_reference(symbol, grad_dtype, residual_dtype, keys):
+    rng = np.random.default_rng(4)
+    for n, W in itertools.product(SIZES + LARGER, (1, 3)):
+        mode = "overflow" if keys is None else "room for all"
+        case = make_case(n, W, symbol, grad_dtype, residual_dtype, mode, rng, keys)
+        index, cells = ranks_to_one(case)
+        fast, slow = (decode(ops, index, cells, case, grad_dtype, W) for ops in (CPU, REFERENCE))
+        assert torch.equal(fast[2], slow[2])
+        if SYMBOLS[symbol].integer:
+            assert oracle.same_bits(fast[0], slow[0])
+            if fast[1] is not None and slow[1] is not None:
+                assert oracle.same_bits(fast[1], slow[1])
+        else:
+            torch.testing.assert_close(fast[0], slow[0], rtol=1e-6, atol=1e-6)
+            if fast[1] is not None:
+                torch.testing.assert_close(fast[1], slow[1], rtol=2.0**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("symbol", SYMBOLS)
+def test_cpu_inserts_and_peels_like_the_reference(symbol):
+    rng = np.random.default_rng(5)
+    dtype = SYMBOLS[symbol].dtype
+    for groups, keys, present in [(1, 1, 1), (33, 3, 20), (700, 50, 50), (5000, 100, 300)]:
+        layout = plan_layout(groups * SYMBOLS[symbol].lanes, SYMBOLS[symbol], keys)
+        seed = torch.from_numpy(rng.integers(-(2**31), 2**31, 1, dtype=np.int32))
+        where = torch.zeros(groups, dtype=torch.bool)
+        where[torch.from_numpy(oracle.support("uniform", groups, present, rng))] = True
+        index = to_bitmap(where)
+        # Absent entries are to be ignored. Small integers are exact in float32, too.
+        symbols = torch.from_numpy(rng.integers(-1000, 1000, groups)).to(dtype)
+        both = []
+        for ops in (CPU, REFERENCE):
+            cells = oracle.widened(oracle.poisoned(layout.cells, dtype=dtype))
+            ops.insert(symbols, index, seed, cells, layout=layout)
+            oracle.check_margins(cells)
+            before = cells.clone()
+            both.append((before, *ops.peel(cells, index, seed, layout=layout)))
+            assert torch.equal(cells, before)
+        for fast, slow in zip(*both, strict=True):
+            assert torch.equal(fast, slow)
+        stuck = both[0][2]
+        assert torch.equal(both[0][1], symbols * (where & ~stuck))
+        assert bool(stuck.any()) == (present == 300)
+
+
+@pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
+@pytest.mark.parametrize("symbol", ["int8x4", "int32x1"])
+def test_no_elements(ops, symbol):
+    layout = plan_layout(0, SYMBOLS[symbol], 3)
+    nothing, one = torch.zeros(2, 0), torch.ones(2)
+    case = Case(nothing, nothing.clone(), one, one, torch.ones(1, dtype=torch.int32), layout, 7, 0)
+    got = encode(ops, case)
+    assert got.index.tolist() == [[0], [0]]
+    assert not got.counts.any()
+    out, _, stats = decode(ops, got.index, got.cells[0], case, F32, 2)
+    assert out.numel() == 0
+    assert stats.tolist() == [0, 0]
+
+
+# The smallest threshold for which every |x| up to 2048 is below 2**24 steps, see Ops.encode.
+CONSERVED = [
+    ("int8x4", F32, 2.0**-6),
+    ("int16x2", BF16, 2.0**-4),
+    ("int32x1", F32, 2.0**5),
+    ("float32", BF16, 2.0**-6),
+]
+number = st.floats(-1024, 1024, width=32)
+
+
+@pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
+@pytest.mark.parametrize(("symbol", "dtype", "least"), CONSERVED, ids=[c[0] for c in CONSERVED])
+@given(
+    pairs=st.lists(st.tuples(number, number), min_size=1, max_size=40),
+    octaves=st.floats(0, 8),
+    room=st.integers(0, 40),
+)
+@settings(deadline=None, max_examples=80, derandomize=True)
+def test_what_is_sent_plus_what_stays_is_what_was_there(
+    symbol, dtype, least, ops, pairs, octaves, room
+):
+    """Exactly; for a bfloat16 residual, to its last bit: residual' = bf16(x - sent)."""
+    grad, residual = torch.tensor(pairs).T.contiguous()[:, None]
+    format_ = SYMBOLS[symbol]
+    n, levels = grad.shape[1], format_.levels(1)
+    threshold = torch.tensor([least * 2.0**octaves])
+    step = quantization_step(threshold, format_, levels)
+    layout = plan_layout(n, format_, n)
+    case = Case(
+        oracle.widened(grad), oracle.widened(residual.to(dtype)), threshold, step,
+        torch.zeros(1, dtype=torch.int32), layout, levels, min(room, layout.groups),
+    )  # fmt: skip
+    got = encode(ops, case)
+    sent, _, stats = decode(ops, got.index, got.cells[0], case, F32, 1)
+    assert stats.tolist() == [got.counts[0, 2], 0]
+    assert case.residual is not None
+    assert got.residual is not None
+    x = case.grad[0] + case.residual[0].float()
+    assert got.residual.dtype == dtype
+    if dtype == F32:
+        assert torch.equal(sent + got.residual[0], x)
+        assert torch.equal(sent.double() + got.residual[0].double(), x.double())
+    else:
+        exact = (x.double() - sent.double()).float()
+        rounded = torch.from_numpy(oracle.to_bfloat16(exact.numpy()))
+        assert torch.equal(got.residual[0].float(), rounded)
+    # Kept elements that do not saturate are within half a step of what is sent.
+    if format_.integer:
+        kept = from_bitmap(got.index[0, :-1], layout.groups).repeat_interleave(format_.lanes)[:n]
+        inside = kept & (x.abs() <= levels * step)
+        assert bool(((x - sent).abs()[inside] <= step / 2).all())
+        assert bool((sent[~kept] == 0).all())

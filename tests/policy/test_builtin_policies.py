@@ -1,0 +1,70 @@
+"""The policies that come with the package."""
+
+import pytest
+
+from support.policy_files import BIG
+from tagc.policy import Policy, policies
+from tagc.roles import ROLES, ParamInfo
+
+# Built-in policies
+
+COMPRESSED = {
+    "all": {"attention", "mlp", "embedding", "head", "other"},
+    "attn-only": {"attention"},
+    "non-attn": {"mlp", "embedding", "head"},
+    "mlp-only": {"mlp"},
+    "dense": set(),
+}
+EVERY_ELEMENT = {
+    "loco-4bit": "quantized",
+    "hybrid": "quantized",
+    "packed-20": "packed",
+    "two-bit": "matrix",
+    "one-bit": "matrix",
+    "half-bit": "matrix",
+    "fifth-bit": "matrix",
+    "auto": "auto",
+}
+
+
+def test_policies_are_sorted_and_say_what_they_do():
+    assert list(policies()) == sorted([*COMPRESSED, *EVERY_ELEMENT])
+    assert all(about.endswith(".") for about in policies().values())
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_builtin_compresses_its_roles(name: str):
+    policy = Policy.load(name)
+    compressed = set()
+    for role in ROLES:
+        index = policy.match(ParamInfo(name="w", shape=BIG, role=role, layer=0))
+        if index is not None and policy.gradients[index].codec.compresses:
+            compressed.add(role)
+            rule = policy.gradients[index].model_dump()
+            assert rule["codec"] == {
+                "kind": "sketch",
+                "density": 0.2,
+                "symbol": "auto",
+                "support": "own",
+                "warmup_steps": 40,
+            }
+            assert rule["feedback"]["kind"] == "residual"
+            assert rule["feedback"]["dtype"] == "float32"
+    assert compressed == COMPRESSED[name]
+
+
+@pytest.mark.parametrize(("name", "kind"), EVERY_ELEMENT.items())
+def test_builtin_takes_every_matrix(name: str, kind: str):
+    policy = Policy.load(name)
+    for role in ROLES:
+        index = policy.match(ParamInfo(name="w", shape=BIG, role=role, layer=0))
+        if role in COMPRESSED["all"]:
+            assert index is not None
+            assert policy.gradients[index].codec.kind == kind
+        else:
+            assert index is None
+    assert bool(policy.parameters) == (name in ("hybrid", "auto"))
+    if name == "hybrid":
+        assert [rule.codec.model_dump() for rule in policy.parameters] == [
+            {"kind": "quantized", "bits": 8, "block": 256, "keep_for_backward": True}
+        ]

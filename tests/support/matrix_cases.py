@@ -1,0 +1,106 @@
+"""Cases for messages of matrices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from support import oracle
+from tagc.matrix import MatrixLayout
+from tagc.ops import get_ops
+
+OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+both = pytest.mark.parametrize("ops", OPS, ids=["cpu", "reference"])
+SIZES = [(1, 1), (2, 1), (4, 1), (1, 8), (1, 16), (1, 32)]
+sizes = pytest.mark.parametrize(("bits", "group"), SIZES)
+# bits, group, gradient, residual: each but those of float16, which the CPU widens first, costs a
+# compilation. Groups of 8 have codes of 4 bits, and share most of it with those.
+VARIANTS = [
+    (1, 1, F32, F32),
+    (1, 1, BF16, BF16),
+    (2, 1, F32, BF16),
+    (2, 1, F16, BF16),
+    (4, 1, BF16, F32),
+    (1, 8, BF16, F32),
+    (1, 16, F32, F32),
+    (1, 16, F32, None),
+    (1, 32, F32, BF16),
+    (1, 32, F16, BF16),
+]
+variants = pytest.mark.parametrize(
+    ("bits", "group", "grad_dtype", "residual_dtype"),
+    VARIANTS,
+    ids=lambda v: str(v).removeprefix("torch."),
+)
+SHAPES = [(1, 1), (3, 1), (1, 33), (5, 8), (9, 40), (4, 129)]
+
+
+@dataclass
+class Case:
+    """Arguments of a quantization."""
+
+    grad: Tensor
+    residual: Tensor | None
+    layout: MatrixLayout
+
+    @property
+    def x(self) -> Tensor:
+        """`[D, rows, columns]`."""
+        x = self.grad.float()
+        if self.residual is not None:
+            x = x + self.residual.float()
+        return x.unflatten(-1, (self.layout.rows, self.layout.columns))
+
+
+def matrices_of(D: int, rows: int, columns: int, rng: np.random.Generator) -> Tensor:
+    """Rows and columns of sizes of their own, some of them zero, others far from the rest."""
+    x = oracle.values((D, rows, columns), rng).double().numpy()
+    for shape, far in (((D, rows, 1), 90), ((D, 1, columns), 30)):
+        octave = rng.integers(-4, 5, shape) + (rng.random(shape) < 0.1) * rng.integers(-far, far)
+        x = np.ldexp(x, octave) * (rng.random(shape) > 0.1)
+    return torch.from_numpy(np.clip(x, -3e38, 3e38).astype(np.float32))
+
+
+def make_case(shape, D, variant, rng, *, level=1.0, spoilt=False) -> Case:
+    bits, group, grad_dtype, residual_dtype = variant
+    rows, columns = shape
+    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, group=group, level=level)
+    grad = matrices_of(D, rows, columns, rng)
+    residual = None
+    if residual_dtype is not None:
+        residual = (matrices_of(D, rows, columns, rng) / 4).to(residual_dtype).flatten(1)
+    if spoilt:
+        for value in (math.nan, math.inf, -math.inf, 3.4028234e38, -3.4028234e38, 1e-45, -0.0):
+            grad[rng.integers(D), rng.integers(rows), rng.integers(columns)] = value
+    elif grad_dtype == F16:
+        grad = grad.clamp(-60000, 60000)
+    return Case(
+        oracle.widened(grad.to(grad_dtype).flatten(1)),
+        None if residual is None else oracle.widened(residual),
+        layout,
+    )
+
+
+def quantize(ops, case: Case, average=0.0) -> tuple[Tensor, Tensor | None]:
+    """The message and the residual after."""
+    residual = None if case.residual is None else oracle.widened(case.residual)
+    message = oracle.poisoned(case.grad.shape[0], case.layout.words, dtype=torch.int32)
+    message = oracle.widened(message)
+    before = case.grad.clone()
+    ops.quantize_matrix(case.grad, residual, message, layout=case.layout, average=average)
+    oracle.check_margins(message, residual)
+    assert oracle.same_bits(case.grad, before)
+    return message, residual
+
+
+def dequantize(ops, message: Tensor, layout: MatrixLayout, dtype=F32, divisor=1) -> Tensor:
+    out = oracle.widened(oracle.poisoned(layout.numel, dtype=dtype))
+    ops.dequantize_matrix(message, out, layout=layout, divisor=divisor)
+    oracle.check_margins(out)
+    return out

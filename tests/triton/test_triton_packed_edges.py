@@ -1,0 +1,201 @@
+"""The Triton operators of sparse packing where it gets tight: indexes, many words, damage.
+
+Every case runs interpreted on the CPU and, where there is a GPU, natively (``-m gpu``).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from support import oracle
+from support.kernel_cases import Cases, check_margins, interpreted, kernels, placed, same
+from support.packed_kernels import (
+    BF16,
+    F32,
+    I32,
+    LOW_BITS,
+    check,
+    check_index,
+    check_select,
+    check_sum,
+    packed,
+    problem,
+)
+from tagc.blocks import BlockLayout
+from tagc.ops import reference
+from tagc.packed import HEADER, POISON, PackedLayout, plan_packed
+
+pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
+
+CASES = case = Cases()
+
+
+@case("bits past the last group mean nothing")
+def _(device):
+    p = problem(610, "all above", group=2, residual=BF16, given=True)
+    assert p.support is not None
+    tail = torch.tensor(-1 << 305 % 32, dtype=I32)
+    p.support[:, -1] |= tail
+    check(p, device)
+    p = problem(610, "usual", group=2, low=0)
+    message = packed(reference, p, "cpu")["message"]
+    assert message is not None
+    message[:, HEADER + p.layout.index_words - 1] |= tail
+    check_sum(message, None, p.layout, device)
+
+
+@case("indexes")
+def _(device):
+    rng = np.random.default_rng(0)
+    for groups, share in ((1, 1.0), (33, 0.5), (64, 0.0), (1000, 1.0), (1999, 0.1)):
+        present = torch.from_numpy(rng.random((2, groups)) < share)
+        for low in LOW_BITS:
+            spare = 0 if groups % 2 else 3
+            capacity = min(groups, int(present.sum(1).max()) + spare)
+            layout = PackedLayout(
+                numel=groups, group=1, capacity=capacity, low_bits=low,
+                values=BlockLayout(numel=capacity, bits=8),
+            )  # fmt: skip
+            check_index(present, layout, device)
+
+
+@case("indexes of several blocks of words")
+def _(device):
+    rng = np.random.default_rng(0)
+    present = torch.zeros(1, 70001, dtype=torch.bool)
+    for first, last, keys in ((0, 1000, 300), (20000, 69000, 100), (69990, 70001, 11)):
+        present[0, first + rng.choice(last - first, keys, replace=False)] = True
+    # As many chunks of blocks as a million words have.
+    with mock.patch.object(kernels("rank"), "_CHUNK", 2):
+        for low in (1, 8):
+            layout = replace(plan_packed(70001, capacity=500), low_bits=low)
+            check_index(present, layout, device)
+
+
+@case("messages of several blocks of words")
+def _(device):
+    p = problem(40000, "empty", bits=4, R=1, grad=BF16)
+    p.layout = replace(plan_packed(40000, capacity=200, bits=4, block=64), low_bits=4)
+    p.grad.clamp_(-1, 1)
+    assert p.residual is not None
+    p.residual.zero_()
+    p.grad[0, -90::3] = 2.0
+    p.grad[0, :5000:100] = -3.0
+    p.threshold.fill_(1.5)
+    with mock.patch.object(kernels("rank"), "_CHUNK", 1):
+        assert check(p, device)["counts"][0, 2] == 80
+
+
+@case("select")
+def _(device):
+    for n, mode, group, dtype in (
+        (700, "usual", 1, F32), (2051, "overflow", 4, BF16), (99, "nothing fits", 2, F32),
+        (1300, "overflow", 16, F32), (300, "room for all", 8, BF16), (65, "empty", 1, F32),
+    ):  # fmt: skip
+        p = problem(n, mode, group=group, grad=dtype, residual=None, R=3)
+        p.grad[1, n // 2] = float("inf")
+        check_select(p.grad, p.threshold, p.layout, device)
+
+
+@case("additions in the order of the messages")
+def _(device):
+    for dtype, divisor in ((F32, 1), (BF16, 3)):
+        p = problem(300, "room for all", bits=16, R=6, residual=None)
+        p.grad *= torch.tensor([1, 1e3, 1e-3, 1, 1e2, 1e-2])[:, None]
+        message = packed(reference, p, "cpu")["message"]
+        assert message is not None
+        forth = check_sum(message, None, p.layout, device, dtype=dtype, divisor=divisor)
+        back = check_sum(message.flip(0), None, p.layout, device, dtype=dtype, divisor=divisor)
+        assert dtype != F32 or not torch.equal(forth, back)
+
+
+@case("any rank's poison word")
+def _(device):
+    p = problem(130, "usual", R=3)
+    message = packed(reference, p, "cpu")["message"]
+    assert message is not None
+    for r in range(3):
+        sent = message.contiguous()
+        sent[:, POISON] = torch.arange(3) == r
+        assert check_sum(sent, None, p.layout, device).isnan().all()
+    support = torch.zeros(p.layout.bitmap_words, dtype=I32)
+    assert check_sum(sent, support, p.layout, device).isnan().all()
+
+
+@case("damaged messages and overfull bitmaps stay within bounds")
+def _(device):
+    ops, rng = kernels("ops"), np.random.default_rng(0)
+    for low in (0, 1, 4):
+        layout = replace(plan_packed(500, capacity=40, block=32), low_bits=low)
+        words = rng.integers(-(2**31), 2**31, (2, layout.words), dtype=np.int32)
+        words[:, POISON] = 0
+        out = placed(oracle.poisoned(500, dtype=F32), device, False)
+        bitmap = placed(oracle.poisoned(2, layout.bitmap_words, dtype=I32), device, False)
+        message = placed(torch.from_numpy(words), device, False)
+        assert message is not None
+        ops.read_index(
+            message[:, HEADER : HEADER + layout.index_words], bitmap, layout=layout
+        )  # groups beyond the last
+        ops.unpack(message, None, out, layout=layout, divisor=1)
+        for tensor in (message, bitmap, out):
+            check_margins(tensor)
+        # More groups than fit: those past the capacity have no values and no place in the list.
+        every = torch.full((2, layout.bitmap_words), -1, dtype=I32, device=device)
+        total = torch.empty(500, device=device)
+        ops.unpack(message, every[0], total, layout=layout, divisor=1)
+        assert not total[40:].any()
+        guard = torch.full((2 * 40 + 600,), oracle.SENTINEL, dtype=I32, device=device)
+        keys = guard[:80].view(2, 40)
+        with mock.patch.object(kernels("listing"), "buffer", return_value=keys):
+            index = placed(oracle.poisoned(2, layout.index_words, dtype=I32), device, False)
+            if low:
+                ops.write_index(every, index, layout=layout)
+                check_margins(index)
+                assert keys.tolist() == [[*range(40)]] * 2
+        assert (guard[80:] == oracle.SENTINEL).all()
+
+
+@case("the same launches give the same bits")
+def _(device):
+    p = problem(1999, "overflow", group=2, low=2, residual=BF16)
+    first, second = (packed(kernels("ops"), p, device) for _ in range(2))
+    for name, tensor in first.items():
+        assert tensor is not None
+        same(name, second[name], tensor.cpu())
+
+
+# --- in a process of its own ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def outcome(tmp_path_factory) -> dict[str, str | None]:
+    return interpreted(__file__, tmp_path_factory.mktemp("packed"))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(outcome, name):
+    failure = outcome[name]
+    assert failure is None, failure
+
+
+# --- natively ---------------------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+
+
+@gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    CASES[name]("cuda")
+
+
+if __name__ == "__main__":
+    CASES.main(Path(sys.argv[1]))
