@@ -86,6 +86,21 @@ class Compressor:
         )
 
     @property
+    def reducers(self) -> list[UnitReducer]:
+        """What reduces the units' gradients, in the order of the plan's units."""
+        return self._installed.reducers
+
+    @property
+    def gatherers(self) -> list[UnitGatherer]:
+        """What gathers the units' parameters; none where the policy leaves them to FSDP."""
+        return self._installed.gatherers
+
+    @property
+    def replica_reducers(self) -> list[UnitReducer]:
+        """What averages the units' gradients over copies of the model; none without copies."""
+        return self._installed.replicas
+
+    @property
     def wire_bytes(self) -> int:
         """Gradient bytes that this rank sent so far in reduce-scatters; free to ask for in every
         step."""
