@@ -26,7 +26,7 @@ def reducers(rule: dict[str, Any], world_size: int) -> Iterator[tuple[UnitReduce
     """Of every unit: its reducer, and what of FSDP1's buffer is a parameter's, ``[W, S]``."""
     model = quietly(tagc.wrap, sharded(), {"schema": 1, "gradients": [rule]})
     zeros = {name: torch.zeros_like(p) for name, p in net().named_parameters()}
-    for reducer in tagc.compressor(model)._installed.reducers:
+    for reducer in tagc.compressor(model).reducers:
         _, owners = flat_of(reducer.plan.info.name, zeros, world_size, use_orig_params=False)
         yield reducer, torch.tensor([bool(owner) for owner in owners]).view(world_size, -1)
 

@@ -206,7 +206,7 @@ def test_training_is_reproducible(rank: int, world_size: int) -> None:
         model = tagc.wrap(sharded(), EVERYTHING, ops=ops)
         train(model, rank, 10)
         results.append(local_weights(model))
-        for reducer in tagc.compressor(model)._installed.reducers:
+        for reducer in tagc.compressor(model).reducers:
             steering, seed = reducer.sketch.steering, reducer.sketch._seed
             for shared in (steering.threshold, steering.boost, seed):
                 everyones = gathered(shared)
@@ -293,7 +293,7 @@ def test_wire_bytes(rank: int, world_size: int) -> None:
     rows = plan.rows
     assert sum(row.wire_bytes for row in rows) == pytest.approx(formula, rel=1e-12)
     assert sum(row.dense_bytes for row in rows) == dense
-    held = [r for reducer in compressor._installed.reducers for r in reducer.residuals.values()]
+    held = [r for reducer in compressor.reducers for r in reducer.residuals.values()]
     residual = sum(r.numel() * r.element_size() for r in held)
     assert sum(row.stored_bytes for row in rows) == pytest.approx(residual, rel=1e-12)
     compressed = sum(row.dense_bytes for row in rows if row.codec != "dense")

@@ -73,8 +73,8 @@ def reduction(api: Api, option: Option, dtype: Dtype) -> Divisors:
 def owes(wrapped: Any, how: Divisors) -> list[Tensor]:
     """What all ranks together owe this rank's shards, in the units of the gradient."""
     held = {}
-    installed = tagc.compressor(wrapped)._installed
-    for reducer in (*installed.reducers, *installed.replicas):
+    compressor = tagc.compressor(wrapped)
+    for reducer in (*compressor.reducers, *compressor.replica_reducers):
         plan = reducer.plan
         rows = torch.zeros(plan.destinations, plan.buffer_columns, dtype=torch.float64)
         for segment in plan.compressed:
@@ -113,18 +113,18 @@ def spread(wrapped: Any, how: Divisors, rows: Mapping[int, Tensor]) -> list[Tens
     """Rows ``[W, S]`` that every rank has for every shard, as they add up in the gradients of
     this rank's shards ``[S]``."""
     compressor = tagc.compressor(wrapped)
-    installed = compressor._installed
     found = []
-    for i, reducer in enumerate(installed.reducers):
+    for i, reducer in enumerate(compressor.reducers):
         group, W = compressor._units[i].group, reducer.plan.info.world_size
         inside, after = how(W)
         shape = (W, reducer.plan.buffer_columns)
         total = rows.get(id(reducer), torch.zeros(shape, dtype=torch.float64)).clone()
         dist.all_reduce(total, group=group)
         mine = total[group.rank()] / inside
-        if installed.replicas:
+        if compressor.replica_reducers:
             replicas = two_by_two()["replicate"].get_group()
-            mine += rows.get(id(installed.replicas[i]), torch.zeros(1, shape[1]))[0]
+            average = compressor.replica_reducers[i]
+            mine += rows.get(id(average), torch.zeros(1, shape[1]))[0]
             dist.all_reduce(mine, group=replicas)
             mine /= replicas.size()
         found.append(mine / after)
@@ -157,7 +157,7 @@ def tiny(dtype: Dtype) -> float:
 def check_steps(wrapped: Any, how: Divisors, owed: Sequence[Tensor]) -> None:
     """Nobody owes an element more than half a step of its shard's."""
     compressor = tagc.compressor(wrapped)
-    for i, reducer in enumerate(compressor._installed.reducers):
+    for i, reducer in enumerate(compressor.reducers):
         W, own = reducer.plan.info.world_size, compressor._units[i].group.rank()
         for j, part in enumerate(reducer.sketch.parts):
             half = reducer.sketch._steps[j, own].item() / 2
