@@ -20,12 +20,12 @@ from unittest import mock
 
 import torch
 
-from tagc.blocks import BITS, BlockLayout
-from tagc.layout import SketchLayout
-from tagc.matrix import BITS as MATRIX_BITS
-from tagc.matrix import GROUPS, MatrixLayout
-from tagc.packed import PackedLayout
-from tagc.symbols import SYMBOLS, Symbol
+from tagc.ops.blocks import BITS, BlockLayout
+from tagc.ops.matrix import BITS as MATRIX_BITS
+from tagc.ops.matrix import GROUPS, MatrixLayout
+from tagc.ops.packed import PackedLayout
+from tagc.ops.sketch import SketchLayout
+from tagc.ops.symbols import SYMBOLS, Symbol
 
 from .records import Record
 

@@ -45,7 +45,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         start_torchrun(args.ranks)
 
-    place = Place.join()
+    place = ParamLocation.join()
     place.print(
         f"{place.ranks} ranks on {place.device.type}, {args.steps} steps of {args.batch} × "
         f"{GPTConfig().context} bytes per rank, from {corpus.source}"
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def train_one_run(
-    policy: str | None, args: argparse.Namespace, corpus: Corpus, place: Place
+    policy: str | None, args: argparse.Namespace, corpus: Corpus, place: ParamLocation
 ) -> Run:
     """Train one model, with plain FSDP2 if `policy` is None; every rank returns the same losses."""
     torch.manual_seed(args.seed)
@@ -145,7 +145,7 @@ def make_optimizer(
 
 
 @torch.no_grad()
-def evaluate(model: GPT, corpus: Corpus, place: Place) -> float:
+def evaluate(model: GPT, corpus: Corpus, place: ParamLocation) -> float:
     """Mean loss over the same held-out windows every time, split among the ranks."""
     batch = corpus.held_out(
         HELD_OUT_WINDOWS, model.config.context, rank=place.rank, ranks=place.ranks
@@ -209,7 +209,7 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ParamLocation:
     """Where this process stands: one rank of many, on one device."""
 
     rank: int
@@ -217,7 +217,7 @@ class Place:
     device: torch.device
 
     @staticmethod
-    def join() -> Place:
+    def join() -> ParamLocation:
         """Join the process group that torchrun describes: NCCL with a GPU per rank, else gloo."""
         local_rank, local_ranks = (int(os.environ[k]) for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         torch.set_num_threads(max(1, cores() // local_ranks))
@@ -228,7 +228,7 @@ class Place:
         else:
             device = torch.device("cpu")
             dist.init_process_group("gloo")
-        return Place(rank=dist.get_rank(), ranks=dist.get_world_size(), device=device)
+        return ParamLocation(rank=dist.get_rank(), ranks=dist.get_world_size(), device=device)
 
     def print(self, message: str) -> None:
         if self.rank == 0:

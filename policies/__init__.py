@@ -10,7 +10,7 @@ import types
 
 class _CallableModule(types.ModuleType):
     def __call__(self) -> dict[str, str]:
-        from tagc.policy import policies
+        from tagc.policy.policy import policies
 
         return policies()
 

@@ -5,9 +5,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from tagc.cli_costs import add_commands
+from tagc.costs.cli import add_commands
+from tagc.costs.shapes import ModelError
 from tagc.policy import Policy, PolicyError, policies
-from tagc.shapes import ModelError
 
 __all__ = ["main"]
 

@@ -14,34 +14,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tagc.gatherer import UnitGatherer
+from tagc.checkpoint import OneRank, State, UnitState, open_folder, save_folder, to_state_dict
+from tagc.comm import UnitGatherer, UnitReducer
+from tagc.fsdp import Unit
 from tagc.metrics import Metrics, collect
 from tagc.plan import Plan
-from tagc.reducer import UnitReducer
-from tagc.state import Reduced, State
-from tagc.state_folders import open_folder, save_folder
-from tagc.state_format import OneRank, to_state_dict
-from tagc.units import Unit, fsdp2_units
 
 # On the model itself, so that both are garbage together.
 _ATTRIBUTE = "_tagc_compressor"
 
 
 @dataclass
-class Installed:
-    """What replaces FSDP's collectives; the last two are empty where the policy leaves them."""
+class Collectives:
+    """What replaces FSDP's collectives, in the order of the units; the last two are empty where the
+    policy leaves them."""
 
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
-    replicas: list[UnitReducer] = field(default_factory=list)
+    replica_reducers: list[UnitReducer] = field(default_factory=list)
+
+    @property
+    def all_reducers(self) -> list[UnitReducer]:
+        """In the reduce-scatter and across replicas."""
+        return [*self.reducers, *self.replica_reducers]
 
     def clear(self) -> None:
         """Drop it all, with the scratch buffers of the operators."""
-        for part in (*self.reducers, *self.gatherers, *self.replicas):
+        for part in (*self.all_reducers, *self.gatherers):
             part.release()
         self.reducers.clear()
         self.gatherers.clear()
-        self.replicas.clear()
+        self.replica_reducers.clear()
 
 
 class Compressor:
@@ -57,12 +60,13 @@ class Compressor:
         model: nn.Module,
         plan: Plan,
         units: Sequence[Unit],
-        installed: Installed,
+        collectives: Collectives,
         groups: list[dist.ProcessGroup],
         *,
         disabled: bool = False,
     ) -> None:
-        self._model, self._plan, self._units, self._installed = model, plan, units, installed
+        self._model, self._plan, self._units = model, plan, units
+        self._collectives = collectives
         self._groups, self._disabled = groups, disabled
 
     def plan(self) -> Plan:
@@ -71,13 +75,13 @@ class Compressor:
 
     def metrics(self) -> Metrics:
         """What happened so far on this rank. Waits for the device; no collective."""
-        gatherers = [] if self._disabled else self._installed.gatherers
-        pairs = zip(fsdp2_units(self._units), gatherers, strict=False)
+        gatherers = [] if self._disabled else self._collectives.gatherers
+        pairs = zip(self._units, gatherers, strict=bool(gatherers))
         squares = [gatherer.relative_error(unit.shard()) for unit, gatherer in pairs]
         total = sum(whole for _, whole in squares)
         return collect(
-            self._installed.reducers,
-            replicas=self._installed.replicas,
+            self._collectives.reducers,
+            replicas=self._collectives.replica_reducers,
             parameter_bytes=(
                 sum(g.wire_bytes for g in gatherers),
                 sum(g.dense_bytes for g in gatherers),
@@ -86,31 +90,31 @@ class Compressor:
         )
 
     @property
-    def reducers(self) -> list[UnitReducer]:
-        """What reduces the units' gradients, in the order of the plan's units."""
-        return self._installed.reducers
+    def reducers(self) -> Sequence[UnitReducer]:
+        """What reduces each unit's gradients, to look at; not a part of the stable interface."""
+        return self._collectives.reducers
 
     @property
-    def gatherers(self) -> list[UnitGatherer]:
-        """What gathers the units' parameters; none where the policy leaves them to FSDP."""
-        return self._installed.gatherers
+    def gatherers(self) -> Sequence[UnitGatherer]:
+        """What gathers each unit's parameters, likewise; empty where that is left to FSDP."""
+        return self._collectives.gatherers
 
     @property
-    def replica_reducers(self) -> list[UnitReducer]:
-        """What averages the units' gradients over copies of the model; none without copies."""
-        return self._installed.replicas
+    def replica_reducers(self) -> Sequence[UnitReducer]:
+        """What averages each unit's gradients over replicas, likewise; empty without replicas."""
+        return self._collectives.replica_reducers
 
     @property
     def wire_bytes(self) -> int:
         """Gradient bytes that this rank sent so far in reduce-scatters; free to ask for in every
         step."""
-        return sum(reducer.wire_bytes for reducer in self._installed.reducers)
+        return sum(reducer.wire_bytes for reducer in self._collectives.reducers)
 
     @property
     def parameter_wire_bytes(self) -> int:
         """Bytes that this rank sent so far in all-gathers; 0 where the policy leaves them to
         FSDP."""
-        return sum(gatherer.wire_bytes for gatherer in self._installed.gatherers)
+        return sum(gatherer.wire_bytes for gatherer in self._collectives.gatherers)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's state between two steps: copies of all residuals, by parameter, and what
@@ -124,7 +128,7 @@ class Compressor:
             ValueError: if a parameter is sharded in a way that has no such state.
         """
         state = self._state()
-        return to_state_dict(state.about(), state.take())
+        return to_state_dict(state.header(), state.take())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, force: bool = False) -> None:
         """Go on where ``state_dict`` was taken, by the same rank of as many. Call it on all ranks.
@@ -175,16 +179,16 @@ class Compressor:
         self._state().load(lambda: open_folder(Path(folder), key), force=force)
 
     def _state(self) -> State:
-        made = self._installed
+        made = self._collectives
         reduced = [
-            Reduced(
+            UnitState(
                 direction=reducer.plan.direction,
                 reducer=reducer,
                 shard=unit.group.rank(),
                 shards=unit.group.size(),
             )
-            for reducers in (made.reducers, made.replicas)
-            for unit, reducer in zip(self._units, reducers, strict=False)
+            for reducers in (made.reducers, made.replica_reducers)
+            for unit, reducer in zip(self._units, reducers, strict=bool(reducers))
         ]
         return State(plan=self._plan, groups=self._groups, reduced=reduced, gathered=made.gatherers)
 
@@ -204,7 +208,7 @@ class Compressor:
         """
         if not isinstance(factor, Tensor) and not 0 < factor < math.inf:
             raise ValueError(f"the factor must be positive and finite, got {factor}")
-        for reducer in (*self._installed.reducers, *self._installed.replicas):
+        for reducer in self._collectives.all_reducers:
             reducer.rescale(factor)
 
     def copy_residuals(self) -> list[Tensor]:
@@ -212,8 +216,8 @@ class Compressor:
         residuals take."""
         return [
             stored.clone()
-            for reducer in (*self._installed.reducers, *self._installed.replicas)
-            for stored in (*reducer.residuals.values(), *reducer.kept.values())
+            for reducer in self._collectives.all_reducers
+            for stored in (*reducer.residuals.values(), *reducer.owner_states.values())
         ]
 
     def restore_residuals(self, copy: Sequence[Tensor], where: bool | Tensor = True) -> None:
@@ -243,10 +247,10 @@ class Compressor:
         with ExitStack() as stack:
             yield [
                 stored
-                for reducer in (*self._installed.reducers, *self._installed.replicas)
+                for reducer in self._collectives.all_reducers
                 for stored in (
-                    *stack.enter_context(reducer.opened()).values(),
-                    *reducer.kept.values(),
+                    *stack.enter_context(reducer.open_residuals()).values(),
+                    *reducer.owner_states.values(),
                 )
             ]
 
@@ -255,7 +259,7 @@ class Compressor:
         again afterwards."""
         for unit in self._units:
             unit.restore()
-        self._installed.clear()
+        self._collectives.clear()
         if attached(self._model) is self:
             delattr(self._model, _ATTRIBUTE)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tagc.codec_plans import PackedPlan, SketchPlan
-from tagc.reducer import UnitReducer
+from tagc.comm import UnitReducer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,26 +55,6 @@ class Metrics:
     unresolved: int
     residual_norm: float
 
-    @property
-    def wire_bytes_per_step(self) -> float:
-        """Bytes sent in a step."""
-        return self.wire_bytes / max(1, self.steps)
-
-    @property
-    def dense_bytes_per_step(self) -> float:
-        """Bytes that dense sends in a step."""
-        return self.dense_bytes / max(1, self.steps)
-
-    @property
-    def compressed_wire_bytes_per_step(self) -> float:
-        """Bytes sent in a step for compressed parameters."""
-        return self.compressed_wire_bytes / max(1, self.steps)
-
-    @property
-    def compressed_dense_bytes_per_step(self) -> float:
-        """Bytes that dense sends in a step for the compressed parameters."""
-        return self.compressed_dense_bytes / max(1, self.steps)
-
 
 @dataclass
 class _Selected:
@@ -84,34 +63,22 @@ class _Selected:
     planned: float = 0
     target: float = 0
     selectable: float = 0
-    kept: float = 0
+    selected: float = 0
     sketched: float = 0
     union: float = 0
     unresolved: int = 0
 
     def add(self, reducer: UnitReducer) -> None:
-        steps, ranks = reducer.compressed_steps, reducer.plan.destinations
-        sketches = zip(reducer.plan.of(SketchPlan), reducer.sketch.totals.tolist(), strict=True)
-        for segment, (kept, union, unresolved) in sketches:
-            assert isinstance(segment.codec, SketchPlan)
-            lanes, groups = segment.codec.symbol.lanes, segment.codec.layout.groups
-            self._add(segment.codec.target, groups * lanes, kept * lanes, steps, ranks)
-            self.sketched += groups * lanes * steps
-            self.union += union * lanes
-            self.unresolved += unresolved
-        for segment, kept in zip(
-            reducer.plan.of(PackedPlan), reducer.packed.totals.tolist(), strict=True
-        ):
-            assert isinstance(segment.codec, PackedPlan)
-            layout = segment.codec.layout
-            elements = layout.groups * layout.group
-            self._add(segment.codec.target, elements, kept * layout.group, steps, ranks)
-
-    def _add(self, target: float, elements: int, kept: float, steps: int, ranks: int) -> None:
-        self.planned += elements
-        self.target += target * elements
-        self.selectable += elements * steps * ranks
-        self.kept += kept
+        steps, destinations = reducer.compressed_steps, reducer.plan.destinations
+        for count in reducer.selection_counts():
+            self.planned += count.elements
+            self.target += count.target * count.elements
+            self.selectable += count.elements * steps * destinations
+            self.selected += count.selected
+            self.unresolved += count.unresolved
+            if count.union is not None:
+                self.sketched += count.elements * steps
+                self.union += count.union
 
 
 def collect(
@@ -148,7 +115,7 @@ def collect(
         replica_wire_bytes=sum(r.wire_bytes for r in replicas),
         replica_dense_bytes=_dense_bytes(replicas),
         density_target=selected.target / selected.planned if selected.planned else 1.0,
-        density=selected.kept / selected.selectable if selected.selectable else nothing,
+        density=selected.selected / selected.selectable if selected.selectable else nothing,
         union_density=selected.union / selected.sketched if selected.sketched else nothing,
         unresolved=selected.unresolved,
         residual_norm=math.hypot(*norms),

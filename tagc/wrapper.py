@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,21 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tagc.agreement import agree_on
-from tagc.auto import is_automatic, measured_choice
-from tagc.fsdp1 import FSDP1Unit, check_policy
-from tagc.fsdp2 import FSDP2Unit
-from tagc.gatherer import UnitGatherer
-from tagc.handle import Compressor, Installed, attach, attached
+from tagc.codecs.workspace import Workspace
+from tagc.comm import ReplicaAverage, UnitGatherer, UnitReducer, agree_on
+from tagc.costs import is_automatic, measured_choice
+from tagc.fsdp import Integration, Unit, integration_of, sharding_groups
+from tagc.handle import Collectives, Compressor, attach, attached
 from tagc.ops import Ops, get_ops
-from tagc.plan import Plan, UnitInfo, UnitPlan
-from tagc.planning import Choose, build_plan
+from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
 from tagc.policy import Policy, PolicyError
-from tagc.reducer import UnitReducer
-from tagc.replicas import ReplicaAverage
-from tagc.units import Unit, find_units, fsdp2_units, sharding_groups
 from tagc.version import __version__
-from tagc.workspace import Workspace
+from tagc.warn import warn
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -84,27 +79,39 @@ def wrap(
     if replica_group is not None:
         groups.append(replica_group)
 
-    units: list[Unit] = []
+    disabled, units, loaded = _agree_on_request(model, policy, replica_group, groups)
+    choose = _chooser(units, loaded, ops, replica_group)
+    # Where nothing runs, nothing has to be compiled for it.
+    made_with = "reference" if disabled else ops
 
-    def find() -> tuple[None, str]:
-        if attached(model) is not None:
-            raise ValueError(
-                "this model is already wrapped; call tagc.compressor(model).remove() first to "
-                "wrap it with another policy"
-            )
-        units.extend(find_units(model))
-        return None, type(units[0]).__name__.removesuffix("Unit")
+    def make() -> tuple[tuple[Plan, Collectives], str]:
+        plan = _plan(units, loaded, replica_group, choose)
+        return (plan, _make(units, plan, made_with)), plan.fingerprint[:12]
 
-    def load() -> tuple[Policy, str]:
-        loaded = Policy.load(policy)
-        if any(isinstance(unit, FSDP1Unit) for unit in units):
-            check_policy(loaded, replicas=replica_group is not None)
-        if loaded.replicas and replica_group is None:
-            raise PolicyError(
-                f"policy {loaded.name!r} has rules for replicas: pass tagc.wrap(..., "
-                'replicas=mesh["replicate"]), or take a policy without them'
-            )
-        return loaded, f"{loaded.name} ({loaded.hash[:12]})"
+    plan, collectives = agree_on(groups, {"plan": make})["plan"]
+    for warning in plan.warnings:
+        warn(warning)
+    if all(u.info.world_size == 1 for u in units) and replica_group is None:
+        collectives.clear()
+        warn("tagc.wrap does nothing at world size 1: FSDP skips the reduce-scatter")
+    if not disabled:
+        _install(units, collectives, replica_group)
+    else:
+        warn(f"{_DISABLE}=1: tagc compresses nothing; unset it to compress")
+        if replica_group is not None:
+            _average_natively(units, replica_group)
+    attach(model, Compressor(model, plan, units, collectives, groups, disabled=disabled))
+    return model
+
+
+def _agree_on_request(
+    model: nn.Module,
+    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy,
+    replica_group: dist.ProcessGroup | None,
+    groups: Sequence[dist.ProcessGroup],
+) -> tuple[bool, list[Unit], Policy]:
+    """Whether compression is switched off, the model's units, and the policy: before any rank
+    measures or plans, all of them must have the same, since a collective of some hangs."""
 
     def switched() -> tuple[bool, str]:
         off = os.environ.get(_DISABLE, "")
@@ -112,7 +119,27 @@ def wrap(
             raise ValueError(f"{_DISABLE} is {off!r}; it must be 1, 0 or unset")
         return off == "1", f"{_DISABLE}={int(off == '1')}"
 
-    # No rank measures or plans before all have a policy: a collective of some hangs.
+    integrations: list[Integration] = []
+
+    def find() -> tuple[list[Unit], str]:
+        if attached(model) is not None:
+            raise ValueError(
+                "this model is already wrapped; call tagc.compressor(model).remove() first to "
+                "wrap it with another policy"
+            )
+        integrations.append(integration_of(model))
+        return integrations[0].find_units(model), integrations[0].name
+
+    def load() -> tuple[Policy, str]:
+        loaded = Policy.load(policy)
+        integrations[0].check_policy(loaded, replica_group is not None)
+        if loaded.replicas and replica_group is None:
+            raise PolicyError(
+                f"policy {loaded.name!r} has rules for replicas: pass tagc.wrap(..., "
+                'replicas=mesh["replicate"]), or take a policy without them'
+            )
+        return loaded, f"{loaded.name} ({loaded.hash[:12]})"
+
     agreed = agree_on(
         groups,
         {
@@ -122,30 +149,12 @@ def wrap(
             "policy": load,
         },
     )
-    disabled, loaded = agreed["switch"], agreed["policy"]
+    return agreed["switch"], agreed["model"], agreed["policy"]
 
-    def make() -> tuple[tuple[Plan, Installed], str]:
-        plan = _plan(units, loaded, replica_group, choose)
-        # Where nothing runs, nothing has to be compiled for it.
-        return (plan, _make(units, plan, "reference" if disabled else ops)), plan.fingerprint[:12]
 
-    choose = _chooser(units, loaded, ops, replica_group)
-    plan, installed = agree_on(groups, {"plan": make})["plan"]
-
-    if all(u.info.world_size == 1 for u in units) and replica_group is None:
-        installed.clear()
-        warnings.warn(
-            "tagc.wrap does nothing at world size 1: FSDP skips the reduce-scatter", stacklevel=2
-        )
-    if not disabled:
-        _install(units, installed, replica_group)
-    else:
-        warnings.warn(f"{_DISABLE}=1: tagc compresses nothing; unset it to compress", stacklevel=2)
-        if replica_group is not None:
-            _average_natively(fsdp2_units(units), replica_group)
-    handle = Compressor(model, plan, units, installed, groups, disabled=disabled)
-    attach(model, handle)
-    return model
+def _over_replicas(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitInfo]:
+    """The all-reduce of every unit's shard."""
+    return [replace(unit.info, world_size=group.size(), per_step=1) for unit in units]
 
 
 def _plan(
@@ -154,18 +163,11 @@ def _plan(
     replica_group: dist.ProcessGroup | None,
     choose: Choose | None,
 ) -> Plan:
-    replicas: list[UnitInfo] = []
-    if replica_group is not None:
-        size = replica_group.size()
-        replicas = [
-            UnitInfo(name=u.info.name, params=u.info.params, world_size=size, dtype=u.info.dtype)
-            for u in units
-        ]
     return build_plan(
-        [u.info for u in units],
+        [unit.info for unit in units],
         policy,
-        gathers=[u.gather_info for u in fsdp2_units(units)],
-        replicas=replicas,
+        gathers=[unit.gather_info for unit in units if unit.gather_info is not None],
+        replicas=[] if replica_group is None else _over_replicas(units, replica_group),
         choose=choose,
     )
 
@@ -178,82 +180,87 @@ def _chooser(
 ) -> Choose | None:
     if not is_automatic(policy):
         return None
+    gathers = [unit.gather_info.dtype for unit in units if unit.gather_info is not None]
     return measured_choice(
-        [(u.group, u.device) for u in units],
+        [(unit.group, unit.device) for unit in units],
         ops,
         policy,
         dtype=units[0].info.dtype,
-        parameter_dtype=next((u.gather_info.dtype for u in fsdp2_units(units)), torch.float32),
+        parameter_dtype=gathers[0] if gathers else torch.float32,
         replicas=replica_group,
     )
 
 
-def _make(units: Sequence[Unit], plan: Plan, ops: str | None) -> Installed:
-    workspaces: dict[Any, Workspace] = {}
-    made = Installed()
-    if plan.replicas and any(unit.has_all_reduce_hook for unit in fsdp2_units(units)):
+def _make(units: Sequence[Unit], plan: Plan, ops: str | None) -> Collectives:
+    """What the plan needs, of which nothing is installed yet."""
+    if plan.replicas and any(unit.has_all_reduce_hook for unit in units):
         raise ValueError(
             "the model has an all-reduce hook of its own (set_all_reduce_hook), which averaging "
             "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
         )
+    workspaces = {unit.device: Workspace(unit.device) for unit in units}
 
     def chosen(unit: Unit, unit_plan: UnitPlan) -> Ops:
         # A unit that stays dense needs no operators, nor a warning about them.
         return get_ops(unit.device, ops if unit_plan.compressed else "reference")
 
-    def reducer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitReducer:
-        workspace = workspaces.setdefault(unit.device, Workspace(unit.device))
-        # Units differ in their seeds, so that equal layouts do not share bad luck.
-        seed = (i * 0x9E3779B1) % 2**31
-        return UnitReducer(unit_plan, chosen(unit, unit_plan), unit.device, workspace, seed)
+    def reducers(plans: Sequence[UnitPlan]) -> list[UnitReducer]:
+        return [
+            UnitReducer(
+                unit_plan,
+                chosen(unit, unit_plan),
+                unit.device,
+                workspaces[unit.device],
+                # Units differ in their seeds, so that equal layouts do not share bad luck.
+                seed=(i * 0x9E3779B1) % 2**31,
+                remedy=unit.unused_parameters_remedy,
+            )
+            for i, (unit, unit_plan) in enumerate(zip(units, plans, strict=bool(plans)))
+        ]
 
-    for i, (unit, unit_plan) in enumerate(zip(units, plan.units, strict=True)):
-        made.reducers.append(reducer(i, unit, unit_plan))
-    for i, (unit, unit_plan) in enumerate(zip(units, plan.replicas, strict=bool(plan.replicas))):
-        made.replicas.append(reducer(i, unit, unit_plan))
+    made = Collectives(reducers=reducers(plan.units), replica_reducers=reducers(plan.replicas))
     if any(unit_plan.compressed for unit_plan in plan.parameters):
         # On every unit, so that bytes are counted of those, too, that stay as they are.
-        for unit, unit_plan in zip(fsdp2_units(units), plan.parameters, strict=True):
-            unit.check_gather()
-            if unit_plan.compressed and unit.gather_info.dtype == torch.uint8:
-                raise ValueError(
-                    f"unit {unit.info.name or '(root)'!r} has parameters of several dtypes, which "
-                    "FSDP gathers as bytes; leave them out of the policy's rules for parameters, "
-                    "or give the unit a MixedPrecisionPolicy(param_dtype=...)"
-                )
-            workspace = workspaces.setdefault(unit.device, Workspace(unit.device))
-            made.gatherers.append(
-                UnitGatherer(unit_plan, chosen(unit, unit_plan), unit.device, workspace)
-            )
+        for unit, unit_plan in zip(units, plan.parameters, strict=True):
+            _check_gather(unit, unit_plan)
+            ops_of_unit, workspace = chosen(unit, unit_plan), workspaces[unit.device]
+            gatherer = UnitGatherer(unit_plan, ops_of_unit, unit.device, workspace)
+            made.gatherers.append(gatherer)
     return made
 
 
+def _check_gather(unit: Unit, unit_plan: UnitPlan) -> None:
+    unit.check_gather()
+    if unit_plan.compressed and unit_plan.info.dtype == torch.uint8:
+        raise ValueError(
+            f"unit {unit.info.label!r} has parameters of several dtypes, which FSDP gathers as "
+            "bytes; leave them out of the policy's rules for parameters, or give the unit a "
+            "MixedPrecisionPolicy(param_dtype=...)"
+        )
+
+
 def _install(
-    units: Sequence[Unit], installed: Installed, replica_group: dist.ProcessGroup | None
+    units: Sequence[Unit], collectives: Collectives, replica_group: dist.ProcessGroup | None
 ) -> None:
-    for unit, reducer in zip(units, installed.reducers, strict=False):
+    c = collectives  # each of its lists is as long as that of the units, or empty
+    for unit, reducer in zip(units, c.reducers, strict=bool(c.reducers)):
         unit.install(reducer)
-    for unit, gatherer in zip(fsdp2_units(units), installed.gatherers, strict=False):
-        unit.install_gather(gatherer.gather)
+    for unit, gatherer in zip(units, c.gatherers, strict=bool(c.gatherers)):
+        unit.install_gather(gatherer)
     if replica_group is not None:
-        for unit, reducer in zip(fsdp2_units(units), installed.replicas, strict=True):
+        for unit, reducer in zip(units, c.replica_reducers, strict=True):
             _install_average(unit, reducer, replica_group)
 
 
-def _average_natively(units: Sequence[FSDP2Unit], group: dist.ProcessGroup) -> None:
+def _average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> None:
     """Average over replicas, which FSDP knows nothing of, by the backend's all-reduce."""
-    infos = [
-        UnitInfo(
-            name=u.info.name, params=u.info.params, world_size=group.size(), dtype=u.info.dtype
-        )
-        for u in units
-    ]
-    plan = build_plan([u.info for u in units], Policy.load("dense"), replicas=infos)
+    infos = [unit.info for unit in units]
+    plan = build_plan(infos, Policy.load("dense"), replicas=_over_replicas(units, group))
     for unit, unit_plan in zip(units, plan.replicas, strict=True):
         workspace, ops = Workspace(unit.device), get_ops(unit.device, "reference")
         reducer = UnitReducer(unit_plan, ops, unit.device, workspace, seed=0)
         _install_average(unit, reducer, group)
 
 
-def _install_average(unit: FSDP2Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
+def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
     unit.install_all_reduce(ReplicaAverage(reducer, group, lambda: unit.all_reduces))

@@ -16,7 +16,7 @@ def pytest_sessionstart() -> None:
     numba looks at the file of the compiled function only, not at those it inlines from.
     """
     sources = Path(tagc.ops.__file__).parent / "cpu"
-    newest = max(p.stat().st_mtime for p in sources.glob("*.py"))
-    for cached in (sources / "__pycache__").glob("*.nb[ic]"):
+    newest = max(p.stat().st_mtime for p in sources.rglob("*.py"))
+    for cached in sources.rglob("*.nb[ic]"):
         if cached.stat().st_mtime < newest:
             cached.unlink(missing_ok=True)

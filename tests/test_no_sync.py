@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from support.sync import synchronizing_raises
 from support.units import AVG, codec_plan, normal, unit_plan
-from tagc import exchange
+from tagc.codecs.workspace import Workspace
+from tagc.comm import UnitReducer
+from tagc.comm import collectives as exchange
 from tagc.ops import get_ops
-from tagc.reducer import UnitReducer
-from tagc.workspace import Workspace
 
 META = torch.device("meta")
 

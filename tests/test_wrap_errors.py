@@ -336,7 +336,7 @@ def test_non_finite_gradients(rank: int, world_size: int, bad: float, first: int
                 finite = out[other.start : other.stop].isfinite()
                 assert finite.all() != (hit and other is segment)
             assert all(r.isfinite().all() for r in reducer.residuals.values())
-            assert reducer.sketch.steering.threshold.isfinite().all()
+            assert reducer.codecs["sketch"].controllers[0].threshold.isfinite().all()
         reducer = unit_reducer(plan, ops)
 
 

@@ -1,4 +1,4 @@
-"""Codes: quantize a tile of blocks, and read codes back. The format is :mod:`tagc.blocks`'.
+"""Codes: quantize a tile of blocks, and read codes back. The format is :mod:`tagc.ops.blocks`'.
 
 A block's scale is ``s = bfloat16(m / levels)`` for its largest magnitude ``m``, a code
 ``q = rint(clip(x * (1 / s), -levels, levels))``, and what a code leaves is ``x - q * s``. The

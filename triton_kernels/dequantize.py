@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tagc.blocks import BlockLayout
+from tagc.ops.blocks import BlockLayout
 
 from .codes import blocks_and_warps, code_of, scale_of
 from .jit import jit, tl

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from tagc.layout import SketchLayout
+from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
 from .marked import load_marked

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from tagc.matrix import COLUMN_LANES, MatrixLayout
+from tagc.ops.matrix import COLUMN_LANES, MatrixLayout
 
 from .jit import jit, tl
 from .matrix_numbers import bounded, column_upper, load_x, pairs

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from tagc.matrix import NOT_FINITE, NOTHING, MatrixLayout
+from tagc.ops.matrix import NOT_FINITE, NOTHING, MatrixLayout
 
 from .jit import constant, jit, tl
 from .matrix_numbers import column_scale, row_scale, tile_of, unit_of

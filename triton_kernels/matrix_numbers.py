@@ -1,6 +1,6 @@
 """Numbers of quantized matrices: sums in lanes, scales and their inverses, elements of a group.
 
-The format is :mod:`tagc.matrix`'. Everything is integer or correctly rounded, and the order of
+The format is :mod:`tagc.ops.matrix`'. Everything is integer or correctly rounded, and the order of
 every float sum is the format's: the caller adds to lanes, front to back, :func:`pairs` adds up
 lanes. Sums have no negative terms, so adding a zero for what is not there changes no bit.
 
@@ -13,7 +13,7 @@ and 12, which are the scales 1 and 0.375 with the inverses 1 and 2.6666667.
 
 from __future__ import annotations
 
-from tagc.matrix import COLUMN_BIAS, LARGEST, MatrixLayout
+from tagc.ops.matrix import COLUMN_BIAS, LARGEST, MatrixLayout
 
 from .jit import constant, jit, tl
 from .scalar import magnitude, widen

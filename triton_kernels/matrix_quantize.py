@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tagc.matrix import NOT_FINITE, NOTHING, MatrixLayout
+from tagc.ops.matrix import NOT_FINITE, NOTHING, MatrixLayout
 
 from .jit import constant, jit, tl
 from .matrix_columns import COLUMNS, sum_columns

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from tagc.matrix import ROW_LANES, MatrixLayout
+from tagc.ops.matrix import ROW_LANES, MatrixLayout
 
 from .jit import jit, tl
 from .matrix_numbers import (

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from tagc.matrix import CENTRE, MIN_MEAN, NOT_FINITE, NOTHING, MatrixLayout
+from tagc.ops.matrix import CENTRE, MIN_MEAN, NOT_FINITE, NOTHING, MatrixLayout
 
 from .jit import constant, jit, tl
 from .matrix_numbers import column_code, largest_of

@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.blocks import BlockLayout
-from tagc.layout import SketchLayout
-from tagc.matrix import MatrixLayout
-from tagc.packed import PackedLayout
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.matrix import MatrixLayout
+from tagc.ops.packed import PackedLayout
+from tagc.ops.sketch import SketchLayout
 
 from . import dequantize as _dequantize
 from . import matrix_dequantize as _matrix_dequantize

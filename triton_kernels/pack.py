@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.ops.sketch import ABOVE, KEPT, NONZERO
-from tagc.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
+from tagc.ops import ABOVE, KEPT, NONZERO
+from tagc.ops.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
 
 from .listing import list_groups
 from .rank import rank

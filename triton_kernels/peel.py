@@ -25,7 +25,7 @@ import math
 import triton
 from torch import Tensor
 
-from tagc.layout import SketchLayout
+from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
 from .scalar import cell_of

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from tagc.layout import SketchLayout
+from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
 from .peel import BLOCK, FINISH_BLOCK, FINISH_WARPS, PROGRAMS, WARPS, synchronous_rounds

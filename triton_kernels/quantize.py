@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tagc.blocks import BlockLayout
+from tagc.ops.blocks import BlockLayout
 
 from .codes import blocks_and_warps, quantize_tile, store_message
 from .jit import jit, tl

@@ -1,4 +1,4 @@
-"""Read an index: the bitmap of an Elias-Fano code, see :mod:`tagc.packed`.
+"""Read an index: the bitmap of an Elias-Fano code, see :mod:`tagc.ops.packed`.
 
 A set bit ``p`` of the high bitmap whose number among the set bits is ``i`` stands for the group
 ``(p - i) << low_bits | low part i``, whose bit an atomic OR sets in the bitmap, zeroed before.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from tagc.packed import PackedLayout
+from tagc.ops.packed import PackedLayout
 
 from .jit import jit, tl
 from .rank import RANK_BLOCK, rank

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tagc.layout import SketchLayout
+from tagc.ops.sketch import SketchLayout
 
 from .scratch import buffer
 

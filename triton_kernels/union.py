@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from tagc.layout import SketchLayout
+from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
 from .scalar import load_words, popcount

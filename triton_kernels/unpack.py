@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tagc.packed import HEADER, POISON, PackedLayout
+from tagc.ops.packed import HEADER, POISON, PackedLayout
 
 from .codes import code_of, scale_of
 from .jit import jit, tl

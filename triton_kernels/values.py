@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tagc.packed import HEADER, PackedLayout
+from tagc.ops.packed import HEADER, PackedLayout
 
 from .codes import blocks_and_warps, quantize_tile, store_message
 from .jit import jit, tl

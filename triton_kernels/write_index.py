@@ -1,4 +1,4 @@
-"""Write an index: the Elias-Fano code of the listed groups, see :mod:`tagc.packed`.
+"""Write an index: the Elias-Fano code of the listed groups, see :mod:`tagc.ops.packed`.
 
 Low parts are gathered, word by word, from the list; a bit ``(key >> low_bits) + i`` of the high
 bitmap, zeroed before, is set for entry ``i`` by an atomic OR.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from tagc.packed import PackedLayout
+from tagc.ops.packed import PackedLayout
 
 from .jit import jit, tl
 from .listing import list_groups

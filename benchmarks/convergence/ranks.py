@@ -8,33 +8,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from tagc.codecs import Work
+from tagc.codecs.workspace import Workspace
+from tagc.comm import UnitReducer
 from tagc.ops import get_ops
-from tagc.plan import UnitInfo, UnitParam, UnitPlan
-from tagc.planning import build_plan
+from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
 from tagc.policy import Policy
-from tagc.reducer import UnitReducer
-from tagc.workspace import Workspace
 
 
-@dataclass(frozen=True)
-class _Place:
-    """What codecs ask of a process group when they write messages."""
+class _ByHand:
+    """An exchange (:class:`tagc.codecs.Exchange`) whose messages somebody else carries."""
 
-    number: int
-    ranks: int
+    def __init__(self, rank: int) -> None:
+        self.row = rank
+        self.takes_leftovers = True
+        self.wire_bytes = 0
 
-    def rank(self) -> int:
-        return self.number
+    def send(self, received: Tensor, message: Tensor) -> Work:
+        raise NotImplementedError("messages are carried by hand")
 
-    def size(self) -> int:
-        return self.ranks
+    def sum_cells(self, cells: Tensor) -> tuple[Work, Tensor]:
+        raise NotImplementedError("sums on the way are not simulated")
+
+    def sum_counts(self, counts: Tensor) -> Work:
+        raise NotImplementedError("sums on the way are not simulated")
+
+    def gather(self, values: Tensor) -> Tensor:
+        raise NotImplementedError("sums on the way are not simulated")
 
 
 class SimulatedRanks:
@@ -97,7 +102,7 @@ class _Unit:
         self._steps, self._plan, self._reducers = 0, plan, []
         if plan is None or not plan.compressed:
             return
-        if plan.sketched:
+        if any(segment.codec.cells for segment in plan.segments):
             raise ValueError(
                 "sketches are summed on the way, which is not simulated: 'packed' with 16 bits "
                 "keeps the same elements"
@@ -127,15 +132,16 @@ class _Unit:
         if self._plan is None or not self._reducers or self._steps <= self._plan.warmup_steps:
             torch.mean(self._grads, 0, out=self._out)
             for reducer, out in zip(self._reducers, self._out, strict=False):
-                reducer.warm_up(out)
+                reducer.after_dense(out)
         else:
-            places = [cast(dist.ProcessGroup, _Place(r, W)) for r in range(W)]
-            for place, reducer, grads, sent in zip(
-                places, self._reducers, self._grads, self._messages, strict=True
+            exchanges = [_ByHand(rank) for rank in range(W)]
+            for exchange, reducer, grads, sent in zip(
+                exchanges, self._reducers, self._grads, self._messages, strict=True
             ):
-                reducer.encode(grads, sent, place)
-            for owner, reducer in enumerate(self._reducers):
-                reducer.decode(self._messages[:, owner], self._out[owner], owner, W)
+                reducer.encode(grads, sent, exchange)
+            for exchange, reducer in zip(exchanges, self._reducers, strict=True):
+                owner = exchange.row
+                reducer.decode(self._messages[:, owner], self._out[owner], exchange, W)
         for p, columns in self._slots:
             assert p.grad is not None
             whole = self._out[:, columns].reshape(-1)

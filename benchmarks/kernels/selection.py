@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
 
-from tagc.symbols import SYMBOLS
+from tagc.ops.symbols import SYMBOLS
 
 from .case import Case
 from .ops.codecs import CODES

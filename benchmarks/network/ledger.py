@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from tagc.gatherer import UnitGatherer
+from tagc.comm import UnitGatherer
 
 PARAMETERS, GRADIENTS, OTHER = "parameters", "gradients", "other"
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import tagc
-from tagc.auto import is_automatic
+from tagc.costs import is_automatic
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -17,13 +17,14 @@ from typing import Any
 from benchmarks.network.ledger import GRADIENTS, PARAMETERS
 from benchmarks.network.methods import METHODS
 from benchmarks.network.namespaces import Rate
-from tagc.costs import GLOO_REDUCE_SCATTER, Link, Traffic
+from tagc.costs import Link, Traffic
+from tagc.costs.link import GLOO_REDUCE_SCATTER
 
 Cell = Mapping[str, Any]
 
 
 def link_of(probe: Cell) -> Link:
-    """The link as :func:`tagc.auto.measure_link` would describe it, from its probe."""
+    """The link as :func:`tagc.costs.auto.measure_link` would describe it, from its probe."""
     bandwidth = probe["exchange_rate"] / 8
     return Link(
         bandwidth=bandwidth,

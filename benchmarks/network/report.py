@@ -336,10 +336,10 @@ def _parameters(r: Results) -> str:
 
 
 def _legend(results: Sequence[Results]) -> str:
-    abouts = {
+    headers = {
         c["key"]["method"]: c["about"] for r in results for c in r.cells if "method" in c["key"]
     }
-    return "\n".join(f"- `{name}`: {about}" for name, about in abouts.items()) + "\n"
+    return "\n".join(f"- `{name}`: {about}" for name, about in headers.items()) + "\n"
 
 
 def _megabytes(count: float) -> str:

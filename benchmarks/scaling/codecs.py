@@ -13,18 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagc.codec_plans import (
-    SLACK,
-    CodecPlan,
-    DensePlan,
-    PackedPlan,
-    QuantizedPlan,
-    SketchPlan,
-    plan_codec,
-)
-from tagc.layout import plan_layout
+from tagc.codecs import CodecPlan, PlanRequest, plan_codec
+from tagc.codecs.dense import DenseConfig, DensePlan
+from tagc.codecs.feedback import FeedbackConfig, plan_feedback
+from tagc.codecs.packed import PackedConfig, PackedPlan
+from tagc.codecs.quantized import QuantizedConfig, QuantizedPlan
+from tagc.codecs.selection.capacity import SLACK
+from tagc.codecs.sketch import SketchConfig, SketchPlan
 from tagc.ops import COUNTS, UNION, UNRESOLVED, Ops
-from tagc.policy_codecs import DenseCodec, Feedback, PackedCodec, QuantizedCodec, SketchCodec
+from tagc.ops.sketch import plan_layout
 
 from .overlap import Overlap
 
@@ -48,13 +45,15 @@ class Setting:
 
     def plan(self, codec: Any) -> Any:
         """Sizes of a codec for this shard."""
-        feedback = Feedback(kind="none" if isinstance(codec, DenseCodec) else "residual")
+        kind = "none" if isinstance(codec, DenseConfig) else "residual"
         return plan_codec(
             codec,
-            feedback,
-            columns=self.numel,
-            world_size=self.world_size,
-            dtype=torch.float32,
+            PlanRequest(
+                columns=self.numel,
+                world_size=self.world_size,
+                dtype=torch.float32,
+                feedback=plan_feedback(FeedbackConfig(kind=kind)),
+            ),
         )
 
     def gradients(self, group: int) -> Iterator[Tensor]:
@@ -194,12 +193,12 @@ def _check_equal(out: Tensor, sent: Tensor) -> None:
 
 
 def _as_planned(setting: Setting) -> tuple[CodecPlan, Callable]:
-    return setting.plan(SketchCodec(density=setting.density)), _sketch
+    return setting.plan(SketchConfig(density=setting.density)), _sketch
 
 
 def _union_sized(setting: Setting) -> tuple[CodecPlan, Callable]:
     """The table that suffices where the union is known, instead of ``W`` disjoint supports."""
-    plan = setting.plan(SketchCodec(density=setting.density))
+    plan = setting.plan(SketchConfig(density=setting.density))
     groups = plan.layout.groups
     union = setting.overlap[plan.symbol.lanes].union(setting.world_size)
     keys = min(groups, int(SLACK * union * groups) + 1)
@@ -210,7 +209,7 @@ def _union_sized(setting: Setting) -> tuple[CodecPlan, Callable]:
 
 def _shared_sketch(symbol: Any) -> Callable[[Setting], tuple[CodecPlan, Callable]]:
     def make(setting: Setting) -> tuple[CodecPlan, Callable]:
-        codec = SketchCodec(density=setting.density, support="shared", symbol=symbol)
+        codec = SketchConfig(density=setting.density, support="shared", symbol=symbol)
         return setting.plan(codec), _sketch
 
     return make
@@ -218,7 +217,7 @@ def _shared_sketch(symbol: Any) -> Callable[[Setting], tuple[CodecPlan, Callable
 
 def _packed_by(support: Any) -> Callable[[Setting], tuple[CodecPlan, Callable]]:
     def make(setting: Setting) -> tuple[CodecPlan, Callable]:
-        codec = PackedCodec(density=setting.density, bits=4, support=support)
+        codec = PackedConfig(density=setting.density, bits=4, support=support)
         return setting.plan(codec), _packed
 
     return make
@@ -231,6 +230,6 @@ CODECS: dict[str, Callable[[Setting], tuple[Any, Callable]]] = {
     "sketch int16x2 shared": _shared_sketch("int16x2"),
     "packed int4": _packed_by("own"),
     "packed int4 shared": _packed_by("shared"),
-    "quantized int4": lambda s: (s.plan(QuantizedCodec(bits=4)), _quantized),
-    "dense bf16": lambda s: (s.plan(DenseCodec(wire="bfloat16")), _dense),
+    "quantized int4": lambda s: (s.plan(QuantizedConfig(bits=4)), _quantized),
+    "dense bf16": lambda s: (s.plan(DenseConfig(wire="bfloat16")), _dense),
 }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import warnings
 from functools import cache
 from typing import Protocol, cast
 
@@ -29,6 +28,7 @@ from tagc.ops.sketch import (
     UNRESOLVED,
     SketchOps,
 )
+from tagc.warn import warn
 
 __all__ = [
     "ABOVE",
@@ -60,11 +60,10 @@ class Ops(SketchOps, BlockOps, MatrixOps, PackedOps, Protocol):
 
 @cache
 def _warn_reference(device_type: str) -> None:
-    warnings.warn(
+    warn(
         f"tagc runs its eager reference on {device_type}: exact, but slow and with host "
         "synchronization in decode; ops='triton' takes the Triton kernels, which are tested in "
-        "Triton's interpreter and compile, but have not been measured on a GPU yet",
-        stacklevel=4,
+        "Triton's interpreter and compile, but have not been measured on a GPU yet"
     )
 
 

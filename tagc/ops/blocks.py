@@ -1,13 +1,80 @@
-"""Contract of the operators of block quantization, see :mod:`tagc.blocks` for the format."""
+"""Wire format of block-quantized elements: a scale per block, then codes of a few bits each.
+
+A block of ``block`` elements with largest magnitude ``m`` has the scale ``s = bfloat16(m / L)``,
+where ``L = 2**(bits - 1) - 1`` is the largest code, and element ``x`` the code ``q = rint(x / s)``
+in two's complement, clipped to ``[-L, L]``. A scale of 8 significant bits makes every product
+``q * s`` exact in float32, so that ``x - q * s`` is exact too (Sterbenz), whoever computes it and
+with or without fused multiply-add; a finer scale would buy nothing, as the error is fed back.
+
+A message is ``[scale words | code words]`` of int32. Two scales share a word, the even one in the
+low half. Element ``i * m + j`` of a block, with ``m = block * bits / 32`` words, has its code in
+bits ``[bits * i, bits * (i + 1))`` of the block's word ``j``: neighbours lie in neighbouring words,
+so packing needs no shuffles on a CPU and coalesces on a GPU. Example with ``bits=8, block=8``
+(``m = 2``): word 0 holds elements 0, 2, 4, 6 and word 1 elements 1, 3, 5, 7.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tagc.blocks import BlockLayout
+BITS = (2, 4, 8, 16)
+MIN_BLOCK, MAX_BLOCK = 32, 4096
+# Blocks whose scale would be smaller send zeros: the scale's inverse must be finite.
+MIN_SCALE = 2.0**-126
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLayout:
+    """Static shape of a message.
+
+    Attributes:
+        numel: elements; the last block may be partly padding.
+        bits: bits of a code.
+        block: elements that share a scale, a power of two.
+    """
+
+    numel: int
+    bits: int
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.numel < 0:
+            raise ValueError(f"numel must not be negative, got {self.numel}")
+        if self.bits not in BITS:
+            raise ValueError(f"bits must be one of {BITS}, got {self.bits}")
+        if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
+            raise ValueError(
+                f"block must be a power of two in [{MIN_BLOCK}, {MAX_BLOCK}], got {self.block}"
+            )
+
+    @property
+    def levels(self) -> int:
+        """Largest code."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def blocks(self) -> int:
+        """Blocks, the last one padded."""
+        return -(-self.numel // self.block)
+
+    @property
+    def scale_words(self) -> int:
+        """int32 words of the scales."""
+        return -(-self.blocks // 2)
+
+    @property
+    def block_words(self) -> int:
+        """int32 words of one block's codes."""
+        return self.block * self.bits // 32
+
+    @property
+    def words(self) -> int:
+        """int32 words of a message."""
+        return self.scale_words + self.blocks * self.block_words
 
 
 class BlockOps(Protocol):

@@ -1,13 +1,150 @@
-"""Contract of the operators of quantized matrices, see :mod:`tagc.matrix` for the format."""
+"""Wire format of quantized matrices: scales of rows and of columns, then codes of a few bits.
+
+A block's common scale gives all its elements the same size, and with it the same second moment,
+by which Adam divides. Gradients of a linear layer are outer products summed over tokens, so their
+sizes follow rows (the output's gradient) and columns (the input): the step of element ``(i, j)``
+is ``f_i * v_j``, and what is left after dividing by it is close to Gaussian in attention and MLP,
+less so in embeddings (docs/quality.md has the measurements). Both follow the data of the step:
+
+* ``v_j``, of the column: its sum of magnitudes relative to the largest such sum, in 4 bits, half
+  octaves: 1, 0.75, 0.5, 0.375, ..., 2**-7 * 0.75;
+* ``f_i``, of the row, a number of 4 significant bits, kept as a byte: its upper 12 bits as a
+  float32 are the byte plus a ``base`` that the matrix has. It is fitted to the row once ``v`` is
+  known, so that a row's residual never has more energy than the row had (where all codes have the
+  same size, and for levels below 2). With a root mean square it may grow, if one element is much
+  larger than the rest.
+
+(The columns' quotients are taken of the numbers' positions among such coarse numbers, within a
+quarter of the numbers' own: near enough, as what codes do not say stays.)
+
+Every element has a code ``q`` of ``bits`` bits, ``-2**(bits - 1) <= q < 2**(bits - 1)``, that
+stands for ``(2 q + 1) * f_i * v_j``: there is no zero, and 1 bit is the sign. With a ``group``,
+so many neighbours in a row share one code: which of them is the largest in units of its ``v``, and
+its sign; it counts as ``f_i * v_j``, the others as 0.
+
+Where all codes have the same size, ``f_i`` is their least squares fit, times ``level``; else the
+row's mean magnitude in units of ``v``, times ``level``, times what suits a Gaussian.
+
+Products ``(2 q + 1) * f_i * v_j`` have at most 10 significant bits, so they are exact in float32,
+with or without fused multiply-add.
+
+A message is ``[base | v | f | codes]`` of int32: eight columns a word, the first in the lowest 4
+bits; four rows a word, the first in the lowest byte; each row's codes in words of their own. A row
+of ``n`` codes of ``w`` bits takes ``m = ceil(n / floor(32 / w))`` words, and its code ``i * m + j``
+is in bits ``[w * i, w * (i + 1))`` of word ``j``: neighbours lie in neighbouring words, as in
+:mod:`tagc.ops.blocks`.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tagc.matrix import MatrixLayout
+BITS = (1, 2, 4)
+# Bits of a code that says which of so many neighbours, and its sign.
+GROUPS = {8: 4, 16: 5, 32: 6}
+# Half the distance of neighbouring values, in units of a Gaussian's mean magnitude: what leaves
+# the least squared error. What is fitted needs no such factor.
+_DISTANCE = {1: 1.0, 2: 0.624, 4: 0.21}
+# Matrices whose largest row mean is smaller send nothing: products and inverses are normal.
+MIN_MEAN = 2.0**-60
+# Larger magnitudes count as this in the sums, so that those stay finite.
+LARGEST = 2.0**64
+# A column's 4 bits, plus this, are the upper 10 bits of its scale as a float32.
+COLUMN_BIAS = 2 * 127 - 15
+# The byte of a row whose scale is the power of two below the largest row mean.
+CENTRE = 200
+# Rows' bytes that are no scales.
+NOTHING, NOT_FINITE = 0, 255
+# Sums add up in so many lanes, lane l its elements l, l + lanes, ..., in their order; then
+# neighbouring lanes, pair by pair. All implementations do, so that all get the same bits.
+ROW_LANES, COLUMN_LANES = 32, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixLayout:
+    """Static shape of the message of one matrix.
+
+    Attributes:
+        rows, columns: of the part of the matrix that a shard holds.
+        bits: of a code, where every element has one.
+        group: neighbours that share a code; 1 for none.
+        level: factor on the values of codes: above 1, a message carries more of what is owed, and
+            more noise.
+    """
+
+    rows: int
+    columns: int
+    bits: int = 1
+    group: int = 1
+    level: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rows < 0 or self.columns < 1:
+            raise ValueError(f"a matrix has columns, got {self.rows} x {self.columns}")
+        if self.bits not in BITS:
+            raise ValueError(f"bits must be one of {BITS}, got {self.bits}")
+        if self.group not in (1, *GROUPS):
+            raise ValueError(f"group must be one of {(1, *GROUPS)}, got {self.group}")
+        if self.group > 1 and self.bits > 1:
+            raise ValueError(f"with a group of {self.group}, bits must be 1, got {self.bits}")
+        if not 0.25 <= self.level < 4:
+            raise ValueError(f"level must be in [0.25, 4), got {self.level}")
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.rows * self.columns
+
+    @property
+    def width(self) -> int:
+        """Bits of a code."""
+        return GROUPS.get(self.group, self.bits)
+
+    @property
+    def codes(self) -> int:
+        """Codes of a row."""
+        return -(-self.columns // self.group)
+
+    @property
+    def row_words(self) -> int:
+        """int32 words of a row's codes."""
+        return -(-self.codes // (32 // self.width))
+
+    @property
+    def head(self) -> tuple[int, int, int]:
+        """int32 words of the base, of the columns' scales and of the rows'."""
+        return 1, -(-self.columns // 8), -(-self.rows // 4)
+
+    @property
+    def words(self) -> int:
+        """int32 words of a message."""
+        return sum(self.head) + self.rows * self.row_words if self.rows else 0
+
+    @property
+    def distance(self) -> float:
+        """What the row's fit is multiplied by."""
+        return self.level * _DISTANCE[self.bits]
+
+    @property
+    def fitted(self) -> bool:
+        """Whether all codes have the same size."""
+        return self.bits == 1
+
+
+def shard_shape(shape: tuple[int, ...], dim: int, numel: int) -> tuple[int, int]:
+    """Rows and columns of ``numel`` elements of a parameter of this shape, which is sharded along
+    ``dim``: all dimensions but the first make a row."""
+    if not numel:
+        return 0, 1
+    if dim == 0:
+        columns = math.prod(shape[1:])
+        return numel // columns, columns
+    return shape[0], numel // shape[0]
 
 
 class MatrixOps(Protocol):

@@ -19,8 +19,7 @@ from benchmarks.convergence.sweep import Results, Sweep, make
 from benchmarks.convergence.training import Run, Shape, train
 from support.distributed import on_ranks
 from support.units import reduce, unit_reducer
-from tagc.plan import UnitInfo, UnitParam
-from tagc.planning import build_plan
+from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy
 
 EXACT: Any = {"rtol": 0, "atol": 0}

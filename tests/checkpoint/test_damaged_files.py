@@ -18,7 +18,7 @@ from support.states import (
     loads_badly,
     train_and_save,
 )
-from tagc.state_files import MARKER
+from tagc.checkpoint.files import MARKER
 
 
 def damaged(rank: int, folder: Path, policy: dict) -> tuple[str, str]:

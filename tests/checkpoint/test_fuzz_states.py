@@ -24,13 +24,15 @@ from support.distributed import run_ranks
 from support.exact import equal
 from support.mutation import SECONDS, by_count, mutated
 from support.units import codec_plan, unit_reducer
+from tagc.checkpoint import OneRank, State, StateError, UnitState, save_folder, to_state_dict
+from tagc.checkpoint.dcp import CheckpointFolder
+from tagc.checkpoint.files import SafetensorsFolder, write_rank
+from tagc.checkpoint.format import Source
+from tagc.codecs.sketch import SketchCodec
+from tagc.codecs.workspace import Workspace
+from tagc.comm import ShardExchange
 from tagc.plan import Plan
 from tagc.policy import Policy
-from tagc.state import Reduced, State
-from tagc.state_checkpoint import CheckpointFolder
-from tagc.state_files import SafetensorsFolder, write_rank
-from tagc.state_folders import save_folder
-from tagc.state_format import OneRank, Source, StateError, to_state_dict
 
 CODECS = [
     {"kind": "quantized", "bits": 4, "block": 32},
@@ -53,7 +55,7 @@ class Unit:
         self.state = State(
             plan=Plan(Policy.load({"schema": 1, "gradients": [rule]}), (unit,)),
             groups=[group],
-            reduced=[Reduced(direction="gradients", reducer=self.reducer, shard=0, shards=2)],
+            reduced=[UnitState(direction="gradients", reducer=self.reducer, shard=0, shards=2)],
             gathered=[],
         )
         self.group = group
@@ -66,11 +68,12 @@ class Unit:
     def encode(self) -> None:
         """All that a step does with the state before anything travels."""
         self.reducer.steps += 1
-        for columns in self.reducer._columns:
-            message = torch.empty(2, columns.words, dtype=torch.int32)
-            columns.encode(self.grad, message, self.group)
-        sketch = self.reducer.sketch
-        if sketch.parts:
+        exchange = ShardExchange(self.group, Workspace(torch.device("cpu")))
+        for codec in self.reducer.codecs.values():
+            message = torch.empty(2, codec.words, dtype=torch.int32)
+            codec.encode(self.grad, message, exchange)
+        sketch = self.reducer.codecs.get("sketch")
+        if isinstance(sketch, SketchCodec):
             # Cells cannot be summed alone; counts can.
             sketch._summed.copy_(sketch._counts)
             sketch.load_state(sketch.state() | {"started": torch.tensor(True)})
@@ -89,7 +92,7 @@ class Unit:
 
     def reset(self) -> None:
         """Go back."""
-        about, before = self.state.about(), self.before
+        about, before = self.state.header(), self.before
         self.state.load(lambda: OneRank(to_state_dict(about, before)), force=False)
 
 
@@ -128,7 +131,7 @@ def fuzz_values(rank: int, folder: Path, count: int) -> int:
         save = file.stem.rpartition("-")[2]
         for _ in range(count // len(CODECS)):
             tensors = changed_values(tested.before, draw, generator)
-            write_rank(here, save, tested.state.about(), tensors)
+            write_rank(here, save, tested.state.header(), tensors)
             if tested.load(partial(SafetensorsFolder, here)):
                 loaded += 1
                 equal(tested.state.take(), tensors)
@@ -175,7 +178,7 @@ def fuzz_checkpoint(rank: int, folder: Path, count: int) -> int:
     """Checkpoints of torch's with changed bytes; how many were loaded all the same."""
     draw, loaded = random.Random(8), 0
     tested = Unit(CODECS[4])
-    state = to_state_dict(tested.state.about(), tested.state.take())
+    state = to_state_dict(tested.state.header(), tested.state.take())
     dcp.save({"tagc": state}, checkpoint_id=folder)
     files = {file: file.read_bytes() for file in sorted(folder.iterdir())}
     words = [b"cos\nsystem\n(S'true'\ntR.", b"\x8c\x02os\x94", b"\xff" * 8, b"\x80\x04", b"torch"]

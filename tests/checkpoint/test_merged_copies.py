@@ -21,23 +21,23 @@ from support.states import (
     shared_folder,
     wrapped,
 )
-from tagc.places import Elements, Place
+from tagc.checkpoint.format import StateHeader
+from tagc.checkpoint.locations import Elements, ParamLocation
+from tagc.checkpoint.resharding import merged, plan_merge
 from tagc.plan import UnitParam
-from tagc.resharding import merged, plan_merge
-from tagc.state_format import About
 
 
-def place_of(param: UnitParam, shard: int, shards: int, flat: bool = False) -> Place:
+def place_of(param: UnitParam, shard: int, shards: int, flat: bool = False) -> ParamLocation:
     """Of one shard; flat ones cut a parameter anywhere."""
     if not flat:
-        return Place(param=param, start=0, shards=shards, shard=shard)
+        return ParamLocation(param=param, start=0, shards=shards, shard=shard)
     numel = math.prod(param.shape)
     size = -(-numel // shards)
     elements = Elements(min(numel, shard * size), min(numel, (shard + 1) * size))
-    return Place(param=param, start=0, shards=shards, elements=elements)
+    return ParamLocation(param=param, start=0, shards=shards, elements=elements)
 
 
-def part_of_place(whole: Tensor, place: Place) -> Tensor:
+def part_of_place(whole: Tensor, place: ParamLocation) -> Tensor:
     if place.elements is not None:
         return whole.flatten()[slice(*place.elements)]
     first, length = place.span
@@ -67,8 +67,8 @@ class Copies:
                 piece = part_of_place(self.whole[i // shards], place)
                 self._pieces[i] = {f"{kind}.p{place.suffix}": piece}
 
-    def abouts(self) -> Mapping[int, About]:
-        one = About(policy="", policy_hash="", layout="", world_size=9, rank=0, step=0)
+    def headers(self) -> Mapping[int, StateHeader]:
+        one = StateHeader(policy="", policy_hash="", layout="", world_size=9, rank=0, step=0)
         return dict.fromkeys(self._pieces, one)
 
     def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -84,9 +84,9 @@ def test_replicas_of_other_shapes(old: tuple[int, int], new: tuple[int, int]) ->
     param = UnitParam(name="p", shape=(7, 3), columns=0)
     source = Copies(param, *old)
     copies, shards = new
-    holdings: dict[int, dict[str, Place]] = {}
+    holdings: dict[int, dict[str, ParamLocation]] = {}
     for i in range(copies * shards):
-        place = Place(param=param, start=0, shards=shards, shard=i % shards)
+        place = ParamLocation(param=param, start=0, shards=shards, shard=i % shards)
         holdings[i] = {f"residual.replicas.p{place.suffix}": place} if place.numel else {}
     total = torch.zeros(param.shape, dtype=torch.float64)
     taken = {}
@@ -122,7 +122,7 @@ def test_every_copy_keeps_the_mean_of_the_copies(
         source.whole[:] = source.whole[0]
     exact = source.whole.double().mean(0)
     copies, shards = new
-    holdings: dict[int, dict[str, Place]] = {}
+    holdings: dict[int, dict[str, ParamLocation]] = {}
     for i in range(copies * shards):
         place = place_of(param, i % shards, shards, flat[1])
         holdings[i] = {f"{kind}.p{place.suffix}": place} if place.numel else {}

@@ -218,7 +218,7 @@ def test_a_failed_save_leaves_the_one_before(rank: int, world_size: int) -> None
             def fail(*_: Any) -> None:
                 raise OSError("no space left on device")
 
-            patch.setattr("tagc.state_folders.write_rank", fail)
+            patch.setattr("tagc.checkpoint.folders.write_rank", fail)
         with pytest.raises((OSError, RuntimeError), match="no space left on device"):
             compressor.save(folder)
         dist.barrier()

@@ -19,10 +19,10 @@ from support.replicated_net import of_replicas
 from support.replicated_net import wrapped as replicated
 from support.small_net import local_weights, train
 from support.units import gathered, matrix_plan, normal, reduce, unit_reducer
-from tagc.codec_plans import FeedbackPlan
-from tagc.codecs import delivery
+from tagc.codecs.feedback import LeadFeedback, MomentumFeedback, SegmentFeedback
+from tagc.comm import UnitReducer
+from tagc.ops import get_ops
 from tagc.plan import UnitPlan
-from tagc.reducer import UnitReducer
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 EXACT: Any = {"rtol": 0, "atol": 0}
@@ -45,9 +45,9 @@ def spans(plan: UnitPlan) -> list[slice]:
     return [slice(s.start, s.stop) for s in plan.compressed]
 
 
-def kept(reducer: UnitReducer) -> list[Tensor]:
+def last_sums(reducer: UnitReducer) -> list[Tensor]:
     """`Q` of every segment, `[columns]`."""
-    return [q[0] for q in reducer.kept.values()]
+    return [q[0] for q in reducer.owner_states.values()]
 
 
 @on_ranks(2, 3)
@@ -66,15 +66,15 @@ def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: st
         for i, span in enumerate(spans(plan)):
             expected = (sent[span] - (1 - lead) * before[i]) / lead
             torch.testing.assert_close(out[span], expected, **EXACT)
-            torch.testing.assert_close(kept(ahead)[i], sent[span], **EXACT)
+            torch.testing.assert_close(last_sums(ahead)[i], sent[span], **EXACT)
             before[i] = sent[span].clone()
         for segment in plan.dense:
             span = slice(segment.start, segment.stop)
             torch.testing.assert_close(out[span], sent[span], **EXACT)
         for one, other in zip(ahead.residuals.values(), plain.residuals.values(), strict=True):
             torch.testing.assert_close(one, other, **EXACT)
-    assert all(q.any() for q in kept(ahead))
-    assert not plain.kept
+    assert all(q.any() for q in last_sums(ahead))
+    assert not plain.owner_states
 
 
 @on_ranks(2, 4)
@@ -95,7 +95,7 @@ def test_the_owner_is_ahead_by_a_share_of_the_last_sum(
         put_in += buffers[:, rank].double().sum(0)
         size += buffers[:, rank].double().abs().sum(0) + out.abs()
         for i, span in enumerate(spans(plan)):
-            q = kept(reducer)[i].double()
+            q = last_sums(reducer)[i].double()
             owed = gathered(list(reducer.residuals.values())[i])[:, rank].double()
             size[span] += (1 + 2 / lead) * q.abs() + owed.abs().sum(0)
             off = handed_out[span] - (1 - lead) / lead * q + owed.sum(0) - put_in[span]
@@ -103,7 +103,7 @@ def test_the_owner_is_ahead_by_a_share_of_the_last_sum(
                 step,
                 (off.abs() / size[span]).max(),
             )
-    assert all(q.any() for q in kept(reducer))
+    assert all(q.any() for q in last_sums(reducer))
 
 
 @on_ranks(2)
@@ -118,9 +118,9 @@ def test_a_low_precision_gradient(rank: int, world_size: int, codec: str) -> Non
         buffer = normal(world_size, plan.columns, step)[rank].bfloat16()
         out = reduce(reducer, buffer)
         for i, span in enumerate(spans(plan)):
-            expected = (kept(reducer)[i] - 0.5 * before[i]) / 0.5
+            expected = (last_sums(reducer)[i] - 0.5 * before[i]) / 0.5
             torch.testing.assert_close(out[span], expected.bfloat16(), **EXACT)
-            before[i] = kept(reducer)[i].clone()
+            before[i] = last_sums(reducer)[i].clone()
             assert before[i].dtype == torch.float32
 
 
@@ -134,11 +134,11 @@ def test_a_warm_up_leaves_no_lag(rank: int, world_size: int, codec: str) -> None
         out = reduce(reducer, buffers[rank])
         if step < plan.warmup_steps:
             torch.testing.assert_close(out, buffers[:, rank].sum(0) / 2, **EXACT)
-            assert not any(q.any() for q in kept(reducer))
+            assert not any(q.any() for q in last_sums(reducer))
             assert not any(e.any() for e in reducer.residuals.values())
         else:
             for i, span in enumerate(spans(plan)):
-                torch.testing.assert_close(out[span], kept(reducer)[i] / 0.5, **EXACT)
+                torch.testing.assert_close(out[span], last_sums(reducer)[i] / 0.5, **EXACT)
                 assert out[span].any()
 
 
@@ -161,22 +161,26 @@ def test_what_is_not_finite_shows_once(rank: int, world_size: int, codec: str, b
         if CODECS[codec]["kind"] == "matrix" and step == 3 and rank == 1:
             # Of the row of 70 elements only.
             assert out[spans(plan)[0]].isnan().nonzero().flatten().tolist() == list(range(70))
-        assert all(q.isfinite().all() for q in kept(reducer))
+        assert all(q.isfinite().all() for q in last_sums(reducer))
         assert all(e.isfinite().all() for e in reducer.residuals.values())
 
 
 def test_an_overflowing_sum_is_not_kept() -> None:
     """Of finite messages; the optimizer sees it, and the next step does not."""
-    for feedback in (
-        FeedbackPlan(dtype=torch.float32, lead=0.5),
-        FeedbackPlan(dtype=torch.float32, rate=0.5),
+    for rule in (
+        LeadFeedback(dtype=torch.float32, lead=0.5),
+        MomentumFeedback(dtype=torch.float32, rate=0.5),
     ):
-        q, out = torch.tensor([1.0, 2.0]), torch.empty(2)
-        delivery.hand_out(torch.tensor([float("inf"), 3.0]), q, feedback, out)
+        cpu, out = torch.device("cpu"), torch.empty(2)
+        feedback = SegmentFeedback(rule, destinations=1, columns=2, ops=get_ops(cpu), device=cpu)
+        q = feedback.owner_state
+        assert q is not None
+        q.copy_(torch.tensor([1.0, 2.0]))
+        feedback.correct(torch.tensor([float("inf"), 3.0]), out)
         assert out.isfinite().tolist() == [False, True]
         assert q.isfinite().all()
         assert q[0] <= 1
-        delivery.hand_out(torch.ones(2), q, feedback, out)
+        feedback.correct(torch.ones(2), out)
         assert out.abs().max() <= 3
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from support.distributed import on_ranks
 from support.units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
-from tagc.bitmap import from_bitmap
-from tagc.plan import UnitInfo, UnitParam, UnitPlan
-from tagc.planning import build_plan
+from tagc.codecs.packed import PackedCodec
+from tagc.codecs.sketch import SketchCodec, SketchPlan
+from tagc.ops.bitmap import from_bitmap
+from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
 from tagc.policy import Policy
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
@@ -183,7 +184,7 @@ def test_bytes_are_what_the_plan_says(rank: int, world_size: int, codec: str) ->
     for step in range(3):
         reduce(reducer, normal(world_size, plan.columns, step)[rank])
     # Sketches agree on their first thresholds, one for each destination.
-    once = 4 * (world_size - 1) * world_size * len(plan.sketched)
+    once = 4 * (world_size - 1) * world_size * len(plan.of(SketchPlan))
     assert reducer.wire_bytes == once + 3 * sum(plan.wire_bytes(s) for s in plan.segments)
     compressed = 3 * sum(plan.wire_bytes(s) for s in plan.compressed)
     assert reducer.compressed_wire_bytes == once + compressed
@@ -234,8 +235,8 @@ def test_all_ranks_send_the_groups_that_the_owner_chose(
     chosen: list[set[int]] = []
     span = spans(plan)[0]
     for step in range(40):
-        support = (*reducer.packed.parts, *reducer.sketch.parts)[0].support
-        assert support is not None
+        (found,) = (c for c in reducer.codecs.values() if isinstance(c, PackedCodec | SketchCodec))
+        support = found.supports[0]
         everywhere = gathered(support.current)
         torch.testing.assert_close(everywhere[0], everywhere[rank], **EXACT)
         groups = from_bitmap(support.current[rank], 911).nonzero().flatten()
@@ -272,7 +273,7 @@ def test_the_sum_is_what_ranks_no_longer_owe(
             owed[i] = left
             sent += int(out[span].count_nonzero())
     assert sent > 6 * 0.1 * sum(s.columns for s in plan.compressed)
-    assert reducer.sketch.totals[:, 2].tolist() == [0, 0]
+    assert [count.unresolved for count in reducer.selection_counts()] == [0, 0]
 
 
 @on_ranks(2)

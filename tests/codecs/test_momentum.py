@@ -11,8 +11,8 @@ from torch import Tensor
 
 from support.distributed import on_ranks
 from support.units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
+from tagc.comm import UnitReducer
 from tagc.plan import UnitPlan
-from tagc.reducer import UnitReducer
 
 SUM = dist.ReduceOp.SUM
 EXACT: Any = {"rtol": 0, "atol": 0}
@@ -35,9 +35,7 @@ def spans(plan: UnitPlan) -> list[slice]:
 
 
 def averages(reducer: UnitReducer) -> list[Tensor]:
-    columns = (reducer.sketch, reducer.packed, reducer.quantized)
-    found = [part.kept for c in columns for part in c.parts]
-    return [average for average in found if average is not None]
+    return [average[0] for average in reducer.owner_states.values()]
 
 
 @on_ranks(2, 4)

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from support import oracle
-from tagc.codec_plans import FeedbackPlan
-from tagc.codecs.residual import Residual
-from tagc.layout import plan_layout
+from tagc.codecs.feedback import Residual
 from tagc.ops import get_ops
-from tagc.symbols import SYMBOLS
+from tagc.ops.sketch import plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 by_ops = pytest.mark.parametrize("name", ["reference", "cpu"])
 SEED = torch.zeros(1, dtype=torch.int32)
@@ -56,8 +55,7 @@ def test_a_zero_estimate_has_one_sign():
 
 def residual_of(values: torch.Tensor, dtype: torch.dtype, ops: str = "cpu") -> Residual:
     rows, columns = values.shape
-    feedback = FeedbackPlan(dtype=dtype)
-    new = Residual(rows, columns, feedback, get_ops("cpu", ops), values.device)
+    new = Residual(rows, columns, dtype, get_ops("cpu", ops), values.device)
     with new.opened() as wide:
         wide.copy_(values)
     return new

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from support import oracle
-from tagc.sketch import CountSketch
-from tagc.symbols import SYMBOLS
+from tagc.codecs.sketch.count_sketch import CountSketch
+from tagc.ops.symbols import SYMBOLS
 
 INTEGER = ["int8x4", "int16x2", "int32x1"]
 DENSITIES = [0.001, 0.01, 0.05, 0.2]

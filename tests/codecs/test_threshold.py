@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import oracle
-from tagc.codec_plans import SLACK
-from tagc.layout import plan_layout
+from tagc.codecs.selection.capacity import SLACK
+from tagc.codecs.selection.quantization_step import MAX_THRESHOLD, MIN_THRESHOLD, quantization_step
+from tagc.codecs.selection.threshold import ThresholdController, mean_threshold, sampled_threshold
 from tagc.ops import ABOVE, KEPT, get_ops
-from tagc.quantize import MAX_THRESHOLD, MIN_THRESHOLD, quantization_step
-from tagc.symbols import SYMBOLS
-from tagc.threshold import Steering, agree, sampled_threshold
+from tagc.ops.sketch import plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 OPS = get_ops("cpu", "cpu")
 SYMBOL = SYMBOLS["int8x4"]
@@ -55,7 +55,7 @@ class Run:
         self.cells = torch.empty(W, self.layout.cells, dtype=torch.int32)
         self.counts = torch.empty(W, 1, W, 4, dtype=torch.int32)
         self.target = W * density * GROUPS
-        self.steering = Steering(torch.tensor([self.target]), torch.ones(1), W)
+        self.steering = ThresholdController(torch.tensor([self.target]), torch.ones(1), W)
         self.first = threshold
         self.steps = 0
 
@@ -72,7 +72,7 @@ class Run:
             self.threshold.fill_(self.first)
         else:
             samples = [sampled_threshold(g, SYMBOL.lanes, self.density)[None] for g in grads]
-            self.threshold.copy_(agree(torch.stack(samples)))
+            self.threshold.copy_(mean_threshold(torch.stack(samples)))
         quantum = quantization_step(self.threshold[0], SYMBOL, self.levels)
         seed = torch.tensor([self.steps], dtype=torch.int32)
         for rank, grad in enumerate(grads):
@@ -187,7 +187,7 @@ thresholds = st.floats(MIN_THRESHOLD, MAX_THRESHOLD, width=32)
 @given(thresholds, st.lists(st.tuples(counts, counts, counts, counts), min_size=1, max_size=30))
 @examples
 def test_steering_never_leaves_the_bounds(threshold, history):
-    steering = Steering(torch.tensor([100.0]), torch.tensor([8.0]), 1)
+    steering = ThresholdController(torch.tensor([100.0]), torch.tensor([8.0]), 1)
     steering.threshold.fill_(threshold)
     for step in history:
         before = steering.threshold.item()
@@ -200,7 +200,7 @@ def test_steering_never_leaves_the_bounds(threshold, history):
 def test_steering_moves_the_right_way():
     # above, non-zero, kept, clipped; of a target of 100
     table = [(1000, 5000, 100, 0), (10, 5000, 10, 0), (0, 5000, 0, 0), (0, 0, 0, 0)]
-    steering = Steering(torch.full((4,), 100.0), torch.ones(4), 1)
+    steering = ThresholdController(torch.full((4,), 100.0), torch.ones(4), 1)
     steering.update(torch.tensor(table, dtype=torch.int32)[:, None])
     up, down, nothing_above, zero = steering.threshold.flatten().tolist()
     assert up > 1 > down > nothing_above > 0
@@ -208,7 +208,7 @@ def test_steering_moves_the_right_way():
 
 
 def test_boost_follows_the_clipping():
-    steering = Steering(torch.tensor([2000.0]), torch.tensor([4.0]), 1)
+    steering = ThresholdController(torch.tensor([2000.0]), torch.tensor([4.0]), 1)
     boosts = []
     for clipped in (31, 32, 100, 100, 10, 2, 1, 1, 0):
         row = [2000, 9000, 2000, clipped]
@@ -227,7 +227,7 @@ def test_steering_is_the_same_to_the_bit_however_batched():
     target, boost = torch.rand(5, generator=generator) * 1000, torch.full((5,), 8.0)
 
     def steered(threshold, target, boost, history):
-        steering = Steering(target, boost, threshold.shape[1])
+        steering = ThresholdController(target, boost, threshold.shape[1])
         steering.threshold.copy_(threshold)
         for counts in history:
             steering.update(counts)
@@ -253,7 +253,7 @@ sample = st.one_of(st.just(0.0), st.floats(0, 2.0**127, width=32))
 @examples
 def test_agree_is_the_mean_of_those_who_saw_something(rows):
     """In float32 and in rank order, so that it has one value only."""
-    agreed = agree(torch.tensor(rows))
+    agreed = mean_threshold(torch.tensor(rows))
     for column, got in zip(zip(*rows, strict=True), agreed, strict=True):
         total, seen = np.float32(0), [v for v in column if v > 0]
         with np.errstate(over="ignore"):
@@ -266,12 +266,12 @@ def test_agree_is_the_mean_of_those_who_saw_something(rows):
 def test_agree_is_the_same_to_the_bit_however_batched():
     sampled = torch.rand(7, 4, 33, generator=torch.Generator().manual_seed(0))
     sampled[sampled < 0.2] = 0
-    together = agree(sampled)
-    transposed = agree(sampled.transpose(1, 2)).T
+    together = mean_threshold(sampled)
+    transposed = mean_threshold(sampled.transpose(1, 2)).T
     assert oracle.same_bits(transposed, together)
     for i in range(4):
         for j in range(33):
-            assert oracle.same_bits(agree(sampled[:, i, j]), together[i, j])
+            assert oracle.same_bits(mean_threshold(sampled[:, i, j]), together[i, j])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

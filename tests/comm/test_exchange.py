@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from support.distributed import on_ranks
-from tagc import exchange
+from tagc.comm import collectives as exchange
 
 
 @on_ranks(2, 3)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from support.distributed import on_ranks
 from support.units import gathered, normal, on_grid, reduce, spiky, unit_plan, unit_reducer
-from tagc.codec_plans import SketchPlan
+from tagc.codecs.selection.threshold import ThresholdController
+from tagc.codecs.sketch import SketchPlan
+from tagc.comm import UnitReducer
+from tagc.ops.symbols import Symbol
 from tagc.plan import UnitPlan
-from tagc.reducer import UnitReducer
-from tagc.symbols import Symbol
-from tagc.threshold import Steering
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 INTEGER = ("int8x4", "int16x2", "int32x1")
@@ -33,7 +33,7 @@ def quantizer(symbol: Symbol, reducer: UnitReducer, i: int, owner: int) -> tuple
         # float32 must hold the levels, to clip at them: 24 bits and then zeros.
         low = 2 ** (levels.bit_length() - 24)
         levels = levels // low * low
-    steering = reducer.sketch.steering
+    steering = reducer.codecs["sketch"].controllers[0]
     exponent = math.frexp(steering.threshold[i, owner].item())[1] - 1
     step = 2.0 ** (exponent - ((levels + 1).bit_length() - 1) + symbol.headroom)
     return levels, step * steering.boost[i, owner].item()
@@ -44,7 +44,7 @@ class Oracle:
 
     def __init__(self, plan: UnitPlan) -> None:
         self.plan, self.W = plan, plan.info.world_size
-        self.segments = list(plan.sketched)
+        self.segments = list(plan.of(SketchPlan))
         self.residuals: list[Tensor] = []
         for segment in self.segments:
             assert segment.codec.feedback is not None
@@ -76,7 +76,7 @@ class Oracle:
         groups[:n] = x
         groups = groups.view(-1, symbol.lanes)
         size = groups.abs().amax(1)
-        above = size >= reducer.sketch.steering.threshold[i, owner]
+        above = size >= reducer.codecs["sketch"].controllers[0].threshold[i, owner]
         kept = above
         if sketch.capacity >= len(size):
             kept = size > 0
@@ -125,9 +125,9 @@ def test_output_is_the_sum_of_what_ranks_send(
             out = reduce(reducer, buffers[rank], op)
         # The threshold moves by what all ranks counted one step before.
         torch.testing.assert_close(steered_by, [oracle.counts] if step else [], **EXACT)
-        boosted |= bool((reducer.sketch.steering.boost > 1).any())
+        boosted |= bool((reducer.codecs["sketch"].controllers[0].boost > 1).any())
         expected = oracle.step(buffers, reducer, divisor)[rank]
-        for i, segment in enumerate(plan.sketched):
+        for i, segment in enumerate(plan.of(SketchPlan)):
             span = slice(segment.start, segment.stop)
             residuals = list(reducer.residuals.values())
             torch.testing.assert_close(out[span], expected[span], **EXACT)
@@ -139,7 +139,7 @@ def test_output_is_the_sum_of_what_ranks_send(
             if dtype == torch.bfloat16:
                 close = {"rtol": 2e-2, "atol": 0.1}
             torch.testing.assert_close(out[span].double(), exact, **close)
-    assert reducer.sketch.totals[:, 2].tolist() == [0, 0]
+    assert [count.unresolved for count in reducer.selection_counts()] == [0, 0]
     assert symbol != "int8x4" or boosted
 
 
@@ -147,13 +147,13 @@ def test_output_is_the_sum_of_what_ranks_send(
 def counts_at_steering() -> Iterator[list[Tensor]]:
     """Copies of the counts that thresholds are moved by."""
     seen: list[Tensor] = []
-    original = Steering.update
+    original = ThresholdController.update
 
-    def update(self: Steering, counts: Tensor) -> None:
+    def update(self: ThresholdController, counts: Tensor) -> None:
         seen.append(counts.clone())
         original(self, counts)
 
-    with patch.object(Steering, "update", update):
+    with patch.object(ThresholdController, "update", update):
         yield seen
 
 
@@ -182,7 +182,7 @@ def conserved(rank: int, world_size: int, symbol: str, stored: str, draw: Callab
     """
     plan = unit_plan(world_size, symbol=symbol, stored=stored)
     reducer = unit_reducer(plan)
-    spans = [slice(s.start, s.stop) for s in plan.sketched]
+    spans = [slice(s.start, s.stop) for s in plan.of(SketchPlan)]
     wide = (world_size, world_size, plan.columns)
     put_in, bound = torch.zeros(wide, dtype=torch.float64), torch.zeros(wide, dtype=torch.float64)
     residual = torch.zeros(wide, dtype=torch.float64)
@@ -201,7 +201,7 @@ def conserved(rank: int, world_size: int, symbol: str, stored: str, draw: Callab
         for span in spans:
             lost = put_in.sum(0) - world_size * handed_out - residual.sum(0)
             assert (lost.abs() <= bound.sum(0))[:, span].all(), (step, lost[:, span].abs().max())
-    assert reducer.sketch.totals[:, 2].tolist() == [0, 0]
+    assert [count.unresolved for count in reducer.selection_counts()] == [0, 0]
     assert all(residual[:, :, span].any() for span in spans)
 
 
@@ -219,7 +219,7 @@ def test_density_one_rounds_to_the_step(rank: int, world_size: int, symbol: str)
         buffers = torch.rand(shape, generator=generator) * 2 - 1
         total += reduce(reducer, buffers[rank])
         exact += buffers[:, rank].double().mean(0)
-        for i, segment in enumerate(plan.sketched):
+        for i, segment in enumerate(plan.of(SketchPlan)):
             assert isinstance(segment.codec, SketchPlan)
             levels, size = quantizer(segment.codec.symbol, reducer, i, rank)
             # Nothing saturates here, and the step is worth testing: the bound is no truism.

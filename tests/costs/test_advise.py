@@ -16,13 +16,11 @@ from torch.distributed.fsdp import fully_shard
 
 import tagc
 from support.distributed import on_ranks
-from tagc import advise, auto
 from tagc.cli import main
-from tagc.codec_speed import measure_speeds
-from tagc.costs import Link, Speed, speed_key
+from tagc.costs import Link, ModelShapes, Speed, advise, auto, measure_speeds, speed_key
+from tagc.costs.quantities import bandwidth, count, seconds
+from tagc.costs.shapes import load_model, synthetic
 from tagc.ops import get_ops
-from tagc.quantities import bandwidth, count, seconds
-from tagc.shapes import ModelShapes, load_model, synthetic
 
 # One block matrix on 2 ranks: 2 ** 20 elements, of which a rank sends half in a reduce-scatter.
 SHAPES = {f"layers.{i}.mlp.up_proj.weight": [1024, 512] for i in range(2)}
@@ -365,7 +363,7 @@ def test_layer_1_is_no_prefix_of_layer_10() -> None:
 @pytest.mark.parametrize("parameters", [False, True])
 def test_every_codec_of_the_shipped_policies_has_a_speed(parameters: bool) -> None:
     """Whatever a plan holds is among what is measured for it."""
-    from tagc import codec_speed
+    from tagc.costs import speed as codec_speed
 
     timed: dict[str, Speed] = {}
     with patch.dict(codec_speed._ELEMENTS, {"cpu": 1 << 12}):
@@ -386,7 +384,7 @@ def test_every_codec_of_the_shipped_policies_has_a_speed(parameters: bool) -> No
 @pytest.mark.parametrize("codec", [{"bits": 2}, {"group": 16, "level": 1.3}])
 def test_a_matrix_has_a_speed(codec: dict[str, Any]) -> None:
     """By the rule as by the plan, whatever the shape."""
-    from tagc import codec_speed
+    from tagc.costs import speed as codec_speed
 
     rule = {"when": {"name": "*.weight"}, "codec": {"kind": "matrix", **codec}}
     policy = tagc.Policy.load({"schema": 1, "gradients": [rule]})
@@ -403,7 +401,7 @@ def test_every_turn_starts_from_an_empty_residual() -> None:
     """One that grew from turn to turn would select more than fits, and time the trimming of it."""
     from types import SimpleNamespace
 
-    from tagc import codec_speed
+    from tagc.costs import speed as codec_speed
 
     real, seen = get_ops("cpu", "reference"), []
 

@@ -17,10 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 import tagc
 from support.distributed import on_ranks, run_ranks
-from tagc import auto
-from tagc.costs import Link, Speed
-from tagc.plan import UnitInfo, UnitParam
-from tagc.planning import build_plan
+from tagc.costs import Link, Speed, auto
+from tagc.plan import UnitInfo, UnitParam, build_plan
 
 SLOW = Link(bandwidth=1e6, latency=1e-4)
 FAST = Link(bandwidth=1e12, latency=1e-6)
@@ -71,7 +69,7 @@ def grads(model: Any, rank: int) -> dict[str, torch.Tensor]:
 @contextmanager
 def measuring(link: Link, speed: Speed = SPEED) -> Iterator[None]:
     """What this rank measures."""
-    from tagc.codec_speed import speed_key
+    from tagc.costs import speed_key
 
     def speeds(codecs: Any, *args: Any) -> dict[str, Speed]:
         return {speed_key(codec): speed for codec in codecs}

@@ -10,19 +10,17 @@ import torch
 import torch.distributed as dist
 
 import tagc.codecs.sketch
-import tagc.reducer
+import tagc.comm.exchanges
+import tagc.comm.reducer
 from support.distributed import on_ranks
 from support.units import unit_plan, unit_reducer
 from tagc.costs import (
-    GLOO_REDUCE_SCATTER,
     Link,
     Speed,
     StepCost,
     Traffic,
-    codec_seconds,
     measured_time,
     memory_time,
-    native_units,
     no_time,
     speed_key,
     step_cost,
@@ -30,8 +28,10 @@ from tagc.costs import (
     unit_seconds,
     workload,
 )
-from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan
-from tagc.planning import build_plan
+from tagc.costs.codec_time import codec_seconds
+from tagc.costs.link import GLOO_REDUCE_SCATTER
+from tagc.costs.model import native_units
+from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan, build_plan
 from tagc.policy import Policy
 
 COLUMNS = 65536
@@ -145,10 +145,10 @@ def test_the_formula_is_what_is_sent(rank: int, world_size: int) -> None:
         return len(started), reducer.wire_bytes - before
 
     with (
-        counting(tagc.reducer, "all_to_all"),
-        counting(tagc.reducer, "dense_reduce_scatter"),
-        counting(tagc.codecs.sketch, "sum_rows"),
-        counting(tagc.codecs.sketch, "all_reduce_sum"),
+        counting(tagc.comm.exchanges, "all_to_all"),
+        counting(tagc.comm.reducer, "dense_reduce_scatter"),
+        counting(tagc.comm.exchanges, "sum_rows"),
+        counting(tagc.comm.exchanges, "all_reduce_sum"),
     ):
         reduce(unit.columns, reducer)  # the first one also agrees on thresholds
         collectives, sent = reduce(unit.columns, reducer)

@@ -24,7 +24,7 @@ from support.fsdp1_net import (
 from support.fsdp1_recording import recorded
 from support.small_net import EVERYTHING, loss_of, net
 from support.units import gathered, policy
-from tagc.pieces import pieces
+from tagc.plan.param_slices import param_slices
 
 
 def check_layout(calls: list, grads: dict[str, Tensor], rank: int, use_orig_params: bool) -> None:
@@ -62,7 +62,9 @@ def test_segments_are_handed_their_parameters(
     plan = tagc.compressor(model).plan()
     (second,) = (unit for unit in plan.units if unit.info.name == "second")
     assert [segment.role for segment in second.segments] == ["other", "other"]
-    straddling = [piece for piece in pieces(second.info, second.info.params) if piece.offset > 0]
+    straddling = [
+        piece for piece in param_slices(second.info, second.info.params) if piece.offset > 0
+    ]
     assert straddling
     loss_of(alone, rank, 0).backward()
     with recorded() as calls:
@@ -83,7 +85,7 @@ def test_one_rule_for_a_unit_takes_the_buffer_itself(
         assert reducer._flat is None
         (segment,) = reducer.plan.segments
         assert segment.columns == reducer.plan.buffer_columns
-        for piece in pieces(reducer.plan.info, segment.params):
+        for piece in param_slices(reducer.plan.info, segment.params):
             assert piece.column == piece.start
     loss_of(model, rank, 0).backward()
 

@@ -16,8 +16,8 @@ from support.exact import EXACT
 from support.fsdp1_net import flat_of, quietly, sharded
 from support.small_net import net
 from support.units import gathered, on_grid
-from tagc.pieces import pieces
-from tagc.reducer import UnitReducer
+from tagc.comm import UnitReducer
+from tagc.plan.param_slices import param_slices
 
 SUM = dist.ReduceOp.SUM
 
@@ -108,7 +108,7 @@ def of_compressed(reducer: UnitReducer, row: int) -> Tensor:
     """Which of FSDP1's columns of a row are not dense, ``[S]``."""
     found = torch.zeros(reducer.plan.buffer_columns, dtype=torch.bool)
     for segment in reducer.plan.compressed:
-        for piece in pieces(reducer.plan.info, segment.params):
+        for piece in param_slices(reducer.plan.info, segment.params):
             if piece.row == row:
                 found[piece.start : piece.start + piece.length] = True
     return found
@@ -120,7 +120,7 @@ def in_rows(reducer: UnitReducer) -> Tensor:
     for segment in reducer.plan.compressed:
         residual = reducer.residuals[segment.start]
         seen = torch.zeros_like(residual, dtype=torch.bool)
-        for piece in pieces(reducer.plan.info, segment.params):
+        for piece in param_slices(reducer.plan.info, segment.params):
             columns = slice(piece.column, piece.column + piece.length)
             rows[piece.row, piece.start : piece.start + piece.length] = residual[piece.row, columns]
             seen[piece.row, columns] = True

@@ -24,9 +24,9 @@ from support.exact import EXACT
 from support.paths import EXAMPLES
 from support.small_net import EVERYTHING, local_grads, local_weights, loss_of, net, sharded, train
 from support.units import gathered, policy
-from tagc.codec_plans import SketchPlan
+from tagc.codecs.sketch import SketchCodec, SketchPlan
+from tagc.comm import UnitReducer
 from tagc.policy import Policy
-from tagc.reducer import UnitReducer
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 INTEGER = ("int8x4", "int16x2", "int32x1")
@@ -207,7 +207,9 @@ def test_training_is_reproducible(rank: int, world_size: int) -> None:
         train(model, rank, 10)
         results.append(local_weights(model))
         for reducer in tagc.compressor(model).reducers:
-            steering, seed = reducer.sketch.steering, reducer.sketch._seed
+            sketch = reducer.codecs["sketch"]
+            assert isinstance(sketch, SketchCodec)
+            steering, seed = sketch.controllers[0], sketch.seed
             for shared in (steering.threshold, steering.boost, seed):
                 everyones = gathered(shared)
                 assert (everyones.view(torch.int32) == everyones.view(torch.int32)[0]).all()

@@ -20,10 +20,9 @@ from support.distributed import on_ranks
 from support.exact import EXACT
 from support.fsdp1_net import sharded as sharded_by_fsdp1
 from support.small_net import sharded as net
-from tagc.codec_plans import MatrixPlan
-from tagc.places import span_of, split_suffix
-from tagc.plan import UnitInfo, UnitParam
-from tagc.planning import build_plan
+from tagc.checkpoint.locations import span_of, split_suffix
+from tagc.codecs.matrix import MatrixPlan
+from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy
 
 ONE_OF_16 = {"kind": "matrix", "group": 16}

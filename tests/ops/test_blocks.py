@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support import oracle
-from tagc.blocks import BITS, MIN_SCALE, BlockLayout
 from tagc.ops import get_ops
-from tagc.ops.cpu import quantizer
+from tagc.ops.blocks import BITS, MIN_SCALE, BlockLayout
+from tagc.ops.cpu.kernels import quantizer
 
 OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

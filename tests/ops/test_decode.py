@@ -27,10 +27,10 @@ from support.sketch_cases import (
     ranks_to_one,
     variants,
 )
-from tagc.bitmap import from_bitmap, to_bitmap
-from tagc.layout import plan_layout
-from tagc.quantize import quantization_step
-from tagc.symbols import SYMBOLS
+from tagc.codecs.selection.quantization_step import quantization_step
+from tagc.ops.bitmap import from_bitmap, to_bitmap
+from tagc.ops.sketch import plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 
 @pytest.mark.parametrize("keys", [None, 1])

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import oracle
-from tagc.bitmap import from_bitmap, to_bitmap
-from tagc.layout import MAX_HASHES, plan_layout
+from tagc.ops.bitmap import from_bitmap, to_bitmap
 from tagc.ops.reference import sketch
-from tagc.symbols import SYMBOLS
+from tagc.ops.sketch import MAX_HASHES, plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 examples = settings(deadline=None, max_examples=80, derandomize=True)
 INT8, INT32 = SYMBOLS["int8x4"], SYMBOLS["int32x1"]

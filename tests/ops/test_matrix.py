@@ -31,8 +31,8 @@ from support.matrix_cases import (
     sizes,
     variants,
 )
-from tagc.matrix import MatrixLayout
-from tagc.ops.cpu import matrices
+from tagc.ops.cpu.kernels import matrix as kernels
+from tagc.ops.matrix import MatrixLayout
 
 # Against the contract
 
@@ -246,9 +246,9 @@ def test_nothing_is_sent_of_what_is_too_small(ops):
 def test_prepared_is_compiled(bits, group, grad_dtype, residual_dtype):
     rng = np.random.default_rng(4)
     case = make_case((3, 70), 2, (bits, group, grad_dtype, residual_dtype), rng)
-    kernels = (matrices.quantize_columns, matrices.quantize_rows, matrices.dequantize_rows)
+    loops = (kernels.quantize_columns, kernels.quantize_rows, kernels.dequantize_rows)
     CPU.prepare_matrix(case.layout, grad_dtype, residual_dtype, 0.5)
-    before = [len(kernel.signatures) for kernel in kernels]
+    before = [len(kernel.signatures) for kernel in loops]
     message, _ = quantize(CPU, case, 0.5)
     dequantize(CPU, message, case.layout, grad_dtype, 2)
-    assert [len(kernel.signatures) for kernel in kernels] == before
+    assert [len(kernel.signatures) for kernel in loops] == before

@@ -13,7 +13,7 @@ from support.matrix_cases import (
     both,
     dequantize,
 )
-from tagc.matrix import MatrixLayout, shard_shape
+from tagc.ops.matrix import MatrixLayout, shard_shape
 
 
 def test_words_of_a_layout():

@@ -19,7 +19,7 @@ from support.matrix_cases import (
     quantize,
     sizes,
 )
-from tagc.matrix import MatrixLayout
+from tagc.ops.matrix import MatrixLayout
 
 values_ = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False),

@@ -32,8 +32,8 @@ from support.packed_cases import (
     variants,
     written_out,
 )
-from tagc.ops.cpu import bitmap, packer, selection
-from tagc.packed import HEADER, KEPT_GROUPS, POISON, plan_packed
+from tagc.ops.cpu.kernels import bitmap, packer, selection
+from tagc.ops.packed import HEADER, KEPT_GROUPS, POISON, plan_packed
 
 
 def check_against_oracle(case: Case, got: Packed) -> None:

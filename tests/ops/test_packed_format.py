@@ -21,7 +21,7 @@ from support.packed_cases import (
     pack,
     written_out,
 )
-from tagc.packed import plan_packed
+from tagc.ops.packed import plan_packed
 
 
 def test_words_of_a_layout():
@@ -68,7 +68,7 @@ def test_layouts_that_cannot_be(arguments, message):
 
 @both
 def test_an_index_written_out(ops):
-    """The example of :mod:`tagc.packed`: low parts 3, 1, 2, high bits 0, 3 and 4."""
+    """The example of :mod:`tagc.ops.packed`: low parts 3, 1, 2, high bits 0, 3 and 4."""
     layout = layout_of(16, 3, 2)
     assert index_of(ops, [[3, 9, 10]], layout).tolist() == [[0b10_01_11, 0b11001]]
     assert index_of(ops, [[3, 9, 10]], replace(layout, low_bits=0)).tolist() == [[0b110_0000_1000]]

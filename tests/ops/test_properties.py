@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tagc import CountSketch
-from tagc.layout import plan_layout
 from tagc.ops.reference.sketch import fmix32, positions
-from tagc.symbols import SYMBOLS
+from tagc.ops.sketch import plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 examples = settings(deadline=None, max_examples=60, derandomize=True)
 integer_symbols = st.sampled_from(["int8x4", "int16x2", "int32x1"])

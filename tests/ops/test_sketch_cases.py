@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from support import oracle
-from tagc.bitmap import to_bitmap
-from tagc.layout import plan_layout
 from tagc.ops import get_ops
-from tagc.symbols import SYMBOLS
+from tagc.ops.bitmap import to_bitmap
+from tagc.ops.sketch import plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 OPS = get_ops("cpu", "cpu")
 CASES = 12_000

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import oracle
-from tagc.symbols import SYMBOLS, pack, resolve_symbol, unpack, wrap_int32
+from tagc.ops.symbols import SYMBOLS, pack, resolve_symbol, unpack, wrap_int32
 
 INTEGER = [s for s in SYMBOLS.values() if s.integer]
 by_name = pytest.mark.parametrize("symbol", INTEGER, ids=lambda s: s.name)

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tagc
-from tagc.codec_plans import MatrixPlan
-from tagc.pieces import pieces
+from tagc.codecs.matrix import MatrixPlan
+from tagc.codecs.sketch import SketchCodec, SketchPlan
+from tagc.comm import UnitReducer
 from tagc.plan import Segment, UnitPlan
-from tagc.reducer import UnitReducer
+from tagc.plan.param_slices import param_slices
 
 from .apis import Api
 from .dtypes import F16, F32, F64, Dtype
@@ -105,7 +106,7 @@ def spans(plan: UnitPlan, segment: Segment, row: int) -> list[tuple[int, int, in
     """Column in a segment, the same one in FSDP's row, and how many follow in both."""
     if plan.info.flat is None:
         return [(0, segment.start, segment.columns)]
-    found = pieces(plan.info, segment.params)
+    found = param_slices(plan.info, segment.params)
     return [(piece.column, piece.start, piece.length) for piece in found if piece.row == row]
 
 
@@ -159,11 +160,14 @@ def check_steps(wrapped: Any, how: Divisors, owed: Sequence[Tensor]) -> None:
     compressor = tagc.compressor(wrapped)
     for i, reducer in enumerate(compressor.reducers):
         W, own = reducer.plan.info.world_size, compressor._units[i].group.rank()
-        for j, part in enumerate(reducer.sketch.parts):
-            half = reducer.sketch._steps[j, own].item() / 2
+        sketch = reducer.codecs.get("sketch")
+        if not isinstance(sketch, SketchCodec):
+            continue
+        for j, segment in enumerate(reducer.plan.of(SketchPlan)):
+            half = sketch.quantization_steps[j, own].item() / 2
             # Thresholds are sizes of elements, and steps a small part of them.
-            assert 2 * half <= 2**-14 * reducer.sketch.steering.threshold[j, own].item()
+            assert 2 * half <= 2**-14 * sketch.controllers[0].threshold[j, own].item()
             most = W * half / math.prod(how(W))
-            for _, start, length in spans(reducer.plan, part.segment, own):
+            for _, start, length in spans(reducer.plan, segment, own):
                 columns = owed[i][start : start + length]
                 assert bool((columns.abs() <= most * (1 + 2**-20)).all())

@@ -8,9 +8,8 @@ import warnings
 import pytest
 import torch
 
-from tagc.pieces import FlatBuffer, Piece, columns_of, filled, pieces
-from tagc.plan import UnitInfo, UnitParam, UnitPlan
-from tagc.planning import build_plan
+from tagc.plan import FlatBuffer, UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.plan.param_slices import ParamSlice, columns_of, filled_columns, param_slices
 from tagc.policy import Policy
 
 
@@ -33,30 +32,30 @@ def chosen(info: UnitInfo, names: str) -> list[UnitParam]:
 def test_the_example_of_the_docstring() -> None:
     info = flat(2, a=4, b=3, c=2)
     assert columns_of(info, chosen(info, "ac")) == 4
-    assert list(pieces(info, chosen(info, "ac"))) == [
-        Piece(param="a", offset=0, length=4, row=0, column=0, start=0),
-        Piece(param="c", offset=0, length=2, row=1, column=0, start=2),
+    assert list(param_slices(info, chosen(info, "ac"))) == [
+        ParamSlice(param="a", offset=0, length=4, row=0, column=0, start=0),
+        ParamSlice(param="c", offset=0, length=2, row=1, column=0, start=2),
     ]
     assert columns_of(info, chosen(info, "b")) == 2
-    assert list(pieces(info, chosen(info, "b"))) == [
-        Piece(param="b", offset=0, length=1, row=0, column=0, start=4),
-        Piece(param="b", offset=1, length=2, row=1, column=0, start=0),
+    assert list(param_slices(info, chosen(info, "b"))) == [
+        ParamSlice(param="b", offset=0, length=1, row=0, column=0, start=4),
+        ParamSlice(param="b", offset=1, length=2, row=1, column=0, start=0),
     ]
 
 
 def test_all_of_a_unit_is_its_buffer() -> None:
     info = flat(2, a=4, b=3, c=2)
     assert columns_of(info, info.params) == 5
-    assert all(piece.column == piece.start for piece in pieces(info, info.params))
+    assert all(piece.column == piece.start for piece in param_slices(info, info.params))
     # What is frozen in between is left out.
     info = flat(2, whole=False, a=4, b=3, c=2)
     assert columns_of(info, info.params[::2]) == 4
-    assert filled(info, info.params[::2]) == [4, 2]
+    assert filled_columns(info, info.params[::2]) == [4, 2]
 
 
 def test_a_parameter_over_many_rows() -> None:
     info = flat(4, a=1, b=9)
-    lengths = [(p.row, p.offset, p.length) for p in pieces(info, chosen(info, "b"))]
+    lengths = [(p.row, p.offset, p.length) for p in param_slices(info, chosen(info, "b"))]
     assert lengths == [(0, 0, 2), (1, 2, 3), (2, 5, 3), (3, 8, 1)]
 
 
@@ -68,7 +67,7 @@ def test_fsdp2() -> None:
     )
     info = UnitInfo(name="unit", params=params, world_size=4, dtype=torch.float32)
     assert columns_of(info, params) == 7
-    found = [(p.param, p.offset, p.length, p.row, p.column) for p in pieces(info, params)]
+    found = [(p.param, p.offset, p.length, p.row, p.column) for p in param_slices(info, params)]
     assert found == [
         ("w", 0, 6, 0, 0),
         ("w", 6, 6, 1, 0),

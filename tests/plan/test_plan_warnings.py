@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
-from tagc.plan import UnitInfo, UnitParam
-from tagc.planning import build_plan
+import tagc
+from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy
 
 
@@ -21,11 +21,11 @@ def unit(world_size: int, dtype: torch.dtype) -> UnitInfo:
 
 def test_a_plan_that_sends_more_than_dense_says_so():
     """At 16 ranks and density 0.2 every group is in the union, at 16 bits an element."""
-    with pytest.warns(UserWarning, match="do not compress here"):
-        build_plan([unit(16, torch.bfloat16)], Policy.load("mlp-only"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        build_plan([unit(2, torch.bfloat16)], Policy.load("mlp-only"))
+    plan = build_plan([unit(16, torch.bfloat16)], Policy.load("mlp-only"))
+    (warning,) = plan.warnings
+    assert "do not compress here" in warning
+    assert f"- warning: {warning}" in str(plan)
+    assert not build_plan([unit(2, torch.bfloat16)], Policy.load("mlp-only")).warnings
 
 
 def test_a_dense_rule_that_matches_nothing_says_so():
@@ -33,8 +33,18 @@ def test_a_dense_rule_that_matches_nothing_says_so():
         {"when": {"name": "*.lmhead.*"}, "codec": {"kind": "dense"}},
         {"when": {"role": "mlp"}, "codec": {"kind": "sketch", "density": 0.1}},
     ]
-    with pytest.warns(UserWarning, match=r"gradients\[0\] matches no parameter"):
-        build_plan([unit(2, torch.float32)], Policy.load({"schema": 1, "gradients": rules}))
+    plan = build_plan([unit(2, torch.float32)], Policy.load({"schema": 1, "gradients": rules}))
+    (warning,) = plan.warnings
+    assert "gradients[0] matches no parameter" in warning
+
+
+def test_warnings_appear_at_the_users_line():
+    """Whatever of the package lies between the user and the place that warns."""
+    with pytest.warns(UserWarning, match="do not compress here") as caught:
+        tagc.explain(
+            {"h.0.mlp.c_fc.weight": (1024, 256)}, "mlp-only", world_size=16, dtype=torch.bfloat16
+        )
+    assert {Path(warning.filename) for warning in caught} == {Path(__file__)}
 
 
 @pytest.mark.parametrize("density", [0.0001, 0.1])

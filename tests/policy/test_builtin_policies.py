@@ -3,8 +3,7 @@
 import pytest
 
 from support.policy_files import BIG
-from tagc.policy import Policy, policies
-from tagc.roles import ROLES, ParamInfo
+from tagc.policy import ROLES, ParamInfo, Policy, policies
 
 # Built-in policies
 

@@ -3,8 +3,7 @@
 import pytest
 
 from support.policy_files import BASE, BIG, load_text, one_rule
-from tagc.policy import SMALL, Policy
-from tagc.roles import ParamInfo
+from tagc.policy import SMALL, ParamInfo, Policy
 
 
 @pytest.mark.parametrize(

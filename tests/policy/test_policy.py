@@ -5,9 +5,9 @@ import re
 import pytest
 
 from support.policy_files import BASE, load_text, one_rule
-from tagc.policy import Policy, Rule
-from tagc.policy_codecs import DenseCodec, Feedback
-from tagc.roles import ROLES
+from tagc.codecs.dense import DenseConfig
+from tagc.codecs.feedback import FeedbackConfig
+from tagc.policy import ROLES, Policy, Rule
 
 # Sources
 
@@ -39,8 +39,8 @@ def test_the_content_of_a_file(tmp_path):
         "support": "own",
         "warmup_steps": 0,
     }
-    assert first.feedback == Feedback(kind="residual", dtype="bfloat16")
-    assert second.codec == DenseCodec()
+    assert first.feedback == FeedbackConfig(kind="residual", dtype="bfloat16")
+    assert second.codec == DenseConfig()
 
 
 def test_core_schema_scalars(tmp_path):
@@ -75,7 +75,7 @@ def test_feedback_that_fits_is_the_default(codec: dict, kind: str):
 
 
 def test_feedback_by_default_follows_the_codec():
-    assert one_rule({}).gradients[0].feedback == Feedback(kind="residual", dtype="float32")
+    assert one_rule({}).gradients[0].feedback == FeedbackConfig(kind="residual", dtype="float32")
     assert Policy.load("dense").gradients[0].feedback.kind == "none"
     assert Rule.model_validate({"when": {}, "codec": {"kind": "dense"}}).feedback.kind == "none"
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tagc.roles import ROLES, ParamInfo, clean_name, layer_of, role_of
+from tagc.policy import ROLES, ParamInfo, role_of
+from tagc.policy.roles import clean_name, layer_of
 
 # family -> lines of "name role layer"; a dash is no layer.
 NAMES = {

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc import exchange
+from tagc.comm import collectives as exchange
 
 
 @contextmanager

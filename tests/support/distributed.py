@@ -234,10 +234,10 @@ def _run(
 
 def _compile(rank: int) -> None:
     """Let numba compile what the tests use; the other ranks find it in the cache."""
-    from tagc.layout import plan_layout
-    from tagc.matrix import MatrixLayout
     from tagc.ops import get_ops
-    from tagc.symbols import SYMBOLS
+    from tagc.ops.matrix import MatrixLayout
+    from tagc.ops.sketch import plan_layout
+    from tagc.ops.symbols import SYMBOLS
 
     ops = get_ops("cpu")
     f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32

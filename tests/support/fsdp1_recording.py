@@ -10,15 +10,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tagc.flat import FlatRows
-from tagc.reducer import UnitReducer
+from tagc.comm import UnitReducer
+from tagc.comm.flat import FlatRows
 
 
 @contextmanager
 def recorded() -> Iterator[list[tuple[UnitReducer, Tensor, Tensor, Tensor, Tensor]]]:
     """Notes the units' inputs and outputs, in FSDP's columns and in the plan's."""
     calls: list[tuple[UnitReducer, Tensor, Tensor, Tensor, Tensor]] = []
-    reduce, take, give = UnitReducer.reduce, FlatRows.take, FlatRows.give
+    reduce, take, give = UnitReducer.reduce, FlatRows.arrange, FlatRows.restore
     inside: list[Tensor] = []
 
     def recorded_reduce(self: UnitReducer, out: Tensor, inp: Tensor, *rest: Any) -> None:
@@ -41,7 +41,7 @@ def recorded() -> Iterator[list[tuple[UnitReducer, Tensor, Tensor, Tensor, Tenso
 
     with (
         patch.object(UnitReducer, "reduce", recorded_reduce),
-        patch.object(FlatRows, "take", recorded_take),
-        patch.object(FlatRows, "give", recorded_give),
+        patch.object(FlatRows, "arrange", recorded_take),
+        patch.object(FlatRows, "restore", recorded_give),
     ):
         yield calls

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from support import oracle
-from tagc.matrix import MatrixLayout
 from tagc.ops import get_ops
+from tagc.ops.matrix import MatrixLayout
 
 OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -1,7 +1,7 @@
 """What the operators of codec `matrix` must do, from their contract, in numpy scalars.
 
-Numbers of the format are written out here, so that a mistake in `tagc.matrix` shows as well. Meant
-for small inputs.
+Numbers of the format are written out here, so that a mistake in `tagc.ops.matrix` shows as well.
+Meant for small inputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the sketch codec must do, by definition: Python integers, float64, no shortcuts, no tagc.
 
 Only the shape attributes of a layout (``groups``, ``words``, ``hashes``, ...) are read, so a
-mistake in ``tagc.ops`` or ``tagc.symbols`` cannot hide here as well. Meant for small inputs.
+mistake in ``tagc.ops`` or ``tagc.ops.symbols`` cannot hide here as well. Meant for small inputs.
 """
 
 from __future__ import annotations

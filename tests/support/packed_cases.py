@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from support import oracle
-from tagc.bitmap import to_bitmap
-from tagc.blocks import BlockLayout
 from tagc.ops import get_ops
-from tagc.packed import HEADER, PackedLayout, plan_packed
+from tagc.ops.bitmap import to_bitmap
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.packed import HEADER, PackedLayout, plan_packed
 
 OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

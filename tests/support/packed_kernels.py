@@ -10,9 +10,9 @@ from torch import Tensor
 
 from support import oracle
 from support.kernel_cases import canonical, check_margins, kernels, placed, same
-from tagc.bitmap import to_bitmap
 from tagc.ops import reference
-from tagc.packed import PackedLayout, plan_packed
+from tagc.ops.bitmap import to_bitmap
+from tagc.ops.packed import PackedLayout, plan_packed
 
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
 LOW_BITS = (0, 1, 2, 4, 8, 16)

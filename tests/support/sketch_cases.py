@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from support import oracle
-from tagc.bitmap import to_bitmap
-from tagc.layout import SketchLayout, plan_layout
+from tagc.codecs.selection.quantization_step import quantization_step
 from tagc.ops import get_ops
-from tagc.quantize import quantization_step
-from tagc.symbols import SYMBOLS
+from tagc.ops.bitmap import to_bitmap
+from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

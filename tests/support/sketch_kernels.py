@@ -11,11 +11,11 @@ from torch import Tensor
 
 from support import oracle
 from support.kernel_cases import canonical, check_margins, kernels, placed, same
-from tagc.bitmap import to_bitmap
-from tagc.layout import SketchLayout, plan_layout
+from tagc.codecs.selection.quantization_step import quantization_step
 from tagc.ops import reference
-from tagc.quantize import quantization_step
-from tagc.symbols import SYMBOLS
+from tagc.ops.bitmap import to_bitmap
+from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
 

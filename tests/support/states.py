@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tagc
 from support.exact import equal
 from support.small_net import local_weights, loss_of, sharded
-from tagc.places import Elements, span_of, split_suffix
+from tagc.checkpoint.locations import Elements, span_of, split_suffix
 
 
 def rules(codec: dict[str, Any], feedback: dict[str, Any] | None = None, **more: Any) -> dict:

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tagc.codecs.workspace import Workspace
+from tagc.comm import UnitReducer
 from tagc.ops import get_ops
-from tagc.plan import UnitInfo, UnitParam, UnitPlan
-from tagc.planning import build_plan
+from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
 from tagc.policy import Policy
-from tagc.reducer import UnitReducer
-from tagc.workspace import Workspace
 
 AVG = dist.ReduceOp.AVG
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from support import oracle
 from support.kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
 from support.sync import synchronizing_raises
-from tagc.blocks import BITS, BlockLayout
 from tagc.ops import reference
+from tagc.ops.blocks import BITS, BlockLayout
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tagc.blocks import BlockLayout
-from tagc.packed import PackedLayout
-from tagc.symbols import SYMBOLS
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.packed import PackedLayout
+from tagc.ops.symbols import SYMBOLS
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 

@@ -26,7 +26,7 @@ from support.packed_kernels import (
     check_select,
     problem,
 )
-from tagc.packed import HEADER, POISON, plan_packed
+from tagc.ops.packed import HEADER, POISON, plan_packed
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 

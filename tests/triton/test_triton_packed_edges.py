@@ -28,9 +28,9 @@ from support.packed_kernels import (
     packed,
     problem,
 )
-from tagc.blocks import BlockLayout
 from tagc.ops import reference
-from tagc.packed import HEADER, POISON, PackedLayout, plan_packed
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.packed import HEADER, POISON, PackedLayout, plan_packed
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 

@@ -17,7 +17,7 @@ from support.packed_kernels import (
     problem,
 )
 from support.sync import synchronizing_raises
-from tagc.packed import KEPT_GROUPS, plan_packed
+from tagc.ops.packed import KEPT_GROUPS, plan_packed
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 

@@ -27,8 +27,8 @@ from support.sketch_kernels import (
     problem,
     share,
 )
-from tagc.layout import plan_layout
-from tagc.symbols import SYMBOLS
+from tagc.ops.sketch import plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 

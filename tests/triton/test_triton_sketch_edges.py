@@ -27,9 +27,9 @@ from support.sketch_kernels import (
     run_decode,
     run_encode,
 )
-from tagc.layout import SketchLayout
 from tagc.ops import reference
-from tagc.symbols import SYMBOLS
+from tagc.ops.sketch import SketchLayout
+from tagc.ops.symbols import SYMBOLS
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 

@@ -19,9 +19,9 @@ from support.sketch_kernels import (
     run_encode,
 )
 from support.sync import synchronizing_raises
-from tagc.layout import plan_layout
 from tagc.ops import reference
-from tagc.symbols import SYMBOLS
+from tagc.ops.sketch import plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 

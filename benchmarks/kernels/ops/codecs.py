@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.blocks import BlockLayout
-from tagc.codec_plans import SLACK
-from tagc.matrix import BITS, GROUPS, MatrixLayout
+from tagc.codecs.selection.capacity import SLACK
 from tagc.ops import COUNTS, Ops
-from tagc.packed import plan_packed
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.matrix import BITS, GROUPS, MatrixLayout
+from tagc.ops.packed import plan_packed
 
 from ..case import Case
 from .messages import Codec, Row

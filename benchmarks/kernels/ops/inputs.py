@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagc.codec_plans import SLACK
-from tagc.layout import SketchLayout, plan_layout
+from tagc.codecs.selection.capacity import SLACK
+from tagc.codecs.selection.quantization_step import quantization_step
 from tagc.ops import COUNTS, Ops, get_ops
-from tagc.quantize import quantization_step
-from tagc.symbols import SYMBOLS
+from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 from ..case import Case
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tagc.layout import SketchLayout
+from tagc.ops.sketch import SketchLayout
 
 
 class TopK:

@@ -1,9 +1,30 @@
 """Fast CPU implementation of :class:`tagc.ops.Ops`: numba, one thread, no Python per element."""
 
-from tagc.ops.cpu.blocks import dequantize, prepare_blocks, quantize
-from tagc.ops.cpu.matrix import dequantize_matrix, prepare_matrix, quantize_matrix
-from tagc.ops.cpu.packed import pack, prepare_packed, read_index, select, unpack, write_index
-from tagc.ops.cpu.sketch import decode, encode, insert, peel, prepare
+from tagc.ops.cpu.blocks import (
+    dequantize,
+    prepare_blocks,
+    quantize,
+)
+from tagc.ops.cpu.matrix import (
+    dequantize_matrix,
+    prepare_matrix,
+    quantize_matrix,
+)
+from tagc.ops.cpu.packed import (
+    pack,
+    prepare_packed,
+    read_index,
+    select,
+    unpack,
+    write_index,
+)
+from tagc.ops.cpu.sketch import (
+    decode,
+    encode,
+    insert,
+    peel,
+    prepare,
+)
 
 __all__ = [
     "decode",

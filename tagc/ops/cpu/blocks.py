@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tagc.blocks import MIN_BLOCK, BlockLayout
+from tagc.ops.blocks import MIN_BLOCK, BlockLayout
 from tagc.ops.cpu.arrays import halves_of, numpy_of, rows_of, words_of
-from tagc.ops.cpu.quantizer import dequantize_shard, quantize_row
-from tagc.ops.cpu.scalar import Group, group_of
+from tagc.ops.cpu.kernels.quantizer import dequantize_shard, quantize_row
+from tagc.ops.cpu.kernels.scalar import Group, group_of
 
 
 def codes_of(layout: BlockLayout) -> Group:

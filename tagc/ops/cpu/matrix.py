@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tagc.matrix import MatrixLayout
 from tagc.ops.cpu.arrays import numpy_of, words_of
-from tagc.ops.cpu.matrices import dequantize_rows, quantize_columns, quantize_rows
-from tagc.ops.cpu.scalar import Group, group_of
+from tagc.ops.cpu.kernels.matrix import dequantize_rows, quantize_columns, quantize_rows
+from tagc.ops.cpu.kernels.scalar import Group, group_of
+from tagc.ops.matrix import MatrixLayout
 
 
 def _codes_of(layout: MatrixLayout) -> Group:

@@ -9,21 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tagc.blocks import MIN_BLOCK, BlockLayout
-from tagc.ops.cpu import bitmap as bitmaps
-from tagc.ops.cpu.arrays import (
-    NO_SUPPORT,
-    halves_of,
-    numpy_of,
-    rows_of,
-    supports,
-    words_of,
-)
+from tagc.ops.blocks import MIN_BLOCK, BlockLayout
+from tagc.ops.cpu.arrays import NO_SUPPORT, halves_of, numpy_of, rows_of, supports, words_of
 from tagc.ops.cpu.blocks import codes_of
-from tagc.ops.cpu.packer import pack_values, unpack_shard
-from tagc.ops.cpu.scalar import group_of
-from tagc.ops.cpu.selection import keep_largest, select_groups
-from tagc.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
+from tagc.ops.cpu.kernels import bitmap as bitmaps
+from tagc.ops.cpu.kernels.packer import pack_values, unpack_shard
+from tagc.ops.cpu.kernels.scalar import group_of
+from tagc.ops.cpu.kernels.selection import keep_largest, select_groups
+from tagc.ops.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
 
 
 def pack(

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tagc.layout import SketchLayout, plan_layout
 from tagc.ops import COUNTS
 from tagc.ops.cpu.arrays import NO_SUPPORT, numpy_of, supports, words_of
-from tagc.ops.cpu.decoder import decode_shard, peel_shard
-from tagc.ops.cpu.encoder import encode_row, insert_shard
-from tagc.ops.cpu.scalar import group_of
-from tagc.symbols import SYMBOLS
+from tagc.ops.cpu.kernels.decoder import decode_shard, peel_shard
+from tagc.ops.cpu.kernels.encoder import encode_row, insert_shard
+from tagc.ops.cpu.kernels.scalar import group_of
+from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 
 def _hashes(layout: SketchLayout) -> int:

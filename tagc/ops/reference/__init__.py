@@ -1,7 +1,15 @@
 """Eager torch specification of :class:`tagc.ops.Ops`: readable first, any device, any dtype."""
 
-from tagc.ops.reference.blocks import dequantize, prepare_blocks, quantize
-from tagc.ops.reference.matrix import dequantize_matrix, prepare_matrix, quantize_matrix
+from tagc.ops.reference.blocks import (
+    dequantize,
+    prepare_blocks,
+    quantize,
+)
+from tagc.ops.reference.matrix import (
+    dequantize_matrix,
+    prepare_matrix,
+    quantize_matrix,
+)
 from tagc.ops.reference.packed import (
     pack,
     prepare_packed,
@@ -10,7 +18,13 @@ from tagc.ops.reference.packed import (
     unpack,
     write_index,
 )
-from tagc.ops.reference.sketch import decode, encode, insert, peel, prepare
+from tagc.ops.reference.sketch import (
+    decode,
+    encode,
+    insert,
+    peel,
+    prepare,
+)
 
 __all__ = [
     "decode",

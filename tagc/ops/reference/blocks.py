@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.blocks import MIN_SCALE, BlockLayout
+from tagc.ops.blocks import MIN_SCALE, BlockLayout
 from tagc.ops.reference.select import grouped, rounded
-from tagc.symbols import wrap_int32
+from tagc.ops.symbols import wrap_int32
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 

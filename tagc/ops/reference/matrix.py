@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.matrix import (
+from tagc.ops.matrix import (
     CENTRE,
     COLUMN_BIAS,
     COLUMN_LANES,
@@ -17,7 +17,7 @@ from tagc.matrix import (
     MatrixLayout,
 )
 from tagc.ops.reference.select import grouped, rounded
-from tagc.symbols import wrap_int32
+from tagc.ops.symbols import wrap_int32
 
 
 def quantize_matrix(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.bitmap import from_bitmap, to_bitmap
+from tagc.ops.bitmap import from_bitmap, to_bitmap
+from tagc.ops.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
 from tagc.ops.reference.blocks import dequantize_rows, pack_codes, pack_scales, quantize_rows
 from tagc.ops.reference.select import grouped, rounded, select_groups
-from tagc.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
-from tagc.symbols import wrap_int32
+from tagc.ops.symbols import wrap_int32
 
 
 def pack(

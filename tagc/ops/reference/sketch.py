@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.bitmap import from_bitmap, to_bitmap
-from tagc.layout import SketchLayout
+from tagc.ops.bitmap import from_bitmap, to_bitmap
 from tagc.ops.reference.select import grouped, rounded, select_groups
-from tagc.symbols import pack, unpack
+from tagc.ops.sketch import SketchLayout
+from tagc.ops.symbols import pack, unpack
 
 _MASK = 0xFFFFFFFF
 _GOLDEN, _STRIDE = 0x9E3779B9, 0x7F4A7C15

@@ -1,0 +1,151 @@
+"""States in a checkpoint of ``torch.distributed.checkpoint``, read without its collectives.
+
+torch loads what a state dict asks for by name, and knows the names of the ranks that load. To take
+over the residuals of other ranks, or of another policy, one must see all names first. They are in
+the checkpoint's index, which is a pickle: it is read here with nothing allowed but the classes that
+torch writes to it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from tagc.checkpoint.format import StateError, StateHeader, check_together, split_names
+
+INDEX = ".metadata"
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+class CheckpointFolder:
+    """A :class:`tagc.checkpoint.format.Source` in such a folder."""
+
+    alone = False
+
+    def __init__(self, folder: Path, key: str) -> None:
+        """Read the index and what every rank's state says about itself.
+
+        Args:
+            key: of the compressor in the state dict that was saved.
+
+        Raises:
+            StateError: if there is no valid state.
+        """
+        self.where = f"{folder} ({key!r})"
+        self._folder = folder
+        index = _read_index(folder / INDEX)
+        self._tensors, self._storage = index.state_dict_metadata, index.storage_data
+        if not isinstance(self._tensors, dict) or not isinstance(self._storage, dict):
+            raise StateError(f"{folder / INDEX}: not an index of a checkpoint")
+        start = f"{key}."
+        saved = [name for name in self._tensors if isinstance(name, str)]
+        names = [name.removeprefix(start) for name in saved if name.startswith(start)]
+        if not names:
+            raise StateError(
+                f"{folder}: nothing in this checkpoint is called {key!r}; pass load(..., key=...) "
+                "the key of the compressor in the state dict that was saved"
+            )
+        self._names = {
+            rank: {name: start + full for name, full in own.items()}
+            for rank, own in split_names(names, self.where).items()
+        }
+        self._headers = {
+            rank: StateHeader.from_tensor(self.read(rank, ""), f"{self.where}, rank {rank}")
+            for rank in self._names
+        }
+        self.identity = check_together(self._headers, self.where)
+
+    def headers(self) -> Mapping[int, StateHeader]:
+        """See :class:`tagc.checkpoint.format.Source`."""
+        return self._headers
+
+    def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See :class:`tagc.checkpoint.format.Source`."""
+        found = {name: self._about(full) for name, full in self._names[rank].items() if name}
+        return {name: (t.properties.dtype, tuple(t.size)) for name, t in found.items()}
+
+    def read(self, rank: int, name: str) -> Tensor:
+        """See :class:`tagc.checkpoint.format.Source`."""
+        full = self._names[rank][name]
+        expected = self._about(full)
+        try:
+            stored = self._storage[MetadataIndex(full, torch.Size([0] * len(expected.size)))]
+            if stored.transform_descriptors:
+                raise StateError(f"{self.where}: {full} is stored with an extension of torch's")
+            # A plain name: nothing outside of the folder is read.
+            with (self._folder / Path(stored.relative_path).name).open("rb") as file:
+                file.seek(stored.offset)
+                content = file.read(stored.length)
+            tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except StateError:
+            raise
+        except Exception as error:  # whatever damaged bytes make of torch's reader
+            raise StateError(f"{self.where}: {full} cannot be read: {error}") from None
+        found = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
+        if found != (expected.properties.dtype, expected.size):
+            raise StateError(f"{self.where}: {full} is not what the checkpoint's index says")
+        return tensor
+
+    def _about(self, full: str) -> TensorStorageMetadata:
+        found = self._tensors[full]
+        # A damaged index may lack any of this.
+        size, properties = (getattr(found, name, None) for name in ("size", "properties"))
+        dtype = getattr(properties, "dtype", None)
+        if not isinstance(found, TensorStorageMetadata) or not (
+            isinstance(size, torch.Size) and isinstance(dtype, torch.dtype)
+        ):
+            raise StateError(f"{self.where}: {full} is no tensor")
+        return found
+
+
+def _read_index(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            index = _Unpickler(file).load()
+    except OSError as error:
+        raise StateError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except StateError:
+        raise
+    except Exception as error:  # whatever damaged bytes make of pickle
+        raise StateError(f"{path}: not an index of a checkpoint: {error}") from None
+    if not hasattr(index, "state_dict_metadata") or not hasattr(index, "storage_data"):
+        raise StateError(f"{path}: not an index of a checkpoint")
+    return index
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes nothing but what an index consists of."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if global_name in _CLASSES.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
+            return getattr(torch, global_name)
+        raise StateError(
+            f"the checkpoint's index names {module_name}.{global_name}, which is not in an index "
+            "that torch writes: nothing of it was loaded"
+        )

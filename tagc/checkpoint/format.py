@@ -1,0 +1,247 @@
+"""What a saved state is: named tensors of one rank, and what they say about themselves.
+
+Everything is a tensor, the description too, so that neither saving nor loading needs pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tagc.version import __version__
+
+FORMAT = 1
+# torch's distributed checkpoints want the shape of a tensor before they read it.
+_ABOUT_BYTES = 2048
+_LONGEST_NAME = 200
+# The first name that torch looks for, and so the one in its message if the state was saved by
+# other ranks or with another policy.
+_ABOUT = "about_if_missing_load_by_tagc_Compressor_load"
+
+
+class StateError(ValueError):
+    """A state that cannot be loaded, or not without loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateHeader:
+    """Where a state comes from.
+
+    Attributes:
+        policy: the policy's name, for people.
+        policy_hash: see :attr:`tagc.Policy.hash`.
+        layout: fingerprint of the plan, which is what ranks exchange.
+        world_size, rank: among all processes.
+        step: reductions so far, the most of any unit.
+        version: of tagc.
+    """
+
+    policy: str
+    policy_hash: str
+    layout: str
+    world_size: int
+    rank: int
+    step: int
+    version: str = __version__
+
+    def to_strings(self) -> dict[str, str]:
+        """As metadata of a file."""
+        said = {field.name: str(getattr(self, field.name)) for field in fields(self)}
+        said["policy"] = said["policy"][:_LONGEST_NAME].encode("utf-8", "replace").decode()
+        return {"format": str(FORMAT), **said}
+
+    @classmethod
+    def from_strings(cls, said: Mapping[str, object], where: str) -> StateHeader:
+        """The inverse.
+
+        Raises:
+            StateError: if something is missing or not what it should be, naming ``where``.
+        """
+        if said.get("format") != str(FORMAT):
+            raise StateError(
+                f"{where}: not a state of tagc that this version ({__version__}) reads: its "
+                f"format is {said.get('format')!r:.40}, not '{FORMAT}'"
+            )
+        values: dict[str, str] = {}
+        for field in fields(cls):
+            value = said.get(field.name)
+            if not isinstance(value, str):
+                raise StateError(f"{where}: {field.name} is missing from its metadata")
+            values[field.name] = value
+        for name in ("policy_hash", "layout"):
+            if not re.fullmatch("[0-9a-f]{64}", values[name]):
+                raise StateError(f"{where}: {name} is no SHA-256 but {values[name]!r:.40}")
+        numbers = {name: _number(values[name], name, where) for name in _NUMBERS}
+        if numbers["rank"] >= numbers["world_size"]:
+            raise StateError(
+                f"{where}: rank {numbers['rank']} of {numbers['world_size']} ranks is none"
+            )
+        return cls(
+            policy=values["policy"],
+            policy_hash=values["policy_hash"],
+            layout=values["layout"],
+            version=values["version"],
+            **numbers,
+        )
+
+    def to_tensor(self) -> Tensor:
+        """As a tensor of a fixed size: JSON, filled up with spaces."""
+        text = json.dumps(self.to_strings()).encode()
+        return torch.tensor(list(text.ljust(_ABOUT_BYTES)), dtype=torch.uint8)
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, where: str) -> StateHeader:
+        """The inverse; raises as :meth:`from_strings` does."""
+        if tensor.dtype != torch.uint8 or tensor.shape != (_ABOUT_BYTES,):
+            raise StateError(f"{where}: its description is not {_ABOUT_BYTES} bytes")
+        try:
+            said = json.loads(bytes(tensor.tolist()).decode())
+        except (ValueError, RecursionError):
+            raise StateError(f"{where}: its description is not JSON") from None
+        if not isinstance(said, dict):
+            raise StateError(f"{where}: its description is not a JSON object")
+        return cls.from_strings(said, where)
+
+
+_NUMBERS = ("world_size", "rank", "step")
+
+
+def _number(text: str, name: str, where: str) -> int:
+    if not re.fullmatch("[0-9]{1,18}", text, re.ASCII):
+        raise StateError(f"{where}: {name} is no number but {text!r:.40}")
+    return int(text)
+
+
+class Source(Protocol):
+    """The states of all ranks that took part in one save."""
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def alone(self) -> bool:
+        """Whether it has the state of one rank only, the others having theirs."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """What must be equal on all ranks that load together."""
+        ...
+
+    def headers(self) -> Mapping[int, StateHeader]:
+        """What each saved rank says about itself."""
+        ...
+
+    def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each of a saved rank's tensors."""
+        ...
+
+    def read(self, rank: int, name: str) -> Tensor:
+        """One of them, on the CPU or where it is.
+
+        Raises:
+            StateError: if the bytes are not those that were saved.
+        """
+        ...
+
+
+def to_state_dict(about: StateHeader, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One rank's state under names of its own: torch's distributed checkpoints take plain tensors
+    of equal names on several ranks for copies of one, and save one."""
+    start = (
+        f"of_{about.world_size}_ranks.policy_{about.policy_hash[:12]}."
+        f"layout_{about.layout[:12]}.rank_{about.rank}."
+    )
+    return {f"{start}{_ABOUT}": about.to_tensor()} | {
+        f"{start}{name}": tensor for name, tensor in tensors.items()
+    }
+
+
+_NAME = re.compile(
+    r"(of_[0-9]{1,9}_ranks\.policy_[0-9a-f]{12}\.layout_[0-9a-f]{12}\.rank_([0-9]{1,9}))\.(.*)",
+    re.DOTALL,
+)
+
+
+def split_names(names: object, where: str) -> dict[int, dict[str, str]]:
+    """Names of :func:`to_state_dict` by rank: what they are called there, by their own name.
+
+    Raises:
+        StateError: if there are other names among them, or none.
+    """
+    found: dict[int, dict[str, str]] = {}
+    starts: dict[int, str] = {}
+    for full in names if isinstance(names, list) else []:
+        match = _NAME.fullmatch(full) if isinstance(full, str) else None
+        if match is None:
+            raise StateError(f"{where}: {full!r:.80} is no name in a state of tagc")
+        rank = int(match[2])
+        if starts.setdefault(rank, match[1]) != match[1]:
+            raise StateError(f"{where}: rank {rank} has two states: {starts[rank]}, {match[1]}")
+        name = "" if match[3] == _ABOUT else match[3]
+        found.setdefault(rank, {})[name] = full
+    if not found:
+        raise StateError(f"{where}: there is no state of tagc in it")
+    for rank, own in found.items():
+        if "" not in own:
+            raise StateError(f"{where}: the description of rank {rank} is missing")
+    return found
+
+
+class OneRank:
+    """A :class:`Source` of this rank's own state dict, the others having theirs."""
+
+    alone = True
+
+    def __init__(self, state_dict: Mapping[str, Tensor]) -> None:
+        self.where = "the state dict"
+        found = split_names(list(state_dict), self.where)
+        if len(found) > 1:
+            raise StateError(f"{self.where} has the states of {len(found)} ranks, not of one")
+        ((self.rank, self._names),) = found.items()
+        self._tensors = state_dict
+        for full in self._names.values():
+            if not isinstance(state_dict[full], Tensor):
+                raise StateError(f"{self.where}: {full} is no tensor")
+        about = StateHeader.from_tensor(state_dict[self._names[""]], self.where)
+        self._headers = {self.rank: about}
+        self.identity = check_together(self._headers, self.where)
+
+    def headers(self) -> Mapping[int, StateHeader]:
+        """One."""
+        return self._headers
+
+    def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See :class:`Source`."""
+        tensors = {n: self._tensors[full] for n, full in self._names.items() if n}
+        return {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+
+    def read(self, rank: int, name: str) -> Tensor:
+        """See :class:`Source`."""
+        return self._tensors[self._names[name]]
+
+
+def check_together(headers: Mapping[int, StateHeader], where: str) -> str:
+    """What the states of one save have in common.
+
+    Raises:
+        StateError: if they are not of one save.
+    """
+    said = {
+        f"step {a.step} of {a.world_size} ranks, policy {a.policy_hash}, layout {a.layout}"
+        for a in headers.values()
+    }
+    if len(said) != 1:
+        raise StateError(f"{where}: its ranks are of different saves: {'; '.join(sorted(said))}")
+    for rank, about in headers.items():
+        if about.rank != rank:
+            raise StateError(f"{where}: the state of rank {rank} says it is of rank {about.rank}")
+    return said.pop()

@@ -1,0 +1,204 @@
+"""Where the residual of one parameter lies in the buffers of its unit.
+
+Buffers are shards with padding; what is saved has the parameter's own shape, so that it means the
+same for any number of ranks. Padding needs no place: gradients there are zero, and with them the
+residual. (Only the estimate of a group that peeling left can put something there, which nobody is
+owed.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tagc.plan import Segment, UnitParam, UnitPlan
+from tagc.plan.param_slices import ParamSlice, param_slices
+
+
+class Elements(NamedTuple):
+    """Elements ``first`` to ``last``, without the latter, of a flattened parameter."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamLocation:
+    """A parameter's elements in the residual ``[D, columns]`` of its segment.
+
+    Attributes:
+        start: its first column in the segment.
+        shards: rows of the parameter, one a shard.
+        shard: the only shard that the residual is about; None for all of them.
+        elements: likewise where shards are flat, and cut parameters anywhere.
+        pieces: where it lies, if not in the same columns of every row.
+    """
+
+    param: UnitParam
+    start: int
+    shards: int
+    shard: int | None = None
+    elements: Elements | None = None
+    pieces: tuple[ParamSlice, ...] | None = None
+
+    @property
+    def suffix(self) -> str:
+        """What tells this rank's shard from others, in the name of what is saved."""
+        if self.elements is not None:
+            return f".elements_{self.elements.first}_to_{self.elements.last}"
+        return "" if self.shard is None else f".shard_{self.shard}_of_{self.shards}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is saved: the parameter's, or its shard's."""
+        if self.elements is not None:
+            return (self.elements.last - self.elements.first,)
+        return self._shape(self.span[1])
+
+    @property
+    def numel(self) -> int:
+        """Elements that are saved."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First index and length along the sharded dimension, without padding."""
+        if self.shard is None:
+            return 0, self._length
+        return span_of(self._length, self.shard, self.shards)
+
+    def take(self, residual: Tensor) -> Tensor:
+        """A copy of the parameter's elements, of shape ``shape``."""
+        if self.pieces is not None:
+            flat = residual.new_zeros(self.numel)
+            for p in self.pieces:
+                source = residual[p.row, p.column : p.column + p.length]
+                self._piece_of(flat, p).copy_(source)
+            return flat.view(self.shape)
+        rows = residual[:, self.start : self.start + self.param.columns]
+        if self.param.dim == 0:
+            return rows.reshape(-1)[: self.numel].reshape(self.shape).clone()
+        pieces = rows.reshape(-1, *self._shape(self._chunk)).unbind()
+        return (
+            torch.cat(pieces, self.param.dim).narrow(self.param.dim, 0, self.span[1]).contiguous()
+        )
+
+    def put(self, residual: Tensor, value: Tensor) -> None:
+        """Write ``value`` of shape ``shape`` there, and zeros to the padding (but of pieces, whose
+        padding has no parameter: it was zero from the start)."""
+        if self.pieces is not None:
+            flat = value.reshape(-1)
+            for p in self.pieces:
+                residual[p.row, p.column : p.column + p.length] = self._piece_of(flat, p)
+            return
+        rows = residual[:, self.start : self.start + self.param.columns]
+        size = self._chunk
+        for i, row in enumerate(rows):
+            first = min(i * size, value.shape[self.param.dim])
+            length = min(size, value.shape[self.param.dim] - first)
+            piece = value.narrow(self.param.dim, first, length).reshape(-1)
+            row[: piece.numel()] = piece
+            row[piece.numel() :] = 0
+
+    def _piece_of(self, flat: Tensor, piece: ParamSlice) -> Tensor:
+        start = piece.offset - (0 if self.elements is None else self.elements.first)
+        return flat[start : start + piece.length]
+
+    @property
+    def _length(self) -> int:
+        return self.param.shape[self.param.dim]
+
+    @property
+    def _chunk(self) -> int:
+        return -(-self._length // self.shards)
+
+    def _shape(self, length: int) -> tuple[int, ...]:
+        dim = self.param.dim
+        return (*self.param.shape[:dim], length, *self.param.shape[dim + 1 :])
+
+
+def span_of(length: int, shard: int, shards: int) -> tuple[int, int]:
+    """First index and length of a shard of so many indices, as ``torch.chunk`` cuts them."""
+    chunk = -(-length // shards)
+    first = min(shard * chunk, length)
+    return first, min(chunk, length - first)
+
+
+def split_suffix(name: str) -> tuple[str, tuple[int, int] | Elements | None]:
+    """The name without :attr:`ParamLocation.suffix`; and what that says: the shard and the number
+    of shards, or the elements."""
+    number = "([0-9]{1,15})"
+    found = re.fullmatch(rf"(.*)\.(shard|elements)_{number}_(?:of|to)_{number}", name, re.DOTALL)
+    if found is None:
+        return name, None
+    numbers = int(found[3]), int(found[4])
+    return found[1], numbers if found[2] == "shard" else Elements(*numbers)
+
+
+def locations(
+    unit: UnitPlan, residuals: dict[int, Tensor], shards: int, shard: int | None
+) -> Iterator[tuple[ParamLocation, Tensor]]:
+    """Every parameter of a unit that has a residual: its place, and the residual of its segment.
+
+    Args:
+        residuals: by first column of the segment, as a reducer has them.
+        shards: of the parameters.
+        shard: the only one that the residual is about, None for all.
+
+    Raises:
+        ValueError: if a parameter is not sharded by rows (or columns) of equal number, as by
+            tensor parallelism in the same dimension.
+    """
+    for segment in unit.segments:
+        residual = residuals.get(segment.start)
+        if unit.info.flat is not None:
+            if residual is not None:
+                found = _flat_places(unit, segment, shards, shard)
+                yield from ((place, residual) for place in found)
+            continue
+        at = 0
+        for param in segment.params:
+            if residual is not None and param.columns:
+                place = ParamLocation(param=param, start=at, shards=shards, shard=shard)
+                _check(place)
+                if place.numel:
+                    yield place, residual
+            at += param.columns
+
+
+def _flat_places(
+    unit: UnitPlan, segment: Segment, shards: int, shard: int | None
+) -> Iterator[ParamLocation]:
+    for param in segment.params:
+        mine = [
+            piece for piece in param_slices(unit.info, segment.params) if piece.param == param.name
+        ]
+        elements = None
+        if shard is not None:
+            # One row, and in it a parameter's elements follow each other.
+            mine = [replace(piece, row=0) for piece in mine if piece.row == shard]
+            if mine:
+                elements = Elements(mine[0].offset, mine[-1].offset + mine[-1].length)
+        if mine:
+            yield ParamLocation(
+                param=param,
+                start=mine[0].column,
+                shards=shards,
+                elements=elements,
+                pieces=tuple(mine),
+            )
+
+
+def _check(place: ParamLocation) -> None:
+    param = place.param
+    whole = torch.Size(place._shape(place._chunk)).numel()
+    if whole != param.columns:
+        raise ValueError(
+            f"the residual of {param.name} cannot be saved: its shards have {param.columns} "
+            f"elements, where {place.shards} shards of {list(param.shape)} have {whole}"
+        )

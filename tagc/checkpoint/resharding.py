@@ -1,0 +1,262 @@
+"""Residuals of some ranks for others: what every new rank takes over, so that nothing is lost.
+
+What a parameter is still owed is the sum of its residuals over all ranks. New rank ``j`` of ``n``
+takes the residuals of the saved ranks ``j``, ``j + n``, ``j + 2n`` and so on, in the order of
+those that have the parameter, and adds them up; ranks that nothing is left for start empty. (An
+average then divides what was owed by the new number of ranks, like the gradients.) Across replicas
+the same holds for copies of the model, each of which has the parameter in shards.
+
+What the owner of a shard keeps (the average that it hands out with the feedback kind ``momentum``,
+or what was sent last, with a lead) is no debt, but in the units of the gradient itself: there every
+new copy of the model takes the mean over the saved copies. (Across replicas they are all equal.)
+FSDP1 cuts parameters anywhere, so there it is saved, and fitted together, by elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from tagc.checkpoint.format import Source, StateError
+from tagc.checkpoint.locations import Elements, ParamLocation, span_of, split_suffix
+from tagc.codecs.feedback import OWNER_STATES
+
+Holdings = Mapping[int, Mapping[str, ParamLocation]]
+
+_OWNED = tuple(f"{kind}." for kind in OWNER_STATES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The residual that a rank saved under a name: of all of the parameter, or of one shard.
+
+    Where it or the place is flat, indices are those of the flattened parameter, whose rows then
+    must be what shards have; else those along the sharded dimension.
+
+    Attributes:
+        share: of it that is taken.
+    """
+
+    rank: int
+    name: str
+    shard: tuple[int, int] | Elements | None
+    shape: tuple[int, ...]
+    share: float = 1.0
+
+    def flat(self, place: ParamLocation) -> bool:
+        """Whether indices are those of elements."""
+        return isinstance(self.shard, Elements) or place.elements is not None
+
+    def overlap(self, place: ParamLocation) -> tuple[int, int]:
+        """First index and length of what it has for a place."""
+        first, length = self.span(place)
+        start, room = self.room(place)
+        low, high = max(first, start), min(first + length, start + room)
+        return low, max(0, high - low)
+
+    def span(self, place: ParamLocation) -> tuple[int, int]:
+        """What it is, in a parameter of that shape."""
+        if isinstance(self.shard, Elements):
+            return self.shard.first, self.shard.last - self.shard.first
+        return self._indices(place, self._slices(place))
+
+    def room(self, place: ParamLocation) -> tuple[int, int]:
+        """What the place is."""
+        if place.elements is not None:
+            return place.elements.first, place.elements.last - place.elements.first
+        return self._indices(place, place.span)
+
+    def fits(self, place: ParamLocation) -> bool:
+        """Whether it is of a parameter of that shape."""
+        dim, shape = place.param.dim, place.param.shape
+        if self.flat(place) and dim != 0:
+            return False
+        if isinstance(self.shard, Elements):
+            first, last = self.shard
+            return 0 <= first < last <= math.prod(shape) and self.shape == (last - first,)
+        whole = place.shard is None and place.elements is None
+        if (self.shard is None) != whole:
+            return False
+        if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
+            return False
+        return self.shape == (*shape[:dim], self._slices(place)[1], *shape[dim + 1 :])
+
+    def _slices(self, place: ParamLocation) -> tuple[int, int]:
+        """What a shard is along the sharded dimension."""
+        assert not isinstance(self.shard, Elements)
+        whole = place.param.shape[place.param.dim]
+        return (0, whole) if self.shard is None else span_of(whole, *self.shard)
+
+    def _indices(self, place: ParamLocation, slices: tuple[int, int]) -> tuple[int, int]:
+        size = math.prod(place.param.shape[1:]) if self.flat(place) else 1
+        return slices[0] * size, slices[1] * size
+
+
+@dataclass(kw_only=True)
+class Merge:
+    """What a rank takes over.
+
+    Attributes:
+        parts: what is added up, by the name of this rank's residual.
+        dropped: names of residuals, without shards, that no rank takes; the same on all ranks.
+        taken: elements that this rank uses, by saved rank and name.
+        saved: elements that there are, likewise, of what is not dropped.
+    """
+
+    parts: dict[str, list[Saved]] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    taken: dict[tuple[int, str], int] = field(default_factory=dict)
+    saved: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def check(self, where: str, taken: Mapping[int, Mapping[tuple[int, str], int]]) -> None:
+        """Raise StateError unless all that was saved is taken once.
+
+        Args:
+            taken: :attr:`taken` of every rank.
+        """
+        for (rank, name), numel in self.saved.items():
+            used = sum(of_rank.get((rank, name), 0) for of_rank in taken.values())
+            if used != numel:
+                raise StateError(
+                    f"{where}: {used} of the {numel} elements of {name} of rank {rank} would be "
+                    "taken over: the ranks that saved it and those that load it do not fit"
+                )
+
+
+def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
+    """What ``rank`` takes over of a source.
+
+    Args:
+        holdings: the places of every rank's residuals, by name.
+    """
+    old: dict[str, list[Saved]] = {}
+    for saved_rank in sorted(source.headers()):
+        for full, (_, shape) in source.shapes(saved_rank).items():
+            if full.startswith(("residual.", *_OWNED)):
+                name, shard = split_suffix(full)
+                saved = Saved(rank=saved_rank, name=full, shard=shard, shape=shape)
+                old.setdefault(name, []).append(saved)
+    new: dict[str, list[tuple[int, str, ParamLocation]]] = {}
+    for holder in sorted(holdings):
+        for full, place in holdings[holder].items():
+            new.setdefault(split_suffix(full)[0], []).append((holder, full, place))
+    merge = Merge()
+    if source.alone:
+        _check_owned(source, old, holdings[rank])
+    for name, found in old.items():
+        holders = new.get(name, [])
+        if not holders or not all(saved.fits(holders[0][2]) for saved in found):
+            merge.dropped.append(name)
+            continue
+        for saved in found:
+            merge.saved[saved.rank, saved.name] = torch.Size(saved.shape).numel()
+        for holder, full, place in holders:
+            if holder == rank:
+                turn, turns = _turn(holders, holder, place)
+                if full.startswith(_OWNED):
+                    parts = _means(found, place)
+                    _check_covered(source, found, full, place)
+                else:
+                    parts = _parts(found, place, turn, turns)
+                merge.parts[full] = parts
+                if turn and full.startswith(_OWNED):
+                    continue  # the first copy has taken it, too
+                for saved in parts:
+                    merge.taken[saved.rank, saved.name] = _numel(saved, place)
+    return merge
+
+
+def merged(source: Source, parts: list[Saved], place: ParamLocation, dtype: torch.dtype) -> Tensor:
+    """The sum of saved residuals, or of shares of them, in a residual's dtype.
+
+    Summed in float64 and rounded once: by half a unit in the last place, which is checked.
+
+    Raises:
+        StateError: if a saved residual is not finite, or the sum is beyond the dtype.
+    """
+    dim = place.param.dim
+    total = torch.zeros(place.shape, dtype=torch.float64)
+    for saved in parts:
+        tensor = source.read(saved.rank, saved.name).to("cpu", torch.float64)
+        if not bool(tensor.isfinite().all()):
+            raise StateError(f"{source.where}: {saved.name} of rank {saved.rank} is not finite")
+        low, length = saved.overlap(place)
+        whole, along = (total.view(-1), 0) if saved.flat(place) else (total, dim)
+        tensor = tensor.reshape(-1) if saved.flat(place) else tensor
+        piece = saved.share * tensor.narrow(along, low - saved.span(place)[0], length)
+        whole.narrow(along, low - saved.room(place)[0], length).add_(piece)
+    stored = total.to(dtype)
+    facts = torch.finfo(dtype)
+    # float64 to a narrower dtype may go by way of float32: two roundings.
+    bound = total.abs() * (facts.eps / 2 + 2**-24) + facts.smallest_normal
+    if not bool(((stored.double() - total).abs() <= bound).all()):
+        raise StateError(f"{source.where}: the sum of {parts[0].name} over ranks exceeds {dtype}")
+    return stored
+
+
+def _turn(
+    holders: list[tuple[int, str, ParamLocation]], rank: int, place: ParamLocation
+) -> tuple[int, int]:
+    """Which of the ranks with the same part of a parameter this is, and of how many."""
+    alike = [
+        holder
+        for holder, _, other in holders
+        if (other.shard, other.elements) == (place.shard, place.elements)
+    ]
+    return alike.index(rank), len(alike)
+
+
+def _parts(found: list[Saved], place: ParamLocation, turn: int, turns: int) -> list[Saved]:
+    """Every ``turns``-th of the saved ranks, or of the saved copies of each shard."""
+    mine = [saved for copies in _copies(found) for saved in copies[turn::turns]]
+    return [saved for saved in mine if saved.overlap(place)[1]]
+
+
+def _means(found: list[Saved], place: ParamLocation) -> list[Saved]:
+    """All saved copies of each shard, and equal shares of them."""
+    every = [replace(saved, share=1 / len(c)) for c in _copies(found) for saved in c]
+    return [saved for saved in every if saved.overlap(place)[1]]
+
+
+def _check_owned(
+    source: Source, old: Mapping[str, list[Saved]], places: Mapping[str, ParamLocation]
+) -> None:
+    """A single rank's state has nothing at all of what that rank did not own."""
+    for full in places:
+        name = split_suffix(full)[0]
+        kind = next((kind for kind in _OWNED if name.startswith(kind)), None)
+        if kind and name not in old and any(other.startswith(kind) for other in old):
+            raise StateError(_not_mine(source, 0, full, places[full]))
+
+
+def _not_mine(source: Source, covered: int, name: str, place: ParamLocation) -> str:
+    return (
+        f"{source.where}: it has {covered} of the {place.numel} elements of {name}, the others are "
+        "another rank's: load what all ranks saved, with tagc.compressor(model).load(folder)"
+    )
+
+
+def _check_covered(source: Source, found: list[Saved], name: str, place: ParamLocation) -> None:
+    """What a shard's owner keeps is of one rank: nobody else has what that one did not save."""
+    firsts = [copies[0] for copies in _copies(found)]
+    covered = sum(_numel(saved, place) for saved in firsts if saved.overlap(place)[1])
+    if covered != place.numel:
+        raise StateError(_not_mine(source, covered, name, place))
+
+
+def _copies(found: list[Saved]) -> list[list[Saved]]:
+    by_shard: dict[tuple[int, int] | Elements | None, list[Saved]] = {}
+    for saved in found:
+        by_shard.setdefault(saved.shard, []).append(saved)
+    return list(by_shard.values())
+
+
+def _numel(saved: Saved, place: ParamLocation) -> int:
+    """Elements of a saved residual that a place has room for."""
+    if saved.flat(place):
+        return saved.overlap(place)[1]
+    return torch.Size(saved.shape).numel() // saved.span(place)[1] * saved.overlap(place)[1]

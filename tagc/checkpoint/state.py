@@ -1,0 +1,271 @@
+"""The compressor's state: taken from the units of this rank, and given back to them.
+
+A state belongs to the moment between two steps. It has every parameter's residual under the
+parameter's name, in the parameter's shape, and per unit what else the next step depends on:
+thresholds and how they are steered, seeds, supports, counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tagc.checkpoint.format import Source, StateError, StateHeader
+from tagc.checkpoint.locations import ParamLocation, locations
+from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
+from tagc.codecs.feedback import OWNER_STATES
+from tagc.codecs.state import nested, part_of
+from tagc.comm import UnitGatherer, UnitReducer, agree_on, gather_by_rank
+from tagc.plan import Plan
+from tagc.warn import warn
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitState:
+    """A unit in one direction of gradients.
+
+    Attributes:
+        direction: ``gradients`` or ``replicas``.
+        shard, shards: of the unit's parameters, on this rank.
+    """
+
+    direction: str
+    reducer: UnitReducer
+    shard: int
+    shards: int
+
+    @property
+    def name(self) -> str:
+        """Of what is saved about the unit."""
+        return f"unit.{self.direction}.{self.reducer.plan.info.name or '(root)'}"
+
+    def residuals(self) -> Iterator[tuple[str, ParamLocation, Tensor]]:
+        """Name of what is saved, place, and the segment's residual, of every parameter; and what
+        the owner of a shard keeps: the moving ``average`` that it hands out with the feedback kind
+        ``momentum``, and with a lead what was ``sent`` last. (Neither could do for the other.)"""
+        yield from self._named(self.reducer.residuals)
+
+    @contextmanager
+    def opened(self) -> Iterator[Iterator[tuple[str, ParamLocation, Tensor]]]:
+        """The same to be changed in place."""
+        with self.reducer.open_residuals() as residuals:
+            yield self._named(residuals)
+
+    def _named(self, residuals: dict[int, Tensor]) -> Iterator[tuple[str, ParamLocation, Tensor]]:
+        plan = self.reducer.plan
+        # Across replicas a rank has a residual of its own shard only.
+        only = self.shard if plan.for_all else None
+        stored_by_kind = [("residual", residuals, only)]
+        owner_states, feedbacks = self.reducer.owner_states, self.reducer.feedbacks
+        for kind in OWNER_STATES:
+            rules = {i: feedbacks[i].rule for i in owner_states}
+            mine = [i for i, rule in rules.items() if rule and rule.owner_state == kind]
+            stored_by_kind.append((kind, {i: owner_states[i] for i in mine}, self.shard))
+        for kind, stored, shard in stored_by_kind:
+            for place, tensor in locations(plan, stored, self.shards, shard):
+                yield f"{kind}.{self.direction}.{place.param.name}{place.suffix}", place, tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The state of a wrapped model on this rank.
+
+    Attributes:
+        groups: of the ranks that share the model.
+        gathered: what gathers the units' parameters, if the policy says anything about them.
+    """
+
+    plan: Plan
+    groups: Sequence[dist.ProcessGroup]
+    reduced: Sequence[UnitState]
+    gathered: Sequence[UnitGatherer]
+
+    @property
+    def step(self) -> int:
+        """Reductions so far, the most of any unit."""
+        return max((r.reducer.earlier_steps + r.reducer.steps for r in self.reduced), default=0)
+
+    def header(self) -> StateHeader:
+        """What the state says about itself."""
+        return StateHeader(
+            policy=self.plan.policy.name,
+            policy_hash=self.plan.policy.hash,
+            layout=self.plan.fingerprint,
+            world_size=dist.get_world_size(),
+            rank=dist.get_rank(),
+            step=self.step,
+        )
+
+    def take(self) -> dict[str, Tensor]:
+        """Copies of all of it, by name. Waits for the device."""
+        _synchronize()
+        tensors = {
+            name: place.take(residual)
+            for reduced in self.reduced
+            for name, place, residual in reduced.residuals()
+        }
+        return tensors | {name: tensor.clone() for name, tensor in self._units().items()}
+
+    def load(self, open_source: Callable[[], Source], *, force: bool) -> None:
+        """Take over a state, on all ranks alike or on none.
+
+        Args:
+            open_source: raises StateError on a rank where there is nothing to load.
+
+        Raises:
+            StateError: if the state is not valid, of another policy (unless forced), or would
+                lose something (unless forced). Nothing was changed.
+            RuntimeError: if that happened on another rank, or the ranks have different states.
+        """
+        mine = {dist.get_rank(): self._holdings()}
+        holdings = gather_by_rank(self.groups, mine)
+        doing, remedy = "loading tagc's state", "All ranks must load what was saved together"
+
+        def read() -> tuple[tuple[Source, Callable[[], None], Merge | None], str]:
+            source = open_source()
+            here = self.header()
+            saved = next(iter(source.headers().values()))
+            if saved.policy_hash != here.policy_hash and not force:
+                raise StateError(
+                    f"{source.where}: saved with policy {saved.policy!r} "
+                    f"({saved.policy_hash[:12]}), but the model is wrapped with {here.policy!r} "
+                    f"({here.policy_hash[:12]}). Wrap it with the policy of the checkpoint, or "
+                    f"load(..., force=True), which keeps the residuals of all parameters that "
+                    "still have one and says what is dropped"
+                )
+            same = (saved.policy_hash, saved.layout, saved.world_size) == (
+                here.policy_hash,
+                here.layout,
+                here.world_size,
+            )
+            needed = {here.rank} if source.alone else holdings.keys()
+            if same and needed <= source.headers().keys():
+                return (source, self._exactly(source, here.rank), None), source.identity
+            merge = plan_merge(source, self._holders(source, holdings, here), here.rank)
+            if merge.dropped and not force:
+                raise StateError(
+                    f"{source.where}: {_spell_names(merge.dropped)} would be dropped, for which "
+                    "the model has no residual, or one of another shape; load(..., force=True) "
+                    "loads the rest"
+                )
+            if source.alone:
+                merge.check(source.where, {here.rank: merge.taken})
+            return (source, self._merging(source, merge, saved.step), merge), source.identity
+
+        answers = agree_on(self.groups, {"state": read}, doing=doing, remedy=remedy)
+        source, apply, merge = answers["state"]
+        if merge is not None and not source.alone:
+            # The sum over ranks is conserved: all that was saved is taken by somebody, once (all
+            # ranks see the same numbers here), and what rounding may change was checked above.
+            everyones = gather_by_rank(self.groups, {dist.get_rank(): merge.taken})
+            merge.check(source.where, everyones)
+        apply()
+        if merge is not None and merge.dropped:
+            warn(
+                f"{source.where}: dropped {_spell_names(merge.dropped)}, for which the model has "
+                "no residual, or one of another shape"
+            )
+
+    def _holdings(self) -> dict[str, ParamLocation]:
+        """Place of every residual on this rank, by name."""
+        return {name: place for r in self.reduced for name, place, _ in r.residuals()}
+
+    @staticmethod
+    def _holders(source: Source, holdings: Holdings, here: StateHeader) -> Holdings:
+        """The ranks that share what a source has."""
+        if not source.alone:
+            return holdings
+        (saved,) = source.headers().values()
+        if (saved.rank, saved.world_size) != (here.rank, here.world_size):
+            raise StateError(
+                f"{source.where}: saved by rank {saved.rank} of {saved.world_size}, but this is "
+                f"rank {here.rank} of {here.world_size}, and residuals of other ranks are needed: "
+                "load the checkpoint's folder with tagc.compressor(model).load(folder)"
+            )
+        return {here.rank: holdings[here.rank]}
+
+    def _units(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for reduced in self.reduced:
+            state |= nested(reduced.name, reduced.reducer.state())
+        for gatherer in self.gathered:
+            state |= nested(_gathered_name(gatherer), gatherer.state())
+        return state
+
+    def _exactly(self, source: Source, rank: int) -> Callable[[], None]:
+        """Read this rank's own state and check it; the rest, which cannot fail, is for later."""
+        targets = [item for reduced in self.reduced for item in reduced.residuals()]
+        expected = {n: (r.dtype, p.shape) for n, p, r in targets}
+        expected |= {n: (t.dtype, tuple(t.shape)) for n, t in self._units().items()}
+        found = source.shapes(rank)
+        for name in [*expected, *found]:
+            if expected.get(name) != found.get(name):
+                raise StateError(
+                    f"{source.where}: rank {rank} has {name} as {_spell(found.get(name))}, "
+                    f"not as {_spell(expected.get(name))}"
+                )
+        tensors = {name: source.read(rank, name) for name in expected}
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise StateError(f"{source.where}: {name} of rank {rank} is not finite")
+        for reduced in self.reduced:
+            try:
+                reduced.reducer.check_state(part_of(reduced.name, tensors))
+            except ValueError as error:
+                raise StateError(
+                    f"{source.where}: {reduced.name} of rank {rank}: {error}"
+                ) from None
+
+        def apply() -> None:
+            _synchronize()
+            for reduced in self.reduced:
+                with reduced.opened() as residuals:
+                    for name, place, residual in residuals:
+                        place.put(residual, tensors[name].to(residual.device))
+                reduced.reducer.load_state(part_of(reduced.name, tensors))
+            for gatherer in self.gathered:
+                gatherer.load_state(part_of(_gathered_name(gatherer), tensors))
+
+        return apply
+
+    def _merging(self, source: Source, merge: Merge, step: int) -> Callable[[], None]:
+        """Add up the residuals that this rank takes over; steering and counters start anew."""
+        values = {
+            name: merged(source, merge.parts.get(name, []), place, residual.dtype)
+            for reduced in self.reduced
+            for name, place, residual in reduced.residuals()
+        }
+
+        def apply() -> None:
+            _synchronize()
+            for reduced in self.reduced:
+                reduced.reducer.state()  # waits for what is in flight
+                reduced.reducer.reset(step)
+                with reduced.opened() as residuals:
+                    for name, place, residual in residuals:
+                        place.put(residual, values[name].to(residual.device))
+
+        return apply
+
+
+def _gathered_name(gatherer: UnitGatherer) -> str:
+    return f"unit.parameters.{gatherer.plan.info.name or '(root)'}"
+
+
+def _spell_names(names: Sequence[str]) -> str:
+    return "the saved " + ", ".join(name.replace(".", " of ", 2) for name in names)
+
+
+def _spell(what: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "nothing" if what is None else f"{str(what[0]).removeprefix('torch.')} {list(what[1])}"
+
+
+def _synchronize() -> None:
+    # FSDP reduces in streams of its own.
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,40 @@
+"""The ``dense`` codec: columns travel as they are, or as bfloat16, and are summed in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagc.codecs.codec import Codec
+from tagc.codecs.dense.plan import DensePlan
+from tagc.codecs.exchange import Exchange
+
+
+class DenseCodec(Codec[DensePlan]):
+    """The dense segments of a unit that also has compressed ones: they ride in its message."""
+
+    def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
+        """See :meth:`Codec.encode`."""
+        self.encode_rows(grad, message)
+
+    def encode_rows(self, rows: Tensor, message: Tensor) -> None:
+        """See :meth:`Codec.encode_rows`."""
+        for part in self.parts:
+            elements_of(message[:, part.words], part.plan).copy_(rows[:, part.columns])
+
+    def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
+        """See :meth:`Codec.decode`."""
+        for part in self.parts:
+            wide = torch.float64 if part.plan.wire == torch.float64 else torch.float32
+            total = elements_of(received[:, part.words], part.plan).sum(0, dtype=wide)
+            out[part.columns].copy_(total if divisor == 1 else total / divisor)
+
+    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
+        """See :meth:`Codec.decode_rows`."""
+        for part in self.parts:
+            rows[:, part.columns].copy_(elements_of(received[:, part.words], part.plan))
+
+
+def elements_of(words: Tensor, plan: DensePlan) -> Tensor:
+    """A view ``[..., numel]`` of the wire's dtype on ``[..., words]`` int32."""
+    return words.view(plan.wire)[..., : plan.numel]

@@ -1,0 +1,50 @@
+"""Sizes of codec ``dense``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tagc.codecs.dense.config import DenseConfig
+from tagc.codecs.plan import CodecPlan, PlanRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensePlan(CodecPlan):
+    """Elements as they are, or rounded to the wire's dtype."""
+
+    numel: int
+    wire: torch.dtype
+    native: bool = True
+
+    @property
+    def name(self) -> str:
+        """'dense', with the dtype where it is not the gradient's."""
+        return "dense" if self.native else f"dense {str(self.wire).removeprefix('torch.')}"
+
+    @property
+    def compressed(self) -> bool:
+        """See :attr:`CodecPlan.compressed`."""
+        return not self.native
+
+    @property
+    def words(self) -> int:
+        """Elements of 2 bytes share words."""
+        return -(-self.numel * self.wire.itemsize // 4)
+
+    def used_words(self, columns: int) -> int:
+        """Those of the elements that are filled."""
+        return replace(self, numel=columns).words
+
+
+def plan_dense(config: DenseConfig, request: PlanRequest) -> DensePlan:
+    """The sizes of what travels as it is, or as bfloat16."""
+    native = request.columns == 0 or not config.compresses
+    wire = request.dtype if native else torch.bfloat16
+    return DensePlan(numel=request.columns, wire=wire, native=native)
+
+
+def plan_empty(request: PlanRequest) -> DensePlan:
+    """A segment without columns, whatever its codec."""
+    return DensePlan(numel=0, wire=request.dtype)

@@ -1,0 +1,75 @@
+"""What codecs share that send every element: ``quantized`` and ``matrix``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tagc.codecs.codec import Codec, CodecSegment, CodecSetup, P, Part
+from tagc.codecs.exchange import Exchange
+from tagc.codecs.state import check_counter
+
+
+class ElementwiseCodec(Codec[P]):
+    """State and step of segments of which every element is sent.
+
+    Attributes:
+        steps: encodings so far, which feedback ``average`` counts.
+    """
+
+    def __init__(self, segments: Sequence[CodecSegment[P]], setup: CodecSetup) -> None:
+        super().__init__(segments, setup)
+        self.steps = 0
+        for part in self.parts:
+            self._prepare(part, part.feedback.gradient_dtype(setup.dtype))
+
+    def _prepare(self, part: Part[P], gradient: torch.dtype) -> None:
+        """Compile the operators for gradients of a dtype."""
+        raise NotImplementedError
+
+    def _quantize(
+        self, part: Part[P], grad: Tensor, residual: Tensor | None, message: Tensor
+    ) -> None:
+        """``[D, columns]`` each to ``[D, words]``."""
+        raise NotImplementedError
+
+    def _dequantize(self, plan: P, message: Tensor, out: Tensor, divisor: int) -> None:
+        """``[W, words]`` to ``[columns]``."""
+        raise NotImplementedError
+
+    def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
+        """See :meth:`Codec.encode`."""
+        self.encode_rows(grad, message)
+
+    def encode_rows(self, rows: Tensor, message: Tensor) -> None:
+        """See :meth:`Codec.encode_rows`."""
+        for part in self.parts:
+            with part.feedback.opened(rows[:, part.columns], self.steps) as (gradient, residual):
+                self._quantize(part, gradient, residual, message[:, part.words])
+        self.steps += 1
+
+    def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
+        """See :meth:`Codec.decode`."""
+        for part in self.parts:
+            columns = out[part.columns]
+            decoded = part.feedback.decode_buffer(columns)
+            self._dequantize(part.plan, received[:, part.words], decoded, divisor)
+            part.feedback.correct(decoded, columns)
+
+    def skip(self, steps: int) -> None:
+        """See :meth:`Codec.skip`."""
+        self.steps += steps
+
+    def state(self) -> dict[str, Tensor]:
+        """See :meth:`Codec.state`."""
+        return {"steps": torch.tensor(self.steps)}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`Codec.check_state`."""
+        check_counter("steps", state["steps"])
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`Codec.load_state`."""
+        self.steps = int(state["steps"])

@@ -1,0 +1,33 @@
+"""Feedback ``average``: LoCo (arXiv 2407.04480), in DeepSpeed's form.
+
+``x = g + e``; send ``C(x)``; ``e <- beta * e + (1 - beta) * (x - C(x))``, from zero every
+``reset_steps``. It forgets by design.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tagc.codecs.feedback.rule import FeedbackRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageFeedback(FeedbackRule):
+    """A moving average of what was not sent is added to the next gradient.
+
+    Attributes:
+        beta: share of the old residual that stays.
+        reset_steps: the residual starts from zero every so many reductions.
+    """
+
+    beta: float
+    reset_steps: int
+
+    @property
+    def old_share(self) -> float:
+        """See :attr:`FeedbackRule.old_share`."""
+        return self.beta
+
+    def resets_at(self, step: int) -> bool:
+        """See :meth:`FeedbackRule.resets_at`."""
+        return step > 0 and step % self.reset_steps == 0

@@ -1,0 +1,45 @@
+"""The kinds of feedback that a policy can ask for, as its YAML spells them."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tagc.codecs.config import Strict
+
+
+class FeedbackConfig(Strict):
+    """What becomes of the part of a gradient that a codec did not send.
+
+    `residual` keeps it per rank in `dtype` (`int8` has a scale for every 256 elements) and adds it
+    to the next gradient; `average` (LoCo)
+    keeps a moving average of it instead, `beta` of the old and `1 - beta` of the new, and starts
+    from zero every `reset_steps`; `none` drops it. `momentum` sends a moving average of the
+    gradient instead, `1 - rate` of the old and `rate` of the new: the residual is what has not
+    been sent of it, and the shard's owner hands out the rest, so that the optimizer needs no
+    first momentum of its own.
+
+    A codec that sends the share `lead` of what is owed delivers a gradient late, by
+    `(1 - lead) / lead` steps on average, and lateness costs more than noise. With a `lead` below 1
+    the owner undoes it: it hands out `(sent - (1 - lead) * sent before) / lead`.
+    """
+
+    kind: Literal["none", "residual", "average", "momentum"] = "residual"
+    dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    beta: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.8
+    reset_steps: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1024
+    rate: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.1
+    lead: Annotated[float, Field(ge=0.05, le=1, allow_inf_nan=False)] = 1
+
+    @model_validator(mode="after")
+    def _check_unused(self) -> Self:
+        if self.kind == "none" and self.dtype != "float32":
+            raise ValueError(f"dtype {self.dtype!r} has no effect: kind 'none' stores nothing")
+        for kind, keys in {
+            "average": {"beta", "reset_steps"},
+            "momentum": {"rate"},
+            "residual": {"lead"},
+        }.items():
+            unused = sorted(self.model_fields_set & keys)
+            if self.kind != kind and unused:
+                raise ValueError(f"{' and '.join(unused)}: only the kind {kind!r} has them")
+        return self

@@ -1,0 +1,54 @@
+"""Feedback ``residual``: classic error feedback, with a lead or without.
+
+A codec whose messages carry the share ``K`` of what is owed delivers ``K * g`` in the step,
+``K * (1 - K) * g`` in the next, and so on: a moving average, late by ``(1 - K) / K`` steps. That is
+little beside a momentum's ten, but it comes on top of it: with momentum ``b`` an optimizer is
+stable up to a curvature of ``2 (1 + b) / (1 - b)`` over the learning rate, 38 for 0.9, and with
+gradients a step late up to 1. So with a *lead* the owner inverts the average, with ``Q`` the last
+sum it got::
+
+    hand out (sum of C(x) - (1 - K) * Q) / K, Q <- sum of C(x)        Q is zero before the first
+
+What was handed out so far then is what was sent, plus ``(1 - K) / K * Q``: the owner is ahead by
+what the residuals of all ranks hold on average. Quantization noise grows by ``1 / K``, but only
+where it changes from step to step, which a momentum averages out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from tagc.codecs.feedback.rule import FeedbackRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorFeedback(FeedbackRule):
+    """What was not sent is added to the next gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeadFeedback(FeedbackRule):
+    """Likewise, and the owner undoes the lag.
+
+    Attributes:
+        lead: ``K``, the share of what is owed that a message is taken to carry, below 1.
+    """
+
+    owner_state: ClassVar[str | None] = "sent"
+    note: ClassVar[str | None] = (
+        "a lead hands out noisier gradients, which an optimizer like Adam answers with smaller "
+        "steps: tune the learning rate anew, from twice dense's upwards (docs/quality.md has "
+        "factors)"
+    )
+
+    lead: float
+
+    def after(self, decoded: Tensor, owner_state: Tensor, out: Tensor) -> None:
+        """See :meth:`FeedbackRule.after`. (A dense sum is late by nothing, so there is no lead to
+        take over from the warm-up.)"""
+        ahead = (decoded - owner_state * (1 - self.lead)).div_(self.lead)
+        owner_state.copy_(decoded)
+        out.copy_(ahead)

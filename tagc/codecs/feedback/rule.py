@@ -1,0 +1,91 @@
+"""What a kind of feedback is: a rule for what a codec did not send.
+
+With ``g`` a rank's gradient, ``e`` its residual and ``C`` the codec, the plain rule is::
+
+    x = g + e; send C(x); e <- x - C(x)
+
+A codec's operator does that in one pass. A kind may change what goes in (``before``), what the
+operator keeps (``old_share``), and what the owner of a shard makes of the sum (``after``), for
+which the owner may keep a state of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedbackRule:
+    """The plain rule, and what other kinds may change of it.
+
+    Attributes:
+        dtype: of the stored residual; int8 with a scale for every 256 elements.
+    """
+
+    owner_state: ClassVar[str | None] = None
+    """What a checkpoint calls the owner's state; None where the owner keeps nothing."""
+    follows_dense: ClassVar[bool] = False
+    """Whether a dense reduction, in the warm-up, changes the owner's state."""
+    note: ClassVar[str | None] = None
+    """What a plan tells the user about it."""
+
+    dtype: torch.dtype
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        """Of the residual in a step."""
+        return torch.float32 if self.dtype == torch.int8 else self.dtype
+
+    @property
+    def element_bytes(self) -> float:
+        """Stored for an element of the residual."""
+        return self.dtype.itemsize + (2 / 256 if self.dtype == torch.int8 else 0)
+
+    @property
+    def owner_bytes(self) -> int:
+        """Stored for an element of the own shard."""
+        return 0 if self.owner_state is None else 4
+
+    @property
+    def old_share(self) -> float:
+        """Share of the old residual that stays, the operators' ``average``; 0 for none."""
+        return 0.0
+
+    def resets_at(self, step: int) -> bool:
+        """Whether the residual starts from zero in this step, of those counted from 0."""
+        return False
+
+    @property
+    def gradient_scale(self) -> float:
+        """What a gradient is multiplied by before the codec selects from it."""
+        return 1.0
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of what :meth:`before` returns for a gradient of ``dtype``."""
+        return dtype
+
+    def before(self, gradient: Tensor, residual: Tensor) -> Tensor:
+        """What the operator adds to the residual, which may be changed in place.
+
+        Args:
+            gradient, residual: ``[D, columns]``.
+        """
+        return gradient
+
+    def after(self, decoded: Tensor, owner_state: Tensor, out: Tensor) -> None:
+        """Write to ``out`` ``[columns]`` what the optimizer gets; only where there is an owner's
+        state.
+
+        Args:
+            decoded: ``[columns]`` float32, the finite sum (or average) over ranks.
+            owner_state: ``[columns]`` float32, updated in place.
+        """
+        raise NotImplementedError
+
+    def after_dense(self, out: Tensor, owner_state: Tensor) -> None:
+        """After a dense reduction: let the owner's state follow ``out`` ``[columns]``, and write
+        to it what the optimizer gets."""

@@ -1,0 +1,102 @@
+"""The feedback of one segment on one rank: its rule, and what that stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tagc.codecs.feedback.residual import Residual
+from tagc.codecs.feedback.rule import FeedbackRule
+from tagc.ops import Ops
+
+
+class SegmentFeedback:
+    """What a codec calls before and after its operators.
+
+    Attributes:
+        rule: None where nothing is stored.
+        residual: of this rank, a row for every destination; likewise.
+        owner_state: what the owner of a shard keeps of it, ``[columns]`` float32; None where its
+            kind keeps nothing.
+    """
+
+    def __init__(
+        self,
+        rule: FeedbackRule | None,
+        *,
+        destinations: int,
+        columns: int,
+        ops: Ops,
+        device: torch.device,
+    ) -> None:
+        self.rule = rule
+        self.residual: Residual | None = None
+        self.owner_state: Tensor | None = None
+        if rule is not None:
+            self.residual = Residual(destinations, columns, rule.dtype, ops, device)
+            if rule.owner_state is not None:
+                self.owner_state = torch.zeros(columns, dtype=torch.float32, device=device)
+
+    @property
+    def residual_dtype(self) -> torch.dtype | None:
+        """Of the residual in a step; None where there is none."""
+        return None if self.rule is None else self.rule.working_dtype
+
+    @property
+    def old_share(self) -> float:
+        """See :attr:`FeedbackRule.old_share`."""
+        return 0.0 if self.rule is None else self.rule.old_share
+
+    @property
+    def gradient_scale(self) -> float:
+        """See :attr:`FeedbackRule.gradient_scale`."""
+        return 1.0 if self.rule is None else self.rule.gradient_scale
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """See :meth:`FeedbackRule.gradient_dtype`."""
+        return dtype if self.rule is None else self.rule.gradient_dtype(dtype)
+
+    @contextmanager
+    def opened(self, gradient: Tensor, step: int = 0) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """What the operator gets: what it must add to the residual, and the residual, to be
+        changed in place; both ``[D, columns]``.
+
+        Args:
+            gradient: ``[D, columns]``.
+            step: encodings so far.
+        """
+        if self.rule is None or self.residual is None:
+            yield gradient, None
+            return
+        if self.rule.resets_at(step):
+            self.residual.zero_()
+        with self.residual.opened() as residual:
+            yield self.rule.before(gradient, residual), residual
+
+    def decode_buffer(self, out: Tensor) -> Tensor:
+        """Where the codec should decode to, for :meth:`correct`: ``out`` ``[columns]``, or as much
+        in float32."""
+        if self.owner_state is None or out.dtype == self.owner_state.dtype:
+            return out
+        return torch.empty_like(self.owner_state)
+
+    def correct(self, decoded: Tensor, out: Tensor) -> None:
+        """Write what the optimizer gets to ``out`` ``[columns]``; NaN where ``decoded`` is not
+        finite, which counts as 0 in the owner's state.
+
+        Args:
+            decoded: what :meth:`decode_buffer` gave, decoded.
+        """
+        if self.owner_state is None or self.rule is None:
+            return
+        lost = ~decoded.isfinite()
+        self.rule.after(decoded.float().masked_fill(lost, 0.0), self.owner_state, out)
+        out.masked_fill_(lost, float("nan"))
+
+    def after_dense(self, out: Tensor) -> None:
+        """See :meth:`FeedbackRule.after_dense`."""
+        if self.owner_state is not None and self.rule is not None:
+            self.rule.after_dense(out, self.owner_state)

@@ -1,0 +1,62 @@
+"""Sizes of codec ``matrix``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tagc.codecs.matrix.config import MatrixConfig
+from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.ops.matrix import MatrixLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixPlan(CodecPlan):
+    """How the matrices of one segment are quantized, one after the other.
+
+    Attributes:
+        layouts: of each parameter's part of a shard.
+    """
+
+    layouts: tuple[MatrixLayout, ...]
+
+    @property
+    def name(self) -> str:
+        """With bits or group, and level."""
+        first = self.layouts[0]
+        level = f" level {first.level:g}" if first.level != 1 else ""
+        size = f"1 of {first.group}" if first.group > 1 else f"int{first.bits}"
+        return f"matrix {size}{level}"
+
+    @property
+    def words(self) -> int:
+        """Scales and codes of all of them."""
+        return sum(layout.words for layout in self.layouts)
+
+    @property
+    def matrices(self) -> Iterator[tuple[MatrixLayout, slice, slice]]:
+        """Each with its columns of the segment and its words of the message."""
+        column = word = 0
+        for layout in self.layouts:
+            columns = slice(column, column + layout.numel)
+            words = slice(word, word + layout.words)
+            yield layout, columns, words
+            column, word = columns.stop, words.stop
+
+    def word_shares(self, columns: Sequence[float]) -> list[float]:
+        """Every matrix has a message of its own, with scales."""
+        return [layout.words / self.words for layout in self.layouts]
+
+
+def plan_matrix(config: MatrixConfig, request: PlanRequest) -> MatrixPlan:
+    """The sizes of one segment's matrices."""
+    return MatrixPlan(
+        layouts=tuple(
+            MatrixLayout(
+                rows=rows, columns=n, bits=config.bits, group=config.group, level=config.level
+            )
+            for rows, n in request.matrices
+        ),
+        warmup_steps=config.warmup_steps,
+        feedback=request.feedback,
+    )

@@ -1,0 +1,107 @@
+"""What the plans of all codecs have in common: what one segment of a unit sends and stores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from tagc.codecs.feedback import FeedbackRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecPlan:
+    """A codec with its sizes filled in, for one segment.
+
+    Attributes:
+        warmup_steps: reductions that go dense first.
+        feedback: None where nothing is stored.
+    """
+
+    sums_on_the_way: ClassVar[bool] = False
+    """Whether cells are summed in the collective, so that an owner decodes one sum instead of a
+    message from every rank."""
+
+    warmup_steps: int = 0
+    feedback: FeedbackRule | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        raise NotImplementedError
+
+    @property
+    def words(self) -> int:
+        """int32 words of the message to one destination."""
+        raise NotImplementedError
+
+    @property
+    def compressed(self) -> bool:
+        """Whether anything but the buffer itself travels."""
+        return True
+
+    @property
+    def density(self) -> float:
+        """Fraction of elements that a rank sends."""
+        return 1.0
+
+    @property
+    def cells(self) -> int:
+        """32-bit words per destination that are summed on the way, besides the message."""
+        return 0
+
+    @property
+    def cell_dtype(self) -> torch.dtype | None:
+        """Of these; None where there are none."""
+        return None
+
+    @property
+    def counts(self) -> int:
+        """int32 words per destination that all ranks sum, for the next step's thresholds."""
+        return 0
+
+    @property
+    def has_shared_support(self) -> bool:
+        """Whether all ranks send the groups that the shard's owner chose."""
+        return False
+
+    @property
+    def reuses_forward_message(self) -> bool:
+        """Whether the message of the forward's all-gather serves the backward's, too."""
+        return False
+
+    def used_words(self, columns: int) -> int:
+        """Words that matter to an owner whose shard fills only the first ``columns`` of the
+        segment's (in FSDP1's flat buffer); the others need not be sent."""
+        return self.words if columns else 0
+
+    def word_shares(self, columns: Sequence[float]) -> list[float]:
+        """Share of the words that each of the segment's parameters takes.
+
+        Args:
+            columns: of each of them.
+        """
+        total = sum(columns) or 1
+        return [c / total for c in columns]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a codec is planned for.
+
+    Attributes:
+        columns: elements per destination.
+        world_size: ranks whose contributions are summed.
+        dtype: of the buffer that the segment is a part of.
+        feedback: None where nothing is stored.
+        matrices: rows and columns of what a shard has of every parameter; empty unless the codec
+            needs them.
+    """
+
+    columns: int
+    world_size: int
+    dtype: torch.dtype
+    feedback: FeedbackRule | None = None
+    matrices: Sequence[tuple[int, int]] = ()

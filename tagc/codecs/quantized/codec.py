@@ -1,0 +1,36 @@
+"""The ``quantized`` codec: every element in a few bits, with a scale per block.
+
+With the feedback kind ``average`` it is LoCo (arXiv 2407.04480) in DeepSpeed's form.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagc.codecs.codec import Part
+from tagc.codecs.elementwise import ElementwiseCodec
+from tagc.codecs.quantized.plan import QuantizedPlan
+
+
+class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
+    """The quantized segments of a unit, or of what it gathers."""
+
+    def _prepare(self, part: Part[QuantizedPlan], gradient: torch.dtype) -> None:
+        f = part.feedback
+        self._ops.prepare_blocks(part.plan.layout, gradient, f.residual_dtype, f.old_share)
+
+    def _quantize(
+        self, part: Part[QuantizedPlan], grad: Tensor, residual: Tensor | None, message: Tensor
+    ) -> None:
+        layout, average = part.plan.layout, part.feedback.old_share
+        self._ops.quantize(grad, residual, message, layout=layout, average=average)
+
+    def _dequantize(self, plan: QuantizedPlan, message: Tensor, out: Tensor, divisor: int) -> None:
+        self._ops.dequantize(message[None], out[None], layout=plan.layout, divisor=divisor)
+
+    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
+        """See :meth:`Codec.decode_rows`."""
+        for part in self.parts:
+            words, elements = received[:, None, part.words], rows[:, part.columns]
+            self._ops.dequantize(words, elements, layout=part.plan.layout, divisor=1)

@@ -1,0 +1,44 @@
+"""Sizes of codec ``quantized``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.codecs.quantized.config import QuantizedConfig, QuantizedParametersConfig
+from tagc.ops.blocks import BlockLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedPlan(CodecPlan):
+    """How one segment is quantized."""
+
+    layout: BlockLayout
+    keep_for_backward: bool = False
+
+    @property
+    def name(self) -> str:
+        """With the bits."""
+        return f"quantized int{self.layout.bits}{' kept' if self.keep_for_backward else ''}"
+
+    @property
+    def reuses_forward_message(self) -> bool:
+        """See :attr:`CodecPlan.reuses_forward_message`."""
+        return self.keep_for_backward
+
+    @property
+    def words(self) -> int:
+        """Scales and codes."""
+        return self.layout.words
+
+
+def plan_quantized(
+    config: QuantizedConfig | QuantizedParametersConfig, request: PlanRequest
+) -> QuantizedPlan:
+    """The sizes of one segment."""
+    keep = isinstance(config, QuantizedParametersConfig) and config.keep_for_backward
+    return QuantizedPlan(
+        layout=BlockLayout(numel=request.columns, bits=config.bits, block=config.block),
+        feedback=request.feedback,
+        keep_for_backward=keep,
+    )

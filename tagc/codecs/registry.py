@@ -1,0 +1,52 @@
+"""All codecs, and how one is found.
+
+Another codec is a room beside the others, and a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tagc.codecs.codec import Codec, CodecSegment, CodecSetup
+from tagc.codecs.config import CodecConfig
+from tagc.codecs.dense import DENSE
+from tagc.codecs.dense.plan import plan_empty
+from tagc.codecs.kind import CodecKind
+from tagc.codecs.matrix import MATRIX
+from tagc.codecs.packed import PACKED
+from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.codecs.quantized import QUANTIZED
+from tagc.codecs.sketch import SKETCH
+
+CODECS: tuple[CodecKind, ...] = (SKETCH, PACKED, QUANTIZED, MATRIX, DENSE)
+"""In the order in which their words follow each other in a unit's message."""
+
+
+def kind_of(codec: CodecConfig | CodecPlan) -> CodecKind:
+    """The kind that a configuration, or a plan, is of."""
+    for kind in CODECS:
+        configs = (kind.config, kind.parameter_config or kind.config)
+        if isinstance(codec, (*configs, kind.plan)):
+            return kind
+    raise ValueError(f"{type(codec).__name__} is of no codec in CODECS")
+
+
+def plan_codec(config: CodecConfig, request: PlanRequest) -> CodecPlan:
+    """Sizes of a codec for one segment."""
+    if request.columns == 0:
+        return plan_empty(request)
+    return kind_of(config).make_plan(config, request)
+
+
+def in_message_order(segments: Sequence[CodecSegment[CodecPlan]]) -> list[list[Any]]:
+    """The segments of every kind in ``CODECS``, in its order; empty lists for some."""
+    return [[s for s in segments if isinstance(s.codec, kind.plan)] for kind in CODECS]
+
+
+def make_codecs(
+    segments: Sequence[CodecSegment[CodecPlan]], setup: CodecSetup
+) -> dict[str, Codec[Any]]:
+    """The codecs of a unit's segments by name, in the order of a message."""
+    grouped = zip(CODECS, in_message_order(segments), strict=True)
+    return {kind.name: kind.codec(of_kind, setup) for kind, of_kind in grouped if of_kind}

@@ -1,0 +1,299 @@
+"""The ``sketch`` codec: the index rides in the unit's message, the cells are summed on the way.
+
+With a shared support (:mod:`tagc.codecs.selection.support`) every rank sketches the same groups, so
+that the sum has no more keys than one rank's sketch. The owner knows them, and its choice for the
+next step rides where otherwise the index would be, before the poison word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tagc.codecs.codec import Codec, CodecSegment, CodecSetup, Part, SelectionCount
+from tagc.codecs.exchange import Exchange, Work
+from tagc.codecs.feedback.residual import opened
+from tagc.codecs.selection.quantization_step import quantization_step
+from tagc.codecs.selection.support import Support
+from tagc.codecs.selection.threshold import ThresholdController, mean_threshold, sampled_threshold
+from tagc.codecs.sketch.plan import SketchPlan
+from tagc.codecs.state import nested, part_of
+from tagc.ops import COUNTS, KEPT, UNION, UNRESOLVED
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.packed import PackedLayout
+
+# With room for every group nothing is selected away and the threshold only sets the step: the
+# median is a scale that neither outliers nor zeros move.
+_SCALE_DENSITY = 0.5
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A segment's shared support.
+
+    Attributes:
+        place: among the segments that have one.
+        union: ``[1, index_words]``, the index that this rank's shard is decoded by.
+    """
+
+    place: int
+    support: Support
+    union: Tensor
+
+
+class SketchCodec(Codec[SketchPlan]):
+    """The sketched segments of a unit, and their thresholds, which are equal on every rank.
+
+    Attributes:
+        seed: ``[1]`` int32, of this step's hashes.
+        quantization_steps: ``[segments, D]`` float32, of this step.
+    """
+
+    def __init__(self, segments: Sequence[CodecSegment[SketchPlan]], setup: CodecSetup) -> None:
+        super().__init__(segments, setup)
+        W, D, device = setup.world_size, setup.destinations, setup.device
+        self._shared: dict[int, _Shared] = {}
+        self._cell_columns: list[slice] = []
+        self._cells = {torch.int32: 0, torch.float32: 0}
+        for i, part in enumerate(self.parts):
+            plan, stored = part.plan, part.feedback.residual_dtype
+            dtype = plan.symbol.dtype
+            self._ops.prepare(plan.layout, part.feedback.gradient_dtype(setup.dtype), stored)
+            cells = slice(self._cells[dtype], self._cells[dtype] + plan.layout.cells)
+            self._cell_columns.append(cells)
+            self._cells[dtype] = cells.stop
+            if plan.shared:
+                choice = _choice_of(plan)
+                self._ops.prepare_packed(choice, setup.dtype, stored)
+                support = Support(choice, plan.target, D, device)
+                union = torch.zeros(1, plan.layout.index_words, dtype=torch.int32, device=device)
+                self._shared[i] = _Shared(len(self._shared), support, union)
+        n = len(self.parts)
+        self.seed = torch.tensor([setup.seed], dtype=torch.int32, device=device)
+        self.quantization_steps = torch.ones(n, D, dtype=torch.float32, device=device)
+        target = [W * _scale_density(part) * part.plan.layout.groups for part in self.parts]
+        boost = [part.plan.max_boost for part in self.parts]
+        self._controller = ThresholdController(
+            torch.tensor(target, dtype=torch.float32, device=device),
+            torch.tensor(boost, dtype=torch.float32, device=device),
+            D,
+        )
+        self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
+        self._summed = torch.zeros_like(self._counts)
+        self._stats = torch.zeros(n, 2, dtype=torch.int32, device=device)
+        self._chosen = self._counts.new_zeros(len(self._shared), D, COUNTS)
+        # A choice needs a threshold of its own: the agreed one is about all that ranks send.
+        self._choice_controller: ThresholdController | None = None
+        if self._shared:
+            wanted = [shared.support.wanted for shared in self._shared.values()]
+            target = torch.tensor(wanted, dtype=torch.float32, device=device)
+            self._choice_controller = ThresholdController(target, torch.ones_like(target), D)
+        self._started = False
+        self._counting: Work | None = None
+        self._sums: dict[torch.dtype, tuple[Work, Tensor]] = {}
+        # [segments, 3] int64 sums over the steps: groups selected for all destinations, groups in
+        # the union of the own shard, groups unresolved there.
+        self._totals = torch.zeros(n, 3, dtype=torch.int64, device=device)
+
+    @property
+    def controllers(self) -> tuple[ThresholdController, ...]:
+        """See :attr:`Codec.controllers`."""
+        choice = self._choice_controller
+        return (self._controller,) if choice is None else (self._controller, choice)
+
+    @property
+    def supports(self) -> dict[int, Support]:
+        """What all ranks send, by number of the part, where they share it."""
+        return {i: shared.support for i, shared in self._shared.items()}
+
+    def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
+        """See :meth:`Codec.encode`."""
+        self._update_thresholds(grad, exchange)
+        self.seed.add_(1)
+        threshold, boost = self._controller.threshold, self._controller.boost
+        for i, part in enumerate(self.parts):
+            plan, index, shared = part.plan, message[:, part.words], self._shared.get(i)
+            step = quantization_step(threshold[i], plan.symbol, plan.levels)
+            self.quantization_steps[i] = step * boost[i]
+            with part.feedback.opened(grad[:, part.columns]) as (gradient, residual):
+                self._ops.encode(
+                    gradient,
+                    residual,
+                    threshold[i],
+                    self.quantization_steps[i],
+                    self.seed,
+                    index,
+                    self._cells_to_send(plan.symbol.dtype)[:, self._cell_columns[i]],
+                    self._counts[i],
+                    layout=plan.layout,
+                    levels=plan.levels,
+                    capacity=plan.capacity,
+                    support=None if shared is None else shared.support.current,
+                )
+            if shared is not None:
+                self._choose(part, shared, index, exchange.row)
+
+    def _choose(self, part: Part[SketchPlan], shared: _Shared, index: Tensor, own: int) -> None:
+        """Write this rank's choice over what the operator wrote, which the owner knows."""
+        assert part.feedback.residual is not None
+        assert self._choice_controller is not None
+        row = slice(own, own + 1)
+        shared.support.choose(
+            self._ops,
+            part.feedback.residual.read(row),
+            self._choice_controller.threshold[shared.place, row],
+            index[:, : part.plan.layout.words],
+            self._chosen[shared.place],
+        )
+
+    def start(self, exchange: Exchange) -> None:
+        """Start summing the cells, and the counts for the next step."""
+        for dtype, numel in self._cells.items():
+            if numel:
+                self._sums[dtype] = exchange.sum_cells(self._cells_to_send(dtype))
+        self._summed.copy_(self._counts)
+        self._counting = exchange.sum_counts(self._summed)
+        self._started = True
+
+    def wait(self) -> None:
+        """Wait for the cells; the counts have time until the next step."""
+        for work, _ in self._sums.values():
+            work.wait()
+
+    def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
+        """See :meth:`Codec.decode`."""
+        own = slice(exchange.row, exchange.row + 1)
+        for i, part in enumerate(self.parts):
+            index, shared = received[:, part.words], self._shared.get(i)
+            if shared is not None:
+                choices, poison = index[:, :-1], index[:, -1]
+                shared.union[0, :-1] = shared.support.current[exchange.row]
+                shared.union[0, -1] = poison.amax()
+                shared.support.receive(self._ops, choices)
+                index = shared.union
+            columns = out[part.columns]
+            decoded = part.feedback.decode_buffer(columns)
+            residual = part.feedback.residual if exchange.takes_leftovers else None
+            with opened(residual, own) as owed:
+                _, cells = self._sums[part.plan.symbol.dtype]
+                self._ops.decode(
+                    index,
+                    cells[self._cell_columns[i]],
+                    self.quantization_steps[i, own],
+                    self.seed,
+                    decoded,
+                    None if owed is None else owed[0],
+                    self._stats[i],
+                    layout=part.plan.layout,
+                    divisor=divisor,
+                )
+            part.feedback.correct(decoded, columns)
+        self._sums.clear()
+        self._totals[:, 0] += self._counts[..., KEPT].sum(1)
+        self._totals[:, 1] += self._stats[:, UNION]
+        self._totals[:, 2] += self._stats[:, UNRESOLVED]
+
+    def selection_counts(self) -> list[SelectionCount]:
+        """See :meth:`Codec.selection_counts`."""
+        counts = []
+        for part, totals in zip(self.parts, self._totals.tolist(), strict=True):
+            lanes = part.plan.symbol.lanes
+            selected, union, unresolved = totals
+            counts.append(
+                SelectionCount(
+                    target=part.plan.target,
+                    elements=part.plan.layout.groups * lanes,
+                    selected=selected * lanes,
+                    union=union * lanes,
+                    unresolved=unresolved,
+                )
+            )
+        return counts
+
+    def state(self) -> dict[str, Tensor]:
+        """See :meth:`Codec.state`."""
+        self._wait_for_counts()
+        state = {
+            "started": torch.tensor(self._started),
+            "seed": self.seed,
+            "summed": self._summed,
+            "totals": self._totals,
+            **nested("controller", self._controller.state()),
+        }
+        if self._choice_controller is not None:
+            state["chosen"] = self._chosen
+            state |= nested("choice_controller", self._choice_controller.state())
+        for shared in self._shared.values():
+            state |= nested(f"support.{shared.place}", shared.support.state())
+        return state
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`Codec.check_state`."""
+        self._controller.check_state(part_of("controller", state))
+        if self._choice_controller is not None:
+            self._choice_controller.check_state(part_of("choice_controller", state))
+        for shared in self._shared.values():
+            shared.support.check_state(part_of(f"support.{shared.place}", state))
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`Codec.load_state`."""
+        self._wait_for_counts()
+        self._started = bool(state["started"])
+        self.seed.copy_(state["seed"])
+        self._summed.copy_(state["summed"])
+        self._totals.copy_(state["totals"])
+        self._controller.load_state(part_of("controller", state))
+        if self._choice_controller is not None:
+            self._chosen.copy_(state["chosen"])
+            self._choice_controller.load_state(part_of("choice_controller", state))
+        for shared in self._shared.values():
+            shared.support.load_state(part_of(f"support.{shared.place}", state))
+
+    def _update_thresholds(self, grad: Tensor, exchange: Exchange) -> None:
+        choice = self._choice_controller
+        if self._started:
+            self._wait_for_counts()
+            self._controller.update(self._summed)
+            if choice is not None:
+                choice.update(self._chosen)
+            return
+        # The only exchange that a unit ever waits for before it sends.
+        sampled = [
+            sampled_threshold(grad[:, part.columns], part.plan.symbol.lanes, _scale_density(part))
+            * part.feedback.gradient_scale
+            for part in self.parts
+        ]
+        self._controller.threshold.copy_(mean_threshold(exchange.gather(torch.stack(sampled))))
+        if choice is not None:
+            for i, shared in self._shared.items():
+                choice.threshold[shared.place] = self._controller.threshold[i]
+
+    def _wait_for_counts(self) -> None:
+        if self._counting is not None:
+            self._counting.wait()
+            self._counting = None
+
+    def _cells_to_send(self, dtype: torch.dtype) -> Tensor:
+        shape = (self._setup.destinations, self._cells[dtype])
+        return self._setup.workspace.take("cells_send", shape, dtype)
+
+
+def _scale_density(part: Part[SketchPlan]) -> float:
+    """Density that the first threshold is sampled for, and then kept."""
+    everything = part.plan.capacity >= part.plan.layout.groups
+    return min(part.plan.target, _SCALE_DENSITY) if everything else part.plan.target
+
+
+def _choice_of(plan: SketchPlan) -> PackedLayout:
+    """How an owner chooses: groups are symbols, and a bitmap of them travels, without values."""
+    layout = plan.layout
+    return PackedLayout(
+        numel=layout.numel,
+        group=layout.symbol.lanes,
+        capacity=plan.capacity,
+        low_bits=0,
+        values=BlockLayout(numel=plan.capacity * layout.symbol.lanes, bits=8),
+    )

@@ -1,0 +1,175 @@
+"""The count sketch on its own: encode, add, decode, no process group needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tagc.ops import get_ops
+from tagc.ops.bitmap import to_bitmap
+from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.symbols import SYMBOLS, pack, unpack
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """An encoded vector, or a sum of encoded vectors.
+
+    Attributes:
+        cells: ``[cells]`` int32 (float32 for the symbol ``float32``).
+        index: ``[words]`` int32 bitmap of the groups present in any summand.
+        layout: shape that both follow.
+        seed: hash seed.
+        step: quantization step, None for encoded integers and for ``float32``.
+    """
+
+    cells: Tensor
+    index: Tensor
+    layout: SketchLayout
+    seed: int
+    step: float | None
+
+    def __add__(self, other: Sketch) -> Sketch:
+        """Sum without decoding: cells add (modulo 2**32), indexes OR."""
+        if not isinstance(other, Sketch):
+            return NotImplemented
+        for name in ("layout", "seed", "step"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ValueError(f"sketches of different {name} do not add: {mine} and {theirs}")
+        return Sketch(
+            self.cells + other.cells, self.index | other.index, self.layout, self.seed, self.step
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """A decoded sum.
+
+    Attributes:
+        values: ``[numel]``; int32 if integers were encoded, else float32. Zero where unresolved.
+        unresolved: number of groups present that peeling could not recover.
+    """
+
+    values: Tensor
+    unresolved: int
+
+
+class CountSketch:
+    """Homomorphic, lossless codec for sparse vectors of one length.
+
+    The sum of sketches decodes to the sum of the vectors: exactly for integer symbols, whatever
+    the order of the additions, as long as each element's final sum fits the symbol's bits.
+
+    Args:
+        numel: elements of a vector.
+        keys: distinct groups (of ``symbol`` lanes) that the *sum* may hold. More make peeling
+            fail, which ``Decoded.unresolved`` reports.
+        symbol: ``int8x4``, ``int16x2``, ``int32x1`` or ``float32``.
+        seed: hash seed; sketches add only if theirs agree.
+        ops: implementation, see :func:`tagc.ops.get_ops`.
+
+    Example:
+        >>> codec = CountSketch(1000, keys=50, symbol="int8x4")
+        >>> x = torch.zeros(1000, dtype=torch.int32)
+        >>> x[7] = 3
+        >>> (codec.encode(x) + codec.encode(x)).index.numel()
+        8
+        >>> codec.decode(codec.encode(x) + codec.encode(x)).values[7].item()
+        6
+
+    Source: lossless homomorphic compression (arXiv 2402.07529), with an element hash, integer
+    symbols and a one-bit index.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        *,
+        keys: int,
+        symbol: str = "int8x4",
+        seed: int = 0,
+        ops: str | None = None,
+    ) -> None:
+        if symbol not in SYMBOLS:
+            raise ValueError(f"unknown symbol {symbol!r}; choose from {', '.join(SYMBOLS)}")
+        if not -(2**31) <= seed < 2**31:
+            raise ValueError(f"seed must fit 32 bits, got {seed}")
+        self.symbol = SYMBOLS[symbol]
+        self.layout = plan_layout(numel, self.symbol, keys)
+        self.seed = seed
+        self._ops = ops
+
+    def encode(self, x: Tensor, step: float | None = None) -> Sketch:
+        """Sketch the non-zero groups of ``x``.
+
+        Args:
+            x: ``[numel]``, integer to be sent as it is, or float to be sent as
+                ``round(x / step)`` (as it is for ``float32``).
+            step: quantization step, for float input to an integer symbol only.
+
+        Raises:
+            ValueError: if shape, dtype or step do not fit, or a value does not fit its lane.
+        """
+        if x.shape != (self.layout.numel,):
+            raise ValueError(f"expected shape ({self.layout.numel},), got {tuple(x.shape)}")
+        symbols, present = self._symbols(x, step)
+        device = x.device
+        ops = get_ops(device, self._ops)
+        index = to_bitmap(present)
+        cells = torch.empty(self.layout.cells, dtype=self.symbol.dtype, device=device)
+        ops.insert(symbols, index, self._seed(device), cells, layout=self.layout)
+        return Sketch(cells, index, self.layout, self.seed, step)
+
+    def decode(self, sketch: Sketch) -> Decoded:
+        """Recover the sum that ``sketch`` holds.
+
+        Raises:
+            ValueError: if the sketch was made with another layout or seed.
+        """
+        if sketch.layout != self.layout or sketch.seed != self.seed:
+            raise ValueError("the sketch was encoded by a CountSketch of other arguments")
+        device = sketch.cells.device
+        symbols, stuck = get_ops(device, self._ops).peel(
+            sketch.cells, sketch.index, self._seed(device), layout=self.layout
+        )
+        if self.symbol.integer:
+            values = unpack(symbols, self.symbol).flatten()[: self.layout.numel]
+            if sketch.step is not None:
+                values = values.float() * sketch.step
+        else:
+            values = symbols
+        return Decoded(values, int(stuck.sum()))
+
+    def _seed(self, device: torch.device) -> Tensor:
+        return torch.tensor([self.seed], dtype=torch.int32, device=device)
+
+    def _symbols(self, x: Tensor, step: float | None) -> tuple[Tensor, Tensor]:
+        """Symbols ``[groups]`` and which of them are present."""
+        symbol = self.symbol
+        if not symbol.integer:
+            if step is not None or not x.is_floating_point():
+                raise ValueError("float32 symbols take float input and no step")
+            values = x.float()
+            return values, values != 0
+        if x.is_floating_point():
+            if step is None or not 0 < step < float("inf"):
+                raise ValueError(
+                    f"float input to {symbol.name} needs a positive quantization step, got {step}"
+                )
+            q = (x.double() / step).round()
+        elif step is not None:
+            raise ValueError("integer input is sent as it is: leave out step")
+        else:
+            q = x.to(torch.int64)
+        low, high = -symbol.qmax - 1, symbol.qmax
+        if q.numel() and not bool(((q >= low) & (q <= high)).all()):
+            raise ValueError(
+                f"values must lie in [{low}, {high}] (in steps) for {symbol.name}; "
+                "use a larger step or a wider symbol"
+            )
+        pad = self.layout.groups * symbol.lanes - q.numel()
+        lanes = torch.nn.functional.pad(q.to(torch.int64), (0, pad)).view(-1, symbol.lanes)
+        return pack(lanes, symbol), (lanes != 0).any(1)

@@ -1,0 +1,105 @@
+"""Sizes of codec ``sketch``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.codecs.selection.capacity import MIN_SHARED, capacity_for
+from tagc.codecs.sketch.config import SketchConfig
+from tagc.ops import COUNTS
+from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.symbols import Symbol, resolve_symbol
+
+
+@dataclass(frozen=True, kw_only=True)
+class SketchPlan(CodecPlan):
+    """How one segment is sketched.
+
+    Attributes:
+        target: density that the policy asks for.
+        capacity: groups that a rank keeps at most, per destination.
+        levels: largest quantized magnitude that a rank sends.
+        shared: whether all ranks keep what the shard's owner chose.
+    """
+
+    sums_on_the_way: ClassVar[bool] = True
+
+    layout: SketchLayout
+    target: float
+    capacity: int
+    levels: int
+    shared: bool = False
+
+    @property
+    def name(self) -> str:
+        """With the symbol."""
+        return f"sketch {self.symbol.name}{' shared' if self.shared else ''}"
+
+    @property
+    def density(self) -> float:
+        """The target."""
+        return self.target
+
+    @property
+    def words(self) -> int:
+        """The index, or the owner's next choice in its place."""
+        return self.layout.index_words
+
+    @property
+    def cells(self) -> int:
+        """The table."""
+        return self.layout.cells
+
+    @property
+    def cell_dtype(self) -> torch.dtype:
+        """The symbol's."""
+        return self.symbol.dtype
+
+    @property
+    def counts(self) -> int:
+        """See :attr:`CodecPlan.counts`."""
+        return COUNTS
+
+    @property
+    def symbol(self) -> Symbol:
+        """Format of a group."""
+        return self.layout.symbol
+
+    @property
+    def max_boost(self) -> float:
+        """Largest factor on the quantization step that lets every kept group send something."""
+        if not self.symbol.integer:
+            return 1.0
+        return max(1.0, 2.0 ** (self.symbol.step_shift(self.levels) + 1))
+
+    @property
+    def has_shared_support(self) -> bool:
+        """See :attr:`CodecPlan.has_shared_support`."""
+        return self.shared
+
+    def used_words(self, columns: int) -> int:
+        """All of them where a choice rides along: what a rank chose for its own shard goes to
+        all."""
+        return self.words if self.shared else super().used_words(columns)
+
+
+def plan_sketch(config: SketchConfig, request: PlanRequest) -> SketchPlan:
+    """The sizes of one segment."""
+    W, columns = request.world_size, request.columns
+    symbol = resolve_symbol(config.symbol, W)
+    capacity = capacity_for(config.density, -(-columns // symbol.lanes))
+    shared = config.shares_support and capacity >= MIN_SHARED
+    return SketchPlan(
+        # What all ranks keep is its own union.
+        layout=plan_layout(columns, symbol, capacity if shared else W * capacity),
+        target=config.density,
+        capacity=capacity,
+        levels=symbol.levels(W),
+        shared=shared,
+        warmup_steps=config.warmup_steps,
+        feedback=request.feedback,
+    )

@@ -1,0 +1,43 @@
+"""Codec ``sketch``, to be timed."""
+
+from __future__ import annotations
+
+import torch
+
+from tagc.codecs.sample import ROWS, Sample, Steps
+from tagc.codecs.selection.capacity import capacity_for
+from tagc.codecs.selection.quantization_step import quantization_step
+from tagc.codecs.sketch.plan import SketchPlan
+from tagc.ops import COUNTS
+from tagc.ops.sketch import plan_layout
+
+
+def sample_sketch(plan: SketchPlan, s: Sample) -> Steps:
+    """Encoding and decoding ``s.grad``."""
+    groups = -(-s.columns // plan.symbol.lanes)
+    capacity = capacity_for(plan.target, groups)
+    layout = plan_layout(s.columns, plan.symbol, capacity if plan.shared else ROWS * capacity)
+    threshold = s.threshold(plan.symbol.lanes, plan.target)
+    step = quantization_step(threshold, plan.symbol, plan.levels)
+    index, counts = s.empty(ROWS, layout.index_words), s.empty(ROWS, COUNTS)
+    cells = s.empty(ROWS, layout.cells, dtype=plan.symbol.dtype)
+    total, stats = torch.empty_like(cells[0]), s.empty(2)
+    seed, out = torch.zeros(1, dtype=torch.int32, device=s.grad.device), torch.empty_like(s.grad[0])
+    support = None
+
+    def encode() -> None:
+        s.ops.encode(
+            s.grad, s.residual, threshold, step, seed, index, cells, counts,
+            layout=layout, levels=plan.levels, capacity=capacity, support=support,
+        )  # fmt: skip
+
+    if plan.shared:
+        encode()
+        support = index[:1, : layout.words].repeat(ROWS, 1)
+        index = torch.cat([support, index[:, layout.words :]], 1)
+
+    def decode() -> None:
+        torch.sum(cells, 0, dtype=total.dtype, out=total)  # decoding consumes them
+        s.ops.decode(index, total, step[:1], seed, out, None, stats, layout=layout, divisor=ROWS)
+
+    return encode, decode

@@ -1,0 +1,27 @@
+"""Names in a codec's state, and how large its counters get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+MAX_COUNT = 2**59
+"""Above every counter of any run."""
+
+
+def nested(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A part's state under names that begin with the part's own."""
+    return {f"{name}.{key}": tensor for key, tensor in state.items()}
+
+
+def part_of(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of :func:`nested`."""
+    start = f"{name}."
+    return {k.removeprefix(start): t for k, t in state.items() if k.startswith(start)}
+
+
+def check_counter(name: str, value: Tensor) -> None:
+    """Raise ValueError for a counter ``[]`` that is negative, or larger than any run is long."""
+    if not 0 <= int(value) < MAX_COUNT:
+        raise ValueError(f"{name} is {int(value)}")

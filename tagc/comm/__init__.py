@@ -1,0 +1,18 @@
+"""One unit's collectives: what stands in for FSDP's, the exchanges it goes by, and what ranks must
+agree on."""
+
+from tagc.comm.agreement import agree_on, gather_by_rank
+from tagc.comm.exchanges import BroadcastExchange, ShardExchange
+from tagc.comm.gatherer import UnitGatherer
+from tagc.comm.reducer import UnitReducer
+from tagc.comm.replicas import ReplicaAverage
+
+__all__ = [
+    "BroadcastExchange",
+    "ReplicaAverage",
+    "ShardExchange",
+    "UnitGatherer",
+    "UnitReducer",
+    "agree_on",
+    "gather_by_rank",
+]

@@ -1,0 +1,90 @@
+"""Steps that must come out the same on every rank, or fail on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from tagc.comm.collectives import failing_in
+
+
+def agree_on(
+    groups: Sequence[dist.ProcessGroup],
+    steps: Mapping[str, Callable[[], tuple[Any, str]]],
+    *,
+    doing: str = "tagc.wrap",
+    remedy: str = "Every rank must call tagc.wrap with the same model, policy and tagc version",
+) -> dict[str, Any]:
+    """Run the steps on this rank, and compare with the others what came of them.
+
+    A rank whose own steps failed takes part, so that the others learn of it instead of hanging
+    in their next collective.
+
+    Args:
+        groups: those of the ranks that must agree.
+        steps: functions that give a result, and a text that must be equal on all ranks.
+        doing: what is done, for the message about a rank that failed.
+        remedy: for the message about ranks that disagree.
+
+    Returns:
+        The results.
+
+    Raises:
+        Exception: what a step raised on this rank.
+        RuntimeError: if a step failed on another rank, or ranks disagree.
+    """
+    results: dict[str, Any] = {}
+    mine: dict[str, str | None] = dict.fromkeys(steps)
+    failure: Exception | None = None
+    try:
+        for name, step in steps.items():
+            results[name], mine[name] = step()
+    except Exception as error:
+        failure = error
+    mine["error"] = None if failure is None else f"{type(failure).__name__}: {failure}"
+    complaint = None
+    # Once around tells a rank of those it shares a group with; on a mesh of several dimensions the
+    # furthest rank is at most as many groups away as there are.
+    for _ in groups:
+        for group in groups:
+            said: list[dict[str, str | None]] = [{} for _ in range(group.size())]
+            with failing_in(f"comparing ranks in {doing}", group):
+                dist.all_gather_object(said, mine | {"complaint": complaint}, group=group)
+            complaint = complaint or _complaint(steps, said, doing, remedy)
+    if failure is not None:
+        raise failure
+    if complaint is not None:
+        raise RuntimeError(complaint)
+    return results
+
+
+def gather_by_rank(groups: Sequence[dist.ProcessGroup], mine: Mapping[int, Any]) -> dict[int, Any]:
+    """What all ranks that these groups connect say, by rank.
+
+    Args:
+        mine: what this rank says, by its rank among all processes; picklable.
+    """
+    known = dict(mine)
+    for _ in groups:  # as in agree_on
+        for group in groups:
+            said: list[dict[int, Any]] = [{} for _ in range(group.size())]
+            dist.all_gather_object(said, known, group=group)
+            for other in said:
+                known.update(other)
+    return known
+
+
+def _complaint(
+    names: Iterable[str], said: Sequence[Mapping[str, str | None]], doing: str, remedy: str
+) -> str | None:
+    """What is wrong with what the ranks of a group said, or heard of others; None if nothing."""
+    for rank, other in enumerate(said):
+        if other["error"] is not None:
+            return f"{doing} failed on rank {rank}: {other['error']}"
+    for name in names:
+        if len({other[name] for other in said}) > 1:
+            listing = ", ".join(f"rank {r} has {o[name]}" for r, o in enumerate(said))
+            return f"tagc {name} differs between ranks: {listing}. {remedy}"
+    return next((other["complaint"] for other in said if other["complaint"]), None)

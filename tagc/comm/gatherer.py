@@ -1,0 +1,147 @@
+"""One unit's compressed all-gather, from this rank's shard to every rank's copy of all shards.
+
+Every rank decodes every shard, its own too, from the same messages: all ranks compute with the
+same parameters, to the bit. The optimizer's own shard stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from tagc.codecs import Codec, CodecSetup, kind_of
+from tagc.codecs.workspace import Workspace
+from tagc.comm.collectives import all_gather, failing_in
+from tagc.comm.exchanges import BroadcastExchange
+from tagc.ops import Ops
+from tagc.plan import UnitPlan
+
+
+class UnitGatherer:
+    """Gathers the parameters of one FSDP unit as its plan says.
+
+    Attributes:
+        plan: segments of the unit.
+        wire_bytes: bytes sent to other ranks so far.
+        dense_bytes: what the native all-gathers would have sent.
+    """
+
+    def __init__(
+        self, plan: UnitPlan, ops: Ops, device: torch.device, workspace: Workspace
+    ) -> None:
+        self.plan = plan
+        self.wire_bytes = 0
+        self.dense_bytes = 0
+        self._ops, self._workspace = ops, workspace
+        self._name = plan.info.label
+        self._what = f"the gathering of parameters of unit {self._name!r}"
+        setup = CodecSetup(
+            destinations=1,
+            world_size=plan.info.world_size,
+            dtype=plan.info.dtype,
+            ops=ops,
+            device=device,
+            workspace=workspace,
+        )
+        # A codec a segment: here words lie in the order of the columns.
+        self._codecs: list[Codec[Any]] = [
+            kind_of(segment.codec).codec([segment], setup) for segment in plan.segments
+        ]
+        self._forward_message: Tensor | None = None
+        self._has_forward_message = False
+        if plan.reuses_forward_message:
+            shape = (plan.info.world_size, plan.words)
+            self._forward_message = torch.empty(shape, dtype=torch.int32, device=device)
+
+    def gather(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, in_backward: bool) -> None:
+        """Write all ranks' ``inp`` ``[S]`` to the rows of ``out`` ``[W * S]``.
+
+        Args:
+            in_backward: whether FSDP gathers again what it gathered in forward.
+
+        Raises:
+            RuntimeError: if the buffer is not what the plan was made for.
+        """
+        info = self.plan.info
+        native = (group.size() - 1) * inp.numel() * inp.element_size()
+        self.dense_bytes += native
+        if not self.plan.compressed or group.size() != info.world_size:
+            # With reshard_after_forward an int, the backward gathers in a smaller group.
+            with failing_in(self._what, group):
+                all_gather(out, inp, group=group)
+            self.wire_bytes += native
+            return
+        if inp.numel() != self.plan.columns or inp.dtype != info.dtype:
+            raise RuntimeError(
+                f"tagc: unit {self._name!r} was planned to gather {self.plan.columns} elements of "
+                f"{info.dtype} per rank, but FSDP gathers {inp.numel()} of {inp.dtype}; call "
+                "tagc.wrap after the model is sharded and its dtypes are set for good"
+            )
+        shape = (info.world_size, self.plan.words)
+        if self._forward_message is not None and in_backward and self._has_forward_message:
+            received = self._forward_message
+            self._has_forward_message = False
+        else:
+            received = (
+                self._workspace.take("parameters_recv", shape, torch.int32)
+                if self._forward_message is None
+                else self._forward_message
+            )
+            with failing_in(self._what, group):
+                self._exchange(received, inp, group)
+            self._has_forward_message = not in_backward
+        with record_function(f"TAGC::decode parameters ({self._name})"):
+            self._decode(received, out.view(info.world_size, -1))
+
+    def state(self) -> dict[str, Tensor]:
+        """The counters. The forward's message needs no saving: between two steps no backward still
+        waits for it, and the next forward gathers anew."""
+        return {"counters": torch.tensor([self.wire_bytes, self.dense_bytes])}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Count on from there."""
+        self.wire_bytes, self.dense_bytes = state["counters"].tolist()
+        self._has_forward_message = False
+
+    def release(self) -> None:
+        """Let go of the scratch buffers of the operators."""
+        self._ops.release()
+
+    def relative_error(self, shard: Tensor) -> tuple[float, float]:
+        """Squared Euclidean norms of what quantization changes in ``shard`` ``[S]``, and of it."""
+        if not self.plan.compressed:
+            return 0.0, shard.double().square().sum().item()
+        message = torch.empty(1, self.plan.words, dtype=torch.int32, device=shard.device)
+        decoded = torch.empty(1, shard.numel(), dtype=shard.dtype, device=shard.device)
+        self._encode(shard, message)
+        self._decode(message, decoded)
+        wide = shard.double()
+        return (decoded[0].double() - wide).square().sum().item(), wide.square().sum().item()
+
+    def _exchange(self, received: Tensor, inp: Tensor, group: dist.ProcessGroup) -> None:
+        exchange = BroadcastExchange(group, self._workspace)
+        send = self._workspace.take("parameters_send", (1, self.plan.words), torch.int32)
+        with record_function(f"TAGC::encode parameters ({self._name})"):
+            self._encode(inp, send)
+        with record_function(f"TAGC::gather parameters ({self._name})"):
+            work = exchange.send(received, send)
+            self.wire_bytes += work.wire_bytes
+            work.wait()
+
+    def _encode(self, inp: Tensor, message: Tensor) -> None:
+        """``[S]`` to ``[1, words]``."""
+        for codec, words in zip(self._codecs, self._split(message), strict=True):
+            codec.encode_rows(inp[None], words)
+
+    def _decode(self, received: Tensor, rows: Tensor) -> None:
+        """``[R, words]`` to ``[R, S]``."""
+        for codec, words in zip(self._codecs, self._split(received), strict=True):
+            codec.decode_rows(words, rows)
+
+    def _split(self, message: Tensor) -> tuple[Tensor, ...]:
+        return message.split([codec.words for codec in self._codecs], dim=1)

@@ -1,0 +1,346 @@
+"""One unit's compressed reduction, from FSDP's buffer to this rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from tagc.codecs import Codec, CodecSetup, Exchange, SelectionCount, make_codecs
+from tagc.codecs.feedback import SegmentFeedback
+from tagc.codecs.state import MAX_COUNT, nested, part_of
+from tagc.codecs.workspace import Workspace
+from tagc.comm.collectives import CollectiveWork, all_reduce_sum, dense_reduce_scatter, failing_in
+from tagc.comm.exchanges import BroadcastExchange, ShardExchange
+from tagc.comm.flat import flat_rows
+from tagc.ops import Ops
+from tagc.plan import UnitPlan
+
+Native = Callable[[Tensor, Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType], CollectiveWork]
+Connect = Callable[[dist.ProcessGroup], Exchange]
+
+_COUNTERS = (
+    "steps",
+    "compressed_steps",
+    "earlier_steps",
+    "_native_bytes",
+    "_message_bytes",
+    "_other_bytes",
+)
+
+
+class UnitReducer:
+    """Reduces the gradient buffer of one FSDP unit as its plan says.
+
+    All columns travel in one message to each destination; sketches have their cells summed
+    beside it. Without anything compressed, and during the warm-up, the backend's own collective
+    runs on the whole buffer.
+
+    Attributes:
+        plan: segments of the unit.
+        codecs: by name, in the order of their words in a message.
+        steps: reductions so far.
+        compressed_steps: those after the warm-up.
+        earlier_steps: reductions of the run that this one goes on from with another layout: they
+            count for the warm-up, but not in the metrics.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        ops: Ops,
+        device: torch.device,
+        workspace: Workspace,
+        seed: int,
+        *,
+        connect: Connect | None = None,
+        remedy: str = "",
+    ) -> None:
+        """New state.
+
+        Args:
+            connect: the exchange over a group, for one reduction; by default the one for the
+                plan's direction.
+            remedy: what to do about parameters without a gradient, for the message about them.
+        """
+        self.plan = plan
+        self._ops, self._workspace, self._remedy = ops, workspace, remedy
+        self._connect = connect or self._default_exchange
+        self._name = plan.info.label
+        self._flat = flat_rows(plan, workspace)
+        self._setup = CodecSetup(
+            destinations=plan.destinations,
+            world_size=plan.info.world_size,
+            dtype=plan.info.dtype,
+            ops=ops,
+            device=device,
+            workspace=workspace,
+            seed=seed,
+        )
+        rules = [s.codec.feedback for s in plan.segments if s.codec.feedback is not None]
+        self._follows_dense = any(rule.follows_dense for rule in rules)
+        self.reset()
+
+    def reset(self, earlier_steps: int = 0) -> None:
+        """Start anew, with empty residuals, after so many reductions elsewhere."""
+        self.codecs: dict[str, Codec[Any]] = make_codecs(self.plan.segments, self._setup)
+        for codec in self.codecs.values():
+            codec.skip(max(0, earlier_steps - self.plan.warmup_steps))
+        self.steps = 0
+        self.compressed_steps = 0
+        self.earlier_steps = earlier_steps
+        self._native_bytes = 0
+        self._message_bytes = 0
+        self._other_bytes = 0
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes sent so far, all columns."""
+        return self._native_bytes + self._message_bytes + self._other_bytes
+
+    @property
+    def compressed_wire_bytes(self) -> int:
+        """Bytes sent so far for the columns that the policy compresses, warm-up included."""
+        columns = sum(self.plan.dense_columns(s.params) for s in self.plan.compressed)
+        if not columns:
+            return 0
+        words = sum(map(self.plan.sent_words, self.plan.compressed))
+        return (
+            int(self._native_bytes * columns // self.plan.buffer_columns)
+            + int(self._message_bytes * words // sum(map(self.plan.sent_words, self.plan.segments)))
+            + self._other_bytes
+        )
+
+    @property
+    def feedbacks(self) -> dict[int, SegmentFeedback]:
+        """Of every segment, by its first column in the unit."""
+        return {i: f for codec in self.codecs.values() for i, f in codec.feedbacks.items()}
+
+    @property
+    def residuals(self) -> dict[int, Tensor]:
+        """Residual ``[D, columns]`` by first column of the segment in the unit, to look at."""
+        return {i: f.residual.read() for i, f in self.feedbacks.items() if f.residual is not None}
+
+    @property
+    def owner_states(self) -> dict[int, Tensor]:
+        """What this rank keeps as the owner of its shard, ``[1, columns]``, likewise, where the
+        feedback has such a state."""
+        found = {i: f.owner_state for i, f in self.feedbacks.items()}
+        return {i: state[None] for i, state in found.items() if state is not None}
+
+    @contextmanager
+    def open_residuals(self) -> Iterator[dict[int, Tensor]]:
+        """:attr:`residuals` to be changed in place."""
+        with ExitStack() as stack:
+            yield {
+                i: stack.enter_context(f.residual.opened())
+                for i, f in self.feedbacks.items()
+                if f.residual is not None
+            }
+
+    def selection_counts(self) -> list[SelectionCount]:
+        """What codecs that select did so far, by segment. Waits for the device."""
+        return [count for codec in self.codecs.values() for count in codec.selection_counts()]
+
+    def rescale(self, factor: float | Tensor) -> None:
+        """Expect gradients that are ``factor`` times as large, the same on every rank."""
+        with self.open_residuals() as residuals:
+            for stored in (*residuals.values(), *self.owner_states.values()):
+                stored.mul_(factor)
+        for codec in self.codecs.values():
+            for controller in codec.controllers:
+                controller.rescale(factor)
+
+    def release(self) -> None:
+        """Let go of the scratch buffers of the operators."""
+        self._ops.release()
+
+    def reduce(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        native: Native | None = None,
+    ) -> None:
+        """Write this rank's shard of the sum or average of all ranks' ``inp`` to ``out``.
+
+        Args:
+            out: ``[S]``.
+            inp: ``[W * S]``, row ``d`` for rank ``d``; across replicas ``[S]``, and all ranks get
+                the same ``out``, which may be ``inp``.
+            op: SUM or AVG; any, if the unit has nothing to compress.
+            native: reduces units with nothing to compress, and all during the warm-up; default:
+                the backend's own reduce-scatter.
+
+        Raises:
+            RuntimeError: if buffer, group or operation are not what the plan was made for, before
+                anything is sent; or if another rank does not answer in time.
+        """
+        if self.plan.compressed:
+            self._check(out, inp, group, op)
+        with failing_in(f"the reduction of gradients of unit {self._name!r}", group):
+            self._reduce(out, inp, group, op, native)
+
+    def _reduce(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        native: Native | None,
+    ) -> None:
+        self.steps += 1
+        warming = self.earlier_steps + self.steps <= self.plan.warmup_steps
+        if not self.plan.compressed or warming:
+            self._reduce_natively(out, inp, group, op, native)
+            return
+        self.compressed_steps += 1
+        W, D = self.plan.info.world_size, self.plan.destinations
+        grad, shard = inp.view(D, -1), out
+        if self._flat is not None:
+            grad, shard = self._flat.arrange(grad), self._flat.shard_buffer(out.dtype)
+        exchange = self._connect(group)
+        send = self._workspace.take("message_send", (D, self.plan.words), torch.int32)
+        received = self._workspace.take("message_recv", (W, self.plan.words), torch.int32)
+        with record_function(f"TAGC::encode ({self._name})"):
+            self.encode(grad, send, exchange)
+        with record_function(f"TAGC::exchange ({self._name})"):
+            work = exchange.send(received, send)
+            for codec in self.codecs.values():
+                codec.start(exchange)
+            work.wait()
+            for codec in self.codecs.values():
+                codec.wait()
+            self._message_bytes += work.wire_bytes
+        with record_function(f"TAGC::decode ({self._name})"):
+            self.decode(received, shard, exchange, W if op == dist.ReduceOp.AVG else 1)
+            if self._flat is not None:
+                self._flat.restore(shard, out, exchange.row)
+        self._other_bytes += exchange.wire_bytes
+
+    def _default_exchange(self, group: dist.ProcessGroup) -> Exchange:
+        if self.plan.for_all:
+            return BroadcastExchange(group, self._workspace)
+        return ShardExchange(group, self._workspace, self.plan.sent)
+
+    def encode(self, grad: Tensor, send: Tensor, exchange: Exchange) -> None:
+        """First part of a reduction after the warm-up: write this rank's messages.
+
+        Args:
+            grad: ``[D, S]``.
+            send: ``[D, words]`` int32, written.
+        """
+        for codec, message in zip(self.codecs.values(), self._split(send), strict=True):
+            codec.encode(grad, message, exchange)
+
+    def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
+        """Last part: write the sum over ranks, divided by ``divisor``, to ``out`` ``[S]``.
+
+        Args:
+            received: ``[W, words]`` int32, message ``r`` from rank ``r``.
+        """
+        for codec, message in zip(self.codecs.values(), self._split(received), strict=True):
+            codec.decode(message, out, exchange, divisor)
+
+    def after_dense(self, out: Tensor) -> None:
+        """Instead of both, after a dense reduction to ``out`` ``[S]``, in the plan's columns."""
+        for codec in self.codecs.values():
+            codec.after_dense(out)
+
+    def state(self) -> dict[str, Tensor]:
+        """What the next reduction and the counters depend on, beside the residuals; names and
+        shapes never change. Waits for what is in flight."""
+        counters = [getattr(self, name) for name in _COUNTERS]
+        state = {"counters": torch.tensor(counters)}
+        for name, codec in self.codecs.items():
+            state |= nested(name, codec.state())
+        return state
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for values that :meth:`state` never has."""
+        counters = state["counters"]
+        if bool(((counters < 0) | (counters > MAX_COUNT)).any()):
+            raise ValueError("a counter is negative, or larger than any run is long")
+        for name, codec in self.codecs.items():
+            codec.check_state(part_of(name, state))
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where :meth:`state` was taken, given that it passes the check."""
+        for name, value in zip(_COUNTERS, state["counters"].tolist(), strict=True):
+            setattr(self, name, value)
+        for name, codec in self.codecs.items():
+            codec.load_state(part_of(name, state))
+
+    def _split(self, message: Tensor) -> tuple[Tensor, ...]:
+        return message.split([codec.words for codec in self.codecs.values()], dim=1)
+
+    def _reduce_natively(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        native: Native | None,
+    ) -> None:
+        if not self.plan.for_all:
+            work = (native or dense_reduce_scatter)(out, inp, group, op)
+            work.wait()
+        else:
+            if out.data_ptr() != inp.data_ptr():
+                out.copy_(inp)
+            work = all_reduce_sum(out, group)
+            work.wait()
+            if op == dist.ReduceOp.AVG:
+                out.div_(self.plan.info.world_size)
+        self._native_bytes += work.wire_bytes
+        if self._flat is None:
+            self.after_dense(out)
+        elif self._follows_dense:
+            shard = self._flat.arrange_shard(out, group.rank())
+            self.after_dense(shard)
+            self._flat.restore(shard, out, group.rank())
+
+    def _check(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+    ) -> None:
+        info = self.plan.info
+        columns = self.plan.buffer_columns
+        if group.size() != info.world_size:
+            raise RuntimeError(
+                f"tagc: unit {self._name!r} was planned for {info.world_size} ranks, but FSDP "
+                f"reduces over {group.size()}; call tagc.wrap after the model is sharded for good"
+            )
+        if out.numel() != columns or inp.numel() != columns * self.plan.destinations:
+            raise RuntimeError(
+                f"tagc: unit {self._name!r} was planned for {columns} gradient columns per rank, "
+                f"but FSDP reduces {out.numel()}: some of its parameters got no gradient in this "
+                "backward, or requires_grad changed after tagc.wrap. Freeze parameters before "
+                f"tagc.wrap, and {self._remedy}"
+            )
+        if inp.dtype != info.dtype:
+            raise RuntimeError(
+                f"tagc: unit {self._name!r} was planned for gradients of {info.dtype}, but FSDP "
+                f"reduces {inp.dtype}; call tagc.wrap after the model's dtypes are set for good"
+            )
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise RuntimeError(
+                f"tagc: unit {self._name!r} is reduced with {_name_of(op)}, but only SUM and AVG "
+                "can be compressed; with a gradient divide factor, also call "
+                "set_force_sum_reduction_for_comms(True) on the FSDP modules"
+            )
+
+
+def _name_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
+    # An operation with a factor is an object that does not say its name.
+    kinds = dist.ReduceOp.RedOpType.__members__.items()
+    return next((name for name, kind in kinds if op == kind), str(op))

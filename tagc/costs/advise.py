@@ -1,0 +1,342 @@
+"""Whether compression pays: the predicted step of dense training and of every policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tagc.costs.auto import FastestChoice, codecs_of, is_automatic
+from tagc.costs.codec_time import CodecTime, Speed, measured_time, memory_time, no_time, speed_key
+from tagc.costs.explain import plan_shapes
+from tagc.costs.link import GLOO_REDUCE_SCATTER, Link
+from tagc.costs.model import StepCost, Workload, step_cost, workload
+from tagc.costs.quantities import format_bandwidth, format_seconds
+from tagc.costs.shapes import ModelShapes
+from tagc.costs.speed import measure_speeds
+from tagc.ops import Ops, get_ops
+from tagc.plan import Direction, Plan, format_bytes
+from tagc.policy import Policy, PolicyError
+
+PAYS = 0.05
+"""Share of the step that compression must save over the best dense form."""
+# Where the bandwidth of break-even is looked for, in bytes/s: 1 kbit/s to 100 Tbit/s.
+_LOW, _HIGH = 125.0, 1.25e13
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What the advice is for.
+
+    Attributes:
+        world_size: ranks in all.
+        replicas: copies of the sharded model among them.
+        link: between hosts.
+        shard_link: within one copy, if that is another.
+        compute: seconds of a step without communication; None if unknown.
+        overlap: share of the communication that compute can hide.
+        dtype: of the gradients that FSDP reduces, before compression.
+        parameter_dtype: of the parameters that it gathers.
+        gloo: whether the backend is gloo, on CPUs.
+        memory_bandwidth: bytes/s of the device's memory, for a lower bound of codec time.
+        ops: implementation whose speed is measured on CPUs.
+    """
+
+    shapes: ModelShapes
+    world_size: int
+    replicas: int
+    link: Link
+    shard_link: Link | None
+    compute: float | None
+    overlap: float
+    dtype: torch.dtype
+    parameter_dtype: torch.dtype
+    gloo: bool
+    memory_bandwidth: float | None
+    ops: str | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train.
+
+    Attributes:
+        waste: of the backend's own reduce-scatter, see :class:`tagc.costs.link.Link`.
+        chosen: whether its plan is for this link only.
+    """
+
+    name: str
+    work: Workload
+    dense: bool = False
+    waste: float = 1.0
+    chosen: bool = False
+
+
+class Advisor:
+    """Plans and costs of everything that can be done.
+
+    Attributes:
+        candidates: dense training in its forms, then the policies.
+        refused: why a policy is none of them, by name.
+        about_codecs: where codec times come from.
+    """
+
+    def __init__(self, question: Question, policies: Sequence[Policy]) -> None:
+        self.question = question
+        self.candidates: list[Candidate] = []
+        self.refused: dict[str, str] = {}
+        q = question
+        self._waste = GLOO_REDUCE_SCATTER if q.gloo else 1.0
+        dense = Policy.load("dense")
+        for name, (dtype, parameter_dtype) in _dense_forms(q).items():
+            work = self._work(dense, no_time, dtype, parameter_dtype)
+            self.candidates.append(Candidate(name, work, dense=True))
+            if q.gloo:
+                self.candidates.append(
+                    Candidate(f"{name} by gloo", work, dense=True, waste=self._waste)
+                )
+        policies = [policy for policy in policies if policy != dense]
+        self.about_codecs, self._time = self._codec_time(policies)
+        for policy in policies:
+            try:
+                work = self._work(policy, self._time, q.dtype, q.parameter_dtype)
+            except PolicyError as error:
+                self.refused[policy.name] = str(error)
+            else:
+                chosen = is_automatic(policy)
+                self.candidates.append(
+                    Candidate(policy.name, work, waste=self._waste, chosen=chosen)
+                )
+
+    @property
+    def proviso(self) -> str:
+        """What a limit leaves out."""
+        if self._time is no_time:
+            return ", or sooner, as codecs take time that is not in this"
+        return ", or sooner, as codecs take longer" if self.question.memory_bandwidth else ""
+
+    def cost(self, candidate: Candidate, bandwidth: float | None = None) -> StepCost:
+        """The predicted step, on the question's link or on one of another bandwidth."""
+        q = self.question
+        directions: tuple[Direction, ...] = ("gradients", "parameters", "replicas")
+        return step_cost(
+            candidate.work,
+            {d: self._link(d, candidate.waste, bandwidth) for d in directions},
+            compute=q.compute or 0.0,
+            overlap=q.overlap,
+        )
+
+    def best(self, *, dense: bool) -> Candidate | None:
+        """The candidate with the shortest step."""
+        among = [c for c in self.candidates if c.dense == dense]
+        return min(among, key=lambda c: self.cost(c).seconds, default=None)
+
+    def saving(self, candidate: Candidate, bandwidth: float | None = None) -> float:
+        """Share of the best dense step that a candidate saves; negative if it takes longer."""
+        dense = min(self.cost(c, bandwidth).seconds for c in self.candidates if c.dense)
+        return 1 - self.cost(candidate, bandwidth).seconds / dense if dense else 0.0
+
+    def last_to_pay(self) -> tuple[str, float] | None:
+        """The policy that pays at the highest bandwidth between hosts, and that bandwidth in
+        bytes/s (infinity if it is higher than any); None if none pays anywhere."""
+        limits = [(self._limit(c), c.name) for c in self.candidates if not (c.dense or c.chosen)]
+        limit, name = max(limits, default=(0.0, ""))
+        return (name, limit) if limit else None
+
+    def _limit(self, candidate: Candidate) -> float:
+        grid = [_LOW * 10 ** (i / 8) for i in range(1 + round(8 * math.log10(_HIGH / _LOW)))]
+        paying = [i for i, b in enumerate(grid) if self.saving(candidate, b) >= PAYS]
+        if not paying:
+            return 0.0
+        if paying[-1] == len(grid) - 1:
+            return math.inf
+        low, high = grid[paying[-1]], grid[paying[-1] + 1]
+        for _ in range(20):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if self.saving(candidate, middle) >= PAYS else (low, middle)
+        return low
+
+    def _link(self, direction: Direction, waste: float, bandwidth: float | None = None) -> Link:
+        q = self.question
+        if q.shard_link is not None and direction != "replicas":
+            return replace(q.shard_link, reduce_scatter=waste)
+        link = replace(q.link, reduce_scatter=waste)
+        return link if bandwidth is None else replace(link, bandwidth=bandwidth)
+
+    def _work(
+        self, policy: Policy, time: CodecTime, dtype: torch.dtype, parameter_dtype: torch.dtype
+    ) -> Workload:
+        q = self.question
+        _, gathers = q.shapes.units(q.world_size // q.replicas, dtype, parameter_dtype)
+        return workload(self._plan(policy, dtype, parameter_dtype), time, gathers=gathers)
+
+    def _plan(self, policy: Policy, dtype: torch.dtype, parameter_dtype: torch.dtype) -> Plan:
+        q = self.question
+        choose = None
+        if is_automatic(policy):
+            choose = FastestChoice(
+                lambda _, direction: self._link(direction, self._waste), self._time
+            )
+        # Its warnings are left aside: that a policy sends more than dense is what the table shows.
+        return plan_shapes(
+            q.shapes,
+            policy,
+            world_size=q.world_size,
+            replicas=q.replicas,
+            dtype=dtype,
+            parameter_dtype=parameter_dtype,
+            choose=choose,
+        )
+
+    def _codec_time(self, policies: Sequence[Policy]) -> tuple[str, CodecTime]:
+        q = self.question
+        if q.memory_bandwidth is not None:
+            return (
+                "codec time: a lower bound, every byte read and written once at the memory "
+                "bandwidth given; assumed, not measured",
+                memory_time(q.memory_bandwidth),
+            )
+        if not q.gloo:
+            return (
+                "codec time: not included, as no GPU has been measured; --memory-bandwidth gives "
+                "a lower bound",
+                no_time,
+            )
+        ops = get_ops("cpu", q.ops)
+        ops_name = f"ops {getattr(ops, '__name__', q.ops)}"
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            speeds = self._speeds(policies, ops)
+        finally:
+            torch.set_num_threads(threads)
+        about = f"codec time: measured here, in one process with one thread ({ops_name})"
+        return about, measured_time(speeds)
+
+    def _speeds(self, policies: Sequence[Policy], ops: Ops) -> dict[str, Speed]:
+        q, device = self.question, torch.device("cpu")
+        speeds: dict[str, Speed] = {}
+        for dtype, parameters in ((q.dtype, False), (q.parameter_dtype, True)):
+            for world_size in (q.world_size // q.replicas, q.replicas):
+                for policy in policies:
+                    codecs = codecs_of(policy, dtype, world_size, parameters=parameters)
+                    new = [c for c in codecs if speed_key(c) not in speeds]
+                    speeds |= measure_speeds(new, ops, device, dtype)
+        return speeds
+
+
+def _dense_forms(q: Question) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Dense training by name: dtypes of gradients and parameters, those asked about among them."""
+    forms = {
+        "dense fp32": (torch.float32, torch.float32),
+        "dense bf16": (torch.bfloat16, torch.bfloat16),
+    }
+    if (q.dtype, q.parameter_dtype) not in forms.values():
+        name = f"dense {_name(q.dtype)}, {_name(q.parameter_dtype)} parameters"
+        forms[name] = (q.dtype, q.parameter_dtype)
+    return forms
+
+
+def report(advisor: Advisor) -> str:
+    """What was asked, a table of all candidates, and whether compression pays."""
+    q = advisor.question
+    lines = [*_asked(q), f"- {advisor.about_codecs}", "", *_table(advisor)]
+    for name, why in advisor.refused.items():
+        lines.append(f"{name}: {why}")
+    return "\n".join([*lines, "", *verdict(advisor)])
+
+
+def verdict(advisor: Advisor) -> list[str]:
+    """Sentences: what is best, whether compression pays, and up to which bandwidth it does."""
+    dense, other = advisor.best(dense=True), advisor.best(dense=False)
+    assert dense is not None
+    if other is None:
+        return [f"No policy compresses anything in this model: stay with {dense.name}."]
+    saving = advisor.saving(other)
+    step = "step" if advisor.question.compute else "time on the link"
+    before, after = (format_seconds(advisor.cost(c).seconds) for c in (dense, other))
+    if saving >= PAYS:
+        lines = [
+            f"Compression pays: {other.name} takes {after} where {dense.name}, the best dense "
+            f"form, takes {before}: {saving:.0%} off the {step}."
+        ]
+    elif saving > 0:
+        lines = [
+            f"Compression does not pay: the best policy, {other.name}, takes {saving:.1%} off the "
+            f"{step} of {dense.name} ({before}), less than {PAYS:.0%}."
+        ]
+    else:
+        lines = [
+            f"Compression does not pay: the best policy, {other.name}, takes {after}, and "
+            f"{dense.name} {before}."
+        ]
+    last = advisor.last_to_pay()
+    if last is None:
+        lines.append("No policy pays at any bandwidth.")
+    elif last[1] == math.inf:
+        lines.append(
+            f"{last[0]} pays at any bandwidth: there is no compute or codec time to set against "
+            "the bytes."
+        )
+    else:
+        lines.append(
+            f"Compression stops paying at {format_bandwidth(last[1])}{advisor.proviso}: above that "
+            f"no policy saves {PAYS:.0%} of the {step} ({last[0]} is the last that does)."
+        )
+    lines.append("This is about time; what a policy does to the loss is in the README.")
+    return lines
+
+
+def _asked(q: Question) -> list[str]:
+    per_host = q.link.ranks_per_host
+    hosts = f", {per_host} per host" if per_host > 1 else ""
+    copies = f", {q.replicas} replicas of {q.world_size // q.replicas}" if q.replicas > 1 else ""
+    link = f"{format_bandwidth(q.link.bandwidth)} and {format_seconds(q.link.latency)} a collective"
+    lines = [
+        f"{q.shapes.numel:.3g} parameters, {len(q.shapes.blocks)} blocks; {q.world_size} ranks"
+        f"{hosts}{copies}; {link}"
+    ]
+    if q.shard_link is not None:
+        lines.append(f"- within a replica: {format_bandwidth(q.shard_link.bandwidth)}")
+    lines.append(
+        f"- gradients {_name(q.dtype)} before compression, parameters gathered in "
+        f"{_name(q.parameter_dtype)}"
+    )
+    if q.compute is None:
+        lines.append("- compute time: not given, so this is communication alone")
+    else:
+        lines.append(
+            f"- compute {format_seconds(q.compute)} a step, which can hide {q.overlap:.0%} of the "
+            "communication (assumed; --overlap)"
+        )
+    return lines
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+
+
+def _table(advisor: Advisor) -> list[str]:
+    rows = [("", "host sends", "link", "codec", "step", "to best dense")]
+    for candidate in advisor.candidates:
+        cost = advisor.cost(candidate)
+        rows.append(
+            (
+                candidate.name,
+                format_bytes(cost.wire_bytes),
+                format_seconds(cost.link),
+                format_seconds(cost.codec) if cost.codec else "-",
+                format_seconds(cost.seconds),
+                f"{0.0 - round(advisor.saving(candidate), 3):+.1%}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

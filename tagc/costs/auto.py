@@ -1,0 +1,276 @@
+"""``codec: auto``: what is fastest on this link, by what ``tagc.wrap`` measures.
+
+What a rank chooses decides what it sends, so all ranks must choose by the same numbers, to the
+bit: each measures, then all take the slowest of every number. (A step waits for the slowest rank,
+too.) The maximum does not depend on the order in which it is taken, so ranks that share no group
+agree through those who share one with both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
+from tagc.codecs.dense import DenseConfig
+from tagc.codecs.feedback import FeedbackRule, plan_feedback
+from tagc.comm import agree_on
+from tagc.comm.collectives import all_gather, all_to_all, reduce_scatter
+from tagc.costs.codec_time import CodecTime, Speed, measured_time
+from tagc.costs.link import Link
+from tagc.costs.model import unit_seconds
+from tagc.costs.speed import measure_speeds
+from tagc.ops import get_ops
+from tagc.plan import AUTO_BITS, Choice, Direction, UnitPlan, resolve_auto
+from tagc.policy import Policy, Rule
+from tagc.policy.configs import AutoConfig
+
+# An option must take at most this share of a less compressed one's predicted seconds: codecs are
+# timed in a loop, in warm caches, and a link alone; in a step neither is as fast.
+WORTH = 0.7
+# One large exchange should take about this long, in seconds; links differ by a factor of 1000.
+_TARGET = 0.04
+_FIRST_BYTES, _MAX_BYTES = 1 << 16, 1 << 26
+_REPEATS, _SMALL_REPEATS = 5, 10
+
+
+def is_automatic(policy: Policy) -> bool:
+    """Whether anything of the policy is decided by the link."""
+    rules = (*policy.gradients, *policy.parameters, *policy.replicas)
+    return any(isinstance(rule.codec, AutoConfig) for rule in rules)
+
+
+@dataclass(frozen=True)
+class FastestChoice:
+    """Takes the option whose predicted seconds are clearly the fewest. See
+    :class:`tagc.plan.choice.Choose`."""
+
+    link: Callable[[int, Direction], Link]
+    time: CodecTime
+    notes: tuple[str, ...] = ()
+
+    def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
+        """See :meth:`tagc.plan.choice.Choose.__call__`."""
+        link = self.link(position, options[0].direction)
+        seconds = [unit_seconds(option, link, self.time) for option in options]
+        index = 0
+        for i, s in enumerate(seconds):
+            if s <= WORTH * seconds[index]:
+                index = i
+        said = [f"{_label(o)} {_milliseconds(s)}" for o, s in zip(options, seconds, strict=True)]
+        return Choice(index=index, why=f"{_label(options[index])}, of {', '.join(said)}")
+
+
+def measured_choice(
+    links: Sequence[tuple[dist.ProcessGroup, torch.device]],
+    ops: str | None,
+    policy: Policy,
+    *,
+    dtype: torch.dtype = torch.float32,
+    parameter_dtype: torch.dtype = torch.float32,
+    replicas: dist.ProcessGroup | None = None,
+) -> FastestChoice:
+    """Measure links and codecs, together with all other ranks, in about a second.
+
+    Args:
+        links: group and device of every unit, in the plan's order.
+        ops: implementation, see :func:`tagc.ops.get_ops`.
+        policy: whose codecs are timed.
+        dtype: of the gradients.
+        parameter_dtype: of the parameters in the all-gather.
+        replicas: the group of the all-reduce across replicas.
+
+    Raises:
+        RuntimeError: if timing failed on another rank.
+    """
+    device = links[0][1]
+    everywhere = [group for group, _ in links] + ([] if replicas is None else [replicas])
+    groups = list({id(group): group for group in everywhere}.values())
+
+    def time_codecs() -> tuple[dict[str, Speed], str]:
+        implementation = get_ops(device, ops)
+        speeds: dict[str, Speed] = {}
+        for W in {group.size() for group in groups}:  # symbols depend on it
+            sent = codecs_of(policy, dtype, W, parameters=False)
+            gathered = codecs_of(policy, parameter_dtype, W, parameters=True)
+            speeds |= measure_speeds(sent, implementation, device, dtype)
+            speeds |= measure_speeds(gathered, implementation, device, parameter_dtype)
+        return speeds, ""
+
+    # An error on one rank reaches all; the speeds themselves may differ.
+    speeds = agree_on(groups, {"speed of codecs": time_codecs})["speed of codecs"]
+    measured = [measure_link(group, device) for group in groups]
+    keys = sorted(speeds)
+    mine = [
+        number
+        for link in measured
+        for number in (1 / link.bandwidth, link.latency, link.reduce_scatter, link.all_gather)
+    ]
+    mine += [n for key in keys for n in (speeds[key].encode, speeds[key].decode)]
+    agreed = slowest(mine, groups)
+
+    agreed_links = {}
+    for i, group in enumerate(groups):
+        per_byte, latency, reducing, gathering = agreed[4 * i : 4 * i + 4]
+        agreed_links[id(group)] = Link(
+            bandwidth=1 / per_byte,
+            latency=latency,
+            reduce_scatter=reducing,
+            all_gather=gathering,
+        )
+    rest = agreed[4 * len(groups) :]
+    agreed_speeds = {
+        key: Speed(encode=rest[2 * i], decode=rest[2 * i + 1]) for i, key in enumerate(keys)
+    }
+
+    def link_of(position: int, direction: Direction) -> Link:
+        across = direction == "replicas" and replicas is not None
+        return agreed_links[id(replicas if across else links[position][0])]
+
+    notes = [
+        f"measured over {group.size()} ranks: {_describe(agreed_links[id(group)])}"
+        for group in groups
+        if group.size() > 1
+    ]
+    notes += [_describe_speeds(agreed_speeds)]
+    return FastestChoice(link_of, measured_time(agreed_speeds), tuple(notes))
+
+
+def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
+    """Bandwidth and latency of an all-to-all, and how the backend's own collectives compare.
+
+    All ranks of the group call it together; each gets numbers of its own.
+    """
+    W = group.size()
+    if W == 1:
+        return Link(bandwidth=1e12)
+
+    def exchange(numel: int) -> Callable[[], object]:
+        send = torch.zeros(W, numel, dtype=torch.int32, device=device)
+        received = torch.empty_like(send)
+        return lambda: all_to_all(received, send, group).wait()
+
+    def reduce(numel: int) -> Callable[[], object]:
+        send = torch.zeros(W * numel, dtype=torch.float32, device=device)
+        out = torch.empty(numel, device=device)
+        return lambda: reduce_scatter(out, send, op=dist.ReduceOp.SUM, group=group)
+
+    def gather(numel: int) -> Callable[[], object]:
+        send = torch.zeros(numel, device=device)
+        out = torch.empty(W * numel, device=device)
+        return lambda: all_gather(out, send, group=group)
+
+    # The best of every measurement: what else the machine does only ever adds.
+    latency = min(_seconds(exchange(1), device, _SMALL_REPEATS))
+    numel = _FIRST_BYTES // (4 * W) or 1
+    # The size must be the same on all ranks.
+    (first,) = slowest([min(_seconds(exchange(numel), device, 3))], [group])
+    growth = max(1.0, _TARGET / max(first, 1e-9))
+    numel = int(min(numel * growth, _MAX_BYTES // (4 * W)))
+    sent = 4 * numel * (W - 1)
+    # All three send as many bytes.
+    large, reducing, gathering = (
+        _without(latency, min(_seconds(make(numel), device, _REPEATS)))
+        for make in (exchange, reduce, gather)
+    )
+    return Link(
+        bandwidth=sent / large,
+        latency=latency,
+        reduce_scatter=reducing / large,
+        all_gather=gathering / large,
+    )
+
+
+def _without(latency: float, seconds: float) -> float:
+    """Seconds that the bytes take; no less than half of all, however noisy the latency was."""
+    return max(seconds - latency, seconds / 2)
+
+
+def slowest(numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> list[float]:
+    """The maximum of each number over all ranks that the groups connect."""
+    mine = list(numbers)
+    # Once through the groups spreads a number over those that a rank is in; the furthest rank is
+    # at most as many groups away as there are.
+    for _ in groups:
+        for group in groups:
+            said: list[list[float]] = [[] for _ in range(group.size())]
+            # Objects rather than tensors: float64 to the bit, on any backend.
+            dist.all_gather_object(said, mine, group=group)
+            mine = [max(column) for column in zip(*said, strict=True)]
+    return mine
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Of every call after a first one, which sets up connections."""
+    taken = []
+    for i in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if i:
+            taken.append(time.perf_counter() - start)
+    return taken
+
+
+# So many columns that any shared support has room, and so few that none has.
+_COLUMNS = (1 << 24, 32)
+
+
+def codecs_of(
+    policy: Policy, dtype: torch.dtype, world_size: int, *, parameters: bool
+) -> list[CodecPlan]:
+    """Samples of what the rules may become, and of what rides beside it, to be timed."""
+    rules = policy.parameters if parameters else (*policy.gradients, *policy.replicas)
+    pairs: list[tuple[CodecConfig, FeedbackRule | None]] = [(DenseConfig(), None)]
+    for rule in rules:
+        feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
+        if isinstance(rule.codec, AutoConfig):
+            pairs += [
+                (resolve_auto(rule.codec, bits, parameters=parameters), feedback)
+                for bits in AUTO_BITS
+            ]
+        else:
+            pairs.append((rule.codec, feedback))
+    return [
+        plan_codec(
+            config,
+            PlanRequest(
+                columns=columns,
+                world_size=world_size,
+                dtype=dtype,
+                feedback=feedback,
+                matrices=[(columns // 32, 32)],
+            ),
+        )
+        for config, feedback in pairs
+        for columns in _COLUMNS
+    ]
+
+
+def _label(option: UnitPlan) -> str:
+    segments = option.compressed or option.segments
+    return " + ".join(dict.fromkeys(s.codec.name for s in segments))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _describe(link: Link) -> str:
+    return (
+        f"{8e-9 * link.bandwidth:.3g} Gbit/s, {_milliseconds(link.latency)} per collective, "
+        f"native reduce-scatter {link.reduce_scatter:.2g} and all-gather {link.all_gather:.2g} "
+        "times as long as messages"
+    )
+
+
+def _describe_speeds(speeds: Mapping[str, Speed]) -> str:
+    said = [
+        f"{key} {1e9 * s.encode:.3g} + {1e9 * s.decode:.3g}" for key, s in sorted(speeds.items())
+    ]
+    return f"measured ns per element, encode + decode: {', '.join(said)}"

@@ -1,0 +1,91 @@
+"""Seconds that codecs take, by what was measured or assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tagc.codecs import CodecPlan
+from tagc.plan import Segment, UnitPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What a codec takes on one device.
+
+    Attributes:
+        encode: seconds per element that a rank encodes.
+        decode: seconds per element that it decodes; of sketches, which are summed before they are
+            decoded, per element of the sum.
+    """
+
+    encode: float
+    decode: float
+
+
+CodecTime = Callable[[UnitPlan, Segment], float]
+"""Seconds that a rank spends per step encoding and decoding a segment that rides in a message."""
+
+
+def speed_key(codec: CodecPlan) -> str:
+    """What a codec's speed depends on, sizes aside."""
+    stored = codec.feedback
+    return " ".join(
+        [
+            codec.name.removesuffix(" kept"),
+            *([f"at {codec.density:g}"] if codec.density < 1 else []),
+            *([f"with {str(stored.dtype).removeprefix('torch.')} feedback"] if stored else []),
+        ]
+    )
+
+
+def measured_time(speeds: Mapping[str, Speed]) -> CodecTime:
+    """Codec time by measured speeds, which are by :func:`speed_key`."""
+
+    def seconds(unit: UnitPlan, segment: Segment) -> float:
+        key = speed_key(segment.codec)
+        if key not in speeds:
+            raise ValueError(f"no speed was measured for {key!r}, only for {', '.join(speeds)}")
+        encoded, decoded = _elements(unit, segment)
+        return speeds[key].encode * encoded + speeds[key].decode * decoded
+
+    return seconds
+
+
+def memory_time(bandwidth: float) -> CodecTime:
+    """The least codec time on a device whose memory moves ``bandwidth`` bytes/s: what encoding and
+    decoding must read and write, once, and nothing else. Real kernels take longer."""
+
+    def seconds(unit: UnitPlan, segment: Segment) -> float:
+        codec, info = segment.codec, unit.info
+        encoded, _ = _elements(unit, segment)
+        stored = codec.feedback.element_bytes if codec.feedback else 0
+        messages = encoded / max(1, segment.columns)
+        encode = encoded * (info.dtype.itemsize + 2 * stored)
+        encode += 4 * messages * (codec.words + codec.cells)
+        copies = info.world_size if unit.direction == "parameters" else 1
+        decode = 4 * (info.world_size * codec.words + codec.cells)
+        decode += copies * segment.columns * info.dtype.itemsize
+        return (encode + decode * info.per_step) / bandwidth
+
+    return seconds
+
+
+def no_time(unit: UnitPlan, segment: Segment) -> float:
+    """Codec time left out."""
+    return 0.0
+
+
+def _elements(unit: UnitPlan, segment: Segment) -> tuple[int, int]:
+    """Elements that a rank encodes and decodes in a step."""
+    repeats = unit.info.per_step
+    encoded = unit.destinations * segment.columns * unit.exchanges
+    messages = 1 if segment.codec.sums_on_the_way else unit.info.world_size
+    return encoded, messages * segment.columns * repeats
+
+
+def codec_seconds(unit: UnitPlan, time: CodecTime) -> float:
+    """Seconds that a rank spends per step encoding and decoding a unit."""
+    if not unit.compressed or unit.info.world_size == 1:
+        return 0.0
+    return sum(time(unit, segment) for segment in unit.segments if segment.columns)

@@ -1,0 +1,90 @@
+"""What a policy would do to a model, without training it and without processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tagc.costs.auto import FastestChoice
+from tagc.costs.codec_time import no_time
+from tagc.costs.link import Link
+from tagc.costs.shapes import ModelShapes
+from tagc.plan import Choose, Plan, UnitInfo, build_plan
+from tagc.policy import Policy, PolicyError
+from tagc.warn import warn
+
+
+def explain(
+    model: nn.Module | Mapping[str, Sequence[int]],
+    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "attn-only",
+    *,
+    world_size: int,
+    replicas: int = 1,
+    dtype: torch.dtype | None = None,
+    parameter_dtype: torch.dtype | None = None,
+    link: Link | None = None,
+) -> Plan:
+    """The plan that ``tagc.wrap`` would make, if ``fully_shard`` were applied to every transformer
+    block of the model and then to the model. (Blocks are the children of its ``nn.ModuleList``.)
+
+    Args:
+        model: on any device, meta among them; or shapes by name of parameter.
+        policy: see :func:`tagc.wrap`.
+        world_size: ranks in all.
+        replicas: copies of the sharded model among them.
+        dtype: of the gradients that FSDP reduces; default: that of the parameters, float32 for
+            shapes.
+        parameter_dtype: of the parameters that FSDP gathers; likewise.
+        link: what ``codec: auto`` chooses by; codec time is left out.
+
+    Raises:
+        ValueError: if the ranks do not divide among the replicas.
+        tagc.PolicyError: as :func:`tagc.wrap` does, and for ``codec: auto`` without a link.
+    """
+    if world_size < 1 or replicas < 1 or world_size % replicas:
+        raise ValueError(f"{world_size} ranks do not divide among {replicas} replicas")
+    own = next(model.parameters()).dtype if isinstance(model, nn.Module) else torch.float32
+    choose = None
+    if link is not None:
+        note = "chosen by the link that was given; codec time is not included"
+        choose = FastestChoice(lambda position, direction: link, no_time, (note,))
+    plan = plan_shapes(
+        ModelShapes.of(model),
+        Policy.load(policy),
+        world_size=world_size,
+        replicas=replicas,
+        dtype=dtype or own,
+        parameter_dtype=parameter_dtype or own,
+        choose=choose,
+    )
+    for warning in plan.warnings:
+        warn(warning)
+    return plan
+
+
+def plan_shapes(
+    shapes: ModelShapes,
+    policy: Policy,
+    *,
+    world_size: int,
+    replicas: int,
+    dtype: torch.dtype,
+    parameter_dtype: torch.dtype,
+    choose: Choose | None,
+) -> Plan:
+    """The plan of a policy for a model of such shapes."""
+    if policy.replicas and replicas == 1:
+        raise PolicyError(
+            f"policy {policy.name!r} has rules for replicas: say how many there are, or take a "
+            "policy without them"
+        )
+    units, gathers = shapes.units(world_size // replicas, dtype, parameter_dtype)
+    across: list[UnitInfo] = []
+    if replicas > 1:
+        across = [replace(unit, world_size=replicas) for unit in units]
+    return build_plan(units, policy, gathers=gathers, replicas=across, choose=choose)

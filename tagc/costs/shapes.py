@@ -1,0 +1,239 @@
+"""The units of a model that is nowhere yet: from shapes alone, without weights or processes.
+
+Units are what FSDP2 makes of ``fully_shard`` on every transformer block, and then on the model:
+each block is one, and the root holds the rest. Blocks are the children of every outermost
+``nn.ModuleList`` whose children are of one class and at least two; of a list of names, those with a
+number in the name, outermost, of which there are at least two. The root keeps its parameters until
+backward, blocks gather theirs twice a step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tagc.costs.quantities import count
+from tagc.plan import UnitInfo, UnitParam
+
+
+class ModelError(ValueError):
+    """No model can be made of what was given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamShape:
+    """A parameter: ``shape`` is the whole one, before sharding."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShapes:
+    """A model's parameters and the names of its blocks."""
+
+    params: tuple[ParamShape, ...]
+    blocks: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        """Parameters."""
+        return sum(p.numel for p in self.params)
+
+    @classmethod
+    def of(cls, model: nn.Module | Mapping[str, Sequence[int]]) -> ModelShapes:
+        """Of a module (on any device) or of shapes by name."""
+        if isinstance(model, nn.Module):
+            params = [
+                ParamShape(name=name, shape=tuple(p.shape), trainable=p.requires_grad)
+                for name, p in model.named_parameters()
+            ]
+            return cls(params=tuple(params), blocks=tuple(_blocks(model)))
+        params = [ParamShape(name=name, shape=tuple(shape)) for name, shape in model.items()]
+        return cls(params=tuple(params), blocks=tuple(_numbered([*model])))
+
+    def units(
+        self, world_size: int, dtype: torch.dtype, parameter_dtype: torch.dtype
+    ) -> tuple[list[UnitInfo], list[UnitInfo]]:
+        """Reduce-scatter and all-gather of every unit, in the same order, the root first.
+
+        Args:
+            dtype: of the gradients that FSDP reduces.
+            parameter_dtype: of the parameters that it gathers.
+        """
+        held: dict[str, list[ParamShape]] = {"": []} | {block: [] for block in self.blocks}
+        for param in self.params:
+            block = next((b for b in self.blocks if param.name.startswith(f"{b}.")), "")
+            held[block].append(param)
+        reduces, gathers = [], []
+        for name, params in held.items():
+            if params:
+                sharded = [_sharded(p, world_size) for p in params]
+                trained = [s for s, p in zip(sharded, params, strict=True) if p.trainable]
+                common: dict[str, Any] = {"name": name, "world_size": world_size}
+                reduces.append(UnitInfo(params=tuple(trained), dtype=dtype, **common))
+                gathers.append(
+                    UnitInfo(
+                        params=tuple(sharded),
+                        dtype=parameter_dtype,
+                        per_step=2 if name else 1,
+                        **common,
+                    )
+                )
+        return reduces, gathers
+
+
+def _sharded(param: ParamShape, world_size: int) -> UnitParam:
+    # FSDP splits the first dimension, and pads what does not divide.
+    first, *rest = param.shape or (1,)
+    columns = -(-first // world_size) * math.prod(rest)
+    return UnitParam(name=param.name, shape=param.shape, columns=columns)
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    blocks: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{block}.") for block in blocks):
+            continue
+        if isinstance(module, nn.ModuleList) and len(module) > 1:
+            children = list(module.named_children())
+            if len({type(child) for _, child in children}) == 1:
+                blocks += [f"{name}.{child}" if name else child for child, _ in children]
+    return blocks
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    found: dict[str, dict[str, None]] = {}
+    for name in names:
+        parts = name.split(".")
+        at = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
+        if at is not None:
+            found.setdefault(".".join(parts[:at]), {})[".".join(parts[: at + 1])] = None
+    return [block for blocks in found.values() if len(blocks) > 1 for block in blocks]
+
+
+def load_model(spec: str) -> ModelShapes:
+    """The model that a command line names.
+
+    Args:
+        spec: a number of parameters, for a synthetic transformer; ``module:function``, the
+            function returning an nn.Module, called without arguments on the meta device; or a
+            JSON file of shapes by name.
+
+    Raises:
+        ModelError: if it names none.
+    """
+    if spec.endswith(".json"):
+        return _from_json(Path(spec))
+    if ":" in spec:
+        return _from_function(spec)
+    try:
+        numel = count(spec)
+    except Exception:
+        raise ModelError(
+            f"no model {spec!r}: give a number of parameters (7e9), module:function (a function "
+            "without arguments that returns an nn.Module), or a JSON file of shapes by name"
+        ) from None
+    return synthetic(numel)
+
+
+def _from_json(path: Path) -> ModelShapes:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read shapes from {path}: {error}") from None
+    if not isinstance(data, dict) or not data or not all(map(_is_shape, data.values())):
+        raise ModelError(
+            f"{path} holds no shapes: write an object of parameter names and their shapes, such "
+            'as {"lm_head.weight": [32000, 4096]}'
+        )
+    return ModelShapes.of(data)
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and n > 0 for n in value)
+
+
+def _from_function(spec: str) -> ModelShapes:
+    module_name, _, name = spec.partition(":")
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python -m` would have it
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ModelError(
+            f"cannot import module {module_name!r} of {spec!r}: {error}. Run the command in the "
+            "folder of the module, or set PYTHONPATH"
+        ) from error
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise ModelError(f"module {module_name!r} has no function {name!r}")
+    try:
+        with torch.device("meta"):
+            model = cast(Callable[[], object], make)()
+    except Exception as error:
+        raise ModelError(
+            f"{spec} failed on the meta device: {type(error).__name__}: {error}. It must return a "
+            "model when called without arguments"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{spec} returned {type(model).__name__}, not an nn.Module")
+    return ModelShapes.of(model)
+
+
+# Of the published sizes of decoder-only models between 1e9 and 1e11 parameters, width over layers
+# lies between 64 and 150.
+_ASPECT = 120
+_LEAST = 100_000
+
+
+def synthetic(numel: int) -> ModelShapes:
+    """A Llama-like decoder of about ``numel`` parameters.
+
+    Gated mlp of 8/3 the width, vocabulary of 32000 or less in small models, head not tied. The
+    mlp takes up what rounding of width and layers leaves, so the sum is within 3%.
+
+    Raises:
+        ModelError: if that is too few for a transformer.
+    """
+    if numel < _LEAST:
+        raise ModelError(
+            f"{numel} parameters are too few for a transformer: give {_LEAST:,} or more"
+        )
+    width = (numel * _ASPECT / 12) ** (1 / 3)
+    step = 128 if width > 1024 else 32 if width > 128 else 8
+    width = max(step, round(width / step) * step)
+    vocabulary = min(32000, max(128, numel // (8 * width) // 32 * 32))
+    rest = numel - 2 * vocabulary * width
+    layers = max(2, round(rest / (12 * width**2)))
+    inner = max(step, round((rest / layers - 4 * width**2) / (3 * width * step)) * step)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
+    for i in range(layers):
+        block = f"model.layers.{i}"
+        for name in "qkvo":
+            shapes[f"{block}.self_attn.{name}_proj.weight"] = (width, width)
+        shapes[f"{block}.mlp.gate_proj.weight"] = (inner, width)
+        shapes[f"{block}.mlp.up_proj.weight"] = (inner, width)
+        shapes[f"{block}.mlp.down_proj.weight"] = (width, inner)
+        shapes[f"{block}.input_layernorm.weight"] = (width,)
+        shapes[f"{block}.post_attention_layernorm.weight"] = (width,)
+    shapes["model.norm.weight"] = (width,)
+    shapes["lm_head.weight"] = (vocabulary, width)
+    return ModelShapes.of(shapes)

@@ -1,0 +1,72 @@
+"""How fast codecs run on this device, in seconds per element."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from tagc.codecs import CodecPlan, kind_of
+from tagc.codecs.sample import ROWS, Sample, Step
+from tagc.costs.codec_time import Speed, speed_key
+from tagc.ops import Ops
+
+# Elements of all rows; a GPU needs more for its launches not to count.
+_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+_REPEATS = 5
+
+
+def measure_speeds(
+    codecs: Iterable[CodecPlan],
+    ops: Ops,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    repeats: int = _REPEATS,
+) -> dict[str, Speed]:
+    """Speed of every codec on gradients (or parameters) of ``dtype``, by :func:`speed_key`."""
+    speeds: dict[str, Speed] = {}
+    for codec in codecs:
+        key = speed_key(codec)
+        if key not in speeds:
+            speeds[key] = _measure(codec, ops, device, dtype, repeats)
+    return speeds
+
+
+def _measure(
+    codec: CodecPlan, ops: Ops, device: torch.device, dtype: torch.dtype, repeats: int
+) -> Speed:
+    numel = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
+    generator = torch.Generator(device).manual_seed(0)
+    grad = torch.randn(ROWS, numel // ROWS, generator=generator, device=device).to(dtype)
+    stored = codec.feedback
+    residual = None if stored is None else torch.zeros_like(grad, dtype=stored.working_dtype)
+    average = 0.0 if stored is None else stored.old_share
+    encode, decode = kind_of(codec).sample(codec, Sample(ops, grad, residual, average))
+    decoded = numel // ROWS if codec.sums_on_the_way else numel
+
+    def restore() -> None:
+        # A residual that grew from call to call would select more than ever fits.
+        if residual is not None:
+            residual.zero_()
+
+    return Speed(
+        encode=_seconds(encode, restore, device, repeats) / numel,
+        decode=_seconds(decode, restore, device, repeats) / decoded,
+    )
+
+
+def _seconds(run: Step, before: Step, device: torch.device, repeats: int) -> float:
+    taken = []
+    for i in range(repeats + 1):
+        before()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if i:  # the first call compiles, or warms up
+            taken.append(time.perf_counter() - start)
+    return min(taken)  # what else the machine does only ever adds

@@ -1,0 +1,60 @@
+"""Bytes that a rank must send, predicted from a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tagc.plan import UnitPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes that a rank must send for one unit in one step.
+
+    Attributes:
+        collectives: how many are started.
+        reduced: in the backend's own reduce-scatter.
+        gathered: in the backend's own all-gather.
+        ring: in all-reduces, and in messages that are the same for all.
+        all_to_all: in messages to each rank, or cells for it.
+    """
+
+    collectives: int = 0
+    reduced: float = 0.0
+    gathered: float = 0.0
+    ring: float = 0.0
+    all_to_all: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            collectives=self.collectives + other.collectives,
+            reduced=self.reduced + other.reduced,
+            gathered=self.gathered + other.gathered,
+            ring=self.ring + other.ring,
+            all_to_all=self.all_to_all + other.all_to_all,
+        )
+
+
+def traffic(unit: UnitPlan) -> Traffic:
+    """What a rank sends of a unit in a step."""
+    W, repeats = unit.info.world_size, unit.info.per_step
+    if W == 1:
+        return Traffic()
+    if not unit.compressed:
+        dense = unit.dense_bytes(unit.buffer_columns)
+        if unit.direction == "gradients":
+            return Traffic(collectives=1, reduced=dense)
+        if unit.direction == "parameters":
+            return Traffic(collectives=repeats, gathered=dense)
+        return Traffic(collectives=repeats, ring=dense)
+    exchanges = unit.exchanges
+    messages = 4.0 * (W - 1) * sum(map(unit.sent_words, unit.segments)) * exchanges
+    summed = [s.codec for s in unit.segments if s.codec.cells]
+    sums = len({codec.cell_dtype for codec in summed})
+    cells = 4.0 * sum(codec.cells for codec in summed)
+    counts = 4.0 * 2 * (W - 1) / W * unit.destinations * sum(codec.counts for codec in summed)
+    collectives = exchanges + sums + any(codec.counts for codec in summed)
+    if unit.direction == "gradients":
+        # Cells go by all-to-all on gloo; NCCL's ring is no worse.
+        return Traffic(collectives=collectives, ring=counts, all_to_all=messages + (W - 1) * cells)
+    return Traffic(collectives=collectives, ring=messages + 2 * (W - 1) / W * cells + counts)

@@ -1,0 +1,6 @@
+"""Integrations: the only files that know the internals of what shards a model."""
+
+from tagc.fsdp.integrations import INTEGRATIONS, integration_of, sharding_groups
+from tagc.fsdp.unit import Integration, Unit
+
+__all__ = ["INTEGRATIONS", "Integration", "Unit", "integration_of", "sharding_groups"]

@@ -1,0 +1,296 @@
+"""FSDP2: the one file that knows ``fully_shard``'s internals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from tagc.comm import UnitGatherer, UnitReducer
+from tagc.fsdp.unit import Integration, Unit
+from tagc.plan import UnitInfo, UnitParam
+from tagc.policy import Policy
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2Unit(Unit):
+    """One communication unit of a ``fully_shard``-ed model."""
+
+    module: FSDPModule
+    _param_group: Any
+    _native: tuple[Any, Any, Any]
+
+    @property
+    def unused_parameters_remedy(self) -> str:
+        """See :attr:`Unit.unused_parameters_remedy`."""
+        return unused_parameters_remedy()
+
+    def install(self, reducer: UnitReducer) -> None:
+        """See :meth:`Unit.install`."""
+        self.module.set_custom_reduce_scatter(_CustomReduceScatter(reducer))
+
+    def check_gather(self) -> None:
+        """See :meth:`Unit.check_gather`."""
+        _check_own(self.info.name, self._native[1], "all-gather")
+
+    def install_gather(self, gatherer: UnitGatherer) -> None:
+        """See :meth:`Unit.install_gather`."""
+        self.module.set_custom_all_gather(_CustomAllGather(gatherer, self._param_group))
+
+    def install_all_reduce(self, all_reduce: Callable[[Tensor], None]) -> None:
+        """See :meth:`Unit.install_all_reduce`."""
+        self.module.set_all_reduce_hook(all_reduce)
+
+    @property
+    def all_reduces(self) -> bool:
+        """See :attr:`Unit.all_reduces`."""
+        return self._param_group.all_reduce_grads
+
+    @property
+    def has_all_reduce_hook(self) -> bool:
+        """See :attr:`Unit.has_all_reduce_hook`."""
+        return self._native[2] is not None
+
+    def shard(self) -> Tensor:
+        """See :meth:`Unit.shard`."""
+        shards = [p._sharded_param_data.detach() for p in self._param_group.fsdp_params]
+        assert self.gather_info is not None
+        return torch.cat(shards).to(self.device, self.gather_info.dtype)
+
+    def restore(self) -> None:
+        """See :meth:`Unit.restore`."""
+        reduce_scatter, all_gather, hook = self._native
+        self.module.set_custom_reduce_scatter(reduce_scatter)
+        self.module.set_custom_all_gather(all_gather)
+        self.module.set_all_reduce_hook(hook)
+
+
+class _Allocates:
+    """FSDP asks the collective for its buffers."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _CustomReduceScatter(_Allocates, ReduceScatter):
+    def __init__(self, reducer: UnitReducer) -> None:
+        self._reducer = reducer
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._reducer.reduce(output_tensor, input_tensor, group, op)
+
+
+class _CustomAllGather(_Allocates, AllGather):
+    def __init__(self, gatherer: UnitGatherer, param_group: Any) -> None:
+        self._gatherer, self._param_group = gatherer, param_group
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        # The state is the same on every rank, for prefetched units, too; that parameters are what
+        # they were in forward is not something a rank could find out for itself.
+        in_backward = self._param_group._training_state.name == "PRE_BACKWARD"
+        self._gatherer.gather(output_tensor, input_tensor, group, in_backward)
+
+
+def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups of ranks that share a model, whatever else may be wrong with it; none if it is
+    not sharded."""
+    meshes = [g.mesh_info for m in model.modules() for g in _all_param_groups(m)]
+    groups = [
+        group
+        for mesh in meshes
+        for name in ("shard_process_group", "replicate_process_group")
+        if (group := getattr(mesh, name, None)) is not None
+    ]
+    return list({id(group): group for group in groups}.values())
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """The FSDP2 units of a model, in module order, with their trainable parameters.
+
+    Raises:
+        ValueError: if it is sharded in a way whose reduce-scatter cannot be replaced, or if a
+            unit is already wrapped.
+    """
+    modules = [(plain_name(name), module) for name, module in model.named_modules()]
+    names = {id(module): name for name, module in modules}
+    units: list[Unit] = []
+    seen: set[int] = set()
+    for name, module in modules:
+        for group in _param_groups(name, module):
+            if id(group) not in seen:
+                seen.add(id(group))
+                units.append(_unit(name, module, group, names))
+    return units
+
+
+def plain_name(name: str) -> str:
+    """Without what ``torch.compile`` and activation checkpointing put into names: policies mean
+    the model that people wrote."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unused_parameters_remedy() -> str:
+    """What to do about parameters that a step may leave without a gradient."""
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return (
+            "call set_reduce_scatter_unused_params(True) on the FSDP modules whose parameters a "
+            "step may leave unused"
+        )
+    return (
+        "let every parameter take part in every step (this torch has no "
+        "set_reduce_scatter_unused_params)"
+    )
+
+
+def _all_param_groups(module: nn.Module) -> list[Any]:
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = module._get_fsdp_state()
+    # torch 2.13 has a list, 2.11 at most one.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in (state._fsdp_param_group,) if g is not None] if groups is None else groups
+
+
+def _param_groups(name: str, module: nn.Module) -> Iterator[Any]:
+    groups = _all_param_groups(module)
+    if len(groups) > 1:
+        raise ValueError(
+            f"{name or 'the root module'!r} has {len(groups)} FSDP parameter groups (from "
+            "shard_placement_fn with several meshes); torch cannot replace the reduce-scatter of "
+            "such a module. Apply fully_shard to its children separately"
+        )
+    yield from groups
+
+
+def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FSDP2Unit:
+    assert isinstance(module, FSDPModule)
+    trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    mesh = group.mesh_info
+    if hasattr(mesh, "replicate_mesh_size") and hasattr(mesh, "shard_mesh_size"):
+        raise ValueError(
+            f"{name or 'the root module'!r} is sharded and replicated (HSDP), whose all-reduce "
+            'cannot be replaced; give fully_shard mesh["shard"] only, and tagc.wrap '
+            'replicas=mesh["replicate"]'
+        )
+    if not hasattr(mesh, "shard_mesh_size"):
+        raise ValueError(
+            f"{name or 'the root module'!r} is replicated, not sharded: there is no "
+            "reduce-scatter to compress. Give fully_shard a mesh with a shard dimension"
+        )
+    if isinstance(group._reduce_scatter_comm, _CustomReduceScatter):
+        raise ValueError(
+            f"{name or 'the root module'!r} is already wrapped, by itself or as a part of another "
+            "model; call tagc.compressor(that_model).remove() first"
+        )
+    _check_own(name, group._reduce_scatter_comm, "reduce-scatter")
+    policy = group.mp_policy
+    stored = [p.sharded_param.dtype for p in group.fsdp_params]
+    # Frozen parameters may have another dtype; FSDP insists on one for the others.
+    reduced = next((p.sharded_param.dtype for p in trainable), stored[0])
+    state: Any = module._get_fsdp_state()
+    # FSDP decides in the first forward that its root keeps its parameters until backward.
+    is_root = name == "" if state._is_root is None else state._is_root
+    root = is_root and getattr(state, "_auto_reshard_after_forward", False)
+    return FSDP2Unit(
+        info=UnitInfo(
+            name=name,
+            params=tuple(_unit_param(p, names) for p in trainable),
+            world_size=mesh.shard_mesh_size,
+            dtype=policy.reduce_dtype or policy.param_dtype or reduced,
+        ),
+        gather_info=UnitInfo(
+            name=name,
+            params=tuple(_unit_param(p, names) for p in group.fsdp_params),
+            world_size=mesh.shard_mesh_size,
+            # FSDP gathers several dtypes as bytes.
+            dtype=policy.param_dtype or (stored[0] if len(set(stored)) == 1 else torch.uint8),
+            # Resharded to a smaller group, the backward gathers there, natively.
+            per_step=(
+                2
+                if group._reshard_after_forward and not group._use_post_forward_mesh and not root
+                else 1
+            ),
+        ),
+        module=module,
+        group=mesh.shard_process_group,
+        device=group.device,
+        _param_group=group,
+        _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
+    )
+
+
+def _check_own(name: str, comm: Any, kind: str) -> None:
+    """Raise where somebody else than FSDP made a collective that tagc would replace."""
+    if not type(comm).__module__.startswith("torch."):
+        raise ValueError(
+            f"{name or 'the root module'!r} has its own {kind}, {type(comm).__name__} (from "
+            f"set_custom_{kind.replace('-', '_')}), which tagc would replace; leave it out, or "
+            "do not wrap the model"
+        )
+
+
+def _unit_param(param: Any, names: dict[int, str]) -> UnitParam:
+    return UnitParam(
+        name=_param_name(param, names),
+        shape=tuple(param.sharded_param.shape),
+        columns=param.padded_sharded_param_size.numel(),
+        dim=param.fsdp_placement.dim,
+        local=tuple(param.padded_sharded_param_size),
+    )
+
+
+def _param_name(param: Any, names: dict[int, str]) -> str:
+    """Qualified name of an FSDP parameter; a shared one has the name that FSDP knows it by.
+
+    Not by way of ``named_parameters``: between forward and backward the module holds another,
+    unsharded object under this name.
+    """
+    owner = names.get(id(param._module_info.module))
+    if owner is None:
+        raise ValueError(
+            f"FSDP shards parameter {param._module_info.param_name!r} together with this model, "
+            "but outside of it (fully_shard of a list of modules); wrap the model that holds all "
+            "of them"
+        )
+    return f"{owner}.{param._module_info.param_name}" if owner else param._module_info.param_name
+
+
+def _shards(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _check_policy(policy: Policy, replicas: bool) -> None:
+    """All that a policy can ask for is possible."""
+
+
+FSDP2 = Integration(
+    name="FSDP2",
+    spelled="FSDP2 (fully_shard)",
+    shards=_shards,
+    sharding_groups=sharding_groups,
+    find_units=find_units,
+    check_policy=_check_policy,
+)

@@ -1,0 +1,45 @@
+"""All integrations, and which of them shards a model."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from tagc.fsdp.fsdp1 import FSDP1
+from tagc.fsdp.fsdp2 import FSDP2
+from tagc.fsdp.unit import Integration
+
+INTEGRATIONS: tuple[Integration, ...] = (FSDP1, FSDP2)
+
+
+def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups of ranks that share a model, whatever else may be wrong with it; none if it is
+    not sharded."""
+    groups = [group for i in INTEGRATIONS for group in i.sharding_groups(model)]
+    return list({id(group): group for group in groups}.values())
+
+
+def integration_of(model: nn.Module) -> Integration:
+    """The one that shards a model.
+
+    Raises:
+        ValueError: if none does, or several do.
+    """
+    found = [integration for integration in INTEGRATIONS if integration.shards(model)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(
+            f"the model is sharded partly by {', partly by '.join(i.spelled for i in found)}; use "
+            "fully_shard for all of it"
+        )
+    kind = type(model).__name__
+    if kind == "DistributedDataParallel":
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, which all-reduces whole gradients; "
+            "tagc compresses FSDP's reduce-scatter: use torch.distributed.fsdp.fully_shard"
+        )
+    raise ValueError(
+        f"{kind} is not sharded: call torch.distributed.fsdp.fully_shard on its blocks and on "
+        "itself first, then tagc.wrap"
+    )

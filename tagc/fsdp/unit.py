@@ -1,0 +1,104 @@
+"""What an integration with a way of sharding is: how it finds units, and what a unit can do.
+
+Another integration is a file with a subclass of :class:`Unit` and an :class:`Integration`, and a
+line in :mod:`tagc.fsdp.integrations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tagc.comm import UnitGatherer, UnitReducer
+from tagc.plan import UnitInfo
+from tagc.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One communication unit of a sharded model.
+
+    Attributes:
+        info: its reduce-scatter, with the trainable parameters.
+        group: ranks that it is sharded over.
+        gather_info: its all-gather, with all parameters; None where that cannot be replaced, and
+            then nor can the all-reduce over replicas.
+    """
+
+    info: UnitInfo
+    group: dist.ProcessGroup
+    device: torch.device
+    gather_info: UnitInfo | None = None
+
+    @property
+    def unused_parameters_remedy(self) -> str:
+        """What to do about parameters that a step may leave without a gradient."""
+        return "let every parameter take part in every step"
+
+    def install(self, reducer: UnitReducer) -> None:
+        """Let ``reducer`` reduce this unit's gradients."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Give the unit its own collectives back."""
+        raise NotImplementedError
+
+    # What follows is for units with a `gather_info` only.
+
+    def check_gather(self) -> None:
+        """Before :meth:`install_gather`.
+
+        Raises:
+            ValueError: if somebody else replaced the all-gather.
+        """
+        raise NotImplementedError
+
+    def install_gather(self, gatherer: UnitGatherer) -> None:
+        """Let ``gatherer`` gather this unit's parameters."""
+        raise NotImplementedError
+
+    def install_all_reduce(self, all_reduce: Callable[[Tensor], None]) -> None:
+        """Call ``all_reduce(shard)`` on this unit's reduced gradient ``[S]``, to change it."""
+        raise NotImplementedError
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether the gradient goes to other replicas in this backward; False between the
+        micro-batches of ``set_requires_all_reduce(False)``."""
+        raise NotImplementedError
+
+    @property
+    def has_all_reduce_hook(self) -> bool:
+        """Whether somebody else set one."""
+        raise NotImplementedError
+
+    def shard(self) -> Tensor:
+        """This rank's part of what the all-gather sends now, ``[S]``."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Integration:
+    """A way of sharding.
+
+    Attributes:
+        name: short, for people.
+        spelled: with what users call, for people.
+        shards: whether it shards any module of a model.
+        sharding_groups: of the ranks that share a model, whatever else may be wrong with it.
+        find_units: the units of a model, in module order; raises ValueError for what cannot be
+            replaced, or already is.
+        check_policy: raises PolicyError for what it offers no way to do; the second argument says
+            whether gradients are to be averaged over replicas.
+    """
+
+    name: str
+    spelled: str
+    shards: Callable[[nn.Module], bool]
+    sharding_groups: Callable[[nn.Module], list[dist.ProcessGroup]]
+    find_units: Callable[[nn.Module], list[Unit]]
+    check_policy: Callable[[Policy, bool], None]

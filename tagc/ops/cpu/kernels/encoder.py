@@ -1,0 +1,145 @@
+"""Encode on a CPU: one dense pass over gradient and residual, one sparse pass over what is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from tagc.ops.cpu.kernels.llvm import float_bits, trailing_zeros
+from tagc.ops.cpu.kernels.scalar import N, U, compiled, positions, salts_of, store_finite
+from tagc.ops.cpu.kernels.selection import keep_largest, select_groups
+
+_BATCH = 256
+
+
+@compiled
+def encode_row(
+    g, e, n, group, threshold, step, seed, levels, capacity, hashes, partition, support, index,
+    cells, counts,
+):  # fmt: skip
+    """One destination; a support that is empty is none."""
+    words = index[: index.size - 1]
+    bits, groups = float_bits(threshold), -(-n // len(group))
+    above, nonzero, kept, poison, keys, stream = select_groups(
+        g, e, n, group, bits, bits if capacity < groups else U(1), support, capacity, words
+    )
+    if support.size > 0:
+        if poison:
+            kept = _marked_only(len(group), kept, keys, stream, words)
+    elif kept > N(capacity):
+        keep_largest(len(group), capacity, kept, keys, stream, words)
+        kept = N(capacity)
+    salts = salts_of(seed, hashes)
+    saturated = _emit(e, n, group, step, levels, keys[:kept], stream, salts, partition, cells)
+    index[index.size - 1] = poison
+    counts[0], counts[1], counts[2], counts[3] = above, nonzero, kept, saturated
+
+
+@compiled
+def _marked_only(lanes, kept, keys, stream, words):
+    """Drop the groups of a support that are not finite, which a sketch does not hold.
+
+    Returns: groups left.
+    """
+    width, left = N(lanes), N(0)
+    for t in range(N(kept)):
+        key = keys[t]
+        if (words[N(key) >> N(5)] >> U(N(key) & N(31))) & U(1):
+            keys[left] = key
+            for j in range(width):
+                stream[left * width + j] = stream[t * width + j]
+            left += N(1)
+    return left
+
+
+@compiled
+def insert_shard(symbols, words, seed, hashes, partition, cells):
+    _insert(symbols, words, salts_of(seed, hashes), partition, cells)
+
+
+@compiled
+def _emit(e, n, group, step, levels, keys, stream, salts, partition, cells):
+    """Quantize what is kept, leave the rest in the residual, add the symbols to the cells.
+
+    Returns: groups with an element that was clipped.
+    """
+    cells[:] = 0
+    lanes = len(group)
+    inverse, limit = np.float32(1.0) / step, np.float32(levels)
+    symbols = np.empty(_BATCH, cells.dtype)
+    where = np.empty((max(1, salts.size), _BATCH), np.uint64)
+    saturated = 0
+    for lo in range(0, keys.size, _BATCH):
+        batch = keys[lo : lo + _BATCH]
+        for t in range(N(batch.size)):
+            at = N(batch[t]) * N(lanes)
+            symbols[t], clipped = _quantize(
+                stream, (N(lo) + t) * N(lanes), e, at, min(N(lanes), N(n) - at), group, step,
+                inverse, limit, cells,
+            )  # fmt: skip
+            saturated += np.int64(clipped)
+        _scatter(batch, symbols, batch.size, salts, partition, where, cells)
+    return saturated
+
+
+def _quantize(x, first, e, at, size, group, step, inverse, limit, cells) -> Any:
+    raise NotImplementedError
+
+
+@overload(_quantize, inline="always")
+def _(x, first, e, at, size, group, step, inverse, limit, cells):
+    if cells.dtype == types.float32:
+
+        def whole(x, first, e, at, size, group, step, inverse, limit, cells):
+            store_finite(e, at, np.float32(0.0))
+            return x[first], False
+
+        return whole
+
+    def quantized(x, first, e, at, size, group, step, inverse, limit, cells):
+        symbol, clipped = np.int64(0), False
+        for j in range(N(len(group))):
+            if j < size:
+                scaled = x[first + j] * inverse
+                clipped |= abs(scaled) > limit
+                q = np.rint(min(max(scaled, -limit), limit))
+                store_finite(e, at + j, np.float32(x[first + j] - np.float32(q * step)))
+                symbol += np.int64(q) << np.int64(N(32 // len(group)) * j)
+        return np.int32(symbol), clipped
+
+    return quantized
+
+
+@compiled
+def _scatter(keys, symbols, count, salts, partition, where, cells):
+    if salts.size == 0:  # direct
+        for t in range(N(count)):
+            cells[keys[t]] = symbols[t]
+        return
+    positions(keys, count, salts, partition, where)
+    for i in range(salts.size):
+        row = where[i]
+        for t in range(N(count)):
+            cells[row[t]] += symbols[t]
+
+
+@compiled
+def _insert(symbols, words, salts, partition, cells):
+    cells[:] = 0
+    keys, batch = np.empty(_BATCH, np.uint32), np.empty(_BATCH, cells.dtype)
+    where = np.empty((max(1, salts.size), _BATCH), np.uint64)
+    count = 0
+    for w in range(words.size):
+        word = words[w]
+        while word:
+            key = w * 32 + trailing_zeros(word)
+            word &= U(word - U(1))
+            keys[count], batch[count] = key, symbols[key]
+            count += 1
+            if count == _BATCH:
+                _scatter(keys, batch, count, salts, partition, where, cells)
+                count = 0
+    _scatter(keys, batch, count, salts, partition, where, cells)

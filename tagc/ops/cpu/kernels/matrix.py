@@ -1,0 +1,269 @@
+"""Kernels of quantized matrices, row by row in L1.
+
+The gradient and the residual are read twice: a row's codes need the scales of all columns.
+
+LLVM inlines the helpers; numba's own inlining warns of assignments in loops and branches.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba.extending import register_jitable
+
+from tagc.ops.cpu.kernels.llvm import (
+    bits_float,
+    float_bits,
+    shift_left,
+    shift_right,
+    shift_right_signed,
+)
+from tagc.ops.cpu.kernels.scalar import N, U, compiled, load, store, store_finite
+from tagc.ops.matrix import CENTRE, COLUMN_BIAS, COLUMN_LANES, NOT_FINITE, NOTHING, ROW_LANES
+
+_ABS, _INF = U(0x7FFFFFFF), U(0x7F800000)
+_LARGEST, _MIN_MEAN = U((127 + 64) << 23), U((127 - 60) << 23)
+_ONE, _TWO, _HALF = np.float32(1.0), np.float32(2.0), np.float32(0.5)
+
+
+@register_jitable
+def _bounded(x):
+    """Magnitude of ``x``, 0 if it is not finite, and at most ``LARGEST``."""
+    b = U(float_bits(x) & _ABS)
+    return bits_float(b if b < _LARGEST else (_LARGEST if b < _INF else U(0)))
+
+
+@register_jitable
+def _pairs(total, lanes):
+    """Add up ``total[:lanes]``, neighbours first."""
+    width = lanes
+    while width > 1:
+        width //= 2
+        for k in range(width):
+            total[k] = total[2 * k] + total[2 * k + 1]
+    return total[0]
+
+
+@register_jitable
+def _lane_sum(x, total):
+    """Sum of ``x``; ``total`` is scratch."""
+    for lane in range(N(ROW_LANES)):
+        total[lane] = np.float32(0.0)
+    whole = N(x.size // ROW_LANES)
+    for k in range(whole):
+        base = k * N(ROW_LANES)
+        for lane in range(N(ROW_LANES)):
+            total[lane] += x[base + lane]
+    base = whole * N(ROW_LANES)
+    for lane in range(N(x.size) - base):
+        total[lane] += x[base + lane]
+    return _pairs(total, ROW_LANES)
+
+
+@register_jitable(inline="always")
+def _load_row(g, e, base, x, u):
+    """``x`` and its bounded magnitudes ``u``; returns whether all is finite."""
+    largest, bits = U(0), x.view(np.uint32)
+    for j in range(N(x.size)):
+        x[j] = load(g, base + j) + load(e, base + j)
+        u[j] = _bounded(x[j])
+    for j in range(N(x.size)):
+        b = U(bits[j] & _ABS)
+        largest = b if b > largest else largest
+    return largest < _INF
+
+
+@compiled
+def read_scales(columns, v):
+    """The columns' scales, 4 bits each in ``columns``."""
+    for j in range(N(v.size)):
+        code = shift_right(columns[j >> N(3)], U(N(4) * (j & N(7)))) & U(15)
+        v[j] = bits_float(shift_left(U(code + U(COLUMN_BIAS)), U(22)))
+
+
+@compiled
+def quantize_columns(g, e, rows, v, columns):
+    """Write the columns' scales, as numbers and as codes.
+
+    Returns the base of the rows' scales.
+    """
+    n = N(v.size)
+    x, u = np.empty(v.size, np.float32), np.empty(v.size, np.float32)
+    lanes = np.zeros((COLUMN_LANES, v.size), np.float32)
+    total = np.empty(ROW_LANES, np.float32)
+    largest = np.float32(0.0)
+    for i in range(N(rows)):
+        finite = _load_row(g, e, i * n, x, u)
+        row = lanes[i % N(COLUMN_LANES)]
+        for j in range(n):
+            row[j] += u[j]
+        if finite:
+            mean = _lane_sum(u, total)
+            largest = mean if mean > largest else largest
+    for j in range(n):
+        for k in range(COLUMN_LANES):
+            total[k] = lanes[k, j]
+        u[j] = _pairs(total, COLUMN_LANES)
+    top, sums = U(0), u.view(np.uint32)
+    for j in range(n):
+        t = shift_right(U(sums[j] + U(1 << 21)), U(22))
+        top = t if t > top else top
+    for j in range(N(columns.size)):
+        columns[j] = U(0)
+    for j in range(n):
+        below = U(top - shift_right(U(sums[j] + U(1 << 21)), U(22)))
+        code = U(15) - below if below < U(15) else U(0)
+        columns[j >> N(3)] |= shift_left(U(code), U(N(4) * (j & N(7))))
+    read_scales(columns, v)
+    bits = float_bits(largest / _lane_sum(v, total))
+    if bits < _MIN_MEAN:
+        return U(0)
+    return U(U(8) * shift_right(bits, U(23)) - U(CENTRE))
+
+
+@register_jitable(inline="always")
+def _byte_of(fit, base):
+    """Of a row whose scale is ``fit``, which is finite and not negative."""
+    t = shift_right(U(float_bits(fit) + U(1 << 19)), U(20))
+    if base == U(0) or t <= base:
+        return U(NOTHING)
+    byte = U(t - base)
+    return byte if byte < U(254) else U(254)
+
+
+@compiled
+def quantize_rows(g, e, rows, v, base, size, group, distance, kept, fresh, scales, codes):
+    """All rows; ``size`` neighbours share a code, ``kept`` and ``fresh`` are the shares of old and
+    new residual."""
+    n, lanes, width = N(v.size), N(len(group)), U(32 // len(group))
+    grouped = size > N(1)
+    count = (n + size - N(1)) // size
+    words = (count + lanes - N(1)) // lanes
+    x, u = np.empty(v.size, np.float32), np.empty(v.size, np.float32)
+    inverse, squares = np.empty(v.size, np.float32), np.empty(count, np.float32)
+    total, place = np.empty(ROW_LANES, np.float32), np.empty(count, np.uint64)
+    c = np.zeros(words * lanes, np.uint32)
+    half, mask = np.float32(1 << (32 // len(group) - 1)), U(U(0xFFFFFFFF) >> U(32 - width))
+    fitted = grouped or len(group) == 32
+    for j in range(n):
+        inverse[j] = _ONE / v[j]
+        if not grouped:
+            squares[j] = v[j] * v[j] if fitted else v[j]
+    norm = _lane_sum(squares, total) if not grouped else _ONE
+    for j in range(N(scales.size)):
+        scales[j] = U(0)
+    for i in range(N(rows)):
+        at, start = i * words, i * n
+        byte = U(NOT_FINITE)
+        if _load_row(g, e, start, x, u):
+            if grouped:
+                _find_largest(x, u, v, inverse, size, place, squares)
+                norm = _lane_sum(squares, total)
+            elif fitted:
+                for j in range(n):
+                    u[j] = u[j] * v[j]
+            byte = _byte_of(_lane_sum(u[:count], total) / norm * distance, base)
+        scales[i >> N(2)] |= shift_left(byte, U(N(8) * (i & N(3))))
+        if byte == U(NOTHING) or byte == U(NOT_FINITE):
+            for j in range(words):
+                codes[at + j] = U(0)
+            if byte == U(NOT_FINITE):
+                continue
+        else:
+            f = bits_float(shift_left(U(byte + base), U(20)))
+            if grouped:
+                for t in range(count):
+                    j = t * size + place[t]
+                    negative = float_bits(x[j]) > _ABS
+                    step = f * v[j]
+                    x[j] = x[j] + step if negative else x[j] - step
+                    c[t] = U(place[t]) + (U(size) if negative else U(0))
+            else:
+                one = _ONE / f
+                for j in range(n):
+                    q = np.floor(x[j] * one * inverse[j] * _HALF)
+                    q = half - _ONE if q > half - _ONE else q
+                    q = -half if q < -half else q
+                    x[j] = x[j] - (_TWO * q + _ONE) * (f * v[j])
+                    c[j] = U(U(np.int32(q)) & mask)
+            for j in range(words):
+                word = c[j]
+                for k in range(N(1), lanes):
+                    word |= shift_left(c[k * words + j], U(U(k) * width))
+                codes[at + j] = word
+        if e is None:
+            continue
+        if kept == np.float32(0.0):
+            for j in range(n):
+                store_finite(e, start + j, x[j])
+        else:
+            for j in range(n):
+                store_finite(e, start + j, kept * load(e, start + j) + fresh * x[j])
+
+
+@register_jitable(inline="always")
+def _find_largest(x, u, v, inverse, size, place, squares):
+    """Places of the first largest ``|x * inverse|`` of every ``size``; ``u * v`` and ``v * v``
+    there, by code, the former at the begin of ``u``."""
+    n = N(x.size)
+    for t in range(N(place.size)):
+        first = t * size
+        best, largest = first, U(0)
+        for j in range(first, min(n, first + size)):
+            b = U(float_bits(x[j] * inverse[j]) & _ABS)
+            if b > largest:
+                best, largest = j, b
+        place[t] = best - first
+        squares[t] = v[best] * v[best]
+        u[t] = u[best] * v[best]
+
+
+@register_jitable
+def _add_row(source, at, words, group, step, total):
+    """Add a row's elements, each with a code of its own."""
+    width = U(32 // len(group))
+    above = U(32) - width
+    for k in range(N(len(group))):
+        up, base = above - width * U(k), k * words
+        for j in range(words):
+            q = shift_right_signed(shift_left(source[at + j], up), above)
+            total[base + j] += (_TWO * q + _ONE) * step[base + j]
+
+
+@compiled
+def dequantize_rows(heads, columns, scales, codes, rows, size, group, divisor, out):
+    """Add up messages, each a row of ``heads`` (the base) and of all else."""
+    n, lanes, width = N(out.size // rows), N(len(group)), U(32 // len(group))
+    count = (n + size - N(1)) // size
+    words = (count + lanes - N(1)) // lanes
+    ranks = N(len(heads))
+    v, total = np.empty((ranks, n), np.float32), np.empty(max(n, words * lanes), np.float32)
+    step = np.zeros(words * lanes if size == N(1) else n, np.float32)
+    for r in range(ranks):
+        read_scales(columns[r], v[r])
+    for i in range(N(rows)):
+        at = i * words
+        for j in range(N(total.size)):
+            total[j] = np.float32(0.0)
+        for r in range(ranks):
+            byte = shift_right(scales[r, i >> N(2)], U(N(8) * (i & N(3)))) & U(255)
+            if byte == U(NOTHING):
+                continue
+            if byte == U(NOT_FINITE):
+                for j in range(n):
+                    total[j] = np.float32(np.nan)
+                continue
+            f = bits_float(shift_left(U(byte + U(heads[r, 0])), U(20)))
+            source = codes[r]
+            for j in range(n):
+                step[j] = f * v[r, j]
+            if size == N(1):
+                _add_row(source, at, words, group, step, total)
+            else:
+                for t in range(count):
+                    word = source[at + t % words]
+                    code = shift_right(word, U(t // words) * width) & U(U(2) * U(size) - U(1))
+                    j = t * size + N(code & U(size - N(1)))
+                    if j < n:  # always, in a message that quantizing wrote
+                        total[j] += -step[j] if code >= U(size) else step[j]
+        for j in range(n):
+            store(out, i * n + j, total[j] / divisor)

@@ -1,0 +1,136 @@
+"""Kernels of block quantization: a block's elements lie in a scratch array that stays in L1."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba.extending import register_jitable
+
+from tagc.ops.cpu.kernels.llvm import bits_float, float_bits, shift_left, shift_right_signed
+from tagc.ops.cpu.kernels.scalar import N, U, compiled, load, store, store_finite
+
+_ABS, _INF = U(0x7FFFFFFF), U(0x7F800000)
+_LARGEST_SCALE, _MIN_SCALE, _NAN = U(0x7F7F0000), U(0x00800000), U(0x7FC00000)
+
+
+@register_jitable(inline="always")
+def _scale_of(largest, unit):
+    """Bits of the scale, as float32, of a block with this largest magnitude, as bits."""
+    if largest >= _INF:
+        return _NAN
+    b = min(float_bits(bits_float(largest) * unit), _LARGEST_SCALE)
+    scale = U(U(b + U(0x7FFF) + ((b >> U(16)) & U(1))) & U(0xFFFF0000))
+    return scale if scale >= _MIN_SCALE else U(0)
+
+
+@compiled
+def quantize_block(x, c, group, limit, unit, codes, at):
+    """Quantize ``x``, which becomes what the codes leave; write the words from ``codes[at]`` on.
+
+    ``c`` is scratch. Returns the bits of the scale; if that is not a number, ``x`` stays.
+    """
+    lanes, bits = N(len(group)), x.view(np.uint32)
+    size = N(x.size)
+    words = size // lanes
+    largest = U(0)
+    # Builtin min and max can keep such loops from being vectorized.
+    for j in range(size):
+        m = U(bits[j] & _ABS)
+        largest = m if m > largest else largest
+    scale = _scale_of(largest, unit)
+    if scale == U(0) or scale == _NAN:
+        for j in range(words):
+            codes[at + j] = U(0)
+        return scale
+    s = bits_float(scale)
+    inverse = np.float32(1.0) / s
+    for j in range(size):
+        scaled = x[j] * inverse
+        scaled = limit if scaled > limit else scaled
+        q = np.rint(-limit if scaled < -limit else scaled)
+        x[j] = x[j] - q * s
+        c[j] = U(np.int32(q))
+    width = U(32 // len(group))
+    mask = U(U(0xFFFFFFFF) >> U(32 - width))
+    for j in range(words):
+        word = U(c[j] & mask)
+        for i in range(N(1), lanes):
+            word |= shift_left(U(c[i * words + j] & mask), U(U(i) * width))
+        codes[at + j] = word
+    return scale
+
+
+@compiled
+def quantize_row(g, e, n, block, group, limit, unit, kept, fresh, scales, codes):
+    """One row; ``kept`` and ``fresh`` are the shares of old and new residual."""
+    x, c = np.empty(block, np.float32), np.empty(block, np.uint32)
+    words = N(block // len(group))
+    blocks = N((n + block - 1) // block)
+    for b in range(blocks):
+        base = b * N(block)
+        fill = min(N(block), N(n) - base)
+        for j in range(fill):
+            x[j] = load(g, base + j) + load(e, base + j)
+        for j in range(fill, N(block)):
+            x[j] = np.float32(0.0)
+        scale = quantize_block(x, c, group, limit, unit, codes, b * words)
+        scales[b] = np.uint16(scale >> U(16))
+        if e is None or scale == _NAN:
+            continue
+        if kept == np.float32(0.0):
+            for j in range(fill):
+                store_finite(e, base + j, x[j])
+        else:
+            for j in range(fill):
+                store_finite(e, base + j, kept * load(e, base + j) + fresh * x[j])
+    for b in range(blocks, N(scales.size)):
+        scales[b] = np.uint16(0)
+
+
+@register_jitable(inline="always")
+def scale_at(words, at, b):
+    """Scale of block ``b`` of the message whose scales begin at ``words[at]``."""
+    word = words[at + (b >> N(1))]
+    return bits_float(U(word & U(0xFFFF0000)) if b & N(1) else shift_left(word, U(16)))
+
+
+@compiled
+def dequantize_block(words, at, group, s, out):
+    """The elements of the block whose codes begin at ``words[at]``."""
+    width = U(32 // len(group))
+    count = N(out.size // len(group))
+    for i in range(N(len(group))):
+        up, base = U(32 - width * U(i + N(1))), i * count
+        for j in range(count):
+            out[base + j] = s * shift_right_signed(shift_left(words[at + j], up), U(U(32) - width))
+
+
+@compiled
+def add_block(words, at, group, s, out):
+    """Like :func:`dequantize_block`, but add."""
+    width = U(32 // len(group))
+    count = N(out.size // len(group))
+    for i in range(N(len(group))):
+        up, base = U(32 - width * U(i + N(1))), i * count
+        for j in range(count):
+            out[base + j] += s * shift_right_signed(shift_left(words[at + j], up), U(U(32) - width))
+
+
+@compiled
+def dequantize_shard(messages, distance, ranks, n, block, group, divisor, out):
+    """Add up messages that begin ``distance`` words apart."""
+    total = np.empty(block, np.float32)
+    words = N(block // len(group))
+    blocks = N((n + block - 1) // block)
+    first = (blocks + N(1)) >> N(1)
+    for b in range(blocks):
+        for r in range(N(ranks)):
+            at = r * N(distance)
+            s = scale_at(messages, at, b)
+            at += first + b * words
+            if r == N(0):
+                dequantize_block(messages, at, group, s, total)
+            else:
+                add_block(messages, at, group, s, total)
+        base = b * N(block)
+        for j in range(min(N(block), N(n) - base)):
+            store(out, base + j, total[j] / divisor)

@@ -1,0 +1,125 @@
+"""Scalars for the CPU kernels: storage dtypes, the hash, lanes of a symbol.
+
+Three habits make these kernels fast. numba promotes uint32 arithmetic to 64 bits, so every hash
+step is cast back. It lets a signed index be negative, so hot loops index with ``N`` (uint64). And
+the number of lanes is the length of a tuple of type ``Group``, which makes it a constant that
+LLVM unrolls by.
+
+Functions that depend on a dtype are stubs here, which ``overload`` fills in at compile time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload, register_jitable
+
+from tagc.ops.cpu.kernels.llvm import bits_float, float_bits, high_product, shift_right
+
+U, N = np.uint32, np.uint64
+compiled = njit(nogil=True, cache=True, boundscheck=False)
+
+
+Group = tuple[int, ...]
+
+
+def group_of(lanes: int) -> Group:
+    """The tuple whose length tells the kernels how many elements a symbol carries."""
+    return (0,) * lanes
+
+
+def load(a, j):  # bfloat16 travels as uint16, None stands for zeros that change no sign
+    raise NotImplementedError
+
+
+def store(a, j, x):
+    raise NotImplementedError
+
+
+def store_finite(a, j, x):  # for residuals: what is finite stays finite in bfloat16, too
+    raise NotImplementedError
+
+
+@overload(load, inline="always")
+def _(a, j):
+    if isinstance(a, types.NoneType):
+        return lambda a, j: np.float32(-0.0)
+    if a.dtype == types.uint16:
+        return lambda a, j: bits_float(U(U(a[j]) << U(16)))
+    return lambda a, j: a[j]
+
+
+@overload(store, inline="always")
+def _(a, j, x):
+    if isinstance(a, types.NoneType):
+        return lambda a, j, x: None
+    if a.dtype == types.uint16:
+        return lambda a, j, x: _put_bfloat16(a, j, float_bits(x))
+
+    def put(a, j, x):
+        a[j] = x
+
+    return put
+
+
+@overload(store_finite, inline="always")
+def _(a, j, x):
+    if isinstance(a, types.NoneType) or a.dtype != types.uint16:
+        return lambda a, j, x: store(a, j, x)
+
+    return lambda a, j, x: _put_bfloat16(a, j, _within_bfloat16(float_bits(x)))
+
+
+@register_jitable(inline="always")
+def _within_bfloat16(b):
+    """Float32 bits, of no larger magnitude than bfloat16's largest number."""
+    m = U(b & U(0x7FFFFFFF))
+    return U(U(b & U(0x80000000)) | (m if m < U(0x7F7F0000) else U(0x7F7F0000)))
+
+
+@register_jitable(inline="always")
+def _put_bfloat16(a, j, b):
+    """Round float32 bits to nearest even; not for NaN."""
+    odd = U(shift_right(b, U(16)) & U(1))
+    a[j] = np.uint16(shift_right(U(U(b + U(0x7FFF)) + odd), U(16)))
+
+
+@register_jitable(inline="always")
+def fmix32(x):
+    x = U(x ^ (x >> U(16)))
+    x = U(x * U(0x85EBCA6B))
+    x = U(x ^ (x >> U(13)))
+    x = U(x * U(0xC2B2AE35))
+    return U(x ^ (x >> U(16)))
+
+
+@register_jitable(inline="always")
+def salts_of(seed, hashes):
+    salts = np.empty(hashes, np.uint32)
+    for i in range(hashes):
+        salts[i] = fmix32(U(U(seed) * U(0x9E3779B9) + U(U(i + 1) * U(0x7F4A7C15))))
+    return salts
+
+
+@register_jitable(inline="always")
+def positions(keys, count, salts, partition, where):
+    """Cells of ``count`` keys, ``where[i, t]``; a loop per hash so that it vectorizes."""
+    for i in range(salts.size):
+        salt, row, first = salts[i], where[i], i * partition
+        for t in range(N(count)):
+            row[t] = first + high_product(fmix32(U(keys[t] ^ salt)), U(partition))
+
+
+@register_jitable(inline="always")
+def lane_of(v, lane, lanes):
+    """Signed lane of a symbol sum.
+
+    Adding half of each lane's range undoes all borrows at once: lanes become plain digits.
+    """
+    bits = N(32 // lanes)
+    half = N(1) << (bits - N(1))
+    bias = N(0)
+    for i in range(N(lanes)):
+        bias |= half << (bits * i)
+    digit = ((N(U(v)) + bias) >> (bits * N(lane))) & ((half << N(1)) - N(1))
+    return np.int64(digit) - np.int64(half)

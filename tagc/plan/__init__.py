@@ -1,0 +1,25 @@
+"""Plans: which columns of every unit travel how, and what that costs, before any step."""
+
+from tagc.plan.build import build_plan
+from tagc.plan.choice import AUTO_BITS, Choice, Choose, resolve_auto
+from tagc.plan.plan import Plan
+from tagc.plan.table import as_list, format_bytes
+from tagc.plan.unit_plan import Direction, Segment, UnitPlan
+from tagc.plan.units import FlatBuffer, UnitInfo, UnitParam
+
+__all__ = [
+    "AUTO_BITS",
+    "Choice",
+    "Choose",
+    "Direction",
+    "FlatBuffer",
+    "Plan",
+    "Segment",
+    "UnitInfo",
+    "UnitParam",
+    "UnitPlan",
+    "as_list",
+    "build_plan",
+    "format_bytes",
+    "resolve_auto",
+]

@@ -1,0 +1,171 @@
+"""From rules to segments: the plan of a policy for the units of a model, before any step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tagc.codecs import CodecPlan, PlanRequest, kind_of, plan_codec
+from tagc.codecs.dense import DenseConfig
+from tagc.codecs.feedback import plan_feedback
+from tagc.plan.checks import COMPRESSIBLE, check_dtype, check_effect, matrices_of, unshared_supports
+from tagc.plan.choice import AUTO_BITS, Choose, resolve_auto
+from tagc.plan.param_slices import columns_of
+from tagc.plan.plan import Plan
+from tagc.plan.table import as_list
+from tagc.plan.unit_plan import Direction, Segment, UnitPlan
+from tagc.plan.units import UnitInfo, UnitParam
+from tagc.policy import ParameterRule, ParamInfo, Policy, PolicyError, Rule, When, first_match
+from tagc.policy.configs import AutoConfig
+
+# Where nothing is said about replicas, their gradients must be averaged all the same.
+_DENSE = (Rule(when=When(), codec=DenseConfig()),)
+
+
+def build_plan(
+    units: Sequence[UnitInfo],
+    policy: Policy,
+    *,
+    gathers: Sequence[UnitInfo] = (),
+    replicas: Sequence[UnitInfo] = (),
+    choose: Choose | None = None,
+) -> Plan:
+    """Apply a policy to the units of a model.
+
+    Args:
+        units: the reduce-scatter of every unit.
+        gathers: the all-gather of every unit; needed for rules about parameters.
+        replicas: the all-reduce of every unit's shard; needed for rules about replicas.
+        choose: resolves ``codec: auto``, given the position of a unit in these lists.
+
+    Raises:
+        PolicyError: if the policy means to compress and compresses nothing here.
+    """
+    matched: set[tuple[Direction, int]] = set()
+    chosen: dict[tuple[Direction, str], list[str]] = {}
+
+    def applied(
+        infos: Sequence[UnitInfo],
+        rules: Sequence[Rule | ParameterRule],
+        direction: Direction,
+    ) -> tuple[UnitPlan, ...]:
+        if not rules:
+            return ()
+        return tuple(one(i, info, rules, direction) for i, info in enumerate(infos))
+
+    def one(
+        i: int, info: UnitInfo, rules: Sequence[Rule | ParameterRule], direction: Direction
+    ) -> UnitPlan:
+        options = _plan_unit(info, rules, direction, matched)
+        if len(options) == 1:
+            return options[0]
+        if choose is None:
+            raise PolicyError("codec 'auto' needs a measured or a given link to choose by")
+        choice = choose(i, options)
+        chosen.setdefault((direction, choice.why), []).append(info.name or "(root)")
+        return options[choice.index]
+
+    directions = (
+        applied(units, policy.gradients, "gradients"),
+        applied(gathers, policy.parameters, "parameters"),
+        applied(replicas, policy.replicas or _DENSE, "replicas"),
+    )
+    notes = [*choose.notes] if choose and chosen else []
+    notes += [f"{d} of {as_list(names)}: {why}" for (d, why), names in chosen.items()]
+    notes += [
+        note
+        for plans, rules in zip(
+            directions, (policy.gradients, (), policy.replicas or _DENSE), strict=True
+        )
+        for note in unshared_supports(plans, rules)
+    ]
+    segments = [s for units in directions for unit in units for s in unit.segments]
+    kinds = [s.codec.feedback for s in segments if s.codec.feedback is not None]
+    notes += dict.fromkeys(feedback.note for feedback in kinds if feedback.note)
+    plan = Plan(policy, *directions, notes=tuple(notes))
+    return replace(plan, warnings=tuple(check_effect(plan, matched)))
+
+
+@dataclass
+class _Run:
+    """Parameters that become a segment."""
+
+    rule: int | None
+    role: str
+    params: list[UnitParam] = field(default_factory=list)
+
+
+def _plan_unit(
+    unit: UnitInfo,
+    rules: Sequence[Rule | ParameterRule],
+    direction: Direction,
+    matched: set[tuple[Direction, int]],
+) -> list[UnitPlan]:
+    """The unit's plan, or all that ``codec: auto`` may become, the least compressed first."""
+    runs: list[_Run] = []
+    for param in unit.params:
+        info = ParamInfo.of(param.name, param.shape)
+        index = first_match(rules, info)
+        if index is not None:
+            matched.add((direction, index))
+        last = [run for run in runs[-1:] if run.role == info.role]
+        # Where it is rearranged anyway, what shares a rule need not be adjacent, nor of one role.
+        run = next((r for r in (last if unit.flat is None else runs) if r.rule == index), None)
+        if run is None:
+            run = _Run(rule=index, role=info.role)
+            runs.append(run)
+        run.params.append(param)
+        if run.role != info.role:
+            run.role = "mixed"
+
+    def with_bits(bits: int) -> UnitPlan:
+        segments: list[Segment] = []
+        start = 0
+        for run in runs:
+            stop = start + columns_of(unit, run.params)
+            rule = None if run.rule is None else rules[run.rule]
+            segments.append(
+                Segment(
+                    start=start,
+                    stop=stop,
+                    params=tuple(run.params),
+                    role=run.role,
+                    rule=run.rule,
+                    codec=_plan_segment(rule, unit, run.params, stop - start, bits),
+                )
+            )
+            start = stop
+        return UnitPlan(info=unit, segments=tuple(segments), direction=direction)
+
+    used = [rules[run.rule].codec for run in runs if run.rule is not None]
+    # What cannot be compressed is left as it is.
+    automatic = unit.dtype in COMPRESSIBLE and any(isinstance(c, AutoConfig) for c in used)
+    # min_bits makes some of them equal.
+    options = dict.fromkeys(map(with_bits, AUTO_BITS if automatic else AUTO_BITS[:1]))
+    for option in options:
+        check_dtype(option)
+    return list(options)
+
+
+def _plan_segment(
+    rule: Rule | ParameterRule | None,
+    unit: UnitInfo,
+    params: Sequence[UnitParam],
+    columns: int,
+    auto_bits: int,
+) -> CodecPlan:
+    config = DenseConfig() if rule is None else rule.codec
+    feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
+    if isinstance(config, AutoConfig):
+        config = resolve_auto(config, auto_bits, parameters=isinstance(rule, ParameterRule))
+    kind = kind_of(config)
+    return plan_codec(
+        config,
+        PlanRequest(
+            columns=columns,
+            world_size=unit.world_size,
+            dtype=unit.dtype,
+            feedback=feedback,
+            matrices=matrices_of(unit, params) if kind.needs_matrices else (),
+        ),
+    )

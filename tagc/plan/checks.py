@@ -1,0 +1,127 @@
+"""What is refused, and what speaks against a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tagc.codecs.selection.capacity import MIN_SHARED
+from tagc.ops.matrix import shard_shape
+from tagc.plan.plan import Plan
+from tagc.plan.table import as_list, format_bytes
+from tagc.plan.unit_plan import Direction, UnitPlan
+from tagc.plan.units import UnitInfo, UnitParam
+from tagc.policy import ParamInfo, PolicyError, Rule, When
+from tagc.policy.configs import AutoConfig
+
+COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
+"""What messages can be made of."""
+
+
+def unshared_supports(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Iterator[str]:
+    """Which parameters' ranks keep groups of their own, although their rule wants shared ones."""
+    names = [
+        param.name
+        for unit in units
+        for segment in unit.segments
+        if rules
+        and segment.rule is not None
+        and segment.columns
+        and rules[segment.rule].codec.shares_support
+        and not segment.codec.has_shared_support
+        for param in segment.params
+    ]
+    if names:
+        yield (
+            f"{units[0].direction} of {as_list(names)}: fewer than {MIN_SHARED} groups to keep, so "
+            "every rank keeps its own instead of shared ones"
+        )
+
+
+def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
+    """What speaks against a plan.
+
+    Args:
+        matched: direction and index of the rules that select any parameter.
+
+    Raises:
+        PolicyError: if the policy means to compress, and compresses nothing here.
+    """
+    policy, found = plan.policy, []
+    rules = [
+        (direction, i, rule)
+        for direction in ("gradients", "parameters", "replicas")
+        for i, rule in enumerate(getattr(policy, direction))
+    ]
+    means_to = [f"{d}[{i}]" for d, i, rule in rules if rule.codec.compresses]
+    automatic = any(isinstance(rule.codec, AutoConfig) for _, _, rule in rules)
+    selected = any((d, i) in matched for d, i, rule in rules if rule.codec.compresses)
+    compressed = selected if automatic else any(unit.compressed for unit in plan.all_units)
+    if means_to and not compressed:
+        names = [p.name for u in plan.units for s in u.segments for p in s.params]
+        raise PolicyError(
+            f"policy {policy.name!r} compresses nothing in this model: none of its rules "
+            f"({', '.join(means_to)}) selects any of the {len(names)} parameters "
+            f"({', '.join(names[:4])}{', …' if len(names) > 4 else ''}), whose roles are "
+            f"{', '.join(sorted({ParamInfo.of(n, ()).role for n in names}))}. 1-D parameters and "
+            "small ones are dense unless a rule names them; to compress nothing, use policy 'dense'"
+        )
+    for direction, i, rule in rules:
+        if (direction, i) not in matched and rule.when != When():
+            found.append(
+                f"policy {policy.name!r}: rule {direction}[{i}] matches no parameter of this model"
+            )
+    dense, wire = (sum(getattr(r, n) for r in plan.rows) for n in ("dense_bytes", "wire_bytes"))
+    if means_to and not automatic and wire >= dense > 0:
+        found.append(
+            f"policy {policy.name!r} sends {format_bytes(wire)} per step at this number of ranks, "
+            f"dense {format_bytes(dense)}: do not compress here, or ask for a lower density"
+        )
+    return found
+
+
+def check_dtype(unit: UnitPlan) -> None:
+    """Refuse to compress what no codec can.
+
+    Raises:
+        PolicyError: if the unit's dtype is none of ``COMPRESSIBLE``.
+    """
+    # FSDP gathers several dtypes as bytes; `tagc.wrap` has better words for that.
+    if unit.compressed and unit.info.dtype not in (*COMPRESSIBLE, torch.uint8):
+        what, remedy = {
+            True: ("gathers parameters", "param_dtype"),
+            False: ("reduces gradients", "reduce_dtype"),
+        }[unit.direction == "parameters"]
+        names = as_list([p.name for s in unit.compressed for p in s.params])
+        raise PolicyError(
+            f"unit {unit.info.name or '(root)'!r} {what} of {unit.info.dtype}, which only the "
+            f"codec 'dense' can send; give it a MixedPrecisionPolicy({remedy}=torch.float32), or "
+            f"leave out of the policy: {names}"
+        )
+
+
+def matrices_of(unit: UnitInfo, params: Sequence[UnitParam]) -> list[tuple[int, int]]:
+    """Rows and columns of what a shard has of every parameter.
+
+    Raises:
+        PolicyError: where that is no matrix.
+    """
+    if unit.flat is not None:
+        raise PolicyError(
+            f"unit {unit.name or '(root)'!r} is sharded by FSDP1, which cuts through rows, so "
+            "codec 'matrix' has none to scale; use fully_shard (FSDP2), or codec 'quantized'"
+        )
+    vectors = [p.name for p in params if len(p.shape) < 2]
+    if vectors:
+        raise PolicyError(
+            f"codec 'matrix' needs rows and columns, but unit {unit.name or '(root)'!r} has "
+            f"{as_list(vectors)} with one dimension only; give such parameters codec 'quantized' "
+            "or 'dense'"
+        )
+    return [
+        shard_shape(p.shape, p.dim, p.columns)
+        if p.local is None
+        else shard_shape(p.local, 0, p.columns)
+        for p in params
+    ]

@@ -1,0 +1,93 @@
+"""The plan of a model: what happens to every parameter, and what all ranks must agree on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from tagc.codecs import CodecPlan, kind_of
+from tagc.plan.table import Row, as_text
+from tagc.plan.unit_plan import Segment, UnitPlan
+from tagc.policy import ParamInfo, Policy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``tagc.wrap`` does to every parameter. ``str(plan)`` is a table.
+
+    Attributes:
+        units: gradients in the reduce-scatter.
+        parameters: parameters in the all-gather; empty where the policy does not mention them.
+        replicas: gradients in the all-reduce across replicas; likewise.
+        notes: what ``codec: auto`` was decided by, and how; what else a user should know.
+        warnings: what speaks against this plan.
+    """
+
+    policy: Policy
+    units: tuple[UnitPlan, ...]
+    parameters: tuple[UnitPlan, ...] = ()
+    replicas: tuple[UnitPlan, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def all_units(self) -> tuple[UnitPlan, ...]:
+        """Every direction."""
+        return self.units + self.parameters + self.replicas
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """One row a parameter and direction, in the order of FSDP's buffers."""
+        return tuple(row for u in self.all_units for s in u.segments for row in _rows(u, s))
+
+    @property
+    def warmup_steps(self) -> int:
+        """Reductions that go dense before any unit is compressed in full."""
+        return max((unit.warmup_steps for unit in self.all_units), default=0)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that ranks must agree on to exchange messages."""
+        content = [[u.direction, as_data(u.info), as_data(u.segments)] for u in self.all_units]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        notes = (*self.notes, *(f"warning: {warning}" for warning in self.warnings))
+        return as_text(self.policy.name, self.rows, self.warmup_steps, notes)
+
+
+def _rows(unit: UnitPlan, segment: Segment) -> Iterator[Row]:
+    """One for each of a segment's parameters."""
+    columns = [unit.dense_columns([param]) for param in segment.params]
+    total = sum(columns) or 1
+    shares = segment.codec.word_shares(columns)
+    for param, own, wire_share in zip(segment.params, columns, shares, strict=True):
+        yield Row(
+            direction=unit.direction,
+            unit=unit.info.label,
+            param=param.name,
+            shape=param.shape,
+            role=ParamInfo.of(param.name, param.shape).role,
+            codec=segment.codec.name,
+            density=segment.codec.density,
+            dense_bytes=unit.dense_bytes(own),
+            wire_bytes=unit.wire_bytes(segment) * wire_share,
+            stored_bytes=unit.stored_bytes(segment) * own / total,
+        )
+
+
+def as_data(value: Any) -> Any:
+    """A plan's dataclasses as what JSON can spell, to the leaves: the names of their fields, but
+    not those of the classes, except that a codec says its kind."""
+    if is_dataclass(value):
+        named = {f.name: as_data(getattr(value, f.name)) for f in fields(value) if f.repr}
+        return {"kind": kind_of(value).name, **named} if isinstance(value, CodecPlan) else named
+    if isinstance(value, tuple | list):
+        return [as_data(item) for item in value]
+    return str(value) if isinstance(value, torch.dtype) else value

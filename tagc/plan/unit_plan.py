@@ -1,0 +1,182 @@
+"""The plan of one unit in one direction: its segments, and what they cost on the wire.
+
+FSDP's reduce-scatter buffer is ``[W, S]``, and a parameter occupies the same columns in each row;
+so it does in the all-gather's buffer. Adjacent parameters that share rule and role form a
+*segment*, which is compressed as one. In FSDP1's buffer, which is cut into rows regardless of
+parameters (see :mod:`tagc.plan.param_slices`), all parameters that share a rule form one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Literal
+
+from tagc.codecs import CodecPlan, in_message_order
+from tagc.plan.param_slices import filled_columns
+from tagc.plan.units import UnitInfo, UnitParam
+
+Direction = Literal["gradients", "parameters", "replicas"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Columns ``start`` to ``stop`` of a unit, which travel by one codec.
+
+    Attributes:
+        role: of its parameters; ``mixed`` in a flat buffer, where they need not share one.
+    """
+
+    start: int
+    stop: int
+    params: tuple[UnitParam, ...]
+    role: str
+    rule: int | None
+    codec: CodecPlan
+
+    @property
+    def columns(self) -> int:
+        """Elements of the segment in one shard."""
+        return self.stop - self.start
+
+    @property
+    def compressed(self) -> bool:
+        """Whether anything but the buffer itself travels."""
+        return self.codec.compressed
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """The segments of one unit in one direction, in column order, without gaps."""
+
+    info: UnitInfo
+    segments: tuple[Segment, ...]
+    direction: Direction = "gradients"
+
+    @property
+    def columns(self) -> int:
+        """Elements of one shard of the unit, as the segments arrange it."""
+        return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def buffer_columns(self) -> int:
+        """Elements of one shard of FSDP's own buffer."""
+        return self.columns if self.info.flat is None else self.info.flat.columns
+
+    def dense_columns(self, params: Sequence[UnitParam]) -> float:
+        """Columns of FSDP's buffer that these parameters take; where that is flat, their share of
+        it."""
+        if self.info.flat is None:
+            return sum(param.columns for param in params)
+        numel, total = (sum(math.prod(p.shape) for p in ps) for ps in (params, self.info.params))
+        return self.info.flat.columns * numel / max(1, total)
+
+    @property
+    def for_all(self) -> bool:
+        """Whether all ranks get the same message, and decode the same."""
+        return self.direction != "gradients"
+
+    @property
+    def destinations(self) -> int:
+        """Messages that a rank makes: one to every owner, or one for all."""
+        return 1 if self.for_all else self.info.world_size
+
+    @property
+    def compressed(self) -> tuple[Segment, ...]:
+        """The segments that do not travel as they are."""
+        return tuple(s for s in self.segments if s.compressed)
+
+    @property
+    def dense(self) -> tuple[Segment, ...]:
+        """The segments that do."""
+        return tuple(s for s in self.segments if not s.compressed)
+
+    def of(self, *plans: type[CodecPlan]) -> tuple[Segment, ...]:
+        """The segments with such codecs."""
+        return tuple(s for s in self.segments if isinstance(s.codec, plans))
+
+    @property
+    def warmup_steps(self) -> int:
+        """Reductions of the whole unit that go dense first: the most that any segment asks for."""
+        return max((s.codec.warmup_steps for s in self.segments), default=0)
+
+    @property
+    def words(self) -> int:
+        """int32 words of the unit's message to one destination."""
+        return sum(s.codec.words for s in self.segments)
+
+    @cached_property
+    def sent(self) -> tuple[slice, ...] | None:
+        """Words of the message to each owner that are sent; None for all of them.
+
+        In a flat buffer an owner may have nothing of the first segments, or of the last, and of
+        dense ones less than another.
+        """
+        if self.info.flat is None:
+            return None
+        spans = [(self.words, 0)] * self.info.world_size
+        at = 0
+        for segment in self.message:
+            for row, columns in enumerate(filled_columns(self.info, segment.params)):
+                used = segment.codec.used_words(columns)
+                if used:
+                    spans[row] = (min(spans[row][0], at), at + used)
+            at += segment.codec.words
+        return tuple(slice(min(start, stop), stop) for start, stop in spans)
+
+    @property
+    def message(self) -> tuple[Segment, ...]:
+        """The segments in the order in which their words follow each other in a message."""
+        return tuple(chain.from_iterable(in_message_order(self.segments)))
+
+    def sent_words(self, segment: Segment) -> float:
+        """Words of a segment in a message; in a flat buffer, on average over all owners."""
+        if self.sent is None:
+            return segment.codec.words
+        before = self.message[: self.message.index(segment)]
+        start = sum(s.codec.words for s in before)
+        stop = start + segment.codec.words
+        parts = (min(stop, span.stop) - max(start, span.start) for span in self.sent)
+        return sum(max(0, words) for words in parts) / self.info.world_size
+
+    @property
+    def reuses_forward_message(self) -> bool:
+        """Whether the message of the forward's all-gather serves the backward's, too."""
+        wanted = any(s.codec.reuses_forward_message for s in self.segments)
+        return wanted and self.info.per_step > 1
+
+    @property
+    def exchanges(self) -> int:
+        """Messages of this unit that a rank sends in a step, for every destination."""
+        return 1 if self.reuses_forward_message else self.info.per_step
+
+    def dense_bytes(self, columns: float) -> float:
+        """Bytes that a rank sends in a step for so many columns uncompressed."""
+        others = self.info.world_size - 1
+        if self.direction == "replicas":  # an all-reduce of one shard
+            return 2 * others / self.info.world_size * columns * self.info.dtype.itemsize
+        return others * columns * self.info.dtype.itemsize * self.info.per_step
+
+    def wire_bytes(self, segment: Segment) -> float:
+        """Bytes that a rank sends in a step for a segment, its share of the counts included."""
+        if not self.compressed:
+            return self.dense_bytes(self.dense_columns(segment.params))
+        W = self.info.world_size
+        words = (W - 1) * self.sent_words(segment) * self.exchanges
+        reduced = 2 * (W - 1) / W
+        words += (reduced if self.for_all else W - 1) * segment.codec.cells
+        words += reduced * self.destinations * segment.codec.counts
+        return 4 * words
+
+    def stored_bytes(self, segment: Segment) -> int:
+        """Bytes that a rank stores for a segment between steps: residual, what it keeps as an
+        owner, the forward's message."""
+        feedback = segment.codec.feedback
+        residual = feedback.element_bytes * segment.columns if feedback else 0
+        owned = feedback.owner_bytes * segment.columns if feedback else 0
+        message = 4 * segment.codec.words * self.info.world_size
+        message = message if self.reuses_forward_message else 0
+        return round(self.destinations * residual) + owned + message

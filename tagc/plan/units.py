@@ -1,0 +1,66 @@
+"""A unit as FSDP shards it: what a plan is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitParam:
+    """A parameter as FSDP shards it.
+
+    Attributes:
+        columns: elements in every shard, padding included; FSDP1: in the shard that has most.
+        dim: FSDP2: dimension of ``shape`` that is sharded.
+        start: FSDP1 only: its first element in the flat buffer.
+        local: FSDP2: shape of every shard, padding included. (With tensor parallelism ``shape``
+            does not say.)
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    columns: int
+    dim: int = 0
+    start: int | None = None
+    local: tuple[int, ...] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatBuffer:
+    """FSDP1's buffer of a unit, ``[W, columns]``.
+
+    Attributes:
+        columns: elements of a shard, padding included.
+        whole: whether it holds nothing but the unit's parameters and padding: no frozen ones.
+    """
+
+    columns: int
+    whole: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitInfo:
+    """One collective of one FSDP unit.
+
+    Attributes:
+        params: in the order of FSDP's buffer.
+        world_size: ranks that take part.
+        dtype: of the buffer, which is ``[world_size, sum of columns]``.
+        per_step: how often it runs in a step: 2 for the all-gather of a unit that FSDP reshards
+            after forward.
+        flat: FSDP1's buffer, in which parameters have no columns of their own.
+    """
+
+    name: str
+    params: tuple[UnitParam, ...]
+    world_size: int
+    dtype: torch.dtype
+    per_step: int = 1
+    flat: FlatBuffer | None = None
+
+    @property
+    def label(self) -> str:
+        """For people: the root module has no name."""
+        return self.name or "(root)"

@@ -1,0 +1,22 @@
+"""What users ask for: rules in YAML, their conditions, and the roles of parameters."""
+
+from tagc.policy.conditions import When
+from tagc.policy.document import PolicyError
+from tagc.policy.policy import Policy, policies
+from tagc.policy.roles import ROLES, ParamInfo, Role, role_of
+from tagc.policy.rules import SMALL, ParameterRule, Rule, first_match
+
+__all__ = [
+    "ROLES",
+    "SMALL",
+    "ParamInfo",
+    "ParameterRule",
+    "Policy",
+    "PolicyError",
+    "Role",
+    "Rule",
+    "When",
+    "first_match",
+    "policies",
+    "role_of",
+]

@@ -1,0 +1,87 @@
+"""Conditions of rules: which parameters they are about."""
+
+import re
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from tagc.codecs.config import Strict
+from tagc.policy.roles import ParamInfo, Role, clean_name
+
+
+def _as_tuple(value: object) -> tuple[object, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"must be a string or a non-empty list of strings, not {value!r:.40}")
+    return tuple(value)
+
+
+def _as_range(value: object) -> tuple[int, int]:
+    ends: list[Any] = []
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", value)
+        ends = [int(end) for end in found.groups() if end] if found else []
+    elif isinstance(value, list | tuple) and len(value) == 2:
+        ends = list(value)
+    elif isinstance(value, int):
+        ends = [value]
+    # A bool is an int, too, but no layer.
+    if not ends or any(type(end) is not int for end in ends) or not 0 <= ends[0] <= ends[-1]:
+        raise ValueError(
+            f"must be a range such as '0-11', [0, 11] or one number, not {value!r:.40}"
+        )
+    return ends[0], ends[-1]
+
+
+_Item = TypeVar("_Item")
+_OneOrMore = Annotated[tuple[_Item, ...], BeforeValidator(_as_tuple)]
+_Glob = Annotated[str, Field(min_length=1)]
+_Layers = Annotated[tuple[int, int], BeforeValidator(_as_range)]
+_Numel = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
+
+class When(Strict):
+    """Conditions on a parameter. All that are given must hold; none given holds for every one.
+
+    `role`: one of `tagc.roles.ROLES` or a list of them. `name`: a glob or a list of globs, case
+    sensitive, over the whole name without wrapper prefixes. `layers`: indices of transformer
+    blocks, inclusive, as "4-11", [4, 11] or one number. `min_numel` and `max_numel`: elements
+    before sharding, inclusive.
+    """
+
+    role: _OneOrMore[Role] | None = None
+    name: _OneOrMore[_Glob] | None = None
+    layers: _Layers | None = None
+    min_numel: _Numel | None = None
+    max_numel: _Numel | None = None
+
+    @field_validator("role", "name")
+    @classmethod
+    def _sort(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        # The order of alternatives has no meaning, so it must not reach the policy's hash.
+        return None if value is None else tuple(sorted(set(value)))
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        low, high = self.min_numel, self.max_numel
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_numel {low} is above max_numel {high}: nothing can match")
+        return self
+
+    def matches(self, param: ParamInfo) -> bool:
+        """Whether all conditions hold for the parameter."""
+        if self.role is not None and param.role not in self.role:
+            return False
+        if self.name is not None:
+            name = clean_name(param.name)
+            if not any(fnmatchcase(name, glob) for glob in self.name):
+                return False
+        if self.layers is not None:
+            first, last = self.layers
+            if param.layer is None or not first <= param.layer <= last:
+                return False
+        if self.min_numel is not None and param.numel < self.min_numel:
+            return False
+        return self.max_numel is None or param.numel <= self.max_numel

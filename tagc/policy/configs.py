@@ -1,0 +1,35 @@
+"""What a rule's `codec` can be: the configurations of all codecs, and `auto`."""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+
+from pydantic import Field
+
+from tagc.codecs import CODECS, CodecConfig
+
+
+class AutoConfig(CodecConfig):
+    """The fastest of dense, bfloat16, 8 and 4 bits on the link that `tagc.wrap` measures.
+
+    `min_bits` bounds the choice from below. None of them costs visible quality: 4 bits go with
+    the rule's feedback, by default `average` (LoCo). Parameters, which have no feedback, get 8
+    bits at least.
+    """
+
+    feedback_kinds: ClassVar[tuple[str, ...]] = ("average", "residual", "none")
+
+    kind: Literal["auto"] = "auto"
+    min_bits: Literal[4, 8, 16, 32] = 4
+
+
+GRADIENT_CONFIGS: tuple[type[CodecConfig], ...] = (*(kind.config for kind in CODECS), AutoConfig)
+PARAMETER_CONFIGS: tuple[type[CodecConfig], ...] = (
+    *(kind.parameter_config for kind in CODECS if kind.parameter_config),
+    AutoConfig,
+)
+
+if TYPE_CHECKING:
+    # Each has a `kind` of its own, by which pydantic tells them apart.
+    AnyGradientConfig = AnyParameterConfig = Any
+else:
+    AnyGradientConfig = Annotated[Union[GRADIENT_CONFIGS], Field(discriminator="kind")]  # noqa: UP007
+    AnyParameterConfig = Annotated[Union[PARAMETER_CONFIGS], Field(discriminator="kind")]  # noqa: UP007

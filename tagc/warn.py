@@ -1,0 +1,17 @@
+"""Warnings that appear at the user's line, whatever of this package lies in between."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+
+
+def warn(message: str) -> None:
+    """Warn at the innermost frame outside of this package."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(str(_PACKAGE)):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
