@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from benchmarks.network.report import Results
+from benchmarks.network.results import Results
 
 _WIDTH, _HEIGHT = 5.4, 4.2
 _SMOOTHING = 0.9

@@ -16,7 +16,7 @@ from benchmarks.network.cells import ResultsFile, combine, read_cells
 from benchmarks.network.methods import METHODS, default_methods, resolve
 from benchmarks.network.namespaces import Network, NetworkUnavailable, Rate, creation_commands
 from benchmarks.network.predicted import predicted_seconds
-from benchmarks.network.report import Results
+from benchmarks.network.results import Results
 from support.paths import DATA
 
 FIXTURE = DATA / "network-results.jsonl"

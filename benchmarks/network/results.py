@@ -1,0 +1,117 @@
+"""The cells of a network benchmark, grouped, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.network.cells import Cell
+from benchmarks.network.namespaces import Rate
+from benchmarks.network.predicted import predicted_seconds
+
+
+@dataclass(frozen=True)
+class Results:
+    """The cells of one setting of the training and one number of ranks."""
+
+    settings: dict[str, Any]
+    ranks: int
+    cells: Sequence[Cell]
+
+    @property
+    def methods(self) -> list[str]:
+        """Names of the methods, in the order of measurement."""
+        return list(dict.fromkeys(c["key"]["method"] for c in self.cells if "method" in c["key"]))
+
+    @property
+    def rates(self) -> list[Rate]:
+        """The links, fastest first."""
+        found = {Rate.parse(c["key"]["rate"]) for c in self.cells if "rate" in c["key"]}
+        return sorted(found, key=lambda r: -(r.bits_per_second or float("inf")))
+
+    def steps(self, method: str, rate: Rate) -> list[Cell]:
+        """Step cells of a method on a link, one a pass."""
+        return self._find("step", method=method, rate=str(rate))
+
+    def links(self, rate: Rate) -> list[Cell]:
+        """Probes of a link, one a pass."""
+        return self._find("link", rate=str(rate))
+
+    def loss(self, method: str) -> Cell | None:
+        """The loss curve of a method."""
+        return next(iter(self._find("loss", method=method)), None)
+
+    def step_seconds(self, method: str, rate: Rate) -> float | None:
+        """Median step time over all passes."""
+        seconds = [s for cell in self.steps(method, rate) for s in cell["step_seconds"]]
+        return statistics.median(seconds) if seconds else None
+
+    def simulated_seconds(self, method: str, rate: Rate) -> list[float] | None:
+        """Time at which every step of the loss curve would end on a link: measured steps, and
+        for bytes beyond theirs (a dense warm-up) the link's measured rate."""
+        loss, steps, links = self.loss(method), self.steps(method, rate), self.links(rate)
+        seconds = self.step_seconds(method, rate)
+        if loss is None or not steps or not links or seconds is None:
+            return None
+        usual = statistics.fmean(cell["kernel_bytes"] for cell in steps)
+        bits = statistics.fmean(cell["all_to_all_rate"] for cell in links)
+        return [
+            n * seconds + 8 * max(0.0, sent - n * usual) / bits
+            for n, sent in enumerate(loss["kernel_bytes"], start=1)
+        ]
+
+    def predicted_miss(self, method: str, rate: Rate) -> float | None:
+        """The predicted step, less the measured one, relative to it; medians over the passes. None
+        on the unlimited link, which the model starts from, and where it says nothing."""
+        unlimited = Rate(None)
+        if rate == unlimited:
+            return None
+        taken, said = [], []
+        for turn in sorted({c["key"]["pass"] for c in self.steps(method, rate)}):
+            found = [
+                _of_pass(cells, turn)
+                for cells in (
+                    self.steps(method, rate),
+                    self.steps(method, unlimited),
+                    self.links(rate),
+                    self.links(unlimited),
+                )
+            ]
+            cell, base, link, free = found
+            if cell is None or base is None or link is None or free is None:
+                continue
+            seconds = predicted_seconds(method, cell, base, link, free, self.ranks)
+            if seconds is not None:
+                said.append(seconds)
+                taken.append(statistics.median(cell["step_seconds"]))
+        return statistics.median(said) / statistics.median(taken) - 1 if said else None
+
+    def _find(self, kind: str, **where: str) -> list[Cell]:
+        return [
+            cell
+            for cell in self.cells
+            if cell["key"]["kind"] == kind
+            and all(cell["key"].get(name) == value for name, value in where.items())
+        ]
+
+
+def group(cells: Iterable[Cell]) -> list[Results]:
+    """Cells that may stand in one table, together: of every method the last definition's."""
+    cells = list(cells)
+    current = {c["key"]["method"]: c["key"]["definition"] for c in cells if "method" in c["key"]}
+    grouped: dict[str, Results] = {}
+    for cell in cells:
+        if cell["key"].get("definition") != current.get(cell["key"].get("method")):
+            continue
+        settings, ranks = cell["key"]["settings"], cell["key"]["ranks"]
+        name = json.dumps([settings, ranks], sort_keys=True)
+        before = grouped[name].cells if name in grouped else ()
+        grouped[name] = Results(settings, ranks, (*before, cell))
+    return list(grouped.values())
+
+
+def _of_pass(cells: Iterable[Cell], turn: int) -> Cell | None:
+    return next((cell for cell in cells if cell["key"]["pass"] == turn), None)

@@ -1,0 +1,138 @@
+"""Imports go downwards: from room to room as `ROOMS` says, and in no circle anywhere."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# From the ground up: a room imports from those before it, and from itself.
+ROOMS = (
+    "version",
+    "warn",
+    "ops",
+    "triton_kernels",
+    "codecs",
+    "policy",
+    "policies",
+    "plan",
+    "comm",
+    "fsdp",
+    "checkpoint",
+    "costs",
+    "metrics",
+    "handle",
+    "wrapper",
+    "tagc",  # the package's own face
+    "cli",
+    "benchmarks",
+)
+# Where the packages' folders stand in the repository.
+FOLDERS = {
+    "tagc": ROOT / "tagc",
+    "tagc.triton_kernels": ROOT / "triton_kernels",
+    "tagc.policies": ROOT / "policies",
+    "tagc.benchmarks": ROOT / "benchmarks",
+}
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package, as it is installed, and its file."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for file in sorted(folder.rglob("*.py")):
+            parts = file.relative_to(folder).with_suffix("").parts
+            name = ".".join((package, *(part for part in parts if part != "__init__")))
+            found[name] = file
+    return found
+
+
+MODULES = sources()
+
+
+def imports(name: str) -> Iterator[str]:
+    """The modules of the package that a module names in any import: in functions and for type
+    checkers, too, and by `import_module` with a plain string."""
+    for found in _named(name):
+        # In the repository the benchmarks are run from their own folder.
+        full = f"tagc.{found}" if found.startswith("benchmarks.") else found
+        if full in MODULES:
+            yield full
+
+
+def _named(name: str) -> Iterator[str]:
+    """Everything that may be the name of a module in a module's imports."""
+    path = MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            of_modules = [n for n in names if n in MODULES or f"tagc.{n}" in MODULES]
+            yield from of_modules
+            # The package itself is meant where it has the name, and no module of its does.
+            if len(of_modules) < len(names):
+                yield base
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            argument = node.args[0]
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                yield argument.value
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if "." in name else "tagc"
+
+
+# What is imported only when it is asked for, upwards: `tagc bench`.
+LATE = {("tagc.cli", "tagc.benchmarks.suites")}
+GRAPH = {name: sorted(set(imports(name))) for name in MODULES}
+
+
+def test_every_module_has_a_room() -> None:
+    assert {room(name) for name in MODULES} == set(ROOMS)
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_imports_go_downwards(name: str) -> None:
+    floor = ROOMS.index(name)
+    upwards = [
+        f"{module} imports {other}"
+        for module in MODULES
+        if room(module) == name
+        for other in GRAPH[module]
+        if ROOMS.index(room(other)) > floor and (module, other) not in LATE
+    ]
+    assert not upwards
+
+
+def test_no_import_is_in_a_circle() -> None:
+    """Among files; a package's face imports from its files, and they may not import the face."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            circle = " -> ".join([*path[path.index(module) :], module])
+            raise AssertionError(f"a circle of imports: {circle}")
+        if module in done:
+            return
+        for other in GRAPH[module]:
+            if other != module:
+                visit(other, [*path, module])
+        done.add(module)
+
+    for module in MODULES:
+        visit(module, [])
+
+
+def test_a_circle_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GRAPH, "tagc.version", ["tagc.wrapper"])
+    with pytest.raises(AssertionError, match=r"tagc\.version -> tagc\.wrapper|circle"):
+        test_no_import_is_in_a_circle()
