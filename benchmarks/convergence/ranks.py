@@ -29,6 +29,9 @@ class _ByHand:
         self.takes_leftovers = True
         self.wire_bytes = 0
 
+    def add_inside(self, grad: Tensor) -> Tensor:
+        return grad
+
     def send(self, received: Tensor, message: Tensor) -> Work:
         raise NotImplementedError("messages are carried by hand")
 

@@ -42,6 +42,17 @@ class Exchange(Protocol):
     takes_leftovers: bool
     wire_bytes: int
 
+    def add_inside(self, grad: Tensor) -> Tensor:
+        """Add up what neighbours have before anything is encoded.
+
+        Args:
+            grad: the unit's buffer: ``[ranks, S]``, or ``[1, S]`` for an all-reduce.
+
+        Returns:
+            ``[D, S]``: ``grad`` itself where every rank sends for itself.
+        """
+        ...
+
     def send(self, received: Tensor, message: Tensor) -> Work:
         """Start sending the rows of ``message`` ``[D, words]`` to their destinations; row ``r`` of
         ``received`` ``[W, words]`` comes from rank ``r``. Both int32."""

@@ -18,12 +18,16 @@ from tagc.comm.collectives import (
 )
 
 
-class _Counting:
-    """What the exchanges share: a group, buffers, and a counter of bytes."""
+class GroupExchange:
+    """What exchanges share: a group, buffers, and a counter of bytes."""
 
     def __init__(self, group: dist.ProcessGroup, workspace: Workspace) -> None:
         self._group, self._workspace = group, workspace
         self.wire_bytes = 0
+
+    def add_inside(self, grad: Tensor) -> Tensor:
+        """Every rank sends for itself."""
+        return grad
 
     def sum_counts(self, counts: Tensor) -> CollectiveWork:
         """See :meth:`tagc.codecs.Exchange.sum_counts`."""
@@ -39,7 +43,7 @@ class _Counting:
         return work
 
 
-class ShardExchange(_Counting):
+class ShardExchange(GroupExchange):
     """A reduce-scatter: every rank owns a row, and gets a message about it from every rank."""
 
     def __init__(
@@ -69,7 +73,7 @@ class ShardExchange(_Counting):
         return self._counted(sum_rows(total, cells, scratch, self._group)), total
 
 
-class BroadcastExchange(_Counting):
+class BroadcastExchange(GroupExchange):
     """An all-reduce, or an all-gather: one message for everybody, and everybody decodes it."""
 
     def __init__(self, group: dist.ProcessGroup, workspace: Workspace) -> None:

@@ -75,7 +75,7 @@ class UnitReducer:
         self._flat = flat_rows(plan, workspace)
         self._setup = CodecSetup(
             destinations=plan.destinations,
-            world_size=plan.info.world_size,
+            world_size=plan.sources,
             dtype=plan.info.dtype,
             ops=ops,
             device=device,
@@ -201,13 +201,14 @@ class UnitReducer:
             self._reduce_natively(out, inp, group, op, native)
             return
         self.compressed_steps += 1
-        W, D = self.plan.info.world_size, self.plan.destinations
-        grad, shard = inp.view(D, -1), out
+        grad, shard = inp.view(-1, self.plan.buffer_columns), out
         if self._flat is not None:
             grad, shard = self._flat.arrange(grad), self._flat.shard_buffer(out.dtype)
         exchange = self._connect(group)
-        send = self._workspace.take("message_send", (D, self.plan.words), torch.int32)
-        received = self._workspace.take("message_recv", (W, self.plan.words), torch.int32)
+        grad = exchange.add_inside(grad)
+        plan, take = self.plan, self._workspace.take
+        send = take("message_send", (plan.destinations, plan.words), torch.int32)
+        received = take("message_recv", (plan.sources, plan.words), torch.int32)
         with record_function(f"TAGC::encode ({self._name})"):
             self.encode(grad, send, exchange)
         with record_function(f"TAGC::exchange ({self._name})"):
@@ -219,7 +220,8 @@ class UnitReducer:
                 codec.wait()
             self._message_bytes += work.wire_bytes
         with record_function(f"TAGC::decode ({self._name})"):
-            self.decode(received, shard, exchange, W if op == dist.ReduceOp.AVG else 1)
+            divisor = plan.info.world_size if op == dist.ReduceOp.AVG else 1
+            self.decode(received, shard, exchange, divisor)
             if self._flat is not None:
                 self._flat.restore(shard, out, exchange.row)
         self._other_bytes += exchange.wire_bytes
@@ -320,7 +322,8 @@ class UnitReducer:
                 f"tagc: unit {self._name!r} was planned for {info.world_size} ranks, but FSDP "
                 f"reduces over {group.size()}; call tagc.wrap after the model is sharded for good"
             )
-        if out.numel() != columns or inp.numel() != columns * self.plan.destinations:
+        rows = 1 if self.plan.for_all else info.world_size
+        if out.numel() != columns or inp.numel() != columns * rows:
             raise RuntimeError(
                 f"tagc: unit {self._name!r} was planned for {columns} gradient columns per rank, "
                 f"but FSDP reduces {out.numel()}: some of its parameters got no gradient in this "

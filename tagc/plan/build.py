@@ -163,7 +163,7 @@ def _plan_segment(
         config,
         PlanRequest(
             columns=columns,
-            world_size=unit.world_size,
+            world_size=unit.world_size // unit.ranks_per_host,
             dtype=unit.dtype,
             feedback=feedback,
             matrices=matrices_of(unit, params) if kind.needs_matrices else (),

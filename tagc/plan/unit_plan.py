@@ -81,8 +81,13 @@ class UnitPlan:
 
     @property
     def destinations(self) -> int:
-        """Messages that a rank makes: one to every owner, or one for all."""
-        return 1 if self.for_all else self.info.world_size
+        """Messages that a rank makes: one for all, or one to every owner that it sends to."""
+        return 1 if self.for_all else self.sources
+
+    @property
+    def sources(self) -> int:
+        """Messages that a rank decodes."""
+        return self.info.world_size // self.info.ranks_per_host
 
     @property
     def compressed(self) -> tuple[Segment, ...]:
@@ -164,7 +169,7 @@ class UnitPlan:
         """Bytes that a rank sends in a step for a segment, its share of the counts included."""
         if not self.compressed:
             return self.dense_bytes(self.dense_columns(segment.params))
-        W = self.info.world_size
+        W = self.sources
         words = (W - 1) * self.sent_words(segment) * self.exchanges
         reduced = 2 * (W - 1) / W
         words += (reduced if self.for_all else W - 1) * segment.codec.cells

@@ -50,6 +50,8 @@ class UnitInfo:
         dtype: of the buffer, which is ``[world_size, sum of columns]``.
         per_step: how often it runs in a step: 2 for the all-gather of a unit that FSDP reshards
             after forward.
+        ranks_per_host: so many ranks, neighbours in the group, add their gradients up before one
+            of them sends; 1 where everyone sends for itself.
         flat: FSDP1's buffer, in which parameters have no columns of their own.
     """
 
@@ -58,6 +60,7 @@ class UnitInfo:
     world_size: int
     dtype: torch.dtype
     per_step: int = 1
+    ranks_per_host: int = 1
     flat: FlatBuffer | None = None
 
     @property

@@ -1,0 +1,112 @@
+"""An exchange in two levels fits the contract: ranks of a host add up first, one message a host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support.distributed import on_ranks
+from support.units import codec_plan, gathered, on_grid
+from tagc.codecs.workspace import Workspace
+from tagc.comm import ShardExchange, UnitReducer
+from tagc.ops import get_ops
+from tagc.plan import Segment, UnitPlan, build_plan
+from tagc.policy import Policy
+
+EXACT: Any = {"rtol": 0, "atol": 0}
+RANKS_PER_HOST = 2
+CODECS: dict[str, dict[str, Any]] = {
+    "quantized": {"kind": "quantized", "bits": 8, "block": 64},
+    "packed": {"kind": "packed", "density": 0.3, "bits": 8},
+    "shared": {"kind": "packed", "density": 0.3, "bits": 8, "support": "shared"},
+    "sketch": {"kind": "sketch", "density": 0.3, "symbol": "int16x2"},
+    "shared sketch": {"kind": "sketch", "density": 0.3, "symbol": "int16x2", "support": "shared"},
+}
+
+
+class HostExchange(ShardExchange):
+    """Rank ``h * R + r`` adds up what its host has for the ranks ``r`` of all hosts, and exchanges
+    messages with them."""
+
+    def __init__(
+        self, inside: dist.ProcessGroup, across: dist.ProcessGroup, workspace: Workspace
+    ) -> None:
+        super().__init__(across, workspace)
+        self._inside = inside
+
+    def add_inside(self, grad: Tensor) -> Tensor:
+        """See :meth:`tagc.codecs.Exchange.add_inside`."""
+        total = grad.clone()
+        dist.all_reduce(total, group=self._inside)
+        return total[self._inside.rank() :: self._inside.size()].contiguous()
+
+
+def in_two_levels(plan: UnitPlan, codec: dict[str, Any], world_size: int) -> UnitPlan:
+    """The same unit, where ranks of a host send together."""
+    info = replace(plan.info, ranks_per_host=RANKS_PER_HOST)
+    rule = {
+        "when": {"name": ["a.*", "c.*"]},
+        "codec": codec,
+        "feedback": {"kind": "residual"},
+    }
+    return build_plan([info], Policy.load({"schema": 1, "gradients": [rule]})).units[0]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("codec", CODECS)
+def test_two_levels_conserve_what_one_does(rank: int, world_size: int, codec: str) -> None:
+    """To the bit on a grid: what owners got, and what ranks still owe, is what came in; and a rank
+    stores a residual for every host, not for every rank."""
+    hosts = world_size // RANKS_PER_HOST
+    inside = [dist.new_group([h * 2, h * 2 + 1]) for h in range(hosts)][rank // 2]
+    across = [dist.new_group([r, r + 2]) for r in range(RANKS_PER_HOST)][rank % 2]
+    assert isinstance(inside, dist.ProcessGroup)
+    assert isinstance(across, dist.ProcessGroup)
+    flat = codec_plan(world_size, CODECS[codec], {"kind": "residual"})
+    plan = in_two_levels(flat, CODECS[codec], world_size)
+    assert (plan.destinations, plan.sources) == (hosts, hosts)
+    cpu = torch.device("cpu")
+    workspace = Workspace(cpu)
+    reducer = UnitReducer(
+        plan,
+        get_ops(cpu),
+        cpu,
+        workspace,
+        seed=7,
+        connect=lambda group: HostExchange(inside, across, workspace),
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    came_in = torch.zeros(world_size, plan.columns, dtype=torch.float64)
+    handed_out = torch.zeros(plan.columns, dtype=torch.float64)
+    for step in range(6):
+        buffers = on_grid(world_size, plan.columns, step)
+        came_in += buffers.double().sum(0)
+        out = torch.full((plan.columns,), torch.nan)
+        reducer.reduce(out, buffers[rank].reshape(-1), group, dist.ReduceOp.SUM)
+        handed_out += out.double()
+        for segment in plan.compressed:
+            check_conserved(reducer, segment, came_in, handed_out, rank)
+    for segment in plan.dense:
+        span = slice(segment.start, segment.stop)
+        torch.testing.assert_close(handed_out[span], came_in[rank, span], **EXACT)
+    message = 4 * (hosts - 1) * plan.words
+    assert 6 * message <= reducer.wire_bytes < 6 * sum(flat.wire_bytes(s) for s in flat.segments)
+
+
+def check_conserved(
+    reducer: UnitReducer, segment: Segment, came_in: Tensor, handed_out: Tensor, rank: int
+) -> None:
+    span = slice(segment.start, segment.stop)
+    residual = reducer.residuals[segment.start]
+    assert residual.shape == (reducer.plan.destinations, segment.columns)
+    # Of this rank's shard those of the same place on every host owe something.
+    everyones = gathered(residual).double()  # [rank, host, columns]
+    owed = everyones[rank % RANKS_PER_HOST :: RANKS_PER_HOST, rank // RANKS_PER_HOST].sum(0)
+    torch.testing.assert_close(handed_out[span] + owed, came_in[rank, span], **EXACT)
+    assert owed.any()
