@@ -156,12 +156,12 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
     def reduce(numel: int) -> Callable[[], object]:
         send = torch.zeros(W * numel, dtype=torch.float32, device=device)
-        out = torch.empty(numel, device=device)
+        out = torch.empty(numel, dtype=torch.float32, device=device)
         return lambda: reduce_scatter(out, send, op=dist.ReduceOp.SUM, group=group)
 
     def gather(numel: int) -> Callable[[], object]:
-        send = torch.zeros(numel, device=device)
-        out = torch.empty(W * numel, device=device)
+        send = torch.zeros(numel, dtype=torch.float32, device=device)
+        out = torch.empty(W * numel, dtype=torch.float32, device=device)
         return lambda: all_gather(out, send, group=group)
 
     # The best of every measurement: what else the machine does only ever adds.
