@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -116,19 +115,17 @@ def _explain(args: argparse.Namespace) -> int:
         choose = FastestChoice(lambda position, direction: link, no_time, (note,))
     elif is_automatic(policy):
         raise ModelError(f"policy {policy.name!r} chooses by the link: give --bandwidth")
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        plan = plan_shapes(
-            shapes,
-            policy,
-            world_size=args.world,
-            replicas=args.replicas,
-            dtype=_DTYPES[args.dtype],
-            parameter_dtype=_DTYPES[args.param_dtype],
-            choose=choose,
-        )
-    for warning in warned:
-        print(f"warning: {warning.message}", file=sys.stderr)
+    plan = plan_shapes(
+        shapes,
+        policy,
+        world_size=args.world,
+        replicas=args.replicas,
+        dtype=_DTYPES[args.dtype],
+        parameter_dtype=_DTYPES[args.param_dtype],
+        choose=choose,
+    )
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     print(f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks")
     print(plan)
     return 0

@@ -84,7 +84,7 @@ class _Allocates:
 
 class _CustomReduceScatter(_Allocates, ReduceScatter):
     def __init__(self, reducer: UnitReducer) -> None:
-        self._reducer = reducer
+        self._reduce = reducer.reduce
 
     def __call__(
         self,
@@ -94,12 +94,12 @@ class _CustomReduceScatter(_Allocates, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        self._reducer.reduce(output_tensor, input_tensor, group, op)
+        self._reduce(output_tensor, input_tensor, group, op)
 
 
 class _CustomAllGather(_Allocates, AllGather):
     def __init__(self, gatherer: UnitGatherer, param_group: Any) -> None:
-        self._gatherer, self._param_group = gatherer, param_group
+        self._gather, self._param_group = gatherer.gather, param_group
 
     def __call__(
         self,
@@ -111,7 +111,7 @@ class _CustomAllGather(_Allocates, AllGather):
         # The state is the same on every rank, for prefetched units, too; that parameters are what
         # they were in forward is not something a rank could find out for itself.
         in_backward = self._param_group._training_state.name == "PRE_BACKWARD"
-        self._gatherer.gather(output_tensor, input_tensor, group, in_backward)
+        self._gather(output_tensor, input_tensor, group, in_backward)
 
 
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
