@@ -101,7 +101,7 @@ class UnitGatherer:
     def state(self) -> dict[str, Tensor]:
         """The counters. The forward's message needs no saving: between two steps no backward still
         waits for it, and the next forward gathers anew."""
-        return {"counters": torch.tensor([self.wire_bytes, self.dense_bytes])}
+        return {"counters": torch.tensor([self.wire_bytes, self.dense_bytes], dtype=torch.int64)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Count on from there."""

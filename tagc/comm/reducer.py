@@ -259,7 +259,7 @@ class UnitReducer:
         """What the next reduction and the counters depend on, beside the residuals; names and
         shapes never change. Waits for what is in flight."""
         counters = [getattr(self, name) for name in _COUNTERS]
-        state = {"counters": torch.tensor(counters)}
+        state = {"counters": torch.tensor(counters, dtype=torch.int64)}
         for name, codec in self.codecs.items():
             state |= nested(name, codec.state())
         return state

@@ -39,7 +39,9 @@ def _measure(
 ) -> Speed:
     numel = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
     generator = torch.Generator(device).manual_seed(0)
-    grad = torch.randn(ROWS, numel // ROWS, generator=generator, device=device).to(dtype)
+    shape = (ROWS, numel // ROWS)
+    wide = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+    grad = wide.to(dtype)
     stored = codec.feedback
     residual = None if stored is None else torch.zeros_like(grad, dtype=stored.working_dtype)
     average = 0.0 if stored is None else stored.old_share

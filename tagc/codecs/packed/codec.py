@@ -117,7 +117,7 @@ class PackedCodec(Codec[PackedPlan]):
     def state(self) -> dict[str, Tensor]:
         """See :meth:`Codec.state`."""
         state = {
-            "started": torch.tensor(self._started),
+            "started": torch.tensor(self._started, dtype=torch.bool),
             "counts": self._counts,
             "totals": self._totals,
             **nested("controller", self._controller.state()),
