@@ -19,6 +19,7 @@ from torch import Tensor
 from tagc.ops.packed import HEADER, POISON, PackedLayout
 
 from .codes import code_of, scale_of
+from .device import on_device_of
 from .jit import jit, tl
 from .rank import RANK_BLOCK, rank
 from .read_index import read_index
@@ -77,6 +78,7 @@ def unpack_kernel(
     tl.store(out + start + j, x, mask=j < n - start)
 
 
+@on_device_of("out")
 def unpack(
     message: Tensor,
     support: Tensor | None,
