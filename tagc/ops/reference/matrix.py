@@ -200,4 +200,4 @@ def prepare_matrix(
     residual: torch.dtype | None,
     average: float,
 ) -> None:
-    """Nothing to compile."""
+    """See :meth:`tagc.ops.matrix.MatrixOps.prepare_matrix`; nothing to compile."""

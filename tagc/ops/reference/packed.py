@@ -128,4 +128,4 @@ def read_index(index: Tensor, bitmap: Tensor, *, layout: PackedLayout) -> None:
 def prepare_packed(
     layout: PackedLayout, gradient: torch.dtype, residual: torch.dtype | None
 ) -> None:
-    """Nothing to compile."""
+    """See :meth:`tagc.ops.packed.PackedOps.prepare_packed`; nothing to compile."""
