@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops import ABOVE, KEPT, NONZERO
-from tagc.ops.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
+from tagc.ops.packed import KEPT_GROUPS, POISON, PackedLayout, index_of
 
 from .device import on_device_of
 from .listing import list_groups
@@ -42,7 +42,7 @@ def pack(
 ) -> None:
     """See :meth:`tagc.ops.packed.PackedOps.pack`."""
     R = grad.shape[0]
-    index = message[:, HEADER : HEADER + layout.index_words]
+    index = index_of(message, layout)
     if support is not None:
         bitmap = support
     elif layout.low_bits:
