@@ -197,7 +197,8 @@ def _compile(
     left = None if residual is None else torch.zeros(1, layout.numel, dtype=residual)
     message = torch.empty(1, layout.words, dtype=torch.int32)
     bitmap = torch.empty(1, layout.bitmap_words, dtype=torch.int32)
-    one, counts = torch.ones(1), torch.empty(1, 4, dtype=torch.int32)
+    one = torch.ones(1, dtype=torch.float32)
+    counts = torch.empty(1, 4, dtype=torch.int32)
     for dtype in {torch.float32, *({gradient, residual} & {torch.bfloat16})}:
         select(grad.to(dtype), one, bitmap, counts, layout=layout)
     pack(grad, left, one, None, message, counts, layout=layout)

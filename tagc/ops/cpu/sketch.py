@@ -84,7 +84,7 @@ def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> 
     left = None if residual is None else torch.zeros(1, 32, dtype=residual)
     index = torch.empty(1, layout.index_words, dtype=torch.int32)
     cells = torch.empty(1, layout.cells, dtype=layout.symbol.dtype)
-    one, seed = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    one, seed = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.int32)
     counts, stats = torch.empty(1, COUNTS, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
     encode(columns, left, one, one, seed, index, cells, counts, layout=layout, levels=1, capacity=1)
     row = None if left is None else left[0]

@@ -36,7 +36,7 @@ def pack(
         message[r, POISON], message[r, KEPT_GROUPS] = (~finite).any(), kept.sum()
 
         keys = kept.nonzero().flatten()
-        stream = torch.zeros(layout.capacity, layout.group, device=x.device)
+        stream = torch.zeros(layout.capacity, layout.group, dtype=torch.float32, device=x.device)
         stream[: keys.numel()] = torch.where(finite[keys, None], groups[keys], 0.0)
         scale, q, left = quantize_rows(stream.view(1, -1), layout.values)
         parts = [pack_scales(scale, layout.values), pack_codes(q, layout.values)]
@@ -60,7 +60,7 @@ def unpack(
     divisor: int,
 ) -> None:
     """See :meth:`tagc.ops.packed.PackedOps.unpack`."""
-    total = torch.zeros(layout.groups, layout.group, device=out.device)
+    total = torch.zeros(layout.groups, layout.group, dtype=torch.float32, device=out.device)
     if support is None:
         bitmap = message.new_empty(message.shape[0], layout.bitmap_words)
         read_index(index_of(message, layout), bitmap, layout=layout)

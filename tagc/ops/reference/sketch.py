@@ -107,8 +107,9 @@ def decode(
     if residual is None:
         return
     keys = stuck.nonzero().flatten()
-    estimate = torch.zeros(layout.groups, layout.symbol.lanes, device=out.device)
-    share = torch.zeros(keys.numel(), layout.symbol.lanes, device=out.device)
+    lanes, device = layout.symbol.lanes, out.device
+    estimate = torch.zeros(layout.groups, lanes, dtype=torch.float32, device=device)
+    share = torch.zeros(keys.numel(), lanes, dtype=torch.float32, device=device)
     for column in positions(keys, seed, layout).unbind(-1):
         share += _values(left[column], step, layout) / degree[column, None]
     estimate[keys] = share / layout.hashes
