@@ -20,6 +20,7 @@ from torch import Tensor
 from tagc.ops.blocks import BlockLayout
 
 from .codes import blocks_and_warps, code_of, scale_of
+from .device import on_device_of
 from .jit import jit, tl
 from .scalar import narrow
 
@@ -57,6 +58,7 @@ def dequantize_kernel(
     tl.store(out + (k * out_stride + start) + j, x, mask=j < n - start)
 
 
+@on_device_of("out")
 def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.dequantize`."""
     if layout.blocks == 0:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tagc.ops.matrix import NOT_FINITE, NOTHING, MatrixLayout
 
+from .device import on_device_of
 from .jit import constant, jit, tl
 from .matrix_numbers import column_scale, row_scale, tile_of, unit_of
 from .scalar import narrow
@@ -87,6 +88,7 @@ def dequantize_matrix_kernel(
     tl.store(out + at, total, mask=exists[:, None] & within[None, :])
 
 
+@on_device_of("out")
 def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
     if not layout.rows:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tagc.ops.matrix import NOT_FINITE, NOTHING, MatrixLayout
 
+from .device import on_device_of
 from .jit import constant, jit, tl
 from .matrix_columns import COLUMNS, sum_columns
 from .matrix_numbers import (
@@ -122,6 +123,7 @@ def quantize_matrix_kernel(
         tl.store(residual + at, left, mask=inside & (byte != _NOT_FINITE)[:, None])
 
 
+@on_device_of("grad")
 def quantize_matrix(
     grad: Tensor,
     residual: Tensor | None,

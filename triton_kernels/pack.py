@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tagc.ops import ABOVE, KEPT, NONZERO
-from tagc.ops.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
+from tagc.ops.packed import KEPT_GROUPS, POISON, PackedLayout, index_of
 
+from .device import on_device_of
 from .listing import list_groups
 from .rank import rank
 from .scratch import buffer
@@ -28,6 +29,7 @@ from .values import quantize_values
 from .write_index import encode_index
 
 
+@on_device_of("grad")
 def pack(
     grad: Tensor,
     residual: Tensor | None,
@@ -40,7 +42,7 @@ def pack(
 ) -> None:
     """See :meth:`tagc.ops.packed.PackedOps.pack`."""
     R = grad.shape[0]
-    index = message[:, HEADER : HEADER + layout.index_words]
+    index = index_of(message, layout)
     if support is not None:
         bitmap = support
     elif layout.low_bits:
@@ -66,6 +68,7 @@ def pack(
     quantize_values(grad, residual, keys, ranks, message, layout=layout, given=support is not None)
 
 
+@on_device_of("x")
 def select(
     x: Tensor, threshold: Tensor, bitmap: Tensor, counts: Tensor, *, layout: PackedLayout
 ) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from tagc.ops.blocks import BlockLayout
 
 from .codes import blocks_and_warps, quantize_tile, store_message
+from .device import on_device_of
 from .jit import jit, tl
 from .scalar import narrow_finite, widen
 
@@ -59,6 +60,7 @@ def quantize_kernel(
         tl.store(place, left, mask=inside & finite[:, None])
 
 
+@on_device_of("grad")
 def quantize(
     grad: Tensor,
     residual: Tensor | None,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tagc.ops.packed import PackedLayout
 
+from .device import on_device_of
 from .jit import jit, tl
 from .rank import RANK_BLOCK, rank
 from .scalar import bits_of, load_bitmap, slot_of
@@ -49,6 +50,7 @@ def read_kernel(
     tl.atomic_or(bitmap + r * bitmap_stride + (group >> 5), bit, mask=there, sem="relaxed")
 
 
+@on_device_of("index")
 def read_index(index: Tensor, bitmap: Tensor, *, layout: PackedLayout) -> None:
     """See :meth:`tagc.ops.packed.PackedOps.read_index`."""
     if not layout.low_bits:

@@ -5,20 +5,14 @@ Key ``k`` owns cell ``(fmix32(k ^ salt_i) * partition) >> 32`` of partition ``i`
 
 Worked example (2 partitions of 4 cells): if key 5 hashes to 0x40000000 and 0xc0000000, its symbol
 goes to cells 0x40000000 * 4 >> 32 = 1 and 4 + 3 = 7.
+
+:mod:`.emit` scatters what it has just quantized; :func:`.sketch.insert` launches the kernel here.
 """
 
 from __future__ import annotations
 
-import triton
-from torch import Tensor
-
-from tagc.ops.sketch import SketchLayout
-
 from .jit import jit, tl
 from .scalar import bits_of, cell_of, load_words
-
-_WORDS = 16
-_WARPS = 4
 
 
 @jit
@@ -45,16 +39,3 @@ def insert_kernel(
     symbol = tl.load(symbols + first * 32 + group, mask=present, other=0)
     key = (first * 32).to(tl.uint32) + group.to(tl.uint32)
     scatter(cells, key, symbol, present, tl.load(seed), partition, HASHES)
-
-
-def insert(
-    symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
-) -> None:
-    """See :meth:`tagc.ops.Ops.insert`."""
-    cells.zero_()
-    if layout.groups == 0:
-        return
-    insert_kernel[(triton.cdiv(layout.words, _WORDS),)](
-        symbols, index, seed, cells, layout.groups, layout.words, layout.partition,
-        WORDS=_WORDS, HASHES=layout.hashes, num_warps=_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip

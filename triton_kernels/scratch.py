@@ -32,5 +32,5 @@ def buffer(
 
 
 def release() -> None:
-    """Forget all buffers; the next step allocates again."""
+    """See :meth:`tagc.ops.Ops.release`."""
     _BUFFERS.clear()

@@ -16,9 +16,10 @@ import torch
 import triton
 from torch import Tensor
 
-from tagc.ops.packed import HEADER, POISON, PackedLayout
+from tagc.ops.packed import POISON, PackedLayout, index_of, values_of
 
 from .codes import code_of, scale_of
+from .device import on_device_of
 from .jit import jit, tl
 from .rank import RANK_BLOCK, rank
 from .read_index import read_index
@@ -77,6 +78,7 @@ def unpack_kernel(
     tl.store(out + start + j, x, mask=j < n - start)
 
 
+@on_device_of("out")
 def unpack(
     message: Tensor,
     support: Tensor | None,
@@ -89,7 +91,7 @@ def unpack(
     if layout.numel == 0:
         return
     R, values = message.shape[0], layout.values
-    index = message[:, HEADER : HEADER + layout.index_words]
+    index = index_of(message, layout)
     if support is not None:
         bitmap = support[None]
     elif layout.low_bits:
@@ -100,7 +102,7 @@ def unpack(
     ranks = rank(bitmap, layout.groups, "bitmap", layout=layout)
     # The support's marks and their ranks are the same for every message.
     bitmap, offset, starts = (x.expand(R, -1) for x in (bitmap, ranks.offset, ranks.starts))
-    received = message[:, HEADER + layout.index_words :]
+    received = values_of(message, layout)
     scales, codes = received.view(torch.int16), received[:, values.scale_words :]
     words = _TILE // (32 * layout.group)
     divide = divisor & (divisor - 1) != 0

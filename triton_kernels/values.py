@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tagc.ops.packed import HEADER, PackedLayout
+from tagc.ops.packed import PackedLayout, values_of
 
 from .codes import blocks_and_warps, quantize_tile, store_message
 from .jit import jit, tl
@@ -84,7 +84,7 @@ def quantize_values(
     if values.blocks == 0:
         return
     blocks, warps = blocks_and_warps(values.block, _EACH)
-    values_words = message[:, HEADER + layout.index_words :]
+    values_words = values_of(message, layout)
     scales, codes = values_words.view(torch.int16), values_words[:, values.scale_words :]
     values_kernel[(triton.cdiv(2 * values.scale_words, blocks), grad.shape[0])](
         grad, residual, keys, ranks.total, scales, codes, layout.numel, layout.capacity,

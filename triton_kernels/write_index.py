@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tagc.ops.packed import PackedLayout
 
+from .device import on_device_of
 from .jit import jit, tl
 from .listing import list_groups
 from .rank import Ranks, rank
@@ -57,6 +58,7 @@ def encode_index(keys: Tensor, ranks: Ranks, index: Tensor, *, layout: PackedLay
     )  # fmt: skip
 
 
+@on_device_of("bitmap")
 def write_index(bitmap: Tensor, index: Tensor, *, layout: PackedLayout) -> None:
     """See :meth:`tagc.ops.packed.PackedOps.write_index`."""
     if not layout.low_bits:

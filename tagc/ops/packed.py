@@ -91,6 +91,11 @@ def index_of(message: Tensor, layout: PackedLayout) -> Tensor:
     return message[..., HEADER : HEADER + layout.index_words]
 
 
+def values_of(message: Tensor, layout: PackedLayout) -> Tensor:
+    """The values ``[..., values.words]`` in messages ``[..., words]``."""
+    return message[..., HEADER + layout.index_words :]
+
+
 def plan_packed(
     numel: int, *, capacity: int, group: int = 1, bits: int = 8, block: int = 256
 ) -> PackedLayout:

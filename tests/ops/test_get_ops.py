@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
+from support.kernel_cases import kernels
 from support.sketch_cases import CPU, REFERENCE
 from tagc.ops import _warn_reference, cpu, get_ops, reference
 
@@ -30,11 +29,11 @@ def test_triton_is_for_cuda():
 
 
 def test_scratch_is_released():
-    ops: Any = get_ops("cuda", "triton")
-    made = ops.buffer("test", (3,), torch.int32, torch.device("cpu"), None)
-    assert ops.buffer("test", (3,), torch.int32, torch.device("cpu"), None) is made
+    ops, scratch = get_ops("cuda", "triton"), kernels("scratch")
+    made = scratch.buffer("test", (3,), torch.int32, torch.device("cpu"), None)
+    assert scratch.buffer("test", (3,), torch.int32, torch.device("cpu"), None) is made
     ops.release()
-    assert ops.buffer("test", (3,), torch.int32, torch.device("cpu"), None) is not made
+    assert scratch.buffer("test", (3,), torch.int32, torch.device("cpu"), None) is not made
     get_ops("cpu", "cpu").release()
     get_ops("cpu", "reference").release()
 

@@ -33,7 +33,7 @@ from support.packed_cases import (
     written_out,
 )
 from tagc.ops.cpu.kernels import bitmap, packer, selection
-from tagc.ops.packed import HEADER, KEPT_GROUPS, POISON, plan_packed
+from tagc.ops.packed import KEPT_GROUPS, POISON, plan_packed, values_of
 
 
 def check_against_oracle(case: Case, got: Packed) -> None:
@@ -54,18 +54,17 @@ def check_against_oracle(case: Case, got: Packed) -> None:
         else:
             kept = nonzero
         assert got.counts[r].tolist() == [len(above), len(nonzero), len(kept), 0]
-        message = got.message[r].tolist()
+        message = got.message[r]
         assert message[POISON] == (not all(finite))
         assert message[KEPT_GROUPS] == len(kept)
-        first_value = HEADER + layout.index_words
         if case.support is None:
-            assert message[HEADER:first_value] == written_out(kept, layout)
+            assert got.index(layout)[r].tolist() == written_out(kept, layout)
         stream = np.zeros(layout.values.numel, np.float32)
         for i, g in enumerate(kept):
             if finite[g]:
                 stream[i * group : i * group + len(members[g])] = x[members[g]]
         row = oracle.quantize_row(stream, layout.values.bits, layout.values.block)
-        assert message[first_value:] == row.words
+        assert values_of(message, layout).tolist() == row.words
         if got.residual is None or case.residual is None:
             continue
         left = x.copy()

@@ -30,7 +30,7 @@ from support.packed_kernels import (
 )
 from tagc.ops import reference
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.packed import HEADER, POISON, PackedLayout, plan_packed
+from tagc.ops.packed import POISON, PackedLayout, index_of, plan_packed
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 
@@ -47,7 +47,7 @@ def _(device):
     p = problem(610, "usual", group=2, low=0)
     message = packed(reference, p, "cpu")["message"]
     assert message is not None
-    message[:, HEADER + p.layout.index_words - 1] |= tail
+    index_of(message, p.layout)[:, -1] |= tail
     check_sum(message, None, p.layout, device)
 
 
@@ -140,9 +140,7 @@ def _(device):
         bitmap = placed(oracle.poisoned(2, layout.bitmap_words, dtype=I32), device, False)
         message = placed(torch.from_numpy(words), device, False)
         assert message is not None
-        ops.read_index(
-            message[:, HEADER : HEADER + layout.index_words], bitmap, layout=layout
-        )  # groups beyond the last
+        ops.read_index(index_of(message, layout), bitmap, layout=layout)  # groups beyond the last
         ops.unpack(message, None, out, layout=layout, divisor=1)
         for tensor in (message, bitmap, out):
             check_margins(tensor)

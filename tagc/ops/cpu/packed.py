@@ -16,7 +16,7 @@ from tagc.ops.cpu.kernels import bitmap as bitmaps
 from tagc.ops.cpu.kernels.packer import pack_values, unpack_shard
 from tagc.ops.cpu.kernels.scalar import group_of
 from tagc.ops.cpu.kernels.selection import keep_largest, select_groups
-from tagc.ops.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
+from tagc.ops.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout, index_of, values_of
 
 
 def pack(
@@ -32,12 +32,11 @@ def pack(
     """See :meth:`tagc.ops.packed.PackedOps.pack`."""
     if grad.dtype == torch.float16:  # numba has no float16 arithmetic on CPUs
         grad = grad.float()
-    values = layout.values
-    first_value = HEADER + layout.index_words
-    first_code = first_value + values.scale_words
-    header, index = words_of(message[:, :HEADER]), words_of(message[:, HEADER:first_value])
-    scales, codes = halves_of(message[:, first_value:first_code]), words_of(message[:, first_code:])
-    limit, unit = np.float32(values.levels), np.float32(1 / values.levels)
+    header, index = words_of(message[:, :HEADER]), words_of(index_of(message, layout))
+    values, scale_words = values_of(message, layout), layout.values.scale_words
+    scales, codes = halves_of(values[:, :scale_words]), words_of(values[:, scale_words:])
+    levels = layout.values.levels
+    limit, unit = np.float32(levels), np.float32(1 / levels)
     g, e, words = numpy_of(grad), numpy_of(residual), np.empty(layout.bitmap_words, np.uint32)
     marks = [NO_SUPPORT] * len(g) if support is None else _supports(support, layout)
     for r in range(grad.shape[0]):
@@ -51,7 +50,7 @@ def pack(
             above = keys.size
         pack_values(
             row, layout.numel, layout.group, keys, stream, support is None or not poison, words,
-            values.block, codes_of(values), limit, unit, scales[r], codes[r],
+            layout.values.block, codes_of(layout.values), limit, unit, scales[r], codes[r],
         )  # fmt: skip
         header[r, POISON], header[r, KEPT_GROUPS] = poison, keys.size
         counts.numpy()[r] = above, nonzero, keys.size, 0
@@ -131,9 +130,8 @@ def unpack(
     if headers[:, POISON].any():
         out.fill_(torch.nan)
         return
-    first_value = HEADER + layout.index_words
     if support is None:
-        indexes = words_of(message[:, HEADER:first_value])
+        indexes = words_of(index_of(message, layout))
         keys = np.empty((len(indexes), layout.capacity + bitmaps.SLACK), np.uint32)
         counts = np.array(
             [_read_index(*pair, layout) for pair in zip(indexes, keys, strict=True)], np.int64
@@ -143,6 +141,7 @@ def unpack(
         counts = np.array([keys.size])
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     words, distance = rows_of(message)
+    first_value = HEADER + layout.index_words
     unpack_shard(
         words, distance, message.shape[0], first_value, first_value + layout.values.scale_words,
         layout.numel, layout.group, keys, counts, layout.values.block, codes_of(layout.values),
@@ -198,11 +197,12 @@ def _compile(
     left = None if residual is None else torch.zeros(1, layout.numel, dtype=residual)
     message = torch.empty(1, layout.words, dtype=torch.int32)
     bitmap = torch.empty(1, layout.bitmap_words, dtype=torch.int32)
-    one, counts = torch.ones(1), torch.empty(1, 4, dtype=torch.int32)
+    one = torch.ones(1, dtype=torch.float32)
+    counts = torch.empty(1, 4, dtype=torch.int32)
     for dtype in {torch.float32, *({gradient, residual} & {torch.bfloat16})}:
         select(grad.to(dtype), one, bitmap, counts, layout=layout)
     pack(grad, left, one, None, message, counts, layout=layout)
-    read_index(message[:, HEADER : HEADER + layout.index_words], bitmap, layout=layout)
+    read_index(index_of(message, layout), bitmap, layout=layout)
     pack(grad, left, one, bitmap, message, counts, layout=layout)
     unpack(message, None, grad[0], layout=layout, divisor=1)
     unpack(message, bitmap[0], grad[0], layout=layout, divisor=1)

@@ -36,7 +36,7 @@ def encode(
     capacity: int,
     support: Tensor | None = None,
 ) -> None:
-    """See :meth:`tagc.ops.Ops.encode`."""
+    """See :meth:`tagc.ops.sketch.SketchOps.encode`."""
     if grad.dtype == torch.float16:  # numba has no float16 arithmetic on CPUs
         grad = grad.float()
     g, e, words = numpy_of(grad), numpy_of(residual), words_of(index)
@@ -64,7 +64,7 @@ def decode(
     layout: SketchLayout,
     divisor: int,
 ) -> None:
-    """See :meth:`tagc.ops.Ops.decode`."""
+    """See :meth:`tagc.ops.sketch.SketchOps.decode`."""
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     union, stuck = decode_shard(
         np.bitwise_or.reduce(words_of(index), axis=0), cells.numpy(), layout.numel,
@@ -84,7 +84,7 @@ def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> 
     left = None if residual is None else torch.zeros(1, 32, dtype=residual)
     index = torch.empty(1, layout.index_words, dtype=torch.int32)
     cells = torch.empty(1, layout.cells, dtype=layout.symbol.dtype)
-    one, seed = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    one, seed = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.int32)
     counts, stats = torch.empty(1, COUNTS, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
     encode(columns, left, one, one, seed, index, cells, counts, layout=layout, levels=1, capacity=1)
     row = None if left is None else left[0]
@@ -92,14 +92,14 @@ def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> 
 
 
 def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """See :meth:`tagc.ops.Ops.prepare`; seconds for every new combination of dtypes."""
+    """See :meth:`tagc.ops.sketch.SketchOps.prepare`; seconds for every new combination of dtypes."""
     _compile(layout.symbol.name, gradient, residual)
 
 
 def insert(
     symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
 ) -> None:
-    """See :meth:`tagc.ops.Ops.insert`."""
+    """See :meth:`tagc.ops.sketch.SketchOps.insert`."""
     insert_shard(
         symbols.numpy(), words_of(index), seed.numpy()[0], _hashes(layout), layout.partition,
         cells.numpy(),
@@ -109,7 +109,7 @@ def insert(
 def peel(
     cells: Tensor, index: Tensor, seed: Tensor, *, layout: SketchLayout
 ) -> tuple[Tensor, Tensor]:
-    """See :meth:`tagc.ops.Ops.peel`."""
+    """See :meth:`tagc.ops.sketch.SketchOps.peel`."""
     symbols = torch.empty(layout.groups, dtype=cells.dtype)
     stuck = torch.empty(layout.groups, dtype=torch.bool)
     peel_shard(

@@ -49,4 +49,4 @@ __all__ = [
 
 
 def release() -> None:
-    """Nothing: no buffer is kept between calls."""
+    """See :meth:`tagc.ops.Ops.release`; no buffer is kept between calls."""

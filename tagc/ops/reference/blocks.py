@@ -99,4 +99,4 @@ def _unpack_codes(words: Tensor, layout: BlockLayout) -> Tensor:
 def prepare_blocks(
     layout: BlockLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
 ) -> None:
-    """Nothing to compile."""
+    """See :meth:`tagc.ops.blocks.BlockOps.prepare_blocks`; nothing to compile."""

@@ -48,8 +48,7 @@ def quantize_matrix(
     else:
         negative = grouped(x, layout.group).gather(-1, place).signbit()
         q = (place + layout.group * negative)[..., 0]
-        value = torch.where(negative, -1.0, 1.0)
-        value = _spread(value, place, layout)
+        value = _spread(_sign(negative), place, layout)
     left = torch.where(sends, x - value * (f * v), x)
     codes = _codes(torch.where(sends, q, 0).to(torch.int64), layout)
     message.copy_(torch.cat([base, _packed(columns, 4), _packed(rows, 8), codes], dim=-1))
@@ -145,6 +144,11 @@ def _row_scales(rows: Tensor, base: Tensor) -> Tensor:
     return torch.where(rows == NOT_FINITE, torch.nan, f)
 
 
+def _sign(negative: Tensor) -> Tensor:
+    """float32 -1 where a bool is true, 1 elsewhere."""
+    return 1.0 - 2.0 * negative.float()
+
+
 def _spread(value: Tensor, place: Tensor, layout: MatrixLayout) -> Tensor:
     """Values ``[..., codes, 1]`` at their places, 0 elsewhere, ``[..., columns]``."""
     zeros = value.new_zeros(*value.shape[:-1], layout.group)
@@ -188,7 +192,7 @@ def _values(message: Tensor, layout: MatrixLayout) -> Tensor:
         half = 1 << (width - 1)
         value = (2 * ((code ^ half) - half) + 1).float()
     else:
-        sign = torch.where(code >= layout.group, -1.0, 1.0)[..., None]
+        sign = _sign(code >= layout.group)[..., None]
         value = _spread(sign, (code & (layout.group - 1))[..., None], layout)
     said = torch.where((rows != NOTHING)[..., None] & (value != 0), value * (f * v), 0.0)
     return torch.where(f.isnan(), torch.nan, said)
@@ -200,4 +204,4 @@ def prepare_matrix(
     residual: torch.dtype | None,
     average: float,
 ) -> None:
-    """Nothing to compile."""
+    """See :meth:`tagc.ops.matrix.MatrixOps.prepare_matrix`; nothing to compile."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops.bitmap import from_bitmap, to_bitmap
-from tagc.ops.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout
+from tagc.ops.packed import KEPT_GROUPS, POISON, PackedLayout, index_of, values_of
 from tagc.ops.reference.blocks import dequantize_rows, pack_codes, pack_scales, quantize_rows
 from tagc.ops.reference.select import grouped, rounded, select_groups
 from tagc.ops.symbols import wrap_int32
@@ -23,7 +23,7 @@ def pack(
     layout: PackedLayout,
 ) -> None:
     """See :meth:`tagc.ops.packed.PackedOps.pack`."""
-    first_value = HEADER + layout.index_words
+    index, values = index_of(message, layout), values_of(message, layout)
     for r in range(grad.shape[0]):
         x = grad[r].float() if residual is None else grad[r].float() + residual[r].float()
         groups = grouped(x, layout.group)
@@ -32,17 +32,15 @@ def pack(
             kept = from_bitmap(support[r], layout.groups)
             above = kept.sum()
         else:
-            write_index(
-                to_bitmap(kept)[None], message[r : r + 1, HEADER:first_value], layout=layout
-            )
+            write_index(to_bitmap(kept)[None], index[r : r + 1], layout=layout)
         message[r, POISON], message[r, KEPT_GROUPS] = (~finite).any(), kept.sum()
 
         keys = kept.nonzero().flatten()
-        stream = torch.zeros(layout.capacity, layout.group, device=x.device)
+        stream = torch.zeros(layout.capacity, layout.group, dtype=torch.float32, device=x.device)
         stream[: keys.numel()] = torch.where(finite[keys, None], groups[keys], 0.0)
         scale, q, left = quantize_rows(stream.view(1, -1), layout.values)
-        values = [pack_scales(scale, layout.values), pack_codes(q, layout.values)]
-        message[r, first_value:] = torch.cat(values, dim=-1)[0]
+        parts = [pack_scales(scale, layout.values), pack_codes(q, layout.values)]
+        values[r] = torch.cat(parts, dim=-1)[0]
         counts[r] = torch.stack([above, nonzero, kept.sum(), torch.zeros_like(above)])
         if residual is None:
             continue
@@ -62,16 +60,15 @@ def unpack(
     divisor: int,
 ) -> None:
     """See :meth:`tagc.ops.packed.PackedOps.unpack`."""
-    first_value = HEADER + layout.index_words
-    total = torch.zeros(layout.groups, layout.group, device=out.device)
+    total = torch.zeros(layout.groups, layout.group, dtype=torch.float32, device=out.device)
     if support is None:
         bitmap = message.new_empty(message.shape[0], layout.bitmap_words)
-        read_index(message[:, HEADER:first_value], bitmap, layout=layout)
+        read_index(index_of(message, layout), bitmap, layout=layout)
     else:
         bitmap = support.expand(message.shape[0], -1)
     for r in range(message.shape[0]):
         keys = from_bitmap(bitmap[r], layout.groups).nonzero().flatten()
-        values = dequantize_rows(message[r, first_value:], layout.values)
+        values = dequantize_rows(values_of(message[r], layout), layout.values)
         total[keys] += values.view(-1, layout.group)[: keys.numel()]
     total = total.flatten()[: layout.numel]
     # Divided by a tensor: by a number, CUDA multiplies with the reciprocal.
@@ -128,4 +125,4 @@ def read_index(index: Tensor, bitmap: Tensor, *, layout: PackedLayout) -> None:
 def prepare_packed(
     layout: PackedLayout, gradient: torch.dtype, residual: torch.dtype | None
 ) -> None:
-    """Nothing to compile."""
+    """See :meth:`tagc.ops.packed.PackedOps.prepare_packed`; nothing to compile."""

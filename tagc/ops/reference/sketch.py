@@ -59,7 +59,7 @@ def encode(
     capacity: int,
     support: Tensor | None = None,
 ) -> None:
-    """See :meth:`tagc.ops.Ops.encode`."""
+    """See :meth:`tagc.ops.sketch.SketchOps.encode`."""
     for d in range(grad.shape[0]):
         x = grad[d].float() if residual is None else grad[d].float() + residual[d].float()
         groups = grouped(x, layout.symbol.lanes)
@@ -97,7 +97,7 @@ def decode(
     layout: SketchLayout,
     divisor: int,
 ) -> None:
-    """See :meth:`tagc.ops.Ops.decode`."""
+    """See :meth:`tagc.ops.sketch.SketchOps.decode`."""
     present = from_bitmap(index[:, : layout.words], layout.groups).any(0)
     poisoned = index[:, layout.words].any()
     symbols, stuck, left, degree = _peel(cells, present, seed, layout)
@@ -107,8 +107,9 @@ def decode(
     if residual is None:
         return
     keys = stuck.nonzero().flatten()
-    estimate = torch.zeros(layout.groups, layout.symbol.lanes, device=out.device)
-    share = torch.zeros(keys.numel(), layout.symbol.lanes, device=out.device)
+    lanes, device = layout.symbol.lanes, out.device
+    estimate = torch.zeros(layout.groups, lanes, dtype=torch.float32, device=device)
+    share = torch.zeros(keys.numel(), lanes, dtype=torch.float32, device=device)
     for column in positions(keys, seed, layout).unbind(-1):
         share += _values(left[column], step, layout) / degree[column, None]
     estimate[keys] = share / layout.hashes
@@ -126,13 +127,13 @@ def _values(symbols: Tensor, step: Tensor, layout: SketchLayout) -> Tensor:
 
 
 def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """Nothing to compile."""
+    """See :meth:`tagc.ops.sketch.SketchOps.prepare`; nothing to compile."""
 
 
 def insert(
     symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
 ) -> None:
-    """See :meth:`tagc.ops.Ops.insert`."""
+    """See :meth:`tagc.ops.sketch.SketchOps.insert`."""
     keys = from_bitmap(index, layout.groups).nonzero().flatten()
     cells.zero_()
     where = positions(keys, seed, layout)
@@ -142,7 +143,7 @@ def insert(
 def peel(
     cells: Tensor, index: Tensor, seed: Tensor, *, layout: SketchLayout
 ) -> tuple[Tensor, Tensor]:
-    """See :meth:`tagc.ops.Ops.peel`."""
+    """See :meth:`tagc.ops.sketch.SketchOps.peel`."""
     symbols, stuck, _, _ = _peel(cells, from_bitmap(index, layout.groups), seed, layout)
     return symbols, stuck
 

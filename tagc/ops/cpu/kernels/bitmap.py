@@ -13,6 +13,7 @@ SLACK = 40
 
 @compiled
 def count_bits(words):
+    """Number of set bits of ``words``, ``[words]`` uint32; int64."""
     total = 0
     for w in range(N(words.size)):
         total += popcount(words[w])
@@ -21,9 +22,15 @@ def count_bits(words):
 
 @compiled
 def write_keys(words, keys, room):
-    """Present groups in ascending order, at most ``room``; returns how many.
+    """List the groups of a bitmap in ascending order, the first ``room`` of them.
 
-    ``keys`` has room for ``SLACK`` more, which may come to hold garbage.
+    Args:
+        words: ``[words]`` uint32, the bitmap.
+        keys: ``[room + SLACK]`` uint32, written; what follows the last group is garbage.
+        room: groups that fit.
+
+    Returns:
+        How many groups are listed, uint64.
     """
     t = N(0)
     for w in range(N(words.size)):
@@ -47,7 +54,7 @@ def write_keys(words, keys, room):
 
 @compiled
 def keys_of(words):
-    """Present groups in ascending order."""
+    """The groups of a bitmap ``[words]`` uint32: ``[count]`` uint32, ascending."""
     total = count_bits(words)
     keys = np.empty(total + SLACK, np.uint32)
     write_keys(words, keys, total)
@@ -56,7 +63,14 @@ def keys_of(words):
 
 @compiled
 def write_index(keys, low_bits, low, high):
-    """Ascending keys in Elias-Fano: the words of the low parts and of the high bitmap."""
+    """Write the Elias-Fano code of :mod:`tagc.ops.packed`.
+
+    Args:
+        keys: ``[count]`` uint32, ascending.
+        low_bits: bits of a low part, 1 to 16.
+        low: ``[low_words]`` uint32, written: the low parts.
+        high: ``[high_words]`` uint32, written: the bitmap of the high parts.
+    """
     width = N(low_bits)
     mask = N((N(1) << width) - N(1))
     low[:] = U(0)
@@ -71,7 +85,18 @@ def write_index(keys, low_bits, low, high):
 
 @compiled
 def read_index(low_bits, low, high, keys, room):
-    """The keys, at most ``room``, as :func:`write_keys`; returns how many."""
+    """Read the Elias-Fano code of :mod:`tagc.ops.packed`, the first ``room`` keys.
+
+    Args:
+        low_bits: bits of a low part, 1 to 16.
+        low: ``[low_words]`` uint32, the low parts.
+        high: ``[high_words]`` uint32, the bitmap of the high parts.
+        keys: ``[room + SLACK]`` uint32, written, ascending; what follows the last key is garbage.
+        room: keys that fit.
+
+    Returns:
+        How many keys are read, uint64.
+    """
     count = write_keys(high, keys, room)
     width = N(low_bits)
     mask = U((N(1) << width) - N(1))
@@ -84,6 +109,13 @@ def read_index(low_bits, low, high, keys, room):
 
 @compiled
 def write_bitmap(keys, groups, words):
+    """Mark groups in a bitmap.
+
+    Args:
+        keys: ``[count]`` uint32; those that are not below ``groups`` are left out.
+        groups: number of groups.
+        words: ``[words]`` uint32, written.
+    """
     words[:] = U(0)
     for i in range(N(keys.size)):
         key = keys[i]

@@ -25,7 +25,24 @@ _DEGREE = np.int64((1 << 24) - 1)
 
 @compiled
 def decode_shard(index, cells, n, group, step, seed, divisor, hashes, partition, out, residual):
-    """:meth:`tagc.ops.Ops.decode` from the OR of the ranks' indexes."""
+    """Decode, see :meth:`tagc.ops.sketch.SketchOps.decode`.
+
+    Args:
+        index: ``[words + 1]`` uint32, the OR of the ranks' bitmaps and of their poison words.
+        cells: ``[cells]`` int32 or float32, the sums; become what peeling leaves in them.
+        n: elements.
+        group: a tuple of as many entries as a symbol has lanes.
+        step: float32.
+        seed: int32.
+        divisor: float32.
+        hashes: cells of a key; 0 for a direct layout.
+        partition: cells of a partition.
+        out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
+        residual: ``[n]`` likewise, updated; or None.
+
+    Returns:
+        How many groups are present, and how many of them could not be recovered.
+    """
     poison, words = index[index.size - 1], index[: index.size - 1]
     keys = keys_of(words)
     stuck = 0
@@ -46,6 +63,7 @@ def decode_shard(index, cells, n, group, step, seed, divisor, hashes, partition,
 
 
 def _fill_nan(out):
+    """Fill ``out``, ``[n]`` float32 or the bits of bfloat16 as uint16, with NaN."""
     raise NotImplementedError
 
 
@@ -66,6 +84,17 @@ def _(out):
 
 @compiled
 def peel_shard(cells, words, seed, hashes, partition, symbols, stuck):
+    """Recover symbols, see :meth:`tagc.ops.sketch.SketchOps.peel`.
+
+    Args:
+        cells: ``[cells]`` int32 or float32, the sums.
+        words: ``[words]`` uint32, the bitmap of the present groups.
+        seed: int32.
+        hashes: cells of a key; 0 for a direct layout.
+        partition: cells of a partition.
+        symbols: ``[groups]`` of the dtype of ``cells``, written.
+        stuck: ``[groups]`` bool, written: which groups could not be recovered.
+    """
     keys = keys_of(words)
     symbols[:] = 0
     stuck[:] = False
@@ -81,8 +110,19 @@ def peel_shard(cells, words, seed, hashes, partition, symbols, stuck):
 
 @compiled
 def _recover(keys, salts, partition, cells):
-    """Values of the present groups in ascending order, which of them are known, the cells of
-    each, and per cell how many keys are left in it; ``cells`` become what is left in them."""
+    """Peel the cells of the present groups.
+
+    Args:
+        keys: ``[count]`` uint32, ascending: the present groups.
+        salts: ``[hashes]`` uint32.
+        partition: cells of a partition.
+        cells: ``[cells]`` int32 or float32, the sums; become what is left in them.
+
+    Returns:
+        ``[count]`` of the dtype of ``cells``, the symbols by key, 0 where not recovered;
+        ``[count]`` uint8, 1 where recovered; ``[count * hashes]`` uint32, the cells of each key;
+        ``[cells]`` int32, how many keys are left in each cell.
+    """
     where = np.empty(keys.size * salts.size, np.uint32)
     values, degree = np.zeros(keys.size, cells.dtype), np.zeros(cells.size, np.int32)
     done = np.zeros(keys.size, np.uint8)
@@ -91,6 +131,18 @@ def _recover(keys, salts, partition, cells):
 
 
 def _solve(keys, salts, partition, cells, where, values, done, degree):
+    """Peel as suits the dtype of the cells; writes what :func:`_recover` returns.
+
+    Args:
+        keys: ``[count]`` uint32, ascending.
+        salts: ``[hashes]`` uint32.
+        partition: cells of a partition.
+        cells: ``[cells]`` int32 or float32, the sums; become what is left in them.
+        where: ``[count * hashes]`` uint32, written.
+        values: ``[count]`` of the dtype of ``cells``, zeros, written where recovered.
+        done: ``[count]`` uint8, zeros, written where recovered.
+        degree: ``[cells]`` int32, written.
+    """
     raise NotImplementedError
 
 
@@ -117,7 +169,16 @@ def _(keys, salts, partition, cells, where, values, done, degree):
 
 @compiled
 def _build(keys, salts, partition, table, unit, where):
-    """Add ``unit * slot + 1`` for every key to the entry of each of its cells; note the cells."""
+    """Add ``unit * slot + 1`` for every key to the entry of each of its cells; note the cells.
+
+    Args:
+        keys: ``[count]`` uint32, ascending; a key's slot is its place here.
+        salts: ``[hashes]`` uint32.
+        partition: cells of a partition.
+        table: ``[cells]`` int64, the entries, added to.
+        unit: int64, a power of two: the lowest bit of an entry's sum of slots.
+        where: ``[count * hashes]`` uint32, written: the cells of each key.
+    """
     hashes = salts.size
     batch = np.empty((hashes, _BATCH), np.uint64)
     for lo in range(0, keys.size, _BATCH):
@@ -134,7 +195,15 @@ def _build(keys, salts, partition, table, unit, where):
 
 @compiled
 def _lonely(table, mask):
-    """Queue that begins with the cells of degree one, and its tail."""
+    """The cells that hold one key.
+
+    Args:
+        table: ``[cells]`` int64, entries whose lowest bits are the number of keys.
+        mask: those bits.
+
+    Returns:
+        ``[cells + 1]`` uint32, a queue that begins with these cells, and how many they are, uint64.
+    """
     queue = np.empty(table.size + 1, np.uint32)
     tail = N(0)
     for c in range(N(table.size)):
@@ -151,6 +220,11 @@ def _peel_compact(keys, salts, partition, cells, where, values, done, degree):
     the number of keys (6 bits). A key leaves a cell by one subtraction. Slots below 2**20 and
     fewer than 64 keys in a cell keep the lower fields from running over; with no more keys than
     cells a fuller cell has probability below 1e-40. The order does not matter to integers.
+
+    Args:
+        keys: ``[count]`` uint32, ascending; at most 2**20.
+        cells: ``[cells]`` int32, the sums; become what is left in them.
+        salts, partition, where, values, done, degree: as in :func:`_solve`.
     """
     hashes = N(salts.size)
     table = np.empty(cells.size, np.int64)
@@ -183,7 +257,14 @@ def _peel_compact(keys, salts, partition, cells, where, values, done, degree):
 
 @compiled
 def _peel_rounds(keys, salts, partition, left, where, values, done, degree):
-    """Peel round by round, any dtype and size, reading each key from its first lonely cell."""
+    """Peel round by round, any dtype and size, reading each key from its first lonely cell.
+
+    Args:
+        keys: ``[count]`` uint32, ascending.
+        left: ``[cells]`` int32 or float64, the sums; become what is left in them.
+        values: ``[count]`` of the dtype of ``left``, zeros, written where recovered.
+        salts, partition, where, done, degree: as in :func:`_solve`.
+    """
     hashes = N(salts.size)
     # Upper 40 bits the sum of the slots, lower 24 the number of keys.
     table = np.zeros(left.size, np.int64)
@@ -225,7 +306,16 @@ def _peel_rounds(keys, salts, partition, left, where, values, done, degree):
 
 @compiled
 def _write(values, keys, n, group, step, divisor, out):
-    """Dequantize into the output: zeros everywhere, then the groups that are there."""
+    """Dequantize into the output: zeros everywhere, then the groups that are there.
+
+    Args:
+        values: ``[count]`` int32 or float32, the symbols by key.
+        keys: ``[count]`` uint32, ascending.
+        n: elements.
+        group: a tuple of as many entries as a symbol has lanes.
+        step, divisor: float32.
+        out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
+    """
     lanes = len(group)
     zero = np.float32(0.0)
     for j in range(N(n)):
@@ -239,6 +329,7 @@ def _write(values, keys, n, group, step, divisor, out):
 
 
 def _dequantize(v, lane, lanes, step):
+    """float32 element of lane ``lane`` of ``lanes`` of a symbol, int32 or float32."""
     raise NotImplementedError
 
 
@@ -251,7 +342,20 @@ def _(v, lane, lanes, step):
 
 @compiled
 def _estimate(keys, done, where, degree, cells, n, lanes, step, hashes, residual):
-    """Give the owner's residual an estimate of what could not be peeled."""
+    """Give the owner's residual an estimate of what could not be peeled.
+
+    Args:
+        keys: ``[count]`` uint32, ascending.
+        done: ``[count]`` uint8, 1 where recovered.
+        where: ``[count * hashes]`` uint32, the cells of each key.
+        degree: ``[cells]`` int32, keys left in each cell.
+        cells: ``[cells]`` int32 or float32, what is left in them.
+        n: elements.
+        lanes: elements of a group.
+        step: float32.
+        hashes: cells of a key.
+        residual: ``[n]`` float32 or the bits of bfloat16 as uint16, updated.
+    """
     for slot in range(keys.size):
         if done[slot]:
             continue

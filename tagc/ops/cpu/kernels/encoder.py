@@ -20,7 +20,23 @@ def encode_row(
     g, e, n, group, threshold, step, seed, levels, capacity, hashes, partition, support, index,
     cells, counts,
 ):  # fmt: skip
-    """One destination; a support that is empty is none."""
+    """Encode for one destination, see :meth:`tagc.ops.sketch.SketchOps.encode`.
+
+    Args:
+        g: ``[n]``, the gradient, float32 or the bits of bfloat16 as uint16.
+        e: ``[n]``, the residual, likewise, updated; or None.
+        n: elements.
+        group: a tuple of as many entries as a symbol has lanes.
+        threshold, step: float32.
+        seed: int32.
+        levels, capacity: as in the contract.
+        hashes: cells of a key; 0 for a direct layout.
+        partition: cells of a partition.
+        support: ``[words]`` uint32, a bitmap, or ``[0]`` for none.
+        index: ``[words + 1]`` uint32, written: the bitmap, then the poison word.
+        cells: ``[cells]`` int32 or float32, written.
+        counts: ``[4]`` int32, written.
+    """
     words = index[: index.size - 1]
     bits, groups = float_bits(threshold), -(-n // len(group))
     above, nonzero, kept, poison, keys, stream = select_groups(
@@ -40,9 +56,17 @@ def encode_row(
 
 @compiled
 def _marked_only(lanes, kept, keys, stream, words):
-    """Drop the groups of a support that are not finite, which a sketch does not hold.
+    """Drop the collected groups that are not marked: those of a support that are not finite.
 
-    Returns: groups left.
+    Args:
+        lanes: elements of a group.
+        kept: groups collected.
+        keys: ``[kept]`` uint32, or longer, ascending; what stays moves to the front.
+        stream: ``[kept * lanes]`` float32, or longer, their x; moved along with the keys.
+        words: ``[words]`` uint32, the bitmap of the marked groups.
+
+    Returns:
+        How many groups are left, uint64.
     """
     width, left = N(lanes), N(0)
     for t in range(N(kept)):
@@ -57,6 +81,16 @@ def _marked_only(lanes, kept, keys, stream, words):
 
 @compiled
 def insert_shard(symbols, words, seed, hashes, partition, cells):
+    """Sketch given symbols, see :meth:`tagc.ops.sketch.SketchOps.insert`.
+
+    Args:
+        symbols: ``[groups]`` int32 or float32.
+        words: ``[words]`` uint32, the bitmap of the groups to insert.
+        seed: int32.
+        hashes: cells of a key; 0 for a direct layout.
+        partition: cells of a partition.
+        cells: ``[cells]`` of the dtype of ``symbols``, written.
+    """
     _insert(symbols, words, salts_of(seed, hashes), partition, cells)
 
 
@@ -64,7 +98,20 @@ def insert_shard(symbols, words, seed, hashes, partition, cells):
 def _emit(e, n, group, step, levels, keys, stream, salts, partition, cells):
     """Quantize what is kept, leave the rest in the residual, add the symbols to the cells.
 
-    Returns: groups with an element that was clipped.
+    Args:
+        e: ``[n]``, the residual, float32 or the bits of bfloat16 as uint16, updated; or None.
+        n: elements.
+        group: a tuple of as many entries as a symbol has lanes.
+        step: float32, a power of two.
+        levels: largest magnitude of a lane.
+        keys: ``[kept]`` uint32, ascending.
+        stream: ``[kept * len(group)]`` float32, or longer, x of the groups ``keys``.
+        salts: ``[hashes]`` uint32; ``[0]`` for a direct layout.
+        partition: cells of a partition.
+        cells: ``[cells]`` int32 or float32, written.
+
+    Returns:
+        How many groups have an element that was clipped, int64.
     """
     cells[:] = 0
     lanes = len(group)
@@ -86,6 +133,22 @@ def _emit(e, n, group, step, levels, keys, stream, salts, partition, cells):
 
 
 def _quantize(x, first, e, at, size, group, step, inverse, limit, cells) -> Any:
+    """Symbol of one group, of the dtype of ``cells``; what it does not say goes to the residual.
+
+    Args:
+        x: ``[...]`` float32, in which the group begins at ``first``.
+        first: where the group begins in ``x``.
+        e: ``[n]``, the residual, float32 or the bits of bfloat16 as uint16, updated; or None.
+        at: where the group begins in ``e``.
+        size: elements of the group that exist, at most ``len(group)``.
+        group: a tuple of as many entries as a symbol has lanes.
+        step, inverse: float32, the step and one over it.
+        limit: float32, largest magnitude of a lane.
+        cells: ``[cells]`` int32 or float32; only its dtype matters.
+
+    Returns:
+        The symbol, and whether an element was clipped.
+    """
     raise NotImplementedError
 
 
@@ -115,6 +178,17 @@ def _(x, first, e, at, size, group, step, inverse, limit, cells):
 
 @compiled
 def _scatter(keys, symbols, count, salts, partition, where, cells):
+    """Add symbols to the cells of their keys.
+
+    Args:
+        keys: ``[count]`` uint32, or longer, all different.
+        symbols: ``[count]`` int32 or float32, or longer.
+        count: keys to look at.
+        salts: ``[hashes]`` uint32; ``[0]`` for a direct layout.
+        partition: cells of a partition.
+        where: ``[hashes, count]`` uint64, or wider: scratch.
+        cells: ``[cells]`` of the dtype of ``symbols``, added to.
+    """
     if salts.size == 0:  # direct
         for t in range(N(count)):
             cells[keys[t]] = symbols[t]
@@ -128,6 +202,15 @@ def _scatter(keys, symbols, count, salts, partition, where, cells):
 
 @compiled
 def _insert(symbols, words, salts, partition, cells):
+    """Clear the cells, then add the symbols of the groups in a bitmap, a batch at a time.
+
+    Args:
+        symbols: ``[groups]`` int32 or float32.
+        words: ``[words]`` uint32, the bitmap of the groups to insert.
+        salts: ``[hashes]`` uint32; ``[0]`` for a direct layout.
+        partition: cells of a partition.
+        cells: ``[cells]`` of the dtype of ``symbols``, written.
+    """
     cells[:] = 0
     keys, batch = np.empty(_BATCH, np.uint32), np.empty(_BATCH, cells.dtype)
     where = np.empty((max(1, salts.size), _BATCH), np.uint64)

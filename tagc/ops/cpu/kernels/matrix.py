@@ -27,14 +27,14 @@ _ONE, _TWO, _HALF = np.float32(1.0), np.float32(2.0), np.float32(0.5)
 
 @register_jitable
 def _bounded(x):
-    """Magnitude of ``x``, 0 if it is not finite, and at most ``LARGEST``."""
+    """Magnitude of float32 ``x``, 0 if it is not finite, and at most ``LARGEST``."""
     b = U(float_bits(x) & _ABS)
     return bits_float(b if b < _LARGEST else (_LARGEST if b < _INF else U(0)))
 
 
 @register_jitable
 def _pairs(total, lanes):
-    """Add up ``total[:lanes]``, neighbours first."""
+    """Add up ``total[:lanes]``, float32, neighbours first; the entries are scratch afterwards."""
     width = lanes
     while width > 1:
         width //= 2
@@ -45,7 +45,7 @@ def _pairs(total, lanes):
 
 @register_jitable
 def _lane_sum(x, total):
-    """Sum of ``x``; ``total`` is scratch."""
+    """Sum of ``x``, ``[n]`` float32, in lanes; ``total``, ``[ROW_LANES]`` float32, is scratch."""
     for lane in range(N(ROW_LANES)):
         total[lane] = np.float32(0.0)
     whole = N(x.size // ROW_LANES)
@@ -61,7 +61,18 @@ def _lane_sum(x, total):
 
 @register_jitable(inline="always")
 def _load_row(g, e, base, x, u):
-    """``x`` and its bounded magnitudes ``u``; returns whether all is finite."""
+    """Load one row.
+
+    Args:
+        g: ``[...]``, the gradient, float32 or the bits of bfloat16 as uint16.
+        e: ``[...]``, the residual, likewise; or None.
+        base: where the row begins in both.
+        x: ``[columns]`` float32, written: their sum.
+        u: ``[columns]`` float32, written: bounded magnitudes of ``x``.
+
+    Returns:
+        Whether all of ``x`` is finite.
+    """
     largest, bits = U(0), x.view(np.uint32)
     for j in range(N(x.size)):
         x[j] = load(g, base + j) + load(e, base + j)
@@ -74,7 +85,7 @@ def _load_row(g, e, base, x, u):
 
 @compiled
 def read_scales(columns, v):
-    """The columns' scales, 4 bits each in ``columns``."""
+    """Unpack the columns' scales: ``columns`` ``[ceil(n / 8)]`` uint32 to ``v`` ``[n]`` float32."""
     for j in range(N(v.size)):
         code = shift_right(columns[j >> N(3)], U(N(4) * (j & N(7)))) & U(15)
         v[j] = bits_float(shift_left(U(code + U(COLUMN_BIAS)), U(22)))
@@ -82,9 +93,17 @@ def read_scales(columns, v):
 
 @compiled
 def quantize_columns(g, e, rows, v, columns):
-    """Write the columns' scales, as numbers and as codes.
+    """Find the columns' scales and the base of the rows'.
 
-    Returns the base of the rows' scales.
+    Args:
+        g: ``[rows * columns]``, the gradient, float32 or the bits of bfloat16 as uint16.
+        e: ``[rows * columns]``, the residual, likewise; or None.
+        rows: number of rows.
+        v: ``[columns]`` float32, written: the columns' scales.
+        columns: ``[ceil(columns / 8)]`` uint32, written: their codes, 4 bits each.
+
+    Returns:
+        The base of the rows' scales, uint32.
     """
     n = N(v.size)
     x, u = np.empty(v.size, np.float32), np.empty(v.size, np.float32)
@@ -122,7 +141,7 @@ def quantize_columns(g, e, rows, v, columns):
 
 @register_jitable(inline="always")
 def _byte_of(fit, base):
-    """Of a row whose scale is ``fit``, which is finite and not negative."""
+    """Byte, uint32, of a row with the scale ``fit``, a float32 that is finite and not negative."""
     t = shift_right(U(float_bits(fit) + U(1 << 19)), U(20))
     if base == U(0) or t <= base:
         return U(NOTHING)
@@ -132,8 +151,21 @@ def _byte_of(fit, base):
 
 @compiled
 def quantize_rows(g, e, rows, v, base, size, group, distance, kept, fresh, scales, codes):
-    """All rows; ``size`` neighbours share a code, ``kept`` and ``fresh`` are the shares of old and
-    new residual."""
+    """Find the rows' scales and quantize all rows.
+
+    Args:
+        g: ``[rows * columns]``, the gradient, float32 or the bits of bfloat16 as uint16.
+        e: ``[rows * columns]``, the residual, likewise, updated; or None.
+        rows: number of rows.
+        v: ``[columns]`` float32, the columns' scales.
+        base: uint32, from :func:`quantize_columns`.
+        size: uint64, neighbours that share a code; 1 for none.
+        group: a tuple of as many entries as a word has codes.
+        distance: float32, what a row's fit is multiplied by.
+        kept, fresh: float32, shares of the old and of the new residual.
+        scales: ``[ceil(rows / 4)]`` uint32, written: the rows' bytes.
+        codes: ``[rows * row_words]`` uint32, written.
+    """
     n, lanes, width = N(v.size), N(len(group)), U(32 // len(group))
     grouped = size > N(1)
     count = (n + size - N(1)) // size
@@ -202,8 +234,17 @@ def quantize_rows(g, e, rows, v, base, size, group, distance, kept, fresh, scale
 
 @register_jitable(inline="always")
 def _find_largest(x, u, v, inverse, size, place, squares):
-    """Places of the first largest ``|x * inverse|`` of every ``size``; ``u * v`` and ``v * v``
-    there, by code, the former at the begin of ``u``."""
+    """The first largest ``|x * inverse|`` of every ``size`` neighbours of a row.
+
+    Args:
+        x: ``[columns]`` float32.
+        u: ``[columns]`` float32, bounded magnitudes of ``x``; the first ``codes`` become ``u * v``
+            of the elements found.
+        v, inverse: ``[columns]`` float32, the columns' scales and one over them.
+        size: uint64, neighbours that share a code.
+        place: ``[codes]`` uint64, written: places of the elements found, from 0 to ``size - 1``.
+        squares: ``[codes]`` float32, written: ``v * v`` of the elements found.
+    """
     n = N(x.size)
     for t in range(N(place.size)):
         first = t * size
@@ -219,7 +260,16 @@ def _find_largest(x, u, v, inverse, size, place, squares):
 
 @register_jitable
 def _add_row(source, at, words, group, step, total):
-    """Add a row's elements, each with a code of its own."""
+    """Add the elements of a row in which each has a code of its own.
+
+    Args:
+        source: ``[...]`` uint32.
+        at: where the row's codes begin in ``source``.
+        words: words of a row's codes.
+        group: a tuple of as many entries as a word has codes.
+        step: ``[words * len(group)]`` float32, ``f * v`` by column, then padding.
+        total: ``[words * len(group)]`` float32, or longer, added to.
+    """
     width = U(32 // len(group))
     above = U(32) - width
     for k in range(N(len(group))):
@@ -231,7 +281,19 @@ def _add_row(source, at, words, group, step, total):
 
 @compiled
 def dequantize_rows(heads, columns, scales, codes, rows, size, group, divisor, out):
-    """Add up messages, each a row of ``heads`` (the base) and of all else."""
+    """Add up messages, see :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`.
+
+    Args:
+        heads: ``[R, 1]`` uint32, the bases.
+        columns: ``[R, ceil(columns / 8)]`` uint32, the columns' scales.
+        scales: ``[R, ceil(rows / 4)]`` uint32, the rows' bytes.
+        codes: ``[R, rows * row_words]`` uint32.
+        rows: number of rows.
+        size: uint64, neighbours that share a code; 1 for none.
+        group: a tuple of as many entries as a word has codes.
+        divisor: float32.
+        out: ``[rows * columns]`` float32 or the bits of bfloat16 as uint16, written.
+    """
     n, lanes, width = N(out.size // rows), N(len(group)), U(32 // len(group))
     count = (n + size - N(1)) // size
     words = (count + lanes - N(1)) // lanes

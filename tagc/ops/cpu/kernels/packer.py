@@ -14,13 +14,30 @@ _CHUNK = 4096
 
 @compiled
 def _has(words, key):
+    """1 if the bitmap ``words``, ``[words]`` uint32, has the group ``key``, else 0."""
     return shift_right(words[N(key) >> N(5)], U(key & U(31))) & U(1)
 
 
 @compiled
 def pack_values(e, n, lanes, keys, stream, whole, finite, block, group, limit, unit, scales, codes):
-    """Quantize the groups ``keys``, ``lanes`` elements each in ``stream``, in place, and leave the
-    rest in the residual; unless ``whole``, only of groups in the bitmap ``finite``."""
+    """Quantize the kept groups, and leave in the residual what the codes do not say.
+
+    Args:
+        e: ``[n]``, the residual, float32 or the bits of bfloat16 as uint16, updated; or None.
+        n: elements.
+        lanes: elements of a group.
+        keys: ``[count]`` uint32, ascending: the kept groups.
+        stream: ``[count * lanes]`` float32, their x, which becomes what the codes leave; longer by
+            a block or more, which is overwritten.
+        whole: whether all of ``keys`` are finite; else only the residual of those in ``finite`` is
+            written.
+        finite: ``[words]`` uint32, the bitmap of the finite groups.
+        block: elements of a block.
+        group: a tuple of as many entries as a word has codes.
+        limit, unit: float32, the largest code and one over it.
+        scales: ``[2 * scale_words]`` uint16, written.
+        codes: ``[blocks * block_words]`` uint32, written.
+    """
     c = np.empty(block, np.uint32)
     size, count = N(lanes), N(keys.size)
     elements, per_block = count * size, N(block) // size
@@ -55,8 +72,22 @@ def pack_values(e, n, lanes, keys, stream, whole, finite, block, group, limit, u
 
 @compiled
 def _add_groups(keys, t, stop, start, groups, size, values, within, total):
-    """Add ``values`` of keys ``t`` to ``stop`` to ``total``, which begins at group ``start``, up
-    to the first that lies elsewhere; returns which that is."""
+    """Add the values of keys that lie in one stretch of the output.
+
+    Args:
+        keys: ``[count]`` uint32, ascending.
+        t: place in ``keys`` of the first to add.
+        stop: place after the last.
+        start: the group with which ``total`` begins.
+        groups: groups of ``total``.
+        size: elements of a group.
+        values: ``[block]`` float32, the elements of a block.
+        within: place in ``values``, in groups, of the first to add.
+        total: ``[groups * size]`` float32, added to.
+
+    Returns:
+        Place in ``keys`` of the first that was not added: ``stop``, or one that lies elsewhere.
+    """
     if size == N(1):
         while t < stop and N(keys[t]) - start < groups:
             total[N(keys[t]) - start] += values[within]
@@ -77,8 +108,23 @@ def _add_groups(keys, t, stop, start, groups, size, values, within, total):
 def unpack_shard(
     messages, distance, ranks, scales, codes, n, lanes, keys, counts, block, group, divisor, out
 ):
-    """Add up the values of messages that begin ``distance`` words apart, with scales and codes
-    from ``scales`` and ``codes`` on in each; row ``r`` of ``keys`` (or the only one) says where."""
+    """Add up sparse messages, see :meth:`tagc.ops.packed.PackedOps.unpack`.
+
+    Args:
+        messages: ``[...]`` uint32, in which the messages begin ``distance`` words apart.
+        distance: from one message to the next, in words.
+        ranks: number of messages.
+        scales, codes: where scales and codes begin in a message, in words.
+        n: elements.
+        lanes: elements of a group.
+        keys: ``[ranks, ...]`` uint32, each row ascending: the groups of each message; or
+            ``[1, ...]`` if all have the same.
+        counts: ``[ranks]`` or ``[1]`` int64, how many entries of each row are groups.
+        block: elements of a block.
+        group: a tuple of as many entries as a word has codes.
+        divisor: float32.
+        out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
+    """
     total = np.empty(_CHUNK, np.float32)
     held = np.empty((ranks, block), np.float32)
     taken = np.zeros(ranks, np.uint64)

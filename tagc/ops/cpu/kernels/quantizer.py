@@ -14,7 +14,12 @@ _LARGEST_SCALE, _MIN_SCALE, _NAN = U(0x7F7F0000), U(0x00800000), U(0x7FC00000)
 
 @register_jitable(inline="always")
 def _scale_of(largest, unit):
-    """Bits of the scale, as float32, of a block with this largest magnitude, as bits."""
+    """Scale of a block, a bfloat16 as the bits of a float32, uint32.
+
+    Args:
+        largest: uint32, bits of the block's largest magnitude.
+        unit: float32, one over the largest code.
+    """
     if largest >= _INF:
         return _NAN
     b = min(float_bits(bits_float(largest) * unit), _LARGEST_SCALE)
@@ -24,9 +29,19 @@ def _scale_of(largest, unit):
 
 @compiled
 def quantize_block(x, c, group, limit, unit, codes, at):
-    """Quantize ``x``, which becomes what the codes leave; write the words from ``codes[at]`` on.
+    """Quantize one block.
 
-    ``c`` is scratch. Returns the bits of the scale; if that is not a number, ``x`` stays.
+    Args:
+        x: ``[block]`` float32; becomes what the codes leave, or stays if it is not all finite.
+        c: ``[block]`` uint32, scratch.
+        group: a tuple of as many entries as a word has codes.
+        limit: float32, the largest code.
+        unit: float32, one over it.
+        codes: ``[...]`` uint32, written from ``at`` on, ``block / len(group)`` words.
+        at: where the block's codes begin.
+
+    Returns:
+        The scale, the bits of a float32 as uint32; NaN if ``x`` is not all finite.
     """
     lanes, bits = N(len(group)), x.view(np.uint32)
     size = N(x.size)
@@ -61,7 +76,19 @@ def quantize_block(x, c, group, limit, unit, codes, at):
 
 @compiled
 def quantize_row(g, e, n, block, group, limit, unit, kept, fresh, scales, codes):
-    """One row; ``kept`` and ``fresh`` are the shares of old and new residual."""
+    """Quantize one row, see :meth:`tagc.ops.blocks.BlockOps.quantize`.
+
+    Args:
+        g: ``[n]``, the gradient, float32 or the bits of bfloat16 as uint16.
+        e: ``[n]``, the residual, likewise, updated; or None.
+        n: elements.
+        block: elements of a block.
+        group: a tuple of as many entries as a word has codes.
+        limit, unit: float32, the largest code and one over it.
+        kept, fresh: float32, shares of the old and of the new residual.
+        scales: ``[2 * scale_words]`` uint16, written.
+        codes: ``[blocks * block_words]`` uint32, written.
+    """
     x, c = np.empty(block, np.float32), np.empty(block, np.uint32)
     words = N(block // len(group))
     blocks = N((n + block - 1) // block)
@@ -88,14 +115,22 @@ def quantize_row(g, e, n, block, group, limit, unit, kept, fresh, scales, codes)
 
 @register_jitable(inline="always")
 def scale_at(words, at, b):
-    """Scale of block ``b`` of the message whose scales begin at ``words[at]``."""
+    """float32 scale of block ``b``, where scales begin at ``words[at]``, ``[...]`` uint32."""
     word = words[at + (b >> N(1))]
     return bits_float(U(word & U(0xFFFF0000)) if b & N(1) else shift_left(word, U(16)))
 
 
 @compiled
 def dequantize_block(words, at, group, s, out):
-    """The elements of the block whose codes begin at ``words[at]``."""
+    """Write the elements of a block.
+
+    Args:
+        words: ``[...]`` uint32.
+        at: where the block's codes begin in ``words``.
+        group: a tuple of as many entries as a word has codes.
+        s: float32, the scale.
+        out: ``[block]`` float32, written.
+    """
     width = U(32 // len(group))
     count = N(out.size // len(group))
     for i in range(N(len(group))):
@@ -106,7 +141,7 @@ def dequantize_block(words, at, group, s, out):
 
 @compiled
 def add_block(words, at, group, s, out):
-    """Like :func:`dequantize_block`, but add."""
+    """As :func:`dequantize_block`, but add to ``out``."""
     width = U(32 // len(group))
     count = N(out.size // len(group))
     for i in range(N(len(group))):
@@ -117,7 +152,18 @@ def add_block(words, at, group, s, out):
 
 @compiled
 def dequantize_shard(messages, distance, ranks, n, block, group, divisor, out):
-    """Add up messages that begin ``distance`` words apart."""
+    """Add up messages, see :meth:`tagc.ops.blocks.BlockOps.dequantize`.
+
+    Args:
+        messages: ``[...]`` uint32, in which the messages begin ``distance`` words apart.
+        distance: from one message to the next, in words.
+        ranks: number of messages.
+        n: elements.
+        block: elements of a block.
+        group: a tuple of as many entries as a word has codes.
+        divisor: float32.
+        out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
+    """
     total = np.empty(block, np.float32)
     words = N(block // len(group))
     blocks = N((n + block - 1) // block)

@@ -28,15 +28,26 @@ def group_of(lanes: int) -> Group:
     return (0,) * lanes
 
 
-def load(a, j):  # bfloat16 travels as uint16, None stands for zeros that change no sign
+def load(a, j):
+    """Element ``j`` of ``a`` as float32.
+
+    ``a`` is ``[n]`` float32, ``[n]`` uint16 with the bits of bfloat16, or None for zeros; those are
+    -0.0, which changes nothing that it is added to.
+    """
     raise NotImplementedError
 
 
 def store(a, j, x):
+    """Write float32 ``x`` to element ``j`` of ``a``, rounded to nearest even in its dtype.
+
+    ``a`` is ``[n]`` float32, ``[n]`` uint16 with the bits of bfloat16, or None, to which nothing is
+    written.
+    """
     raise NotImplementedError
 
 
-def store_finite(a, j, x):  # for residuals: what is finite stays finite in bfloat16, too
+def store_finite(a, j, x):
+    """As :func:`store`, for residuals: what is finite stays finite in bfloat16, too."""
     raise NotImplementedError
 
 
@@ -72,20 +83,24 @@ def _(a, j, x):
 
 @register_jitable(inline="always")
 def _within_bfloat16(b):
-    """Float32 bits, of no larger magnitude than bfloat16's largest number."""
+    """uint32 bits of a float32, limited to the magnitude of bfloat16's largest number."""
     m = U(b & U(0x7FFFFFFF))
     return U(U(b & U(0x80000000)) | (m if m < U(0x7F7F0000) else U(0x7F7F0000)))
 
 
 @register_jitable(inline="always")
 def _put_bfloat16(a, j, b):
-    """Round float32 bits to nearest even; not for NaN."""
+    """Round a float32 that is not NaN, ``b`` its bits as uint32, to nearest even in bfloat16.
+
+    ``a`` is ``[n]`` uint16, of which element ``j`` gets the bits.
+    """
     odd = U(shift_right(b, U(16)) & U(1))
     a[j] = np.uint16(shift_right(U(U(b + U(0x7FFF)) + odd), U(16)))
 
 
 @register_jitable(inline="always")
 def fmix32(x):
+    """MurmurHash3's 32-bit finalizer; uint32 to uint32."""
     x = U(x ^ (x >> U(16)))
     x = U(x * U(0x85EBCA6B))
     x = U(x ^ (x >> U(13)))
@@ -95,6 +110,7 @@ def fmix32(x):
 
 @register_jitable(inline="always")
 def salts_of(seed, hashes):
+    """What tells the hashes of a key apart: ``[hashes]`` uint32 from an int32 seed."""
     salts = np.empty(hashes, np.uint32)
     for i in range(hashes):
         salts[i] = fmix32(U(U(seed) * U(0x9E3779B9) + U(U(i + 1) * U(0x7F4A7C15))))
@@ -103,7 +119,15 @@ def salts_of(seed, hashes):
 
 @register_jitable(inline="always")
 def positions(keys, count, salts, partition, where):
-    """Cells of ``count`` keys, ``where[i, t]``; a loop per hash so that it vectorizes."""
+    """Cells of keys, a loop per hash so that it vectorizes.
+
+    Args:
+        keys: ``[count]`` uint32, or longer.
+        count: keys to look at.
+        salts: ``[hashes]`` uint32, from :func:`salts_of`.
+        partition: cells of a partition.
+        where: ``[hashes, count]`` uint64, or wider, written: cell ``i`` of key ``t`` at ``[i, t]``.
+    """
     for i in range(salts.size):
         salt, row, first = salts[i], where[i], i * partition
         for t in range(N(count)):
@@ -112,7 +136,7 @@ def positions(keys, count, salts, partition, where):
 
 @register_jitable(inline="always")
 def lane_of(v, lane, lanes):
-    """Signed lane of a symbol sum.
+    """Lane ``lane`` of ``lanes`` of an int32 sum of symbols, as int64.
 
     Adding half of each lane's range undoes all borrows at once: lanes become plain digits.
     """

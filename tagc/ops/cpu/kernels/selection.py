@@ -18,15 +18,24 @@ _SLACK = 4096
 def select_groups(g, e, n, group, threshold_bits, select_bits, support, room, words):
     """Accumulate into the residual, mark the selected groups and collect them.
 
-    Groups that are not finite are not selected and keep their residual. Of a support that is not
-    empty, all groups are collected, the finite ones are marked, and the others become zeros.
+    Groups that are not finite are not selected and keep their residual. With a support, all of its
+    groups are collected; the finite ones are marked, and the x of the others is zeros.
 
     Args:
+        g: ``[n]``, the gradient, float32 or the bits of bfloat16 as uint16.
+        e: ``[n]``, the residual, likewise, updated; or None.
+        n: elements.
+        group: a tuple of as many entries as a group has elements.
+        threshold_bits: bits of the float32 threshold as uint32; for the count only.
+        select_bits: bits of the least magnitude that is selected, likewise.
+        support: ``[words]`` uint32, a bitmap, or ``[0]`` for none.
         room: groups that are expected to be selected at most.
+        words: ``[words]`` uint32, written: the bitmap of the marked groups.
 
     Returns:
-        Groups above the threshold, groups not zero, groups collected, poison, their keys and x,
-        ``len(group)`` elements each; both arrays are longer.
+        Groups above the threshold, groups not zero and groups collected, all uint64; 1 if a group
+        is not finite, else 0; the keys of the groups collected, ``[collected]`` uint32, ascending;
+        their x, ``[collected * len(group)]`` float32. Both arrays are longer, with garbage.
     """
     lanes = len(group)
     tile, width = N(_TILE), N(lanes)
@@ -104,6 +113,7 @@ def select_groups(g, e, n, group, threshold_bits, select_bits, support, room, wo
 
 @compiled
 def _longer(a, size):
+    """A copy of ``a``, ``[n]`` of any dtype, with ``size`` entries, garbage from ``n`` on."""
     b = np.empty(size, a.dtype)
     b[: a.size] = a
     return b
@@ -111,7 +121,14 @@ def _longer(a, size):
 
 @compiled
 def _measure(bits, lanes, size):
-    """Largest magnitude of each group, as bits."""
+    """Largest magnitude of each group of a tile.
+
+    Args:
+        bits: ``[_TILE]`` uint32, or longer: bits of the float32 elements.
+        lanes: elements of a group, a power of two.
+        size: ``[_TILE]`` uint32, written: for each group the bits of its largest magnitude, which
+            order as the magnitudes do; garbage past the last group.
+    """
     if lanes == 1:
         for i in range(N(_TILE)):
             size[i] = U(bits[i] & _ABS)
@@ -135,6 +152,7 @@ def _measure(bits, lanes, size):
 
 @compiled
 def _count_at_least(size, least):
+    """How many of ``size``, ``[count]`` uint32, are at least ``least``; uint64."""
     count = U(0)
     for t in range(N(size.size)):
         count += U(size[t] >= least)
@@ -143,7 +161,16 @@ def _count_at_least(size, least):
 
 @compiled
 def keep_largest(lanes, capacity, kept, keys, stream, words):
-    """Leave the ``capacity`` largest of the groups, ties to the lower key."""
+    """Leave the ``capacity`` largest of the collected groups, ties to the lower key.
+
+    Args:
+        lanes: elements of a group.
+        capacity: groups that stay; fewer than ``kept``.
+        kept: groups collected.
+        keys: ``[kept]`` uint32, or longer, ascending; the first ``capacity`` are those that stay.
+        stream: ``[kept * lanes]`` float32, or longer, their x; moved along with the keys.
+        words: ``[words]`` uint32, the bitmap, in which the bits of the others are cleared.
+    """
     width = N(lanes)
     size = np.empty(kept, np.uint32)
     for t in range(N(kept)):

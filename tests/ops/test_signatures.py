@@ -1,0 +1,65 @@
+"""Every implementation has the operators of the contract, with the contract's signatures."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from support.kernel_cases import kernels
+from tagc.ops import Ops, cpu, reference
+
+# By name: the methods of `Ops` and of the protocols that it is made of.
+CONTRACT: dict[str, Callable[..., Any]] = {
+    name: method
+    for protocol in reversed(Ops.__mro__)
+    if protocol.__module__.startswith("tagc.")
+    for name, method in vars(protocol).items()
+    if inspect.isfunction(method) and not name.startswith("_")
+}
+
+
+@pytest.fixture(params=["reference", "cpu", "triton"])
+def ops(request) -> ModuleType:
+    if request.param == "triton":
+        pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
+        return kernels("ops")
+    return {"reference": reference, "cpu": cpu}[request.param]
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """With annotations as the types that they stand for."""
+    return inspect.signature(function, eval_str=True)
+
+
+def test_the_contract_is_found():
+    assert {"encode", "quantize", "quantize_matrix", "pack", "release"} <= set(CONTRACT)
+    assert all("self" in signature_of(method).parameters for method in CONTRACT.values())
+
+
+def test_has_the_operators_and_nothing_else(ops):
+    assert ops.__all__ == sorted(CONTRACT)
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_has_the_signature_of_the_contract(ops, name):
+    wanted = signature_of(CONTRACT[name])
+    _, *parameters = wanted.parameters.values()
+    got = signature_of(getattr(ops, name))
+    assert got == wanted.replace(parameters=parameters)
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_refers_to_the_contract(ops, name):
+    found = re.match(
+        r"See :meth:`([\w.]+)\.(\w+)\.(\w+)`", inspect.getdoc(getattr(ops, name)) or ""
+    )
+    assert found, "the docstring begins with 'See :meth:`', and the method's name"
+    module, protocol, method = found.groups()
+    assert method == name
+    assert getattr(getattr(importlib.import_module(module), protocol), name) is CONTRACT[name]

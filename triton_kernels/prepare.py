@@ -1,0 +1,32 @@
+"""Preparations: nothing yet. Kernels compile at their first launch, seconds in the first step."""
+
+from __future__ import annotations
+
+import torch
+
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.matrix import MatrixLayout
+from tagc.ops.packed import PackedLayout
+from tagc.ops.sketch import SketchLayout
+
+
+def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
+    """See :meth:`tagc.ops.sketch.SketchOps.prepare`; nothing yet."""
+
+
+def prepare_blocks(
+    layout: BlockLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
+) -> None:
+    """See :meth:`tagc.ops.blocks.BlockOps.prepare_blocks`; nothing yet."""
+
+
+def prepare_matrix(
+    layout: MatrixLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
+) -> None:
+    """See :meth:`tagc.ops.matrix.MatrixOps.prepare_matrix`; nothing yet."""
+
+
+def prepare_packed(
+    layout: PackedLayout, gradient: torch.dtype, residual: torch.dtype | None
+) -> None:
+    """See :meth:`tagc.ops.packed.PackedOps.prepare_packed`; nothing yet."""
