@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 
 def warn(message: str) -> None:
     """Warn at the innermost frame outside of this package."""
     level, frame = 1, sys._getframe(0)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(str(_PACKAGE)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

@@ -140,11 +140,12 @@ def _pytest(small: bool) -> list[str]:
     # A plugin that warns beside xdist, where it is installed.
     command += ["-p", "no:benchmark"]
     if small:
-        return [*command, "tests/test_symbols.py", "-m", "not gpu and not slow"]
+        return [*command, "tests/ops/test_symbols.py", "-m", "not gpu and not slow"]
     if importlib.util.find_spec("xdist"):
         command += ["-n", "4"]  # most of the time goes into compiling kernels
     # Only what has GPU tests: the others may need packages that a machine for this does not have.
-    files = [p for p in sorted(_ROOT.glob("tests/test_*.py")) if "pytest.mark.gpu" in p.read_text()]
+    tests = sorted(_ROOT.glob("tests/**/test_*.py"))
+    files = [path for path in tests if "pytest.mark.gpu" in path.read_text()]
     return [*command, *(str(p.relative_to(_ROOT)) for p in files), "-m", "gpu"]
 
 

@@ -7,7 +7,8 @@ import torch
 
 from support.kernel_cases import kernels
 from support.sketch_cases import CPU, REFERENCE
-from tagc.ops import _warn_reference, cpu, get_ops, reference
+from tagc.ops import cpu, get_ops, reference
+from tagc.ops.implementations import _warn_reference
 
 
 def test_choice(monkeypatch):

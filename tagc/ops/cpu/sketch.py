@@ -92,7 +92,7 @@ def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> 
 
 
 def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.prepare`; seconds for every new combination of dtypes."""
+    """See :meth:`tagc.ops.sketch.SketchOps.prepare`; seconds for every new pair of dtypes."""
     _compile(layout.symbol.name, gradient, residual)
 
 
