@@ -4,7 +4,8 @@ A block of ``block`` elements with largest magnitude ``m`` has the scale ``s = b
 where ``L = 2**(bits - 1) - 1`` is the largest code, and element ``x`` the code ``q = rint(x / s)``
 in two's complement, clipped to ``[-L, L]``. A scale of 8 significant bits makes every product
 ``q * s`` exact in float32, so that ``x - q * s`` is exact too (Sterbenz), whoever computes it and
-with or without fused multiply-add; a finer scale would buy nothing, as the error is fed back.
+with or without fused multiply-add. A finer scale would gain nothing, as the residual keeps what the
+codes do not say.
 
 A message is ``[scale words | code words]`` of int32. Two scales share a word, the even one in the
 low half. Element ``i * m + j`` of a block, with ``m = block * bits / 32`` words, has its code in

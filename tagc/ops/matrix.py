@@ -4,26 +4,28 @@ A block's common scale gives all its elements the same size, and with it the sam
 by which Adam divides. Gradients of a linear layer are outer products summed over tokens, so their
 sizes follow rows (the output's gradient) and columns (the input): the step of element ``(i, j)``
 is ``f_i * v_j``, and what is left after dividing by it is close to Gaussian in attention and MLP,
-less so in embeddings (docs/quality.md has the measurements). Both follow the data of the step:
+less so in embeddings (docs/quality.md has the measurements). Both are found anew in every step:
 
 * ``v_j``, of the column: its sum of magnitudes relative to the largest such sum, in 4 bits, half
-  octaves: 1, 0.75, 0.5, 0.375, ..., 2**-7 * 0.75;
+  octaves: 1, 0.75, 0.5, 0.375, ..., 2**-7 * 0.75. No sum is divided by another: each is rounded to
+  half octaves, and ``v_j`` is as many of them below 1 as the column's sum is below the largest.
+  That is within a quarter of the quotient, which is near enough, as the residual keeps what the
+  codes do not say;
 * ``f_i``, of the row, a number of 4 significant bits, kept as a byte: its upper 12 bits as a
   float32 are the byte plus a ``base`` that the matrix has. It is fitted to the row once ``v`` is
   known, so that a row's residual never has more energy than the row had (where all codes have the
-  same size, and for levels below 2). With a root mean square it may grow, if one element is much
-  larger than the rest.
-
-(The columns' quotients are taken of the numbers' positions among such coarse numbers, within a
-quarter of the numbers' own: near enough, as what codes do not say stays.)
+  same size, and for levels below 2). If it were the row's root mean square, the residual could
+  grow where one element is much larger than the rest.
 
 Every element has a code ``q`` of ``bits`` bits, ``-2**(bits - 1) <= q < 2**(bits - 1)``, that
-stands for ``(2 q + 1) * f_i * v_j``: there is no zero, and 1 bit is the sign. With a ``group``,
-so many neighbours in a row share one code: which of them is the largest in units of its ``v``, and
-its sign; it counts as ``f_i * v_j``, the others as 0.
+stands for ``(2 q + 1) * f_i * v_j``: no code stands for zero, and a code of 1 bit is the element's
+sign. With a ``group``, that many neighbours in a row share one code. It says which of them is the
+largest in units of its ``v``, and the sign of that one, which counts as ``f_i * v_j`` with this
+sign; the others count as 0.
 
-Where all codes have the same size, ``f_i`` is their least squares fit, times ``level``; else the
-row's mean magnitude in units of ``v``, times ``level``, times what suits a Gaussian.
+Where all codes have the same size (1 bit, or a group), ``f_i`` is the least squares fit of what
+they stand for to the row, times ``level``. Otherwise it is the row's mean magnitude in units of
+``v``, times ``level``, times a factor that suits a Gaussian.
 
 Products ``(2 q + 1) * f_i * v_j`` have at most 10 significant bits, so they are exact in float32,
 with or without fused multiply-add.
@@ -45,12 +47,13 @@ import torch
 from torch import Tensor
 
 BITS = (1, 2, 4)
-# Bits of a code that says which of so many neighbours, and its sign.
+# By the size of a group: bits of a code that says which of the neighbours is meant, and its sign.
 GROUPS = {8: 4, 16: 5, 32: 6}
-# Half the distance of neighbouring values, in units of a Gaussian's mean magnitude: what leaves
-# the least squared error. What is fitted needs no such factor.
+# By bits: half the distance between the values that neighbouring codes stand for, in units of the
+# mean magnitude, that leaves a Gaussian the least squared error. A fit needs no such factor.
 _DISTANCE = {1: 1.0, 2: 0.624, 4: 0.21}
-# Matrices whose largest row mean is smaller send nothing: products and inverses are normal.
+# Matrices whose largest row mean is smaller send nothing, so that no product of scales and no
+# inverse of one is subnormal.
 MIN_MEAN = 2.0**-60
 # Larger magnitudes count as this in the sums, so that those stay finite.
 LARGEST = 2.0**64
@@ -58,10 +61,11 @@ LARGEST = 2.0**64
 COLUMN_BIAS = 2 * 127 - 15
 # The byte of a row whose scale is the power of two below the largest row mean.
 CENTRE = 200
-# Rows' bytes that are no scales.
+# Bytes that are no scales: of rows that send nothing, and of rows with a NaN or an infinity.
 NOTHING, NOT_FINITE = 0, 255
-# Sums add up in so many lanes, lane l its elements l, l + lanes, ..., in their order; then
-# neighbouring lanes, pair by pair. All implementations do, so that all get the same bits.
+# Sums are taken in so many lanes: lane l adds up the elements l, l + lanes, ..., in their order;
+# then neighbouring lanes are added, pair by pair. All implementations keep to this order, so that
+# all get the same bits.
 ROW_LANES, COLUMN_LANES = 32, 8
 
 
@@ -73,8 +77,8 @@ class MatrixLayout:
         rows, columns: of the part of the matrix that a shard holds.
         bits: of a code, where every element has one.
         group: neighbours that share a code; 1 for none.
-        level: factor on the values of codes: above 1, a message carries more of what is owed, and
-            more noise.
+        level: factor on the values that codes stand for; above 1, a message carries more of the
+            residual, and more noise.
     """
 
     rows: int
@@ -132,7 +136,7 @@ class MatrixLayout:
 
     @property
     def fitted(self) -> bool:
-        """Whether all codes have the same size."""
+        """Whether all codes stand for values of one size, which is fitted to each row."""
         return self.bits == 1
 
 

@@ -1,13 +1,13 @@
 """Wire format of a packed sparse vector: which groups are there, then their elements.
 
-A message is ``[header | index | values]`` of int32, of a size that only the layout decides, so
-that it travels without a word about its length:
+A message is ``[header | index | values]`` of int32. Its size follows from the layout alone, so that
+no rank has to tell another how long it is:
 
 * **header**: the poison word (1 if any element was not finite, else 0) and the number of groups
   kept, ``K <= capacity``.
-* **index**, whichever is smaller. *Bitmap*: bit ``g % 32`` of word ``g // 32`` for group ``g``.
-  *Elias-Fano*: the kept groups ``g_0 < g_1 < ...`` split into ``low_bits`` low bits, stored one
-  after the other (``low_bits`` divides 32, so none straddles words; entry ``i`` at bit
+* **index**, in the smaller of two forms. *Bitmap*: bit ``g % 32`` of word ``g // 32`` for group
+  ``g``. *Elias-Fano*: the kept groups ``g_0 < g_1 < ...`` split into ``low_bits`` low bits, stored
+  one after the other (``low_bits`` divides 32, so none straddles words; entry ``i`` at bit
   ``i * low_bits``), and the rest ``h_i``, stored in unary: bit ``h_i + i`` of the high bitmap is
   set. That is ``2 + log2(1 / density)`` bits a key, within half a bit of the entropy.
 * **values**: the elements of the kept groups, one group after the other, block-quantized as
@@ -218,5 +218,5 @@ class PackedOps(Protocol):
     def prepare_packed(
         self, layout: PackedLayout, gradient: torch.dtype, residual: torch.dtype | None
     ) -> None:
-        """Compile what the others will need."""
+        """Compile what the other operators of sparse messages will need."""
         ...

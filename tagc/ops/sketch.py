@@ -104,6 +104,7 @@ def plan_layout(numel: int, symbol: Symbol, keys: int) -> SketchLayout:
 
 
 def _table(keys: int) -> tuple[int, int]:
+    """Hashes, and cells of a partition, of a table for so many keys."""
     hashes, threshold = next((h, t) for least, h, t in _HASHES_BY_KEYS if keys >= least)
     cells = threshold * keys + _MARGIN * math.sqrt(keys)
     return hashes, max(_MIN_PARTITION, math.ceil(cells / hashes))

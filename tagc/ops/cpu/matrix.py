@@ -61,7 +61,8 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
 
 
 def _parts(message: Tensor, layout: MatrixLayout) -> tuple[Any, Any, Any, Any]:
-    """Bases, scales of columns and of rows, codes: words, a row each per message."""
+    """The bases, the columns' scales, the rows' scales and the codes of messages ``[R, words]``:
+    each ``[R, ...]`` uint32."""
     sizes = [*layout.head, layout.rows * layout.row_words]
     heads, columns, rows, codes = (words_of(part) for part in message.split(sizes, dim=-1))
     return heads, columns, rows, codes

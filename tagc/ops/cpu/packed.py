@@ -61,8 +61,14 @@ def _select(
 ) -> tuple[int, int, int, Any, Any]:
     """Mark the groups to keep, or the finite ones of a support, and accumulate into the residual.
 
+    Args:
+        g, e: ``[numel]``, gradient and residual of a row; ``e`` may be None.
+        threshold: float32, without dimensions.
+        support: ``[bitmap_words]`` uint32, or ``NO_SUPPORT``.
+        words: ``[bitmap_words]`` uint32, written: the marks.
+
     Returns:
-        The first two counts of :meth:`pack`, the poison word, the keys of the groups and their x.
+        The first two counts of :func:`pack`, the poison word, the keys of the groups, and their x.
     """
     n, group, capacity = layout.numel, group_of(layout.group), layout.capacity
     least = threshold.numpy().view(np.uint32)[()]
@@ -76,7 +82,11 @@ def _select(
 
 
 def _supports(support: Tensor, layout: PackedLayout) -> Any:
-    """Supports that have room."""
+    """Supports as ``[R, bitmap_words]`` uint32.
+
+    Raises:
+        ValueError: if the groups of one do not fit in a message.
+    """
     words = supports(support, layout.groups)
     for row in words:
         _check_room(int(bitmaps.count_bits(row)), layout)
@@ -84,15 +94,16 @@ def _supports(support: Tensor, layout: PackedLayout) -> Any:
 
 
 def _check_room(groups: int, layout: PackedLayout) -> None:
+    """Raise ValueError if so many groups do not fit in a message."""
     if groups > layout.capacity:
         raise ValueError(f"a message with room for {layout.capacity} groups got {groups}")
 
 
 def _keys(words: Any, layout: PackedLayout) -> Any:
-    """The groups of a bitmap.
+    """The groups of a bitmap ``[bitmap_words]`` uint32: ``[count]`` uint32, ascending.
 
     Raises:
-        ValueError: if they do not fit.
+        ValueError: if they do not fit in a message.
     """
     keys = bitmaps.keys_of(words)
     while keys.size and keys[-1] >= layout.groups:
@@ -102,6 +113,7 @@ def _keys(words: Any, layout: PackedLayout) -> Any:
 
 
 def _write_index(words: Any, keys: Any, index: Any, layout: PackedLayout) -> None:
+    """Write ``index`` ``[index_words]`` uint32 from a bitmap, which has the groups ``keys``."""
     if layout.low_bits:
         low, high = index[: layout.low_words], index[layout.low_words :]
         bitmaps.write_index(keys, layout.low_bits, low, high)
@@ -110,7 +122,8 @@ def _write_index(words: Any, keys: Any, index: Any, layout: PackedLayout) -> Non
 
 
 def _read_index(index: Any, keys: Any, layout: PackedLayout) -> int:
-    """Write the keys of an index; returns how many."""
+    """Write the groups of ``index`` ``[index_words]`` uint32 to ``keys``, uint32 with room for
+    ``SLACK`` more than the capacity; returns how many they are."""
     low, high = index[: layout.low_words], index[layout.low_words :]
     if layout.low_bits:
         return int(bitmaps.read_index(layout.low_bits, low, high, keys, layout.capacity))

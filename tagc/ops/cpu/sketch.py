@@ -18,6 +18,7 @@ from tagc.ops.symbols import SYMBOLS
 
 
 def _hashes(layout: SketchLayout) -> int:
+    """What the kernels take for the number of hashes: 0 for a direct layout."""
     return 0 if layout.direct else layout.hashes
 
 
@@ -92,7 +93,7 @@ def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> 
 
 
 def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.prepare`; seconds for every new pair of dtypes."""
+    """See :meth:`tagc.ops.sketch.SketchOps.prepare`; seconds for new symbols or dtypes."""
     _compile(layout.symbol.name, gradient, residual)
 
 

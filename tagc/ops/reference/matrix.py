@@ -74,6 +74,7 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
 
 
 def _bounded(x: Tensor) -> Tensor:
+    """Magnitudes, at most ``LARGEST``, and 0 for what is not finite."""
     return torch.where(x.isfinite(), x.abs().clamp(max=LARGEST), 0.0)
 
 
@@ -95,6 +96,7 @@ def _upper(x: Tensor, bits: int) -> Tensor:
 
 
 def _float(upper: Tensor, bits: int) -> Tensor:
+    """The float32 with these upper bits, int64; the others are 0."""
     return (upper << (32 - bits)).to(torch.int32).view(torch.float32)
 
 
@@ -105,11 +107,12 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _column_scales(columns: Tensor) -> Tensor:
+    """``[..., columns]`` int64, the scales' codes, to ``[..., columns]`` float32."""
     return _float(columns + COLUMN_BIAS, 10)
 
 
 def _base(x: Tensor, v: Tensor) -> Tensor:
-    """``[D, 1]`` int64."""
+    """The matrices' bases, ``[D, 1]`` int64; ``x`` and ``v`` are ``[D, rows, columns]``."""
     sums = _lane_sum(_bounded(x), ROW_LANES)
     sums = torch.where(x.isfinite().all(-1), sums, 0.0).amax(-1, keepdim=True)
     mean = sums / _lane_sum(v[:, 0], ROW_LANES)[:, None]
@@ -119,7 +122,7 @@ def _base(x: Tensor, v: Tensor) -> Tensor:
 
 def _largest(y: Tensor, group: int) -> Tensor:
     """Places ``[..., codes, 1]`` of the first largest magnitudes."""
-    # What is not finite has no code, but must not be an index either.
+    # Rows with a NaN send no codes, but their groups need a place all the same.
     y = y.abs()
     return grouped(torch.where(y.isnan(), 0.0, y), group).argmax(-1, keepdim=True)
 
@@ -138,7 +141,7 @@ def _rows(x: Tensor, v: Tensor, place: Tensor | None, base: Tensor, layout: Matr
 
 
 def _row_scales(rows: Tensor, base: Tensor) -> Tensor:
-    """``[..., rows]`` float32."""
+    """``[..., rows]`` int64, the scales' bytes, to ``[..., rows]`` float32: 0 or NaN for none."""
     f = _float(rows + base, 12)
     f = torch.where(rows == NOTHING, 0.0, f)
     return torch.where(rows == NOT_FINITE, torch.nan, f)
@@ -156,14 +159,14 @@ def _spread(value: Tensor, place: Tensor, layout: MatrixLayout) -> Tensor:
 
 
 def _packed(codes: Tensor, width: int) -> Tensor:
-    """``[D, n]`` int64 to int32 words, neighbours in the same one."""
+    """``[D, n]`` int64 codes to ``[D, words]`` int32, neighbours in the same word."""
     lanes = grouped(codes, 32 // width)
     shift = width * torch.arange(lanes.shape[-1], device=codes.device)
     return wrap_int32((lanes << shift).sum(-1))
 
 
 def _unpacked(words: Tensor, width: int, count: int) -> Tensor:
-    """The inverse."""
+    """The inverse of :func:`_packed`: ``[..., words]`` int32 to ``[..., count]`` int64."""
     shift = width * torch.arange(32 // width, device=words.device)
     return ((words[..., None].long() >> shift) & ((1 << width) - 1)).flatten(-2)[..., :count]
 
@@ -178,7 +181,7 @@ def _codes(q: Tensor, layout: MatrixLayout) -> Tensor:
 
 
 def _values(message: Tensor, layout: MatrixLayout) -> Tensor:
-    """``[R, words]`` to ``[R, rows, columns]`` float32."""
+    """What messages ``[R, words]`` int32 stand for, ``[R, rows, columns]`` float32."""
     sizes = [*layout.head, layout.rows * layout.row_words]
     base, columns, rows, words = message.split(sizes, dim=-1)
     v = _column_scales(_unpacked(columns, 4, layout.columns))[:, None]

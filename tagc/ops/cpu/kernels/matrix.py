@@ -325,7 +325,7 @@ def dequantize_rows(heads, columns, scales, codes, rows, size, group, divisor, o
                     word = source[at + t % words]
                     code = shift_right(word, U(t // words) * width) & U(U(2) * U(size) - U(1))
                     j = t * size + N(code & U(size - N(1)))
-                    if j < n:  # always, in a message that quantizing wrote
+                    if j < n:  # always true in a message that quantize_rows wrote
                         total[j] += -step[j] if code >= U(size) else step[j]
         for j in range(n):
             store(out, i * n + j, total[j] / divisor)
