@@ -1,9 +1,9 @@
 """States in plain safetensors files: one a rank, and one that says which belong together.
 
-A save writes ``rank-00000-of-00002-SAVE.safetensors`` on every rank, and then, when all are there,
-``tagc.json`` with the name of the save. Until that one is replaced, in one step, the folder holds
-what it held before: a crash at any moment leaves a whole state. Every file has a SHA-256 of all it
-says, so that a damaged one is refused.
+A save writes ``rank-00000-of-00002-SAVE.safetensors`` on every rank. When all of them were seen in
+the folder, complete, the marker ``tagc.json`` gets the name of the save. Until the marker is
+replaced, in one step, the folder holds what it held before: a crash at any moment leaves a whole
+state. Every file has a SHA-256 of its content, so that a damaged one is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,43 +26,124 @@ from torch import Tensor
 from tagc.checkpoint.format import FORMAT, StateError, StateHeader, check_together
 
 MARKER = "tagc.json"
+_PARTIAL = ".partial"
 _LARGEST_MARKER = 1 << 24
 
 
-def write_rank(folder: Path, save: str, about: StateHeader, tensors: Mapping[str, Tensor]) -> None:
-    """Write one rank's file, under its name only when it is complete.
+def write_rank(folder: Path, save: str, about: StateHeader, tensors: Mapping[str, Tensor]) -> str:
+    """Write one rank's file, under its name only when it is complete, and read it again.
+
+    If that fails, nothing of the file is left.
+
+    Returns:
+        The SHA-256 of what the file says.
 
     Raises:
-        OSError: if that fails.
+        OSError: if the file cannot be written.
+        StateError: if what is read is not what was written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = about.to_strings() | {"save": save}
     metadata["sha256"] = _digest(metadata, tensors)
     target = folder / _file_name(about.rank, about.world_size, save)
-    partial = target.with_suffix(".partial")
+    partial = target.with_suffix(_PARTIAL)
     try:
-        save_file(tensors, partial, metadata)
-    except SafetensorError as error:  # how it reports what the system said
-        raise OSError(f"{partial}: {error}") from error
-    _replace(partial, target)
+        try:
+            save_file(tensors, partial, metadata)
+        except SafetensorError as error:  # how it reports what the system said
+            raise OSError(f"{partial}: {error}") from error
+        _ = _RankFile(partial).tensors  # which checks them
+        _replace(partial, target)
+    except BaseException:
+        remove_rank(folder, save, about.rank, about.world_size)
+        raise
+    return metadata["sha256"]
+
+
+def remove_rank(folder: Path, save: str, rank: int, world_size: int) -> None:
+    """Remove what :func:`write_rank` wrote, as far as the system lets it: what is left counts for
+    nothing, and the next save removes it."""
+    target = folder / _file_name(rank, world_size, save)
+    for file in (target, target.with_suffix(_PARTIAL)):
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: int) -> None:
+    """Check that the files of all ranks are in the folder, complete, and of one save.
+
+    Of every file this reads the header, which must fit the file's size and name the SHA-256 that
+    its rank found. The content is not read once more: each rank did that, in :func:`write_rank`.
+
+    Args:
+        digests: what :func:`write_rank` returned, by rank.
+
+    Raises:
+        StateError: if a file is missing, or another one than its rank wrote.
+    """
+    for rank in digests:
+        name = _file_name(rank, world_size, save)
+        if not (folder / name).exists():
+            raise StateError(
+                f"{folder}: {name}, which rank {rank} wrote, is not in it: the ranks do not share "
+                "this folder"
+            )
+    files = _open_files(folder, save, list(digests), world_size)
+    for rank, file in files.items():
+        if file.metadata.get("sha256") != digests[rank]:
+            raise StateError(f"{file.path}: not the file that rank {rank} wrote")
+    check_together({rank: file.header for rank, file in files.items()}, str(folder))
 
 
 def commit(folder: Path, save: str, ranks: Sequence[int], world_size: int) -> None:
-    """Make a save, whose files are all there, the one that the folder holds."""
+    """Make a save, whose files are all there, the one that the folder holds.
+
+    Raises:
+        OSError: if that fails.
+    """
     said = {"format": FORMAT, "save": save, "ranks": list(ranks), "world_size": world_size}
-    partial = folder / f"{MARKER}.partial"
-    partial.write_text(json.dumps(said))
-    _replace(partial, folder / MARKER)
+    write_marker(folder, json.dumps(said).encode())
+
+
+def read_marker(folder: Path) -> bytes | None:
+    """The marker as it is, whatever it says; None if there is none."""
+    try:
+        return (folder / MARKER).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def write_marker(folder: Path, content: bytes | None) -> None:
+    """Replace the marker in one step, or remove it for None.
+
+    Raises:
+        OSError: if that fails.
+    """
+    if content is None:
+        (folder / MARKER).unlink(missing_ok=True)
+        return
+    partial = folder / f"{MARKER}{_PARTIAL}"
+    try:
+        partial.write_bytes(content)
+        _replace(partial, folder / MARKER)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def is_committed(folder: Path, save: str) -> bool:
     """Whether a save is what the folder holds."""
-    return (folder / MARKER).exists() and _read_marker(folder / MARKER)["save"] == save
+    return (folder / MARKER).exists() and _parse_marker(folder / MARKER)["save"] == save
 
 
 def clean(folder: Path, save: str) -> None:
-    """Remove the files of other saves."""
+    """Remove the files of other saves.
+
+    Raises:
+        OSError: if that fails.
+    """
     for file in folder.iterdir():
         found = re.fullmatch(r"rank-\d+-of-\d+-([0-9a-f]+)\.(safetensors|partial)", file.name)
         if found and found[1] != save:
@@ -80,15 +162,9 @@ class SafetensorsFolder:
             StateError: if one is missing or not valid.
         """
         self.where = str(folder)
-        said = _read_marker(folder / MARKER)
+        said = _parse_marker(folder / MARKER)
         self.save = said["save"]
-        self._files = {
-            rank: _RankFile(folder / _file_name(rank, said["world_size"], self.save))
-            for rank in said["ranks"]
-        }
-        for file in self._files.values():
-            if file.metadata.get("save") != self.save:
-                raise StateError(f"{file.path}: not a file of save {self.save}, as its name says")
+        self._files = _open_files(folder, self.save, said["ranks"], said["world_size"])
         self._headers = {rank: file.header for rank, file in self._files.items()}
         self.identity = f"save {self.save}, {check_together(self._headers, self.where)}"
 
@@ -103,6 +179,16 @@ class SafetensorsFolder:
     def read(self, rank: int, name: str) -> Tensor:
         """See :class:`tagc.checkpoint.format.Source`."""
         return self._files[rank].tensors[name]
+
+
+def _open_files(
+    folder: Path, save: str, ranks: Iterable[int], world_size: int
+) -> dict[int, _RankFile]:
+    files = {rank: _RankFile(folder / _file_name(rank, world_size, save)) for rank in ranks}
+    for file in files.values():
+        if file.metadata.get("save") != save:
+            raise StateError(f"{file.path}: not a file of save {save}, as its name says")
+    return files
 
 
 class _RankFile:
@@ -155,7 +241,7 @@ _DTYPES = {
 }
 
 
-def _read_marker(path: Path) -> dict[str, Any]:
+def _parse_marker(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             text = file.read(_LARGEST_MARKER)

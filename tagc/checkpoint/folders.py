@@ -5,14 +5,29 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from tagc.checkpoint.dcp import INDEX, CheckpointFolder
-from tagc.checkpoint.files import MARKER, SafetensorsFolder, clean, commit, is_committed, write_rank
+from tagc.checkpoint.files import (
+    MARKER,
+    SafetensorsFolder,
+    check_save,
+    clean,
+    commit,
+    is_committed,
+    read_marker,
+    remove_rank,
+    write_marker,
+    write_rank,
+)
 from tagc.checkpoint.format import Source, StateError
 from tagc.checkpoint.state import State
 from tagc.comm import agree_on, gather_by_rank
+from tagc.warn import warn
+
+T = TypeVar("T")
 
 
 def open_folder(folder: Path, key: str) -> Source:
@@ -37,34 +52,77 @@ def open_folder(folder: Path, key: str) -> Source:
 def save_folder(folder: Path, state: State) -> None:
     """Write every rank's file, then make them what the folder holds.
 
+    If a step fails on any rank, all ranks raise, and the folder holds what it held before. All
+    ranks take every step together, so that none is left waiting for another:
+
+    1. Every rank writes its file, and reads it again.
+    2. The committing rank, the first of them, finds the files of all ranks in its folder.
+    3. It makes the marker name this save.
+    4. Every rank sees that.
+
+    Only then the committing rank removes the files of earlier saves.
+
     Raises:
         OSError: if writing fails.
         StateError: if the ranks do not share the folder.
         RuntimeError: if that happened on another rank.
     """
-    rank = dist.get_rank()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     names = gather_by_rank(state.groups, {rank: uuid.uuid4().hex[:16]})
     ranks = sorted(names)
-    save = names[ranks[0]]
+    save, commits = names[ranks[0]], rank == ranks[0]
 
-    def step(do: Callable[[], None]) -> None:
-        agree_on(
+    def together(progress: str, do: Callable[[], T]) -> T:
+        # A rank that is elsewhere in this function does not agree, whatever it did there.
+        answers = agree_on(
             state.groups,
-            {"step": lambda: (do(), str(state.step))},
+            {"progress": lambda: (do(), progress)},
             doing="saving tagc's state",
             remedy="All ranks must save between the same two steps",
         )
+        return answers["progress"]
 
-    step(lambda: write_rank(folder, save, state.header(), state.take()))
-    if rank == ranks[0]:
-        step(lambda: commit(folder, save, ranks, dist.get_world_size()))
-    else:
-        step(lambda: None)
+    def write() -> str:
+        return write_rank(folder, save, state.header(), state.take())
+
+    def check() -> bytes | None:
+        if not commits:
+            return None
+        check_save(folder, save, digests, world_size)
+        return read_marker(folder)
+
+    def commit_here() -> None:
+        if commits:
+            commit(folder, save, ranks, world_size)
 
     def confirm() -> None:
         if not is_committed(folder, save):
             raise StateError(f"{folder}: rank {ranks[0]} wrote to it, but this rank sees another")
 
-    step(confirm)
-    if rank == ranks[0]:
-        clean(folder, save)
+    def restore() -> None:
+        if commits and read_marker(folder) != former:
+            write_marker(folder, former)
+
+    undo: Callable[[], None] = lambda: None  # noqa: E731
+    try:
+        digests = gather_by_rank(
+            state.groups, {rank: together(f"writing step {state.step}", write)}
+        )
+        former = together("checking", check)
+        undo = restore
+        together("committing", commit_here)
+        together("confirming", confirm)
+    except Exception as error:
+        try:
+            together("undoing", undo)
+        except Exception as failure:
+            # The marker may name these files: they stay.
+            error.add_note(f"the files of this save are left in {folder}: {failure}")
+        else:
+            remove_rank(folder, save, rank, world_size)
+        raise
+    if commits:
+        try:
+            clean(folder, save)
+        except OSError as error:
+            warn(f"{folder}: files of earlier saves are left in it: {error}")

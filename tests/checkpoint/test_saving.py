@@ -1,0 +1,265 @@
+"""A save that fails leaves the one before, and nothing of its own."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tagc
+from support.distributed import on_ranks
+from support.exact import equal
+from support.states import POLICIES, run, shared_folder, wrapped
+from tagc.checkpoint import StateError, files, folders
+from tagc.checkpoint.files import check_save, write_rank
+from tagc.checkpoint.format import StateHeader
+
+# What saving raises where it fails, and on the other ranks.
+ERRORS = (OSError, StateError, RuntimeError)
+
+
+def names_in(folder: Path) -> list[str]:
+    dist.barrier()
+    names = sorted(file.name for file in folder.iterdir())
+    dist.barrier()
+    return names
+
+
+class Run:
+    """A model that was saved once, and has trained since."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank, self.folder, self.steps = rank, folder, 4
+        self.model = wrapped(POLICIES["packed"])
+        self.compressor = tagc.compressor(self.model)
+        run(self.model, rank, range(2))
+        self.compressor.save(folder)
+        self.saved, self.names = self.compressor.state_dict(), names_in(folder)
+        run(self.model, rank, range(2, 4))
+
+    def check_former(self) -> None:
+        """The folder has the former save, and nothing else."""
+        assert names_in(self.folder) == self.names
+        now = self.compressor.state_dict()
+        self.compressor.load(self.folder)
+        equal(self.compressor.state_dict(), self.saved)
+        self.compressor.load_state_dict(now)
+
+    def check_next(self) -> None:
+        """The next save works."""
+        now = self.compressor.state_dict()
+        self.compressor.save(self.folder)
+        names = names_in(self.folder)
+        assert len(names) == len(self.names)
+        assert names != self.names
+        run(self.model, self.rank, range(4, 5))
+        self.compressor.load(self.folder)
+        equal(self.compressor.state_dict(), now)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_sees_another_folder(rank: int, world_size: int, lost: int) -> None:
+    """As where a host lost a mount, and writes to what is under it."""
+    with shared_folder() as folder:
+        tested = Run(rank, folder / "shared")
+        seen = folder / ("under" if rank == lost else "shared")
+        with pytest.raises(ERRORS, match="do not share this folder"):
+            tested.compressor.save(seen)
+        assert names_in(folder / "under") == []
+        tested.check_former()
+        tested.check_next()
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """The system refuses to write more than 512 bytes to a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_rank_that_cannot_write(rank: int, world_size: int, full: int) -> None:
+    with shared_folder() as folder:
+        tested = Run(rank, folder)
+        if rank == full:
+            with small_files(), pytest.raises(OSError, match="File too large"):
+                tested.compressor.save(folder)
+        else:
+            with pytest.raises(RuntimeError, match=f"failed on rank {full}: .*File too large"):
+                tested.compressor.save(folder)
+        tested.check_former()
+        tested.check_next()
+
+
+STEPS = {"write_rank": 1, "check_save": 0, "commit": 0, "is_committed": 1}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_every_step_can_fail(rank: int, world_size: int, step: str, done: bool) -> None:
+    """Before it did anything, or after; with a former save, or without one."""
+    real: Callable[..., Any] = getattr(folders, step)
+
+    def fail(*args: Any) -> None:
+        if done:
+            real(*args)
+        raise OSError("no space left on device")
+
+    with shared_folder() as folder:
+        tested = Run(rank, folder / "second")
+        (folder / "first").mkdir(exist_ok=True)
+        for name in ("second", "first"):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == STEPS[step]:
+                    patch.setattr(folders, step, fail)
+                with pytest.raises(ERRORS, match="no space left on device"):
+                    tested.compressor.save(folder / name)
+        tested.check_former()
+        assert names_in(folder / "first") == []
+        tested.check_next()
+
+
+@on_ranks(2)
+def test_files_that_the_marker_may_name_stay(rank: int, world_size: int) -> None:
+    """Where the former marker cannot be put back, the new save is whole."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
+        tested = Run(rank, folder)
+        now = tested.compressor.state_dict()
+        patch.setattr(folders, "write_marker", fail)
+        if rank == 1:
+            patch.setattr(folders, "is_committed", fail)
+        with pytest.raises(ERRORS, match="the disk is gone") as caught:
+            tested.compressor.save(folder)
+        assert "files of this save are left" in "".join(caught.value.__notes__)
+        run(tested.model, rank, range(4, 5))
+        tested.compressor.load(folder)
+        equal(tested.compressor.state_dict(), now)
+
+
+@on_ranks(2)
+def test_ranks_must_save_after_the_same_step(rank: int, world_size: int) -> None:
+    with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
+        tested = Run(rank, folder)
+        patch.setattr("tagc.checkpoint.state.State.step", property(lambda _: 5 + rank))
+        with pytest.raises(RuntimeError, match="save between the same two steps"):
+            tested.compressor.save(folder)
+        patch.undo()
+        tested.check_former()
+
+
+@on_ranks(2)
+def test_old_files_that_cannot_be_removed(rank: int, world_size: int) -> None:
+    """The save is done; what is left is removed by the next."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("busy")
+
+    with shared_folder() as folder:
+        tested = Run(rank, folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folders, "clean", fail)
+            if rank == 0:
+                with pytest.warns(UserWarning, match="earlier saves are left in it: busy"):
+                    tested.compressor.save(folder)
+            else:
+                tested.compressor.save(folder)
+        assert len(names_in(folder)) == len(tested.names) + 2
+        tested.check_next()
+
+
+# What the committing rank looks at
+
+SAVE = "0123456789abcdef"
+
+
+def written(folder: Path) -> dict[int, str]:
+    """Files of two ranks, by `write_rank`."""
+    return {rank: write_rank(folder, SAVE, header(rank), tensors(rank)) for rank in range(2)}
+
+
+def header(rank: int, step: int = 3) -> StateHeader:
+    return StateHeader(
+        policy="p", policy_hash="a" * 64, layout="b" * 64, world_size=2, rank=rank, step=step
+    )
+
+
+def tensors(rank: int) -> dict[str, torch.Tensor]:
+    return {"residual.gradients.p": torch.full((100,), float(rank))}
+
+
+def file_of_rank_1(folder: Path) -> Path:
+    (file,) = folder.glob("rank-00001-*")
+    return file
+
+
+def missing(folder: Path) -> None:
+    file_of_rank_1(folder).unlink()
+
+
+def cut(folder: Path) -> None:
+    file = file_of_rank_1(folder)
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def empty(folder: Path) -> None:
+    file_of_rank_1(folder).write_bytes(b"")
+
+
+def another(folder: Path) -> None:
+    write_rank(folder, SAVE, header(1), tensors(2))
+
+
+LOOKED_AT: dict[Callable[[Path], None], str] = {
+    missing: "do not share this folder",
+    cut: "not a safetensors file",
+    empty: "not a safetensors file",
+    another: "not the file that rank 1 wrote",
+}
+
+
+@pytest.mark.parametrize("harm", LOOKED_AT, ids=lambda harm: harm.__name__)
+def test_all_files_are_looked_at(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    digests = written(tmp_path)
+    check_save(tmp_path, SAVE, digests, 2)
+    harm(tmp_path)
+    with pytest.raises(StateError, match=LOOKED_AT[harm]):
+        check_save(tmp_path, SAVE, digests, 2)
+
+
+def test_files_must_be_of_one_step(tmp_path: Path) -> None:
+    digests = written(tmp_path)
+    digests[1] = write_rank(tmp_path, SAVE, header(1, step=4), tensors(1))
+    with pytest.raises(StateError, match="of different saves"):
+        check_save(tmp_path, SAVE, digests, 2)
+
+
+def test_a_file_is_read_after_it_was_written(tmp_path: Path) -> None:
+    def flips(content: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+        save_file(content, file, metadata)
+        damaged = bytearray(file.read_bytes())
+        damaged[-1] ^= 1
+        file.write_bytes(damaged)
+
+    save_file = files.save_file
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "save_file", flips)
+        with pytest.raises(StateError, match="damaged"):
+            write_rank(tmp_path, SAVE, header(0), tensors(0))
+    assert not list(tmp_path.iterdir())
