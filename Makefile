@@ -34,7 +34,7 @@ demo: $(INSTALLED) ## train a small GPT plain and compressed, compare (RANKS, PO
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --policies $(POLICIES) --steps $(STEPS)
 
 test: $(INSTALLED) ## run the tests that need neither minutes nor a GPU nor root
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not network and not recipes"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not network and not recipes"
 
 test-slow: $(INSTALLED) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow

@@ -73,6 +73,7 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
+@pytest.mark.xdist_group("wheel")
 def test_the_wheel_holds_every_source(wheel: Path) -> None:
     held = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     expected = {"tagc/py.typed"}
@@ -91,6 +92,7 @@ def test_the_wheel_holds_every_source(wheel: Path) -> None:
     assert {Path(n).stem for n in held if n.endswith(".yaml")} == set(tagc.policies())
 
 
+@pytest.mark.xdist_group("wheel")
 def test_the_installed_wheel_imports(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
     pip = ["pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]

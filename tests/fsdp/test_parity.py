@@ -13,19 +13,27 @@ QUICK = quick_cases()
 REST = [case for case in cases() if case not in QUICK]
 
 
+def grouped(cases: list[Case]) -> list:
+    """Parameters of a test; those of as many ranks are of one process, which runs them at once."""
+    return [
+        pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(f"parity {case.ranks}"))
+        for case in cases
+    ]
+
+
 @cache
 def outcomes(ranks: int, quick: bool) -> dict[Case, Outcome]:
     """All cases of so many ranks at once: ranks that start together cost less."""
     return run([case for case in (QUICK if quick else REST) if case.ranks == ranks])
 
 
-@pytest.mark.parametrize("case", QUICK, ids=str)
+@pytest.mark.parametrize("case", grouped(QUICK))
 def test_parity(case: Case) -> None:
     check(case, outcomes(case.ranks, quick=True)[case])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", REST, ids=str)
+@pytest.mark.parametrize("case", grouped(REST))
 def test_the_rest_of_the_matrix(case: Case) -> None:
     check(case, outcomes(case.ranks, quick=False)[case])
 

@@ -69,7 +69,7 @@ def test_reference_decodes_by_the_contract(symbol, grad_dtype, residual_dtype, k
 @variants
 def test_cpu_decodes_like_the_reference(symbol, grad_dtype, residual_dtype, keys):
     rng = np.random.default_rng(4)
-    for n, W in itertools.product(SIZES + LARGER, (1, 3)):
+    for n, W in zip(SIZES + LARGER, itertools.cycle((1, 3)), strict=False):
         mode = "overflow" if keys is None else "room for all"
         case = make_case(n, W, symbol, grad_dtype, residual_dtype, mode, rng, keys)
         index, cells = ranks_to_one(case)
@@ -131,7 +131,7 @@ CONSERVED = [
     ("int8x4", F32, 2.0**-6),
     ("int16x2", BF16, 2.0**-4),
     ("int32x1", F32, 2.0**5),
-    ("float32", BF16, 2.0**-6),
+    ("float32", F32, 2.0**-6),
 ]
 number = st.floats(-1024, 1024, width=32)
 

@@ -106,7 +106,7 @@ def test_modes_are_what_they_say():
 def test_cpu_is_the_reference_to_the_bit(group, bits, grad_dtype, residual_dtype, mode):
     rng = np.random.default_rng(2)
     variant = group, bits, grad_dtype, residual_dtype
-    cases = itertools.product((0, 1, 1000, 4099), (False, True), range(3))
+    cases = itertools.product((0, 1, 1000, 4099), (False, True), range(2))
     shapes = itertools.cycle(itertools.product((32, 256, 4096), LOW_BITS))
     for (n, spoilt, _), (block, low_bits) in zip(cases, shapes, strict=False):
         case = make_case(n, 3, block, variant, mode, rng, low_bits=low_bits, spoilt=spoilt)

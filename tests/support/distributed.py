@@ -234,31 +234,6 @@ def _run(
 
 def _compile(rank: int) -> None:
     """Let numba compile what the tests use; the other ranks find it in the cache."""
-    from tagc.ops import get_ops
-    from tagc.ops.matrix import MatrixLayout
-    from tagc.ops.sketch import plan_layout
-    from tagc.ops.symbols import SYMBOLS
+    from support.compiling import for_ranks
 
-    ops = get_ops("cpu")
-    f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
-    for symbol, dtype, stored in (
-        ("int8x4", f32, f32),
-        ("int8x4", f32, bf16),
-        ("int8x4", f32, None),
-        ("int8x4", bf16, f32),
-        ("int8x4", bf16, bf16),
-        ("float32", f32, f32),
-    ):
-        layout = plan_layout(1000, SYMBOLS[symbol], 20)
-        grad = torch.ones(1, 1000, dtype=dtype)
-        residual = None if stored is None else torch.zeros(1, 1000, dtype=stored)
-        one, seed = torch.ones(1), torch.ones(1, dtype=i32)
-        index = torch.empty(1, layout.index_words, dtype=i32)
-        cells = torch.empty(1, layout.cells, dtype=SYMBOLS[symbol].dtype)
-        counts, stats = torch.empty(1, 4, dtype=i32), torch.empty(2, dtype=i32)
-        sizes: Any = {"layout": layout, "levels": 10, "capacity": 20}
-        ops.encode(grad, residual, one, one, seed, index, cells, counts, **sizes)
-        own = None if residual is None else residual[0]
-        ops.decode(index, cells[0], one, seed, grad[0], own, stats, layout=layout, divisor=1)
-    for group in (1, 16):
-        ops.prepare_matrix(MatrixLayout(rows=1, columns=1, group=group), f32, f32, 0.0)
+    for_ranks()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support import oracle
+from support import interpreter, oracle
 from support.paths import ROOT
 
 I32 = torch.int32
@@ -41,8 +41,7 @@ class Cases(dict[str, Callable[[str], None]]):
 
     def main(self, results: Path) -> None:
         """Run all cases, interpreted, and write ``{name: traceback or None}``."""
-        if importlib.import_module("triton").__version__.startswith("3.6."):
-            accept_numpy()
+        interpreter.prepare()
         outcome: dict[str, str | None] = {}
         for name, function in self.items():
             start = time.process_time()
@@ -67,18 +66,6 @@ def interpreted(file: str, directory: Path) -> dict[str, str | None]:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(results.read_text())
-
-
-def accept_numpy() -> None:
-    """Let Triton 3.6 interpret loops under numpy 2.4, which calls no array of one an integer."""
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    patch = interpreter._patch_lang_tensor
-
-    def patch_index_too(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_index_too
 
 
 def kernels(name: str) -> Any:

@@ -288,6 +288,7 @@ def outcome(tmp_path_factory) -> dict[str, str | None]:
     return interpreted(__file__, tmp_path_factory.mktemp("blocks"))
 
 
+@pytest.mark.xdist_group("interpreted blocks")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(outcome, name):

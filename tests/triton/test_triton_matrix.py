@@ -351,6 +351,7 @@ def outcome(tmp_path_factory) -> dict[str, str | None]:
     return interpreted(__file__, tmp_path_factory.mktemp("matrix"))
 
 
+@pytest.mark.xdist_group("interpreted matrices")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(outcome, name):

@@ -177,6 +177,7 @@ def outcome(tmp_path_factory) -> dict[str, str | None]:
     return interpreted(__file__, tmp_path_factory.mktemp("packed"))
 
 
+@pytest.mark.xdist_group("interpreted packed edges")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(outcome, name):

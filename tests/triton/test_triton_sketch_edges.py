@@ -236,6 +236,7 @@ def outcome(tmp_path_factory) -> dict[str, str | None]:
     return interpreted(__file__, tmp_path_factory.mktemp("triton"))
 
 
+@pytest.mark.xdist_group("interpreted sketches' edges")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(outcome, name):

@@ -1,0 +1,94 @@
+"""Compile the CPU kernels that tests use, into numba's cache.
+
+Numba compiles what it is called with, for seconds each, and whoever calls next finds it in the
+cache. A run of all tests on several workers compiles before they start, in two processes
+(`compile_all`), instead of here and there several times over.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support import block_cases, matrix_cases, packed_cases, sketch_cases
+from tagc.ops import get_ops
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.matrix import MatrixLayout
+from tagc.ops.packed import plan_packed
+from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.symbols import SYMBOLS
+
+F32, BF16 = torch.float32, torch.bfloat16
+CPU = get_ops("cpu", "cpu")
+# What reducers of most tests call, on every rank: symbol, gradient, residual.
+REDUCED = [
+    ("int8x4", F32, F32),
+    ("int8x4", F32, BF16),
+    ("int8x4", F32, None),
+    ("int8x4", BF16, F32),
+    ("int8x4", BF16, BF16),
+    ("float32", F32, F32),
+]
+# Those that only decode without a residual: of a shared support, or with a lead.
+DECODED = [("int8x4", BF16), ("int16x2", F32), ("int32x1", F32), ("float32", F32)]
+
+
+def for_ranks() -> None:
+    """What nearly every test on ranks needs."""
+    for symbol, gradient, residual in REDUCED:
+        CPU.prepare(sketch(symbol), gradient, residual)
+    for group in (1, 16):
+        CPU.prepare_matrix(MatrixLayout(rows=1, columns=1, group=group), F32, F32, 0.0)
+
+
+def sketches() -> None:
+    """All about sketches."""
+    for symbol, gradient, residual in dict.fromkeys([*REDUCED, *sketch_cases.VARIANTS]):
+        CPU.prepare(sketch(symbol), gradient, residual)
+    one, seed, stats = torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.empty(2).int()
+    for symbol, gradient in DECODED:
+        layout = sketch(symbol)
+        index = torch.zeros(1, layout.index_words, dtype=torch.int32)
+        cells = torch.zeros(layout.cells, dtype=layout.symbol.dtype)
+        out = torch.zeros(layout.numel, dtype=gradient)
+        CPU.decode(index, cells, one, seed, out, None, stats, layout=layout, divisor=1)
+
+
+def messages() -> None:
+    """All the others."""
+    for bits, gradient, residual in block_cases.VARIANTS:
+        CPU.prepare_blocks(BlockLayout(numel=1, bits=bits), gradient, residual, 0.0)
+    for bits, group, gradient, residual in matrix_cases.VARIANTS:
+        layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)
+        CPU.prepare_matrix(layout, gradient, residual, 0.0)
+    for group, bits, gradient, residual in packed_cases.VARIANTS:
+        layout = plan_packed(32, capacity=1, group=group, bits=bits)
+        CPU.prepare_packed(layout, gradient, residual)
+
+
+def sketch(symbol: str) -> SketchLayout:
+    return plan_layout(1000, SYMBOLS[symbol], 20)
+
+
+PARTS: dict[str, Callable[[], None]] = {"sketches": sketches, "messages": messages}
+
+
+def compile_all() -> None:
+    """Every part in a process of its own; a part that fails is compiled by whoever needs it."""
+    where: Any = {"cwd": Path(__file__).parents[1]}
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "support.compiling", part], **where)
+        for part in PARTS
+    ]
+    for process in processes:
+        process.wait()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    PARTS[sys.argv[1]]()
