@@ -43,7 +43,7 @@ from benchmarks.compiled_table import table
 
 pytestmark = pytest.mark.timeout(600)
 # Few of the combinations that have among them every kernel, symbol, residual and choice of groups.
-FEW = {80: {"share": 10, "turn": 2}, 90: {"share": 11, "turn": 1}}
+FEW = {80: {"share": 10, "turn": 2}, 90: {"share": 11, "turn": 0}}
 tile = importlib.import_module("tagc.triton_kernels.codes").blocks_and_warps
 
 
