@@ -33,7 +33,7 @@ from support.block_cases import (
     variants,
 )
 from tagc.ops.blocks import BITS, MIN_SCALE, BlockLayout
-from tagc.ops.cpu import quantizer
+from tagc.ops.cpu.kernels import quantizer
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,10 @@ from support.packed_cases import both
 from tagc.ops import cpu, reference
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.blocks import BlockLayout
+from tagc.ops.cpu import blocks as cpu_blocks
+from tagc.ops.cpu import matrix as cpu_matrix
+from tagc.ops.cpu import packed as cpu_packed
+from tagc.ops.cpu import sketch as cpu_sketch
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.packed import plan_packed
 from tagc.ops.sketch import plan_layout
@@ -163,7 +167,7 @@ def test_all_operators_are_run():
 
 @pytest.mark.parametrize("dtype", [BF16, F64], ids=["bfloat16", "float64"])
 def test_prepares(dtype, set_default):
-    for module in (cpu.sketch, cpu.blocks, cpu.matrix, cpu.packed):
+    for module in (cpu_sketch, cpu_blocks, cpu_matrix, cpu_packed):
         module._compile.cache_clear()  # what is prepared already is not prepared again
     set_default(dtype)
     for symbol in ("int8x4", "float32"):

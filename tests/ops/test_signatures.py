@@ -17,7 +17,7 @@ from tagc.ops import Ops, cpu, reference
 # By name: the methods of `Ops` and of the protocols that it is made of.
 CONTRACT: dict[str, Callable[..., Any]] = {
     name: method
-    for protocol in reversed(Ops.__mro__)
+    for protocol in reversed(inspect.getmro(Ops))
     if protocol.__module__.startswith("tagc.")
     for name, method in vars(protocol).items()
     if inspect.isfunction(method) and not name.startswith("_")
