@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from tagc.checkpoint.format import StateError, StateHeader, check_together, split_names
+from tagc.checkpoint.format import (
+    StateError,
+    StateHeader,
+    check_digest,
+    check_together,
+    metadata_from_tensor,
+    split_names,
+)
 
 INDEX = ".metadata"
 _CLASSES = {
@@ -58,11 +65,11 @@ class CheckpointFolder:
         self.where = f"{folder} ({key!r})"
         self._folder = folder
         index = _read_index(folder / INDEX)
-        self._tensors, self._storage = index.state_dict_metadata, index.storage_data
-        if not isinstance(self._tensors, dict) or not isinstance(self._storage, dict):
+        self._entries, self._storage = index.state_dict_metadata, index.storage_data
+        if not isinstance(self._entries, dict) or not isinstance(self._storage, dict):
             raise StateError(f"{folder / INDEX}: not an index of a checkpoint")
         start = f"{key}."
-        saved = [name for name in self._tensors if isinstance(name, str)]
+        saved = [name for name in self._entries if isinstance(name, str)]
         names = [name.removeprefix(start) for name in saved if name.startswith(start)]
         if not names:
             raise StateError(
@@ -73,10 +80,15 @@ class CheckpointFolder:
             rank: {name: start + full for name, full in own.items()}
             for rank, own in split_names(names, self.where).items()
         }
-        self._headers = {
-            rank: StateHeader.from_tensor(self.read(rank, ""), f"{self.where}, rank {rank}")
-            for rank in self._names
+        self._metadata = {
+            rank: metadata_from_tensor(self._load(own[""]), self._where_of(rank))
+            for rank, own in self._names.items()
         }
+        self._headers = {
+            rank: StateHeader.from_strings(metadata, self._where_of(rank))
+            for rank, metadata in self._metadata.items()
+        }
+        self._checked: dict[int, dict[str, Tensor]] = {}
         self.identity = check_together(self._headers, self.where)
 
     def headers(self) -> Mapping[int, StateHeader]:
@@ -85,13 +97,24 @@ class CheckpointFolder:
 
     def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See :class:`tagc.checkpoint.format.Source`."""
-        found = {name: self._about(full) for name, full in self._names[rank].items() if name}
+        found = {name: self._entry(full) for name, full in self._names[rank].items() if name}
         return {name: (t.properties.dtype, tuple(t.size)) for name, t in found.items()}
 
     def read(self, rank: int, name: str) -> Tensor:
-        """See :class:`tagc.checkpoint.format.Source`."""
-        full = self._names[rank][name]
-        expected = self._about(full)
+        """See :class:`tagc.checkpoint.format.Source`. All of a rank's tensors are read, and
+        checked, with the first."""
+        if rank not in self._checked:
+            own = self._names[rank]
+            tensors = {name: self._load(full) for name, full in own.items() if name}
+            check_digest(self._metadata[rank], tensors, self._where_of(rank))
+            self._checked[rank] = tensors
+        return self._checked[rank][name]
+
+    def _where_of(self, rank: int) -> str:
+        return f"{self.where}, rank {rank}"
+
+    def _load(self, full: str) -> Tensor:
+        expected = self._entry(full)
         try:
             stored = self._storage[MetadataIndex(full, torch.Size([0] * len(expected.size)))]
             if stored.transform_descriptors:
@@ -110,8 +133,8 @@ class CheckpointFolder:
             raise StateError(f"{self.where}: {full} is not what the checkpoint's index says")
         return tensor
 
-    def _about(self, full: str) -> TensorStorageMetadata:
-        found = self._tensors[full]
+    def _entry(self, full: str) -> TensorStorageMetadata:
+        found = self._entries[full]
         # A damaged index may lack any of this.
         size, properties = (getattr(found, name, None) for name in ("size", "properties"))
         dtype = getattr(properties, "dtype", None)

@@ -8,7 +8,6 @@ state. Every file has a SHA-256 of its content, so that a damaged one is refused
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tagc.checkpoint.digest import SHA256, matches_digest, with_digest
 from tagc.checkpoint.format import FORMAT, StateError, StateHeader, check_together
 
 MARKER = "tagc.json"
@@ -44,8 +44,7 @@ def write_rank(folder: Path, save: str, about: StateHeader, tensors: Mapping[str
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = about.to_strings() | {"save": save}
-    metadata["sha256"] = _digest(metadata, tensors)
+    metadata = with_digest(about.to_strings() | {"save": save}, tensors)
     target = folder / _file_name(about.rank, about.world_size, save)
     partial = target.with_suffix(_PARTIAL)
     try:
@@ -58,7 +57,7 @@ def write_rank(folder: Path, save: str, about: StateHeader, tensors: Mapping[str
     except BaseException:
         remove_rank(folder, save, about.rank, about.world_size)
         raise
-    return metadata["sha256"]
+    return metadata[SHA256]
 
 
 def remove_rank(folder: Path, save: str, rank: int, world_size: int) -> None:
@@ -91,7 +90,7 @@ def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: 
             )
     files = _open_files(folder, save, list(digests), world_size)
     for rank, file in files.items():
-        if file.metadata.get("sha256") != digests[rank]:
+        if file.metadata.get(SHA256) != digests[rank]:
             raise StateError(f"{file.path}: not the file that rank {rank} wrote")
     check_together({rank: file.header for rank, file in files.items()}, str(folder))
 
@@ -217,8 +216,7 @@ class _RankFile:
                 tensors = {name: file.get_tensor(name) for name in self.shapes}
         except _UNREADABLE as error:
             raise StateError(f"{self.path}: not a safetensors file: {error}") from None
-        metadata = {name: said for name, said in self.metadata.items() if name != "sha256"}
-        if _digest(metadata, tensors) != self.metadata.get("sha256"):
+        if not matches_digest(self.metadata, tensors):
             raise StateError(f"{self.path}: damaged: its content is not what was written")
         return tensors
 
@@ -269,14 +267,6 @@ def _parse_marker(path: Path) -> dict[str, Any]:
 
 def _file_name(rank: int, world_size: int, save: str) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}-{save}.safetensors"
-
-
-def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _replace(partial: Path, target: Path) -> None:

@@ -9,11 +9,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tagc.checkpoint.digest import SHA256, matches_digest, with_digest
 from tagc.version import __version__
 
 FORMAT = 1
@@ -90,24 +92,6 @@ class StateHeader:
             **numbers,
         )
 
-    def to_tensor(self) -> Tensor:
-        """As a tensor of a fixed size: JSON, filled up with spaces."""
-        text = json.dumps(self.to_strings()).encode()
-        return torch.tensor(list(text.ljust(_ABOUT_BYTES)), dtype=torch.uint8)
-
-    @classmethod
-    def from_tensor(cls, tensor: Tensor, where: str) -> StateHeader:
-        """The inverse; raises as :meth:`from_strings` does."""
-        if tensor.dtype != torch.uint8 or tensor.shape != (_ABOUT_BYTES,):
-            raise StateError(f"{where}: its description is not {_ABOUT_BYTES} bytes")
-        try:
-            said = json.loads(bytes(tensor.tolist()).decode())
-        except (ValueError, RecursionError):
-            raise StateError(f"{where}: its description is not JSON") from None
-        if not isinstance(said, dict):
-            raise StateError(f"{where}: its description is not a JSON object")
-        return cls.from_strings(said, where)
-
 
 _NUMBERS = ("world_size", "rank", "step")
 
@@ -153,16 +137,61 @@ class Source(Protocol):
         ...
 
 
-def to_state_dict(about: StateHeader, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_state_dict(header: StateHeader, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One rank's state under names of its own: torch's distributed checkpoints take plain tensors
-    of equal names on several ranks for copies of one, and save one."""
+    of equal names on several ranks for copies of one, and save one.
+
+    The header, a tensor too, has the SHA-256 of everything else; see :func:`check_digest`.
+    """
     start = (
-        f"of_{about.world_size}_ranks.policy_{about.policy_hash[:12]}."
-        f"layout_{about.layout[:12]}.rank_{about.rank}."
+        f"of_{header.world_size}_ranks.policy_{header.policy_hash[:12]}."
+        f"layout_{header.layout[:12]}.rank_{header.rank}."
     )
-    return {f"{start}{_ABOUT}": about.to_tensor()} | {
+    metadata = with_digest(header.to_strings(), tensors)
+    return {f"{start}{_ABOUT}": metadata_to_tensor(metadata)} | {
         f"{start}{name}": tensor for name, tensor in tensors.items()
     }
+
+
+def metadata_to_tensor(metadata: Mapping[str, str]) -> Tensor:
+    """A tensor of a fixed size: JSON, filled up with spaces."""
+    text = json.dumps(dict(metadata), ensure_ascii=False).encode()
+    return torch.tensor(list(text.ljust(_ABOUT_BYTES)), dtype=torch.uint8)
+
+
+def metadata_from_tensor(tensor: Tensor, where: str) -> dict[str, str]:
+    """The inverse.
+
+    Raises:
+        StateError: if it is not what :func:`metadata_to_tensor` makes, naming ``where``.
+    """
+    if tensor.dtype != torch.uint8 or tensor.shape != (_ABOUT_BYTES,):
+        raise StateError(f"{where}: its description is not {_ABOUT_BYTES} bytes")
+    try:
+        metadata = json.loads(bytes(tensor.tolist()).decode())
+    except (ValueError, RecursionError):
+        raise StateError(f"{where}: its description is not JSON") from None
+    if not isinstance(metadata, dict):
+        raise StateError(f"{where}: its description is not a JSON object")
+    for name, value in metadata.items():
+        if not isinstance(value, str):
+            raise StateError(f"{where}: {name:.40} in its description is no text")
+    return metadata
+
+
+def check_digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Check that a rank's state is what :func:`to_state_dict` got.
+
+    Earlier versions saved no digest: what they saved is taken as it is.
+
+    Args:
+        tensors: all of the rank's but the header, by their own names.
+
+    Raises:
+        StateError: if it is not.
+    """
+    if SHA256 in metadata and not matches_digest(metadata, tensors):
+        raise StateError(f"{where}: damaged: its content is not what was saved")
 
 
 _NAME = re.compile(
@@ -211,8 +240,8 @@ class OneRank:
         for full in self._names.values():
             if not isinstance(state_dict[full], Tensor):
                 raise StateError(f"{self.where}: {full} is no tensor")
-        about = StateHeader.from_tensor(state_dict[self._names[""]], self.where)
-        self._headers = {self.rank: about}
+        self._metadata = metadata_from_tensor(state_dict[self._names[""]], self.where)
+        self._headers = {self.rank: StateHeader.from_strings(self._metadata, self.where)}
         self.identity = check_together(self._headers, self.where)
 
     def headers(self) -> Mapping[int, StateHeader]:
@@ -221,12 +250,20 @@ class OneRank:
 
     def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See :class:`Source`."""
-        tensors = {n: self._tensors[full] for n, full in self._names.items() if n}
-        return {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+        return {name: (t.dtype, tuple(t.shape)) for name, t in self._own_tensors().items()}
 
     def read(self, rank: int, name: str) -> Tensor:
         """See :class:`Source`."""
-        return self._tensors[self._names[name]]
+        return self._checked_tensors[name]
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        return {name: self._tensors[full] for name, full in self._names.items() if name}
+
+    @cached_property
+    def _checked_tensors(self) -> dict[str, Tensor]:
+        tensors = self._own_tensors()
+        check_digest(self._metadata, tensors, self.where)
+        return tensors
 
 
 def check_together(headers: Mapping[int, StateHeader], where: str) -> str:

@@ -185,7 +185,9 @@ def fuzz_checkpoint(rank: int, folder: Path, count: int) -> int:
     for _ in range(count):
         file = draw.choice(list(files))
         file.write_bytes(mutated(files[file], words, draw))
-        loaded += tested.load(lambda: CheckpointFolder(folder, "tagc"))
+        if tested.load(lambda: CheckpointFolder(folder, "tagc")):
+            loaded += 1
+            equal(tested.state.take(), tested.before)
         tested.reset()
         file.write_bytes(files[file])
     return loaded
