@@ -134,5 +134,5 @@ def test_no_import_is_in_a_circle() -> None:
 
 def test_a_circle_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(GRAPH, "tagc.version", ["tagc.wrapper"])
-    with pytest.raises(AssertionError, match=r"tagc\.version -> tagc\.wrapper|circle"):
+    with pytest.raises(AssertionError, match=r"tagc\.version -> tagc\.wrapper"):
         test_no_import_is_in_a_circle()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -19,10 +18,6 @@ class CodecPlan:
         warmup_steps: reductions that go dense first.
         feedback: None where nothing is stored.
     """
-
-    sums_on_the_way: ClassVar[bool] = False
-    """Whether cells are summed in the collective, so that an owner decodes one sum instead of a
-    message from every rank."""
 
     warmup_steps: int = 0
     feedback: FeedbackRule | None = None
@@ -49,7 +44,8 @@ class CodecPlan:
 
     @property
     def cells(self) -> int:
-        """32-bit words per destination that are summed on the way, besides the message."""
+        """32-bit words per destination that are summed on the way, besides the message; an owner
+        then decodes one sum, and not what every rank sent."""
         return 0
 
     @property

@@ -64,7 +64,7 @@ def memory_time(bandwidth: float) -> CodecTime:
         encode = encoded * (info.dtype.itemsize + 2 * stored)
         encode += 4 * messages * (codec.words + codec.cells)
         copies = info.world_size if unit.direction == "parameters" else 1
-        decode = 4 * (info.world_size * codec.words + codec.cells)
+        decode = 4 * (unit.sources * codec.words + codec.cells)
         decode += copies * segment.columns * info.dtype.itemsize
         return (encode + decode * info.per_step) / bandwidth
 
@@ -80,7 +80,7 @@ def _elements(unit: UnitPlan, segment: Segment) -> tuple[int, int]:
     """Elements that a rank encodes and decodes in a step."""
     repeats = unit.info.per_step
     encoded = unit.destinations * segment.columns * unit.exchanges
-    messages = 1 if segment.codec.sums_on_the_way else unit.info.world_size
+    messages = 1 if segment.codec.cells else unit.sources
     return encoded, messages * segment.columns * repeats
 
 

@@ -46,7 +46,7 @@ def _measure(
     residual = None if stored is None else torch.zeros_like(grad, dtype=stored.working_dtype)
     average = 0.0 if stored is None else stored.old_share
     encode, decode = kind_of(codec).sample(codec, Sample(ops, grad, residual, average))
-    decoded = numel // ROWS if codec.sums_on_the_way else numel
+    decoded = numel // ROWS if codec.cells else numel
 
     def restore() -> None:
         # A residual that grew from call to call would select more than ever fits.

@@ -47,7 +47,8 @@ def traffic(unit: UnitPlan) -> Traffic:
         if unit.direction == "parameters":
             return Traffic(collectives=repeats, gathered=dense)
         return Traffic(collectives=repeats, ring=dense)
-    exchanges = unit.exchanges
+    # Messages are one a host where ranks of a host add up first; those inside are not in this.
+    W, exchanges = unit.sources, unit.exchanges
     messages = 4.0 * (W - 1) * sum(map(unit.sent_words, unit.segments)) * exchanges
     summed = [s.codec for s in unit.segments if s.codec.cells]
     sums = len({codec.cell_dtype for codec in summed})

@@ -182,6 +182,6 @@ class UnitPlan:
         feedback = segment.codec.feedback
         residual = feedback.element_bytes * segment.columns if feedback else 0
         owned = feedback.owner_bytes * segment.columns if feedback else 0
-        message = 4 * segment.codec.words * self.info.world_size
+        message = 4 * segment.codec.words * self.sources
         message = message if self.reuses_forward_message else 0
         return round(self.destinations * residual) + owned + message

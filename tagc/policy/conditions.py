@@ -45,7 +45,7 @@ _Numel = Annotated[int, Field(ge=0, le=2**63 - 1)]
 class When(Strict):
     """Conditions on a parameter. All that are given must hold; none given holds for every one.
 
-    `role`: one of `tagc.roles.ROLES` or a list of them. `name`: a glob or a list of globs, case
+    `role`: one of `tagc.policy.ROLES` or a list of them. `name`: a glob or a list of globs, case
     sensitive, over the whole name without wrapper prefixes. `layers`: indices of transformer
     blocks, inclusive, as "4-11", [4, 11] or one number. `min_numel` and `max_numel`: elements
     before sharding, inclusive.

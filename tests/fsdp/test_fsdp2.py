@@ -131,8 +131,9 @@ def test_remove_gives_native_back(rank: int, world_size: int) -> None:
 @on_ranks(1)
 def test_one_rank_warns_and_changes_nothing(rank: int, world_size: int) -> None:
     native, wrapped = sharded(), sharded()
-    with pytest.warns(UserWarning, match="does nothing at world size 1"):
+    with pytest.warns(UserWarning, match="does nothing at world size 1") as caught:
         assert tagc.wrap(wrapped, EVERYTHING) is wrapped
+    assert {warning.filename for warning in caught} == {__file__}  # the user's own line
     torch.testing.assert_close(train(wrapped, rank, 2), train(native, rank, 2), **EXACT)
     assert tagc.compressor(wrapped).metrics().wire_bytes == 0
 

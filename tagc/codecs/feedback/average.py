@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tagc.codecs.feedback.config import FeedbackConfig
 from tagc.codecs.feedback.rule import FeedbackRule
 
 
@@ -22,6 +23,13 @@ class AverageFeedback(FeedbackRule):
 
     beta: float
     reset_steps: int
+
+    @classmethod
+    def of(cls, config: FeedbackConfig) -> FeedbackRule | None:
+        """See :meth:`FeedbackRule.of`."""
+        if config.kind != "average":
+            return None
+        return cls(dtype=config.stored_dtype, beta=config.beta, reset_steps=config.reset_steps)
 
     @property
     def old_share(self) -> float:

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
+import torch
 from pydantic import Field, model_validator
 
 from tagc.codecs.config import Strict
@@ -29,6 +30,11 @@ class FeedbackConfig(Strict):
     reset_steps: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1024
     rate: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.1
     lead: Annotated[float, Field(ge=0.05, le=1, allow_inf_nan=False)] = 1
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """`dtype`, as torch has it."""
+        return getattr(torch, self.dtype)
 
     @model_validator(mode="after")
     def _check_unused(self) -> Self:

@@ -21,12 +21,22 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from tagc.codecs.feedback.config import FeedbackConfig
 from tagc.codecs.feedback.rule import FeedbackRule
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(FeedbackRule):
     """What was not sent is added to the next gradient."""
+
+    @classmethod
+    def of(cls, config: FeedbackConfig) -> FeedbackRule | None:
+        """See :meth:`FeedbackRule.of`."""
+        return (
+            cls(dtype=config.stored_dtype)
+            if config.kind == "residual" and config.lead == 1
+            else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +55,15 @@ class LeadFeedback(FeedbackRule):
     )
 
     lead: float
+
+    @classmethod
+    def of(cls, config: FeedbackConfig) -> FeedbackRule | None:
+        """See :meth:`FeedbackRule.of`."""
+        return (
+            cls(dtype=config.stored_dtype, lead=config.lead)
+            if config.kind == "residual" and config.lead < 1
+            else None
+        )
 
     def after(self, decoded: Tensor, owner_state: Tensor, out: Tensor) -> None:
         """See :meth:`FeedbackRule.after`. (A dense sum is late by nothing, so there is no lead to

@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tagc.codecs.feedback.config import FeedbackConfig
 from tagc.codecs.feedback.rule import FeedbackRule
 
 
@@ -37,6 +38,13 @@ class MomentumFeedback(FeedbackRule):
     )
 
     rate: float
+
+    @classmethod
+    def of(cls, config: FeedbackConfig) -> FeedbackRule | None:
+        """See :meth:`FeedbackRule.of`."""
+        return (
+            cls(dtype=config.stored_dtype, rate=config.rate) if config.kind == "momentum" else None
+        )
 
     @property
     def gradient_scale(self) -> float:

@@ -17,6 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tagc.codecs.feedback.config import FeedbackConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackRule:
@@ -34,6 +36,11 @@ class FeedbackRule:
     """What a plan tells the user about it."""
 
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: FeedbackConfig) -> FeedbackRule | None:
+        """The rule that a policy asks for; None where that is another class's."""
+        raise NotImplementedError
 
     @property
     def working_dtype(self) -> torch.dtype:

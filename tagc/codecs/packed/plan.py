@@ -5,23 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tagc.codecs.packed.config import PackedConfig
-from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.codecs.plan import PlanRequest
 from tagc.codecs.selection.capacity import MIN_SHARED, capacity_for
+from tagc.codecs.selection.plan import SelectingPlan
 from tagc.ops.packed import PackedLayout, plan_packed
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedPlan(CodecPlan):
-    """How one segment's kept elements are packed.
-
-    Attributes:
-        target: density that the policy asks for.
-        shared: whether all ranks keep what the shard's owner chose.
-    """
+class PackedPlan(SelectingPlan):
+    """How one segment's kept elements are packed."""
 
     layout: PackedLayout
-    target: float
-    shared: bool
 
     @property
     def name(self) -> str:
@@ -30,24 +24,9 @@ class PackedPlan(CodecPlan):
         return f"packed int{self.layout.values.bits}{group}{' shared' if self.shared else ''}"
 
     @property
-    def density(self) -> float:
-        """The target."""
-        return self.target
-
-    @property
     def words(self) -> int:
         """Header, index, values."""
         return self.layout.words
-
-    @property
-    def has_shared_support(self) -> bool:
-        """See :attr:`CodecPlan.has_shared_support`."""
-        return self.shared
-
-    def used_words(self, columns: int) -> int:
-        """All of them where a choice rides along: what a rank chose for its own shard goes to
-        all."""
-        return self.words if self.shared else super().used_words(columns)
 
 
 def plan_packed_codec(config: PackedConfig, request: PlanRequest) -> PackedPlan:

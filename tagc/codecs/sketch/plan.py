@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.codecs.plan import PlanRequest
 from tagc.codecs.selection.capacity import MIN_SHARED, capacity_for
+from tagc.codecs.selection.plan import SelectingPlan
 from tagc.codecs.sketch.config import SketchConfig
 from tagc.ops import COUNTS
 from tagc.ops.sketch import SketchLayout, plan_layout
@@ -16,33 +16,22 @@ from tagc.ops.symbols import Symbol, resolve_symbol
 
 
 @dataclass(frozen=True, kw_only=True)
-class SketchPlan(CodecPlan):
+class SketchPlan(SelectingPlan):
     """How one segment is sketched.
 
     Attributes:
-        target: density that the policy asks for.
         capacity: groups that a rank keeps at most, per destination.
         levels: largest quantized magnitude that a rank sends.
-        shared: whether all ranks keep what the shard's owner chose.
     """
 
-    sums_on_the_way: ClassVar[bool] = True
-
     layout: SketchLayout
-    target: float
     capacity: int
     levels: int
-    shared: bool = False
 
     @property
     def name(self) -> str:
         """With the symbol."""
         return f"sketch {self.symbol.name}{' shared' if self.shared else ''}"
-
-    @property
-    def density(self) -> float:
-        """The target."""
-        return self.target
 
     @property
     def words(self) -> int:
@@ -75,16 +64,6 @@ class SketchPlan(CodecPlan):
         if not self.symbol.integer:
             return 1.0
         return max(1.0, 2.0 ** (self.symbol.step_shift(self.levels) + 1))
-
-    @property
-    def has_shared_support(self) -> bool:
-        """See :attr:`CodecPlan.has_shared_support`."""
-        return self.shared
-
-    def used_words(self, columns: int) -> int:
-        """All of them where a choice rides along: what a rank chose for its own shard goes to
-        all."""
-        return self.words if self.shared else super().used_words(columns)
 
 
 def plan_sketch(config: SketchConfig, request: PlanRequest) -> SketchPlan:
