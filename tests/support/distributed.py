@@ -29,6 +29,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # A rank that is left alone in a collective waits for this share of the time limit, and can then
 # say itself where it waited.
@@ -230,6 +231,8 @@ def _run(
     finally:
         # After an error this closes the connections, so that the others fail, too, and soon.
         dist.destroy_process_group()
+        # To DTensor's caches a mesh equals any former one of the same ranks, whose group is gone.
+        _clear_sharding_prop_cache()
 
 
 def _compile(rank: int) -> None:
