@@ -23,6 +23,8 @@ class Workspace:
         stream = torch.cuda.current_stream(self._device).cuda_stream if cuda else 0
         buffer = self._buffers.get((name, dtype, stream))
         if buffer is None or buffer.numel() < numel:
-            buffer = torch.empty(numel, dtype=dtype, device=self._device)
+            # In training nothing could be written to one that an evaluation made in inference mode.
+            with torch.inference_mode(False):
+                buffer = torch.empty(numel, dtype=dtype, device=self._device)
             self._buffers[name, dtype, stream] = buffer
         return buffer[:numel].view(shape)

@@ -3,12 +3,13 @@ agree on."""
 
 from tagc.comm.agreement import agree_on, gather_by_rank
 from tagc.comm.exchanges import BroadcastExchange, ShardExchange
-from tagc.comm.gatherer import UnitGatherer
+from tagc.comm.gatherer import Phase, UnitGatherer
 from tagc.comm.reducer import UnitReducer
 from tagc.comm.replicas import ReplicaAverage
 
 __all__ = [
     "BroadcastExchange",
+    "Phase",
     "ReplicaAverage",
     "ShardExchange",
     "UnitGatherer",

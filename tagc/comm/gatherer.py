@@ -7,6 +7,7 @@ same parameters, to the bit. The optimizer's own shard stays exact.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -16,10 +17,19 @@ from torch.profiler import record_function
 
 from tagc.codecs import Codec, CodecSetup, kind_of
 from tagc.codecs.workspace import Workspace
+from tagc.comm.alarm import Alarm
 from tagc.comm.collectives import all_gather, failing_in
 from tagc.comm.exchanges import BroadcastExchange
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
+
+
+class Phase(Enum):
+    """What FSDP gathers parameters for."""
+
+    FORWARD = "a forward that autograd records: its backward reads the same parameters"
+    BACKWARD = "a backward"
+    OTHER = "nothing that a backward reads: evaluation, a teacher, a look at the parameters"
 
 
 class UnitGatherer:
@@ -52,20 +62,25 @@ class UnitGatherer:
         self._codecs: list[Codec[Any]] = [
             kind_of(segment.codec).codec([segment], setup) for segment in plan.segments
         ]
+        self._changed = Alarm(
+            f"tagc: the parameters of unit {self._name!r} are others in a backward than in its "
+            "forward (an optimizer's step, or weights loaded in between). FSDP would gather them "
+            "again, but with 'keep_for_backward' nothing is sent in backward: change parameters "
+            "after the backward, or set 'keep_for_backward: false'"
+        )
+        # The message of the last forward with a backward to come, while that has not read it.
         self._forward_message: Tensor | None = None
         self._has_forward_message = False
         if plan.reuses_forward_message:
             shape = (plan.info.world_size, plan.words)
             self._forward_message = torch.empty(shape, dtype=torch.int32, device=device)
 
-    def gather(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, in_backward: bool) -> None:
+    def gather(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
         """Write all ranks' ``inp`` ``[S]`` to the rows of ``out`` ``[W * S]``.
 
-        Args:
-            in_backward: whether FSDP gathers again what it gathered in forward.
-
         Raises:
-            RuntimeError: if the buffer is not what the plan was made for.
+            RuntimeError: if the buffer is not what the plan was made for; or if a backward would
+                read the message of a forward that had other parameters, see :class:`Alarm`.
         """
         info = self.plan.info
         native = (group.size() - 1) * inp.numel() * inp.element_size()
@@ -82,21 +97,27 @@ class UnitGatherer:
                 f"{info.dtype} per rank, but FSDP gathers {inp.numel()} of {inp.dtype}; call "
                 "tagc.wrap after the model is sharded and its dtypes are set for good"
             )
-        shape = (info.world_size, self.plan.words)
-        if self._forward_message is not None and in_backward and self._has_forward_message:
-            received = self._forward_message
-            self._has_forward_message = False
+        self._changed.check()
+        rows = out.view(info.world_size, -1)
+        kept = self._forward_message
+        reads_kept = phase is Phase.BACKWARD and self._has_forward_message
+        if kept is not None and (reads_kept or phase is Phase.FORWARD):
+            received = kept
         else:
-            received = (
-                self._workspace.take("parameters_recv", shape, torch.int32)
-                if self._forward_message is None
-                else self._forward_message
-            )
+            shape = (info.world_size, self.plan.words)
+            received = self._workspace.take("parameters_recv", shape, torch.int32)
+        # Before anything is decoded: `inp` is this rank's row of `out`.
+        changed = self._differs(inp, received[group.rank()]) if reads_kept else None
+        if not reads_kept:
             with failing_in(self._what, group):
                 self._exchange(received, inp, group)
-            self._has_forward_message = not in_backward
         with record_function(f"TAGC::decode parameters ({self._name})"):
-            self._decode(received, out.view(info.world_size, -1))
+            self._decode(received, rows)
+        if changed is not None:
+            # To gather anew is no way out: other ranks may not know that they have to.
+            self._changed.note(changed, rows[:, :1])
+        if phase is not Phase.OTHER:
+            self._has_forward_message = kept is not None and phase is Phase.FORWARD
 
     def state(self) -> dict[str, Tensor]:
         """The counters. The forward's message needs no saving: between two steps no backward still
@@ -122,6 +143,12 @@ class UnitGatherer:
         self._decode(message, decoded)
         wide = shard.double()
         return (decoded[0].double() - wide).square().sum().item(), wide.square().sum().item()
+
+    def _differs(self, inp: Tensor, message: Tensor) -> Tensor:
+        """Whether ``inp`` ``[S]`` has another message than ``[words]``; boolean, ``[]``."""
+        now = self._workspace.take("parameters_send", (1, self.plan.words), torch.int32)
+        self._encode(inp, now)
+        return (now[0] != message).any()
 
     def _exchange(self, received: Tensor, inp: Tensor, group: dist.ProcessGroup) -> None:
         exchange = BroadcastExchange(group, self._workspace)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.utils.hooks import RemovableHandle
 
-from tagc.comm import UnitGatherer, UnitReducer
+from tagc.comm import Phase, UnitGatherer, UnitReducer
+from tagc.fsdp.grad_mode import GradMode
 from tagc.fsdp.unit import Integration, Unit
 from tagc.plan import UnitInfo, UnitParam
 from tagc.policy import Policy
@@ -27,6 +29,8 @@ class FSDP2Unit(Unit):
     module: FSDPModule
     _param_group: Any
     _native: tuple[Any, Any, Any]
+    _grad_mode: GradMode
+    _hooks: list[RemovableHandle] = field(default_factory=list)
 
     @property
     def unused_parameters_remedy(self) -> str:
@@ -43,7 +47,12 @@ class FSDP2Unit(Unit):
 
     def install_gather(self, gatherer: UnitGatherer) -> None:
         """See :meth:`Unit.install_gather`."""
-        self.module.set_custom_all_gather(_CustomAllGather(gatherer, self._param_group))
+        all_gather = _CustomAllGather(gatherer, self._param_group, self._grad_mode)
+        self.module.set_custom_all_gather(all_gather)
+        for module in self._param_group.modules:
+            # Before FSDP's own hook, which gathers.
+            hook = module.register_forward_pre_hook(self._grad_mode.note, prepend=True)
+            self._hooks.append(hook)
 
     def install_all_reduce(self, all_reduce: Callable[[Tensor], None]) -> None:
         """See :meth:`Unit.install_all_reduce`."""
@@ -71,6 +80,8 @@ class FSDP2Unit(Unit):
         self.module.set_custom_reduce_scatter(reduce_scatter)
         self.module.set_custom_all_gather(all_gather)
         self.module.set_all_reduce_hook(hook)
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
 class _Allocates:
@@ -98,8 +109,9 @@ class _CustomReduceScatter(_Allocates, ReduceScatter):
 
 
 class _CustomAllGather(_Allocates, AllGather):
-    def __init__(self, gatherer: UnitGatherer, param_group: Any) -> None:
+    def __init__(self, gatherer: UnitGatherer, param_group: Any, grad_mode: GradMode) -> None:
         self._gather, self._param_group = gatherer.gather, param_group
+        self._grad_mode = grad_mode
 
     def __call__(
         self,
@@ -108,10 +120,15 @@ class _CustomAllGather(_Allocates, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        # The state is the same on every rank, for prefetched units, too; that parameters are what
-        # they were in forward is not something a rank could find out for itself.
-        in_backward = self._param_group._training_state.name == "PRE_BACKWARD"
-        self._gather(output_tensor, input_tensor, group, in_backward)
+        self._gather(output_tensor, input_tensor, group, self._phase())
+
+    def _phase(self) -> Phase:
+        # The state is the same on every rank, for prefetched units, too.
+        state = self._param_group._training_state.name
+        if state == "PRE_BACKWARD":
+            return Phase.BACKWARD
+        recorded = state == "FORWARD" and self._grad_mode.enabled
+        return Phase.FORWARD if recorded else Phase.OTHER
 
 
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -138,11 +155,12 @@ def find_units(model: nn.Module) -> list[Unit]:
     names = {id(module): name for name, module in modules}
     units: list[Unit] = []
     seen: set[int] = set()
+    grad_mode = GradMode()
     for name, module in modules:
         for group in _param_groups(name, module):
             if id(group) not in seen:
                 seen.add(id(group))
-                units.append(_unit(name, module, group, names))
+                units.append(_unit(name, module, group, names, grad_mode))
     return units
 
 
@@ -185,7 +203,9 @@ def _param_groups(name: str, module: nn.Module) -> Iterator[Any]:
     yield from groups
 
 
-def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FSDP2Unit:
+def _unit(
+    name: str, module: nn.Module, group: Any, names: dict[int, str], grad_mode: GradMode
+) -> FSDP2Unit:
     assert isinstance(module, FSDPModule)
     trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     mesh = group.mesh_info
@@ -238,6 +258,7 @@ def _unit(name: str, module: nn.Module, group: Any, names: dict[int, str]) -> FS
         group=mesh.shard_process_group,
         device=group.device,
         _param_group=group,
+        _grad_mode=grad_mode,
         _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
     )
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import tagc
 from parity.model import loss_of
@@ -20,7 +18,7 @@ from parity.option import compile_blocks, wrap_blocks
 from support.block_net import WEIGHTS, net, sharded, wrap
 from support.distributed import on_ranks
 from support.exact import EXACT
-from support.gathering import INT8, KEPT, gathering, recorded
+from support.gathering import INT8, gathering
 from support.small_net import local_grads, local_weights
 from tagc.policy import Policy
 
@@ -180,100 +178,6 @@ def test_auto_leaves_what_cannot_be_compressed(rank: int, world_size: int) -> No
     wrap(sharded(model), {"schema": 1, "gradients": [automatic]})
     rows = tagc.compressor(model).plan().rows
     assert {row.codec for row in rows if row.unit == "blocks.1"} == {"dense"}
-
-
-# Parameters that are gathered once a step
-
-
-class Twice(nn.Module):
-    """Calls its block twice, once in a checkpoint."""
-
-    def __init__(self, model: Any, reentrant: bool) -> None:
-        super().__init__()
-        self.model, self.reentrant = model, reentrant
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.model.embed(tokens)
-        for block in (*self.model.blocks, *self.model.blocks):
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.model.head(x)
-
-
-def check_kept(rank: int, make: Any, backward: Any) -> None:
-    """A kept message gives the bits of one that is sent again, and no old parameters."""
-    weights = []
-    for codec in (INT8, KEPT):
-        calls: list[Any] = []
-        with recorded(calls):
-            model = wrap(make(), gathering(codec))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            calls.clear()
-            backward(model, step)
-            # The parameters of this step, in every gather of it.
-            outs: dict[int, Tensor] = {}
-            for unit, _, _, out in calls:
-                torch.testing.assert_close(out, outs.setdefault(id(unit), out), **EXACT)
-            assert outs
-            optimizer.step()
-            optimizer.zero_grad()
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-        weights.append(local_weights(model))
-    torch.testing.assert_close(weights[1], weights[0], **EXACT)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("how", ["inside", "wrapper", "around", "reentrant around"])
-def test_kept_parameters_with_checkpointing(rank: int, world_size: int, how: str) -> None:
-    def make() -> Any:
-        model = net(recompute=how == "inside")
-        if how == "wrapper":
-            wrap_blocks(model)
-        if "around" not in how:
-            return sharded(model)
-        for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(Twice(model, reentrant=how.startswith("reentrant")))
-
-    check_kept(rank, make, lambda model, step: loss_of(model, rank, step).backward())
-
-
-@on_ranks(2)
-def test_kept_parameters_of_units_called_twice(rank: int, world_size: int) -> None:
-    check_kept(
-        rank,
-        lambda: sharded(net(times=2)),
-        lambda model, step: loss_of(model, rank, step).backward(),
-    )
-
-
-@on_ranks(2)
-def test_kept_parameters_that_stay_after_backward(rank: int, world_size: int) -> None:
-    """Micro-batches with ``set_reshard_after_backward(False)``, the last one with True."""
-
-    def backward(model: Any, step: int) -> None:
-        for micro in range(3):
-            model.set_reshard_after_backward(micro == 2)
-            model.set_requires_gradient_sync(micro == 2)
-            loss_of(model, rank, 3 * step + micro).backward()
-
-    check_kept(rank, lambda: sharded(net()), backward)
-
-
-@on_ranks(2)
-def test_kept_parameters_after_forwards_without_backward(rank: int, world_size: int) -> None:
-    """An evaluation, an optimizer's step, and the next backward must not see what the evaluation
-    kept."""
-
-    def backward(model: Any, step: int) -> None:
-        with torch.no_grad():
-            loss_of(model, rank, 50)
-        loss_of(model, rank, step).backward()
-        loss_of(model, rank, 60)  # a forward that nobody goes back through
-
-    check_kept(rank, lambda: sharded(net()), backward)
 
 
 # Replicas

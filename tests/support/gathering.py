@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from tagc.comm import UnitGatherer
+from tagc.comm import Phase, UnitGatherer
 
 INT8 = {"kind": "quantized", "bits": 8, "block": 32}
 KEPT = INT8 | {"keep_for_backward": True}
@@ -29,10 +29,10 @@ def recorded(calls: list[tuple[UnitGatherer, bool, Tensor, Tensor]]) -> Iterator
     """Notes every gather: unit, whether in backward, input, output. Enter it before `tagc.wrap`."""
     original = UnitGatherer.gather
 
-    def gather(self: UnitGatherer, out: Tensor, inp: Tensor, group: Any, backward: bool) -> None:
+    def gather(self: UnitGatherer, out: Tensor, inp: Tensor, group: Any, phase: Phase) -> None:
         before = inp.clone()
-        original(self, out, inp, group, backward)
-        calls.append((self, backward, before, out.clone()))
+        original(self, out, inp, group, phase)
+        calls.append((self, phase is Phase.BACKWARD, before, out.clone()))
 
     with patch.object(UnitGatherer, "gather", gather):
         yield

@@ -20,7 +20,10 @@ class DenseCodec(Codec[DensePlan]):
     def encode_rows(self, rows: Tensor, message: Tensor) -> None:
         """See :meth:`Codec.encode_rows`."""
         for part in self.parts:
-            elements_of(message[:, part.words], part.plan).copy_(rows[:, part.columns])
+            words = message[:, part.words]
+            # Elements of 2 bytes may leave half of the last word.
+            words[:, -1:].zero_()
+            elements_of(words, part.plan).copy_(rows[:, part.columns])
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
         """See :meth:`Codec.decode`."""

@@ -20,7 +20,8 @@ class QuantizedParametersConfig(CodecConfig):
 
     With `keep_for_backward` a rank keeps the messages that it received in forward, the unit's
     other parameters in them too, and gathers nothing in backward. (It matters where FSDP reshards
-    after forward, and so gathers twice.)
+    after forward, and so gathers twice.) Parameters that change between a forward and its backward
+    are then an error.
     """
 
     kind: Literal["quantized"] = "quantized"
