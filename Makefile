@@ -16,7 +16,7 @@ INSTALLED := .venv/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' '
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu test-network test-recipes parity lint bench bench-network gpu clean
+.PHONY: help demo test test-slow test-device test-gpu test-network test-recipes parity lint bench bench-network gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -34,10 +34,13 @@ demo: $(INSTALLED) ## train a small GPT plain and compressed, compare (RANKS, PO
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --policies $(POLICIES) --steps $(STEPS)
 
 test: $(INSTALLED) ## run the tests that need neither minutes nor a GPU nor root
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not network and not recipes"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not device and not gpu and not network and not recipes"
 
 test-slow: $(INSTALLED) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-device: $(INSTALLED) ## run and compile all GPU kernels without a GPU, for minutes
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu" tests/triton
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

@@ -17,7 +17,7 @@ from benchmarks.convergence.methods import GRID, METHODS, Method
 from benchmarks.convergence.ranks import SimulatedRanks
 from benchmarks.convergence.sweep import Results, Sweep, make
 from benchmarks.convergence.training import Run, Shape, train
-from support.distributed import on_ranks
+from support.distributed import on_ranks, slow
 from support.units import reduce, unit_reducer
 from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy
@@ -52,7 +52,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@on_ranks(2, 3)
+@on_ranks(2, slow(3))
 @pytest.mark.parametrize("name", CODECS)
 def test_simulated_ranks_are_ranks(rank: int, world_size: int, name: str) -> None:
     codec, feedback = CODECS[name]

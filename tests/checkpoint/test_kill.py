@@ -52,6 +52,7 @@ def check(folder: Path, codec: str, saver: str, kills: list[tuple[int, int]]) ->
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_resumes(tmp_path: Path) -> None:
     check(tmp_path, "sketch", "dcp", [(1, 7)])
 

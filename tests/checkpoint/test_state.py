@@ -28,6 +28,7 @@ from support.states import (
     QUANTIZED,
     SKETCH,
     by_saver,
+    in_turn,
     load,
     residual_sums,
     rules,
@@ -43,8 +44,7 @@ from support.states import (
 
 
 @on_ranks(2)
-@by_saver
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "saver"), in_turn(POLICIES))
 def test_a_resumed_run_is_the_run_that_never_stopped(
     rank: int, world_size: int, saver: str, policy: str
 ) -> None:
@@ -52,8 +52,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
 
 
 @on_ranks(3)
-@by_saver
-@pytest.mark.parametrize("policy", ["sketch shared", "packed bfloat16"])
+@pytest.mark.parametrize(("policy", "saver"), in_turn(["sketch shared", "packed bfloat16"]))
 def test_three_ranks_resume(rank: int, world_size: int, saver: str, policy: str) -> None:
     resumes(rank, saver, policy)
 
@@ -96,15 +95,15 @@ def test_a_running_model_can_go_back(rank: int, world_size: int, saver: str) -> 
         equal(snapshot(model), expected)
 
 
+REPLICATED = [rules(QUANTIZED), rules(PACKED), rules(SKETCH), rules(MATRIX, LEAD)]
+
+
 def kind_of(chosen: dict) -> str:
     return chosen["gradients"][0]["codec"]["kind"]
 
 
 @on_ranks(4)
-@by_saver
-@pytest.mark.parametrize(
-    "chosen", [rules(QUANTIZED), rules(PACKED), rules(SKETCH), rules(MATRIX, LEAD)], ids=kind_of
-)
+@pytest.mark.parametrize(("chosen", "saver"), in_turn(REPLICATED))
 def test_replicas_resume(rank: int, world_size: int, saver: str, chosen: dict) -> None:
     policy = chosen | {"replicas": chosen["gradients"]}
     with shared_folder() as folder:

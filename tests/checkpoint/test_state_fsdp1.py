@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import tagc
-from support.distributed import on_ranks, run_ranks
+from support.distributed import on_ranks, run_ranks, slow
 from support.exact import EXACT
 from support.fsdp1_net import CPU, local_weights, quietly, sharded
 from support.small_net import net
@@ -40,7 +40,7 @@ RULES: Any = {
 }
 
 
-@on_ranks(2, 3)
+@on_ranks(2, slow(3))
 @pytest.mark.parametrize(
     ("rules", "saver"),
     [*((rules, "safetensors") for rules in RULES), ("whole", "dcp"), ("lead", "dcp")],

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.distributed import on_ranks
+from support.distributed import on_ranks, slow
 from support.units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
 from tagc.codecs.packed import PackedCodec
 from tagc.codecs.sketch import SketchCodec, SketchPlan
@@ -102,7 +102,7 @@ CODECS: dict[str, dict[str, Any]] = {
 SHARED = ["shared", "shared sketch"]
 
 
-@on_ranks(2, 4)
+@on_ranks(2, slow(4))
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8"])
 def test_what_is_not_sent_stays(rank: int, world_size: int, codec: str, stored: str) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.distributed import on_ranks
+from support.distributed import on_ranks, slow
 from support.units import gathered, normal, on_grid, reduce, spiky, unit_plan, unit_reducer
 from tagc.codecs.selection.threshold import ThresholdController
 from tagc.codecs.sketch import SketchPlan
@@ -98,7 +98,7 @@ class Oracle:
         return sent.view(-1)[:n]
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, slow(4))
 @pytest.mark.parametrize("ops", ["cpu", "reference"])
 @pytest.mark.parametrize(
     ("symbol", "stored", "dtype", "op"),

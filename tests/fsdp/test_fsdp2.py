@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import tagc
 from support.counting import counted_bytes
-from support.distributed import on_ranks
+from support.distributed import on_ranks, slow
 from support.exact import EXACT
 from support.paths import EXAMPLES
 from support.small_net import EVERYTHING, local_grads, local_weights, loss_of, net, sharded, train
@@ -198,7 +198,7 @@ def test_accumulated_micro_batches_are_reduced_once(rank: int, world_size: int) 
         assert tagc.compressor(model).metrics().steps == step + 1
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, slow(4))
 def test_training_is_reproducible(rank: int, world_size: int) -> None:
     """Two runs, and two implementations, give the same weights to the last bit; and the ranks
     keep equal thresholds and seeds."""
@@ -223,14 +223,7 @@ def test_training_is_reproducible(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "density",
-    [
-        0.02,
-        0.1,
-        0.2,
-    ],
-)
+@pytest.mark.parametrize("density", [slow(0.02), 0.1, slow(0.2)])
 def test_density_follows_the_target(rank: int, world_size: int, density: float) -> None:
     sys.path.insert(0, str(EXAMPLES))
     from gpt import GPT, GPTConfig  # pyright: ignore[reportMissingImports]

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -39,14 +40,21 @@ class Cases(dict[str, Callable[[str], None]]):
 
         return register
 
+    def interpreted(self) -> list[Any]:
+        """Names as parameters of a test: one in four is for `make test`, all for
+        `make test-device`."""
+        device = pytest.mark.device
+        return [pytest.param(n, marks=[device] if i % 4 else []) for i, n in enumerate(self)]
+
     def main(self, results: Path) -> None:
-        """Run all cases, interpreted, and write ``{name: traceback or None}``."""
+        """Run the cases named in ``results``, interpreted, and write there ``{name: traceback or
+        None}``."""
         interpreter.prepare()
         outcome: dict[str, str | None] = {}
-        for name, function in self.items():
+        for name in json.loads(results.read_text()):
             start = time.process_time()
             try:
-                function("cpu")
+                self[name]("cpu")
                 outcome[name] = None
             except Exception:
                 outcome[name] = traceback.format_exc()
@@ -54,9 +62,14 @@ class Cases(dict[str, Callable[[str], None]]):
             results.write_text(json.dumps(outcome))
 
 
-def interpreted(file: str, directory: Path) -> dict[str, str | None]:
-    """Run a test file's cases in Triton's interpreter: ``{name: traceback or None}``."""
+def interpreted(file: str, request: Any, directory: Path) -> dict[str, str | None]:
+    """Run in Triton's interpreter those of a test file's cases that this run of tests asks for:
+    ``{name: traceback or None}``."""
     results = directory / "results.json"
+    asked = [
+        i for i in request.session.items if i.path == Path(file) and "outcome" in i.fixturenames
+    ]
+    results.write_text(json.dumps([item.callspec.params["name"] for item in asked]))
     # A test file that is run as a script finds `support` there.
     path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(

@@ -19,21 +19,25 @@ OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LOW_BITS = (0, 1, 2, 4, 8, 16)
 both = pytest.mark.parametrize("ops", OPS, ids=["cpu", "reference"])
-# group, bits, gradient, residual; each row but those with float16, which the CPU widens first,
-# costs a compilation of seconds.
+# group, bits, gradient, residual. Each row but those with float16, which the CPU widens first,
+# costs a compilation of seconds: the rarer ones are for `make test-slow`.
 VARIANTS = [
     (1, 8, F32, F32),
     (1, 4, F16, F32),
+    (4, 8, F32, BF16),
+    (8, 2, BF16, BF16),
+    (32, 16, BF16, None),
+]
+RARER = [
     (1, 2, BF16, BF16),
     (2, 4, F32, None),
-    (4, 8, F32, BF16),
     (8, 2, F16, BF16),
     (16, 16, BF16, F32),
     (32, 8, F16, None),
 ]
 variants = pytest.mark.parametrize(
     ("group", "bits", "grad_dtype", "residual_dtype"),
-    VARIANTS,
+    [*VARIANTS, *(pytest.param(*rarer, marks=pytest.mark.slow) for rarer in RARER)],
     ids=lambda v: str(v).removeprefix("torch."),
 )
 # share of the groups above the threshold, share that the capacity holds

@@ -20,24 +20,26 @@ from tagc.ops.symbols import SYMBOLS
 
 CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-# symbol, gradient, residual: every pair of a symbol and a dtype once or more. Each row but those
-# with float16, which the CPU widens first, costs a compilation of seconds.
+# symbol, gradient, residual. Each row but those with float16, which the CPU widens first, costs a
+# compilation of seconds: the rarer ones are for `make test-slow`.
 VARIANTS = [
-    ("int8x4", F32, None),
     ("int8x4", F32, F32),
     ("int8x4", F16, F32),
     ("int8x4", BF16, BF16),
-    ("int16x2", F32, BF16),
-    ("int16x2", F16, BF16),
     ("int16x2", BF16, F32),
     ("int32x1", F32, F32),
-    ("float32", F32, F32),
     ("float32", BF16, None),
+]
+RARER = [
+    ("int8x4", F32, None),
+    ("int16x2", F32, BF16),
+    ("int16x2", F16, BF16),
+    ("float32", F32, F32),
+    ("float32", F32, BF16),
 ]
 variants = pytest.mark.parametrize(
     ("symbol", "grad_dtype", "residual_dtype"),
-    # `make test-slow` compiles one more.
-    [*VARIANTS, pytest.param("float32", F32, BF16, marks=pytest.mark.slow)],
+    [*VARIANTS, *(pytest.param(*rarer, marks=pytest.mark.slow) for rarer in RARER)],
     ids=lambda v: str(v).removeprefix("torch."),
 )
 SIZES = [1, 2, 3, 31, 33, 127, 128, 129, 258]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,15 @@ def shared_folder() -> Iterator[Path]:
 
 SAVERS = ("dcp", "safetensors")
 by_saver = pytest.mark.parametrize("saver", SAVERS)
+
+
+def in_turn(values: Iterable[Any]) -> list[Any]:
+    """Every value with a saver, in turn; with the other one for `make test-slow`."""
+    return [
+        pytest.param(value, saver, marks=[] if i % 2 == j else [pytest.mark.slow])
+        for i, value in enumerate(values)
+        for j, saver in enumerate(SAVERS)
+    ]
 
 
 def train_and_save(rank: int, saver: str, policy: dict, folder: Path) -> dict[str, Tensor]:

@@ -284,13 +284,13 @@ def _(device):
 
 
 @pytest.fixture(scope="session")
-def outcome(tmp_path_factory) -> dict[str, str | None]:
-    return interpreted(__file__, tmp_path_factory.mktemp("blocks"))
+def outcome(request, tmp_path_factory) -> dict[str, str | None]:
+    return interpreted(__file__, request, tmp_path_factory.mktemp("blocks"))
 
 
 @pytest.mark.xdist_group("interpreted blocks")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES.interpreted())
 def test_interpreted(outcome, name):
     failure = outcome[name]
     assert failure is None, failure

@@ -347,13 +347,13 @@ def _(device):
 
 
 @pytest.fixture(scope="session")
-def outcome(tmp_path_factory) -> dict[str, str | None]:
-    return interpreted(__file__, tmp_path_factory.mktemp("matrix"))
+def outcome(request, tmp_path_factory) -> dict[str, str | None]:
+    return interpreted(__file__, request, tmp_path_factory.mktemp("matrix"))
 
 
 @pytest.mark.xdist_group("interpreted matrices")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES.interpreted())
 def test_interpreted(outcome, name):
     failure = outcome[name]
     assert failure is None, failure

@@ -173,13 +173,13 @@ def _(device):
 
 
 @pytest.fixture(scope="session")
-def outcome(tmp_path_factory) -> dict[str, str | None]:
-    return interpreted(__file__, tmp_path_factory.mktemp("packed"))
+def outcome(request, tmp_path_factory) -> dict[str, str | None]:
+    return interpreted(__file__, request, tmp_path_factory.mktemp("packed"))
 
 
 @pytest.mark.xdist_group("interpreted packed edges")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES.interpreted())
 def test_interpreted(outcome, name):
     failure = outcome[name]
     assert failure is None, failure
