@@ -122,6 +122,11 @@ def _agree_on_request(
     integrations: list[Integration] = []
 
     def find() -> tuple[list[Unit], str]:
+        if torch.is_inference_mode_enabled():
+            raise ValueError(
+                "tagc.wrap was called in torch.inference_mode(), where it would make tensors that "
+                "training cannot write to; call it outside"
+            )
         if attached(model) is not None:
             raise ValueError(
                 "this model is already wrapped; call tagc.compressor(model).remove() first to "

@@ -38,6 +38,11 @@ class CodecPlan:
         return True
 
     @property
+    def nominal_bits(self) -> float | None:
+        """Bits per element that the codec is known by, without scales; None where no number is."""
+        return None
+
+    @property
     def density(self) -> float:
         """Fraction of elements that a rank sends."""
         return 1.0
@@ -92,12 +97,12 @@ class PlanRequest:
         world_size: ranks whose contributions are summed.
         dtype: of the buffer that the segment is a part of.
         feedback: None where nothing is stored.
-        matrices: rows and columns of what a shard has of every parameter; empty unless the codec
-            needs them.
+        matrices: of what a shard has of every parameter, one after the other, the rows and columns;
+            empty unless the codec needs them.
     """
 
     columns: int
     world_size: int
     dtype: torch.dtype
     feedback: FeedbackRule | None = None
-    matrices: Sequence[tuple[int, int]] = ()
+    matrices: Sequence[Sequence[tuple[int, int]]] = ()

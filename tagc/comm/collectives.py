@@ -25,8 +25,9 @@ from torch import Tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# So that a message of the user's own, over the same group, is never taken for one of these.
-_TAG = 0x7A6C
+# So that a message of the user's own, over the same group, is never taken for one of these, nor a
+# header for what follows it.
+_TAG, _HEADER_TAG = 0x7A6C, 0x7A6D
 
 
 @dataclass
@@ -83,7 +84,7 @@ def all_to_all(
     """
     if columns is not None:
         return _partial(out, inp, group, columns)
-    if _by_messages(group, inp.device):
+    if by_messages(group, inp.device):
         works = _messages(out.unbind(), inp.unbind(), group)
     else:
         works = [dist.all_to_all_single(out, inp, group=group, async_op=True)]
@@ -93,7 +94,7 @@ def all_to_all(
 def _partial(
     out: Tensor, inp: Tensor, group: dist.ProcessGroup, columns: Sequence[slice]
 ) -> CollectiveWork:
-    if _is_gloo(group, inp.device) and not _by_messages(group, inp.device):
+    if _is_gloo(group, inp.device) and not by_messages(group, inp.device):
         return all_to_all(out, inp, group)  # it has no other for a GPU
     rank = group.rank()
     own = columns[rank]
@@ -101,7 +102,7 @@ def _partial(
     out[:, own.stop :].zero_()
     received = list(out[:, own].unbind())
     sent = [row[span] for row, span in zip(inp.unbind(), columns, strict=True)]
-    if _by_messages(group, inp.device):
+    if by_messages(group, inp.device):
         works = _messages(received, sent, group)
     else:
         works = [dist.all_to_all(received, sent, group=group, async_op=True)]
@@ -109,22 +110,36 @@ def _partial(
     return CollectiveWork(works, numel * inp.element_size())
 
 
-def _messages(out: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Any]:
+def _messages(
+    out: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup, tag: int = _TAG
+) -> list[Any]:
     """An all-to-all by messages, every receive posted before the first send."""
     rank, ranks = group.rank(), group.size()
     # Each rank begins with its neighbour, so that no rank is everybody's first.
     others = [(rank + i) % ranks for i in range(1, ranks)]
     works = [
-        dist.irecv(out[r], group=group, group_src=r, tag=_TAG) for r in others if out[r].numel()
+        dist.irecv(out[r], group=group, group_src=r, tag=tag) for r in others if out[r].numel()
     ]
     works += [
-        dist.isend(sent[r], group=group, group_dst=r, tag=_TAG) for r in others if sent[r].numel()
+        dist.isend(sent[r], group=group, group_dst=r, tag=tag) for r in others if sent[r].numel()
     ]
     out[rank].copy_(sent[rank])
     return works
 
 
-def _by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
+def gather_headers(header: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``header`` ``[n]`` of every rank, ``[W, n]``, by messages that nothing else is taken for.
+
+    Not counted: some bytes beside what they announce.
+    """
+    out = header.new_empty(group.size(), header.numel())
+    for work in _messages(out.unbind(), [header] * group.size(), group, _HEADER_TAG):
+        work.wait()
+    return out
+
+
+def by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ranks of the group send each other messages instead of collectives."""
     # gloo has no messages for tensors on a GPU; its collectives copy those to the host.
     return device.type == "cpu" and _is_gloo(group, device)
 
@@ -150,7 +165,7 @@ def sum_rows(out: Tensor, inp: Tensor, scratch: Tensor, group: dist.ProcessGroup
 
 def gather_messages(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> CollectiveWork:
     """``inp`` ``[1, m]`` of rank ``r`` is row ``r`` of ``out`` ``[W, m]`` on every rank."""
-    if _by_messages(group, inp.device):
+    if by_messages(group, inp.device):
         works = _messages(out.unbind(), [inp[0]] * group.size(), group)
     else:
         works = [all_gather(out.view(-1), inp.view(-1), group=group, async_op=True)]

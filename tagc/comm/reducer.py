@@ -18,6 +18,7 @@ from tagc.codecs.workspace import Workspace
 from tagc.comm.collectives import CollectiveWork, all_reduce_sum, dense_reduce_scatter, failing_in
 from tagc.comm.exchanges import BroadcastExchange, ShardExchange
 from tagc.comm.flat import flat_rows
+from tagc.comm.lockstep import Direction, Lockstep
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 
@@ -72,6 +73,8 @@ class UnitReducer:
         self._ops, self._workspace, self._remedy = ops, workspace, remedy
         self._connect = connect or self._default_exchange
         self._name = plan.info.label
+        direction = Direction.REPLICAS if plan.for_all else Direction.GRADIENTS
+        self._lockstep = Lockstep(direction, self._name, device)
         self._flat = flat_rows(plan, workspace)
         self._setup = CodecSetup(
             destinations=plan.destinations,
@@ -184,7 +187,10 @@ class UnitReducer:
         """
         if self.plan.compressed:
             self._check(out, inp, group, op)
-        with failing_in(f"the reduction of gradients of unit {self._name!r}", group):
+        warming = self.earlier_steps + self.steps < self.plan.warmup_steps
+        words = 0 if warming or not self.plan.compressed else self.plan.words
+        self._lockstep.check(group, self.earlier_steps + self.steps, words)
+        with failing_in(self._lockstep.what, group):
             self._reduce(out, inp, group, op, native)
 
     def _reduce(
@@ -207,10 +213,13 @@ class UnitReducer:
         exchange = self._connect(group)
         grad = exchange.add_inside(grad)
         plan, take = self.plan, self._workspace.take
-        send = take("message_send", (plan.destinations, plan.words), torch.int32)
-        received = take("message_recv", (plan.sources, plan.words), torch.int32)
+        # Messages that are sent in part end where the next rank's begin.
+        stamped = plan.words + (0 if plan.sent else self._lockstep.stamp_words(group))
+        send = take("message_send", (plan.destinations, stamped), torch.int32)
+        received = take("message_recv", (plan.sources, stamped), torch.int32)
+        self._lockstep.stamp(send[:, plan.words :])
         with record_function(f"TAGC::encode ({self._name})"):
-            self.encode(grad, send, exchange)
+            self.encode(grad, send[:, : plan.words], exchange)
         with record_function(f"TAGC::exchange ({self._name})"):
             work = exchange.send(received, send)
             for codec in self.codecs.values():
@@ -221,7 +230,8 @@ class UnitReducer:
             self._message_bytes += work.wire_bytes
         with record_function(f"TAGC::decode ({self._name})"):
             divisor = plan.info.world_size if op == dist.ReduceOp.AVG else 1
-            self.decode(received, shard, exchange, divisor)
+            self.decode(received[:, : plan.words], shard, exchange, divisor)
+            self._lockstep.check_stamps(received[:, plan.words :], shard[:1])
             if self._flat is not None:
                 self._flat.restore(shard, out, exchange.row)
         self._other_bytes += exchange.wire_bytes

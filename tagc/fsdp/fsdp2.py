@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.utils.hooks import RemovableHandle
 
-from tagc.comm import Phase, UnitGatherer, UnitReducer
+from tagc.comm import Direction, Lockstep, Phase, UnitGatherer, UnitReducer
 from tagc.fsdp.grad_mode import GradMode
 from tagc.fsdp.unit import Integration, Unit
 from tagc.plan import UnitInfo, UnitParam
@@ -40,6 +40,8 @@ class FSDP2Unit(Unit):
     def install(self, reducer: UnitReducer) -> None:
         """See :meth:`Unit.install`."""
         self.module.set_custom_reduce_scatter(_CustomReduceScatter(reducer))
+        if _is_own(self._native[1]):
+            self.module.set_custom_all_gather(_InStep(self._native[1], self))
 
     def check_gather(self) -> None:
         """See :meth:`Unit.check_gather`."""
@@ -106,6 +108,32 @@ class _CustomReduceScatter(_Allocates, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         self._reduce(output_tensor, input_tensor, group, op)
+
+
+class _InStep(AllGather):
+    """FSDP's own all-gather, with all ranks at the same one: it would take any message that comes
+    for the one that it waits for, and so keep others from seeing a mix-up."""
+
+    def __init__(self, native: AllGather, unit: FSDP2Unit) -> None:
+        self._native = native
+        self._lockstep = Lockstep(Direction.PARAMETERS, unit.info.label, unit.device)
+        self._gathers = 0
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return self._native.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        self._lockstep.check(group, self._gathers, 0)
+        self._gathers += 1
+        return self._native(output_tensor, input_tensor, group, async_op)
 
 
 class _CustomAllGather(_Allocates, AllGather):
@@ -263,9 +291,14 @@ def _unit(
     )
 
 
+def _is_own(comm: Any) -> bool:
+    """Whether FSDP made a collective, and not somebody else."""
+    return type(comm).__module__.startswith("torch.")
+
+
 def _check_own(name: str, comm: Any, kind: str) -> None:
     """Raise where somebody else than FSDP made a collective that tagc would replace."""
-    if not type(comm).__module__.startswith("torch."):
+    if not _is_own(comm):
         raise ValueError(
             f"{name or 'the root module'!r} has its own {kind}, {type(comm).__name__} (from "
             f"set_custom_{kind.replace('-', '_')}), which tagc would replace; leave it out, or "

@@ -72,6 +72,7 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
             found.append(
                 f"policy {policy.name!r}: rule {direction}[{i}] matches no parameter of this model"
             )
+    found += _beyond_their_names(plan)
     dense, wire = (sum(getattr(r, n) for r in plan.rows) for n in ("dense_bytes", "wire_bytes"))
     if means_to and not automatic and wire >= dense > 0:
         found.append(
@@ -79,6 +80,27 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
             f"dense {format_bytes(dense)}: do not compress here, or ask for a lower density"
         )
     return found
+
+
+def _beyond_their_names(plan: Plan) -> Iterator[str]:
+    """Which parameters take twice the bits that their codec is known by, or more."""
+    costly: dict[str, list[str]] = {}
+    for unit in plan.all_units:
+        for segment in unit.compressed:
+            nominal, words = segment.codec.nominal_bits, segment.codec.words
+            columns = [unit.dense_columns([param]) for param in segment.params]
+            shares = segment.codec.word_shares(columns)
+            for param, own, share in zip(segment.params, columns, shares, strict=True):
+                bits = 32 * words * share / own if own else 0
+                if nominal is not None and bits > 2 * nominal:
+                    name = f"{unit.direction} in {segment.codec.name}"
+                    costly.setdefault(name, []).append(f"{param.name} ({bits:.3g} bits)")
+    for what, names in costly.items():
+        yield (
+            f"{what}, scales included, take more than twice the bits of their codes: "
+            f"{as_list(names)}. The parts of a shard are too small or too narrow; give such "
+            "parameters codec 'quantized', or leave them dense"
+        )
 
 
 def check_dtype(unit: UnitPlan) -> None:
@@ -101,8 +123,8 @@ def check_dtype(unit: UnitPlan) -> None:
         )
 
 
-def matrices_of(unit: UnitInfo, params: Sequence[UnitParam]) -> list[tuple[int, int]]:
-    """Rows and columns of what a shard has of every parameter.
+def matrices_of(unit: UnitInfo, params: Sequence[UnitParam]) -> list[list[tuple[int, int]]]:
+    """Of what a shard has of every parameter the matrices, by their rows and columns.
 
     Raises:
         PolicyError: where that is no matrix.
@@ -119,9 +141,17 @@ def matrices_of(unit: UnitInfo, params: Sequence[UnitParam]) -> list[tuple[int, 
             f"{as_list(vectors)} with one dimension only; give such parameters codec 'quantized' "
             "or 'dense'"
         )
-    return [
-        shard_shape(p.shape, p.dim, p.columns)
-        if p.local is None
-        else shard_shape(p.local, 0, p.columns)
-        for p in params
-    ]
+    return [_matrices(param) for param in params]
+
+
+def _matrices(param: UnitParam) -> list[tuple[int, int]]:
+    """One whose rows are all but the first dimension, or, of stacked matrices (experts
+    ``[E, d, f]``), each of them: what has fewer scales."""
+    if param.local is None:
+        return [shard_shape(param.shape, param.dim, param.columns)]
+    whole = shard_shape(param.local, 0, param.columns)
+    if len(param.local) == 3:
+        stacked, rows, columns = param.local
+        if stacked * (rows + columns) < sum(whole):
+            return [(rows, columns)] * stacked
+    return [whole]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tagc.codecs.config import Strict
+from tagc.policy.document import short
 from tagc.policy.roles import ParamInfo, Role, clean_name
 
 
@@ -14,7 +15,7 @@ def _as_tuple(value: object) -> tuple[object, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"must be a string or a non-empty list of strings, not {value!r:.40}")
+        raise ValueError(f"must be a string or a non-empty list of strings, not {short(value)}")
     return tuple(value)
 
 
@@ -30,7 +31,7 @@ def _as_range(value: object) -> tuple[int, int]:
     # A bool is an int, too, but no layer.
     if not ends or any(type(end) is not int for end in ends) or not 0 <= ends[0] <= ends[-1]:
         raise ValueError(
-            f"must be a range such as '0-11', [0, 11] or one number, not {value!r:.40}"
+            f"must be a range such as '0-11', [0, 11] or one number, not {short(value)}"
         )
     return ends[0], ends[-1]
 

@@ -23,6 +23,7 @@ __all__ = [
     "raise_problems",
     "read_builtin",
     "read_file",
+    "short",
     "translate",
 ]
 
@@ -120,10 +121,11 @@ def raise_problems(document: Document, problems: Iterable[Problem]) -> None:
 
     What lies under a value that the reader refused is left out: it would only repeat the cause.
     """
+    refused = set(document.refused)
     listed = document.problems + [
         problem
         for problem in problems
-        if not any(problem.path[: len(above)] == above for above in document.refused)
+        if not any(problem.path[:end] in refused for end in range(len(problem.path) + 1))
     ]
     if listed:
         listed.sort(key=lambda problem: _line_of(problem, document) or 0)
@@ -156,7 +158,7 @@ def _translate_one(
 ) -> tuple[Keys, str]:
     loc, kind, context = details["loc"], details["type"], details.get("ctx", {})
     path = _path_in(data, loc, missing=kind == "missing")
-    given = _short(details["input"])
+    given = short(details["input"])
     if kind == "missing":
         return path, "the key is missing"
     if kind == "extra_forbidden":
@@ -182,8 +184,9 @@ def _path_in(data: object, loc: Keys, *, missing: bool) -> Keys:
         loc = loc[:3] + loc[4:]
     path: Keys = ()
     for part in loc:
-        inner: Any = dict(enumerate(data)) if isinstance(data, list | tuple) else data
-        if not isinstance(inner, Mapping) or part not in inner:
+        inner: Any = data
+        listed = isinstance(inner, list | tuple) and isinstance(part, int)
+        if not (part < len(inner) if listed else isinstance(inner, Mapping) and part in inner):
             return (*path, part) if missing else path
         data = inner[part]
         path = (*path, part)
@@ -193,7 +196,7 @@ def _path_in(data: object, loc: Keys, *, missing: bool) -> Keys:
 def _unknown(given: object, expected: str) -> str:
     # Pydantic lists what it expects as text, each spelling in single quotes, numbers without.
     options = re.findall(r"'([^']*)'", expected) or re.findall(r"\d+", expected)
-    return f"unknown value {_short(given)}; {_nearest(given, options)}"
+    return f"unknown value {short(given)}; {_nearest(given, options)}"
 
 
 def _nearest(given: object, options: Sequence[str]) -> str:
@@ -205,7 +208,7 @@ def _nearest(given: object, options: Sequence[str]) -> str:
 
 def _closest(given: object, options: Sequence[str]) -> str | None:
     lowered = {option.lower(): option for option in options}
-    close = difflib.get_close_matches(_short(given).strip("'").lower(), lowered, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(short(given).strip("'").lower(), lowered, n=1, cutoff=0.5)
     return lowered[close[0]] if close else None
 
 
@@ -230,15 +233,16 @@ def _spell(path: Keys) -> str:
             spelled += f"[{part}]"
         else:
             spelled += ("." if spelled else "") + (
-                part if re.fullmatch(r"[\w-]+", part) else _short(part)
+                part if re.fullmatch(r"[\w-]+", part) else short(part)
             )
     return spelled
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value as an error message shows it."""
     try:
         text = repr(value)
-    except ValueError:  # an int with too many digits to print
+    except (ValueError, RecursionError):  # an int with too many digits, or nested too deeply
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -289,11 +293,11 @@ def _plain(node: yaml.Node, path: Keys, document: Document) -> object:
             node.value.encode()  # an escape can spell half a surrogate pair
             return _SCALARS[node.tag](node.value)
         except ValueError:
-            what = f"{_short(node.value)} is not a valid {node.tag.removeprefix(_CORE)}"
+            what = f"{short(node.value)} is not a valid {node.tag.removeprefix(_CORE)}"
     elif node.tag == _ALIAS:
         what = f"YAML aliases such as *{node.value} are not supported; {_QUOTE}"
     else:
-        what = f"the YAML tag {_short(node.tag)} is not supported"
+        what = f"the YAML tag {short(node.tag)} is not supported"
     document.problems.append(Problem(path, what))
     document.refused.append(path)
     return None

@@ -26,6 +26,7 @@ from tagc.policy.document import (
     raise_problems,
     read_builtin,
     read_file,
+    short,
     translate,
 )
 from tagc.policy.roles import ParamInfo
@@ -35,13 +36,13 @@ from tagc.policy.rules import ParameterRule, Rule, first_match
 def _check_schema(value: object) -> object:
     # A Literal compares with ==, so 1.0 and true would pass for 1.
     if type(value) is not int or value != 1:
-        raise ValueError(f"must be 1, the only schema so far, not {value!r:.40}")
+        raise ValueError(f"must be 1, the only schema so far, not {short(value)}")
     return value
 
 
 def _as_rules(value: object) -> tuple[object, ...]:
     if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"must be a non-empty list of rules, not {value!r:.40}")
+        raise ValueError(f"must be a non-empty list of rules, not {short(value)}")
     return tuple(value)
 
 

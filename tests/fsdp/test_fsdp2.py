@@ -31,6 +31,8 @@ from tagc.policy import Policy
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 INTEGER = ("int8x4", "int16x2", "int32x1")
 
+OPS_ON_RANKS = "cpu"
+
 
 @contextmanager
 def recorded(calls: list[tuple[UnitReducer, Tensor, Tensor]]) -> Iterator[None]:

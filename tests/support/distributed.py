@@ -3,6 +3,10 @@
 The processes are kept for the whole session, and every call gets a process group of its own, so
 that a test costs milliseconds instead of an import of torch. After any failure they are killed and
 the next call starts new ones.
+
+Ranks run the eager operators, unless a test asks for others, or its module says
+``OPS_ON_RANKS = "cpu"``: all operators give the same bits, which `tests/ops` shows, but every
+combination of dtypes that is compiled costs seconds.
 """
 
 from __future__ import annotations
@@ -36,8 +40,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 _GROUP_SHARE = 1 / 3
 # What the other ranks get to fail by themselves once one has failed.
 _GRACE = 5
-# numba compiles once a checkout; one rank does it, the others then read its cache.
-_COMPILE_LIMIT = 220
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -115,9 +117,10 @@ class _Pool:
 
     def run(self, fn: Callable[..., Any], world_size: int, args: tuple, timeout: float) -> list:
         self._jobs += 1
+        ops = vars(sys.modules[fn.__module__]).get("OPS_ON_RANKS", "reference")
         store = str(Path(self._folder.name) / f"store{self._jobs}")
         for rank, pipe in enumerate(self._pipes[:world_size]):
-            pipe.send_bytes(pickle.dumps((fn, args, rank, world_size, store, timeout)))
+            pipe.send_bytes(pickle.dumps((fn, args, rank, world_size, store, timeout, ops)))
         answers = self._collect(world_size, timeout)
         if all(ok for ok, _ in answers):
             return [result for _, result in answers]
@@ -185,7 +188,6 @@ def _pool(world_size: int) -> _Pool:
         _pools[0].kill()
     if not _pools:
         _pools.append(_Pool(max(4, world_size)))
-        _pools[0].run(_compile, 1, (), _COMPILE_LIMIT)
     return _pools[0]
 
 
@@ -215,7 +217,13 @@ def _serve(pipe: connection.Connection, log: Path) -> None:
 
 
 def _run(
-    fn: Callable[..., Any], args: tuple, rank: int, world_size: int, store: str, timeout: float
+    fn: Callable[..., Any],
+    args: tuple,
+    rank: int,
+    world_size: int,
+    store: str,
+    timeout: float,
+    ops: str,
 ) -> Any:
     dist.init_process_group(
         "gloo",
@@ -226,6 +234,7 @@ def _run(
     )
     try:
         torch.manual_seed(0)
+        os.environ["TAGC_OPS"] = ops
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             body = getattr(fn, "body", None)
@@ -238,10 +247,3 @@ def _run(
         dist.destroy_process_group()
         # To DTensor's caches a mesh equals any former one of the same ranks, whose group is gone.
         _clear_sharding_prop_cache()
-
-
-def _compile(rank: int) -> None:
-    """Let numba compile what the tests use; the other ranks find it in the cache."""
-    from support.compiling import for_ranks
-
-    for_ranks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from tagc.codecs.matrix.config import MatrixConfig
 from tagc.codecs.plan import CodecPlan, PlanRequest
@@ -15,10 +16,12 @@ class MatrixPlan(CodecPlan):
     """How the matrices of one segment are quantized, one after the other.
 
     Attributes:
-        layouts: of each parameter's part of a shard.
+        layouts: of the parameters' parts of a shard, one after the other.
+        matrices_of_parameters: how many each parameter has.
     """
 
     layouts: tuple[MatrixLayout, ...]
+    matrices_of_parameters: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -27,6 +30,11 @@ class MatrixPlan(CodecPlan):
         level = f" level {first.level:g}" if first.level != 1 else ""
         size = f"1 of {first.group}" if first.group > 1 else f"int{first.bits}"
         return f"matrix {size}{level}"
+
+    @property
+    def nominal_bits(self) -> float:
+        """Of a code."""
+        return self.layouts[0].bits / self.layouts[0].group
 
     @property
     def words(self) -> int:
@@ -45,7 +53,8 @@ class MatrixPlan(CodecPlan):
 
     def word_shares(self, columns: Sequence[float]) -> list[float]:
         """Every matrix has a message of its own, with scales."""
-        return [layout.words / self.words for layout in self.layouts]
+        words = (layout.words for layout in self.layouts)
+        return [sum(islice(words, n)) / self.words for n in self.matrices_of_parameters]
 
 
 def plan_matrix(config: MatrixConfig, request: PlanRequest) -> MatrixPlan:
@@ -55,8 +64,10 @@ def plan_matrix(config: MatrixConfig, request: PlanRequest) -> MatrixPlan:
             MatrixLayout(
                 rows=rows, columns=n, bits=config.bits, group=config.group, level=config.level
             )
-            for rows, n in request.matrices
+            for matrices in request.matrices
+            for rows, n in matrices
         ),
+        matrices_of_parameters=tuple(map(len, request.matrices)),
         warmup_steps=config.warmup_steps,
         feedback=request.feedback,
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from tagc.ops.blocks import MIN_BLOCK, BlockLayout
 from tagc.ops.cpu.arrays import halves_of, numpy_of, rows_of, words_of
+from tagc.ops.cpu.compiling import once_a_host
 from tagc.ops.cpu.kernels.quantizer import dequantize_shard, quantize_row
 from tagc.ops.cpu.kernels.scalar import Group, group_of
 
@@ -56,7 +55,7 @@ def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: in
         out.copy_(wide)
 
 
-@cache
+@once_a_host
 def _compile(bits: int, gradient: torch.dtype, residual: torch.dtype | None) -> None:
     """Run both once on the smallest input of these dtypes."""
     layout = BlockLayout(numel=1, bits=bits, block=MIN_BLOCK)

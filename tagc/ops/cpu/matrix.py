@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops.cpu.arrays import numpy_of, words_of
+from tagc.ops.cpu.compiling import once_a_host
 from tagc.ops.cpu.kernels.matrix import dequantize_rows, quantize_columns, quantize_rows
 from tagc.ops.cpu.kernels.scalar import Group, group_of
 from tagc.ops.matrix import MatrixLayout
@@ -68,7 +68,7 @@ def _parts(message: Tensor, layout: MatrixLayout) -> tuple[Any, Any, Any, Any]:
     return heads, columns, rows, codes
 
 
-@cache
+@once_a_host
 def _compile(bits: int, group: int, gradient: torch.dtype, residual: torch.dtype | None) -> None:
     """Run both once on the smallest input of these dtypes."""
     layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 from tagc.ops.blocks import MIN_BLOCK, BlockLayout
 from tagc.ops.cpu.arrays import NO_SUPPORT, halves_of, numpy_of, rows_of, supports, words_of
 from tagc.ops.cpu.blocks import codes_of
+from tagc.ops.cpu.compiling import once_a_host
 from tagc.ops.cpu.kernels import bitmap as bitmaps
 from tagc.ops.cpu.kernels.packer import pack_values, unpack_shard
 from tagc.ops.cpu.kernels.scalar import group_of
@@ -194,7 +194,7 @@ def read_index(index: Tensor, bitmap: Tensor, *, layout: PackedLayout) -> None:
         bitmaps.write_bitmap(keys[:count], layout.groups, words_of(bitmap[r]))
 
 
-@cache
+@once_a_host
 def _compile(
     group: int, low_bits: int, bits: int, gradient: torch.dtype, residual: torch.dtype | None
 ) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from tagc.ops import COUNTS
 from tagc.ops.cpu.arrays import NO_SUPPORT, numpy_of, supports, words_of
+from tagc.ops.cpu.compiling import once_a_host
 from tagc.ops.cpu.kernels.decoder import decode_shard, peel_shard
 from tagc.ops.cpu.kernels.encoder import encode_row, insert_shard
 from tagc.ops.cpu.kernels.scalar import group_of
@@ -77,7 +76,7 @@ def decode(
     stats[0], stats[1] = int(union), int(stuck)
 
 
-@cache
+@once_a_host
 def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> None:
     """Run encode and decode once on the smallest input of these dtypes."""
     layout = plan_layout(32, SYMBOLS[name], 1)
