@@ -426,3 +426,11 @@ def test_hybrid_sharding_is_refused(rank: int, world_size: int) -> None:
     assert kind == "ValueError"
     assert "HSDP" in said
     assert 'tagc.wrap replicas=mesh["replicate"]' in said
+
+
+@on_ranks(2)
+def test_inference_mode(rank: int, world_size: int) -> None:
+    model = sharded()
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
+        tagc.wrap(model, "dense")
+    tagc.wrap(model, "dense")

@@ -244,7 +244,7 @@ def codecs_of(
                 world_size=world_size,
                 dtype=dtype,
                 feedback=feedback,
-                matrices=[(columns // 32, 32)],
+                matrices=[[(columns // 32, 32)]],
             ),
         )
         for config, feedback in pairs

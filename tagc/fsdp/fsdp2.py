@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,12 +184,25 @@ def find_units(model: nn.Module) -> list[Unit]:
     units: list[Unit] = []
     seen: set[int] = set()
     grad_mode = GradMode()
-    for name, module in modules:
+    for name, module, is_topmost in _with_topmost(modules):
         for group in _param_groups(name, module):
             if id(group) not in seen:
                 seen.add(id(group))
-                units.append(_unit(name, module, group, names, grad_mode))
+                units.append(_unit(name, module, group, names, grad_mode, is_topmost))
     return units
+
+
+def _with_topmost(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Modules by name, parents first, and whether no module above is sharded."""
+    above: set[str] = set()
+    for name, module in modules:
+        parts = name.split(".") if name else []
+        inside = any(".".join(parts[:end]) in above for end in range(len(parts)))
+        yield name, module, not inside
+        if isinstance(module, FSDPModule):
+            above.add(name)
 
 
 def plain_name(name: str) -> str:
@@ -232,7 +245,12 @@ def _param_groups(name: str, module: nn.Module) -> Iterator[Any]:
 
 
 def _unit(
-    name: str, module: nn.Module, group: Any, names: dict[int, str], grad_mode: GradMode
+    name: str,
+    module: nn.Module,
+    group: Any,
+    names: dict[int, str],
+    grad_mode: GradMode,
+    is_topmost: bool,
 ) -> FSDP2Unit:
     assert isinstance(module, FSDPModule)
     trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
@@ -259,8 +277,9 @@ def _unit(
     # Frozen parameters may have another dtype; FSDP insists on one for the others.
     reduced = next((p.sharded_param.dtype for p in trainable), stored[0])
     state: Any = module._get_fsdp_state()
-    # FSDP decides in the first forward that its root keeps its parameters until backward.
-    is_root = name == "" if state._is_root is None else state._is_root
+    # FSDP decides in the first forward that its root keeps its parameters until backward; a part of
+    # a larger model that is wrapped alone before that is taken for one.
+    is_root = is_topmost if state._is_root is None else state._is_root
     root = is_root and getattr(state, "_auto_reshard_after_forward", False)
     return FSDP2Unit(
         info=UnitInfo(

@@ -184,11 +184,14 @@ def _path_in(data: object, loc: Keys, *, missing: bool) -> Keys:
         loc = loc[:3] + loc[4:]
     path: Keys = ()
     for part in loc:
-        inner: Any = data
-        listed = isinstance(inner, list | tuple) and isinstance(part, int)
-        if not (part < len(inner) if listed else isinstance(inner, Mapping) and part in inner):
+        found: Sequence[Any] = ()
+        if isinstance(data, list | tuple) and isinstance(part, int):
+            found = data[part : part + 1]
+        elif isinstance(data, Mapping) and part in data:
+            found = (data[part],)
+        if not found:
             return (*path, part) if missing else path
-        data = inner[part]
+        data = found[0]
         path = (*path, part)
     return path
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+import tagc
 from parity.model import loss_of
 from parity.option import wrap_blocks
 from support.block_net import net, sharded, wrap
@@ -193,3 +194,40 @@ def test_a_recorded_forward_with_other_weights(rank: int, world_size: int) -> No
     kind, said = fails(loss.backward)
     assert kind == "RuntimeError", said
     assert "are others in a backward than in its forward" in said
+
+
+# Roots
+
+
+class Blocks(nn.Module):
+    """Sharded blocks, and nothing above them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().sum()
+
+
+@on_ranks(2)
+def test_blocks_without_a_root_are_roots(rank: int, world_size: int) -> None:
+    """FSDP gathers them once, so there is nothing to keep."""
+    torch.manual_seed(1)
+    model = Blocks()
+    for block in model.blocks:
+        fully_shard(block)
+    calls: list[Any] = []
+    with recorded(calls):
+        wrap(model, gathering(KEPT))
+    compressor = tagc.compressor(model)
+    before = compressor.metrics().parameter_wire_bytes
+    model(torch.randn(5, 24)).backward()
+    assert len(calls) == 3
+    plans = [gatherer.plan for gatherer in compressor.gatherers]
+    assert [plan.info.per_step for plan in plans] == [1, 1, 1]
+    assert not any(plan.reuses_forward_message for plan in plans)
+    planned = sum(row.wire_bytes for row in compressor.plan().rows if row.direction == "parameters")
+    assert compressor.metrics().parameter_wire_bytes - before == planned

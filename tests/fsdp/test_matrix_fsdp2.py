@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from support.fsdp1_net import sharded as sharded_by_fsdp1
 from support.small_net import sharded as net
 from tagc.checkpoint.locations import span_of, split_suffix
 from tagc.codecs.matrix import MatrixPlan
-from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.plan import Plan, UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy
 
 ONE_OF_16 = {"kind": "matrix", "group": 16}
@@ -84,14 +85,17 @@ def whole_gradients(model: Any) -> dict[str, Tensor]:
     return grads
 
 
-def shapes(model: Any) -> dict[str, tuple[int, int]]:
+def shapes(model: Any) -> dict[str, list[tuple[int, int]]]:
     """Rows and columns of every matrix of the plan."""
     found = {}
     for segment in tagc.compressor(model).plan().units[0].segments:
         if isinstance(segment.codec, MatrixPlan):
-            for param, layout in zip(segment.params, segment.codec.layouts, strict=True):
-                assert layout.numel == param.columns
-                found[param.name] = (layout.rows, layout.columns)
+            layouts = iter(segment.codec.layouts)
+            counts = segment.codec.matrices_of_parameters
+            for param, count in zip(segment.params, counts, strict=True):
+                of_param = list(islice(layouts, count))
+                assert sum(layout.numel for layout in of_param) == param.columns
+                found[param.name] = [(layout.rows, layout.columns) for layout in of_param]
     return found
 
 
@@ -101,10 +105,11 @@ def test_shards_of_every_kind_conserve_the_sum(rank: int, world_size: int, ops: 
     """Of gradients handed out (less what the lead is ahead) and what is owed, over three steps."""
     native, model = layers(), wrapped(layers(), policy(ONE_OF_16, LEAD), ops=ops)
     assert shapes(model) == {
-        "deep": (-(-5 // world_size), 24),
-        "tall.weight": (-(-7 // world_size), 24),
-        "wide.weight": (36 // world_size, 7),
-        "tail.weight": (1, 36 // world_size),
+        # 3 + 24 scales are fewer than 3 * (6 + 4), but two matrices' are fewer than 2 + 24.
+        "deep": [(3, 24)] if world_size == 2 else [(6, 4)] * 2,
+        "tall.weight": [(-(-7 // world_size), 24)],
+        "wide.weight": [(36 // world_size, 7)],
+        "tail.weight": [(1, 36 // world_size)],
     }
     total: dict[str, Tensor] = {}
     for step in range(3):
@@ -158,7 +163,7 @@ def test_tensor_parallel_rows(rank: int, world_size: int) -> None:
         models.append(fully_shard(model, mesh=mesh["data"]))
     native, model = models
     wrapped(model, policy({"kind": "matrix", "bits": 4}, names=["*.weight"]))
-    assert shapes(model) == {"up.weight": (3, 5), "down.weight": (3, 6)}
+    assert shapes(model) == {"up.weight": [(3, 5)], "down.weight": [(3, 6)]}
     for step in range(2):
         for each in (native, model):
             backward(each, rank // 2, step)
@@ -242,6 +247,36 @@ def test_a_plan_says_what_a_matrix_costs() -> None:
     one_bit = build_plan([info], Policy.load(policy({"kind": "matrix"}, names=["*"])))
     assert {row.codec for row in one_bit.rows} == {"matrix int1"}
     assert one_bit.rows[0].stored_bytes == 4 * 4 * 1024 * 512
+
+
+def test_stacked_experts_are_matrices_each() -> None:
+    """16 experts in a shard: 1 bit takes hardly more; a convolution's kernels stay rows."""
+
+    def plan_of(shape: tuple[int, ...], local: tuple[int, ...]) -> Plan:
+        param = UnitParam(name="w", shape=shape, columns=math.prod(local), local=local)
+        info = UnitInfo(name="u", params=(param,), world_size=4, dtype=torch.float32)
+        return build_plan([info], Policy.load(policy({"kind": "matrix"}, LEAD, names=["*"])))
+
+    def bits_of(plan: Plan) -> float:
+        (row,) = plan.rows
+        return 32 * row.wire_bytes / row.dense_bytes
+
+    experts = plan_of((64, 1024, 512), (16, 1024, 512))
+    assert 1 < bits_of(experts) < 1.1
+    assert experts.warnings == ()
+    convolution = plan_of((512, 256, 3), (128, 256, 3))
+    (segment,) = convolution.units[0].segments
+    assert isinstance(segment.codec, MatrixPlan)
+    assert [(m.rows, m.columns) for m in segment.codec.layouts] == [(128, 768)]
+
+
+def test_a_plan_warns_of_scales_that_outweigh_codes() -> None:
+    param = UnitParam(name="thin", shape=(8, 4096), columns=2 * 4096, local=(2, 4096))
+    info = UnitInfo(name="u", params=(param,), world_size=4, dtype=torch.float32)
+    rules = Policy.load(policy({"kind": "matrix"}, LEAD, names=["*"]))
+    (warning,) = build_plan([info], rules).warnings
+    assert "gradients in matrix int1, scales included, take more than twice" in warning
+    assert "thin (9.01 bits)" in warning
 
 
 # What is refused

@@ -287,3 +287,20 @@ def test_mutated_files_give_a_policy_or_a_policy_error(edits, tmp_path_factory):
 def test_binary_files_give_a_policy_error(raw, tmp_path_factory):
     with pytest.raises(PolicyError):
         load_text(raw, tmp_path_factory.getbasetemp())
+
+
+def test_a_mapping_nested_too_deeply():
+    deep: dict = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    for source in (deep, {"schema": 1, "gradients": deep}, {"schema": 1, "gradients": [deep]}):
+        with pytest.raises(PolicyError):
+            Policy.load(source)
+
+
+def test_every_one_of_many_errors_is_listed():
+    """In a time that grows with them, not with their square."""
+    wrong = {"when": {"nam": "x"}, "codec": {"kind": "dense"}}
+    with pytest.raises(PolicyError) as caught:
+        Policy.load({"schema": 1, "gradients": [wrong] * 10_000})
+    assert len(str(caught.value).splitlines()) == 10_000
