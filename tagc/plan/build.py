@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, replace
 from tagc.codecs import CodecPlan, PlanRequest, kind_of, plan_codec
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import plan_feedback
-from tagc.plan.checks import COMPRESSIBLE, check_dtype, check_effect, matrices_of, unshared_supports
+from tagc.plan.checks import (
+    COMPRESSIBLE,
+    beyond_their_names,
+    check_dtype,
+    check_effect,
+    matrices_of,
+    unshared_supports,
+)
 from tagc.plan.choice import AUTO_BITS, Choose, resolve_auto
 from tagc.plan.param_slices import columns_of
 from tagc.plan.plan import Plan
@@ -79,6 +86,7 @@ def build_plan(
         )
         for note in unshared_supports(plans, rules)
     ]
+    notes += beyond_their_names([unit for units in directions for unit in units])
     segments = [s for units in directions for unit in units for s in unit.segments]
     kinds = [s.codec.feedback for s in segments if s.codec.feedback is not None]
     notes += dict.fromkeys(feedback.note for feedback in kinds if feedback.note)

@@ -72,7 +72,6 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
             found.append(
                 f"policy {policy.name!r}: rule {direction}[{i}] matches no parameter of this model"
             )
-    found += _beyond_their_names(plan)
     dense, wire = (sum(getattr(r, n) for r in plan.rows) for n in ("dense_bytes", "wire_bytes"))
     if means_to and not automatic and wire >= dense > 0:
         found.append(
@@ -82,10 +81,10 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
     return found
 
 
-def _beyond_their_names(plan: Plan) -> Iterator[str]:
-    """Which parameters take twice the bits that their codec is known by, or more."""
+def beyond_their_names(units: Sequence[UnitPlan]) -> Iterator[str]:
+    """Which parameters take more than twice the bits that their codec is known by."""
     costly: dict[str, list[str]] = {}
-    for unit in plan.all_units:
+    for unit in units:
         for segment in unit.compressed:
             nominal, words = segment.codec.nominal_bits, segment.codec.words
             columns = [unit.dense_columns([param]) for param in segment.params]

@@ -213,7 +213,7 @@ def test_one_rank(rank: int, world_size: int) -> None:
 def test_removal_lets_go_of_scratch_buffers(rank: int, world_size: int) -> None:
     from tagc.ops import cpu
 
-    model = wrap(sharded(net()), gathering(INT8))
+    model = wrap(sharded(net()), gathering(INT8), ops="cpu")
     released: list[str] = []
     original = cpu.release
     cpu.release = lambda: released.append("") or original()

@@ -263,20 +263,20 @@ def test_stacked_experts_are_matrices_each() -> None:
 
     experts = plan_of((64, 1024, 512), (16, 1024, 512))
     assert 1 < bits_of(experts) < 1.1
-    assert experts.warnings == ()
+    assert not [note for note in experts.notes if "scales" in note]
     convolution = plan_of((512, 256, 3), (128, 256, 3))
     (segment,) = convolution.units[0].segments
     assert isinstance(segment.codec, MatrixPlan)
     assert [(m.rows, m.columns) for m in segment.codec.layouts] == [(128, 768)]
 
 
-def test_a_plan_warns_of_scales_that_outweigh_codes() -> None:
+def test_a_plan_says_where_scales_outweigh_codes() -> None:
     param = UnitParam(name="thin", shape=(8, 4096), columns=2 * 4096, local=(2, 4096))
     info = UnitInfo(name="u", params=(param,), world_size=4, dtype=torch.float32)
     rules = Policy.load(policy({"kind": "matrix"}, LEAD, names=["*"]))
-    (warning,) = build_plan([info], rules).warnings
-    assert "gradients in matrix int1, scales included, take more than twice" in warning
-    assert "thin (9.01 bits)" in warning
+    said = str(build_plan([info], rules))
+    assert "gradients in matrix int1, scales included, take more than twice" in said
+    assert "thin (3.01 bits)" in said
 
 
 # What is refused

@@ -1,0 +1,206 @@
+"""A standing adversary: random sequences of calls, beside native FSDP2.
+
+Parameters travel in 8 bits that are exact, since the weights lie on a grid, so that gradients must
+be native FSDP2's to the bit; kept messages must never show. A sequence that fails is shrunk, and
+printed as a list that can be run again.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import tagc
+from parity.option import wrap_blocks
+from support.block_net import net, sharded, wrap
+from support.distributed import on_ranks, slow
+from support.gathering import INT8, KEPT, gathering
+from support.small_net import local_grads
+
+CHANGED = "are others in a backward than in its forward"
+CALLS = [
+    "forward", "forward", "backward", "backward", "evaluate", "infer", "give up", "swap", "unswap",
+    "step", "zero", "sync off", "sync on", "save and load", "wrap again", "unshard", "reshard",
+]  # fmt: skip
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"recompute": True},
+    {"recompute": "reentrant"},
+    {"times": 2},
+    {"wrapper": True},
+    {"reshard_after_forward": 2},
+    {"reshard_after_forward": False},
+]
+
+
+def exact(shape: torch.Size, seed: int) -> Tensor:
+    """Weights of one magnitude, that of code 127, and random signs: 8 bits carry them exactly."""
+    signs = torch.randint(2, shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    return signs * 127 * 2.0**-9
+
+
+class Model:
+    """A sharded model, and what was called on it."""
+
+    def __init__(self, shape: dict[str, Any], policy: dict[str, Any] | None) -> None:
+        options = dict(shape)
+        wrapper = options.pop("wrapper", False)
+        reshard = options.pop("reshard_after_forward", True)
+        model = net(**options)
+        if wrapper:
+            wrap_blocks(model)
+        self.module: Any = sharded(model, reshard_after_forward=reshard)
+        self.policy = policy
+        self.weights = 0
+        self.losses: list[tuple[int, Tensor]] = []
+        self.steps = 0
+        self.set_weights(0)
+        if policy is not None:
+            wrap(self.module, policy)
+
+    def set_weights(self, seed: int) -> None:
+        self.weights = seed
+        with torch.no_grad():
+            for i, p in enumerate(self.module.parameters()):
+                if not isinstance(p, DTensor):
+                    continue  # FSDP left it unsharded until the backward
+                whole = exact(p.shape, 100 * seed + i)
+                part = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+                p.copy_(part)
+
+    def call(self, name: str, rank: int) -> None:
+        self.steps += 1
+        tokens = torch.randint(
+            13, (4, 5), generator=torch.Generator().manual_seed(self.steps + rank)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a checkpoint that is not recorded
+            getattr(self, name.replace(" ", "_"))(tokens)
+
+    def forward(self, tokens: Tensor) -> None:
+        if len(self.losses) < 2:
+            self.losses.append((self.weights, self.module(tokens).square().sum() / 64))
+
+    def backward(self, tokens: Tensor) -> None:
+        if self.losses:
+            self.losses.pop()[1].backward()
+
+    def evaluate(self, tokens: Tensor) -> None:
+        with torch.no_grad():
+            self.module(tokens)
+
+    def infer(self, tokens: Tensor) -> None:
+        with torch.inference_mode():
+            self.module(tokens)
+
+    def give_up(self, tokens: Tensor) -> None:
+        self.module(tokens)
+        self.losses.clear()
+
+    def swap(self, tokens: Tensor) -> None:
+        self.set_weights(self.weights + 1)
+
+    def unswap(self, tokens: Tensor) -> None:
+        self.set_weights(max(0, self.weights - 1))
+
+    def step(self, tokens: Tensor) -> None:
+        """An optimizer that finds weights on the grid."""
+        self.set_weights(self.weights + 10)
+        self.zero(tokens)
+
+    def zero(self, tokens: Tensor) -> None:
+        self.module.zero_grad()
+
+    def sync_off(self, tokens: Tensor) -> None:
+        self.module.set_requires_gradient_sync(False)
+
+    def sync_on(self, tokens: Tensor) -> None:
+        self.module.set_requires_gradient_sync(True)
+
+    def save_and_load(self, tokens: Tensor) -> None:
+        if self.policy is not None and not self.losses:
+            compressor = tagc.compressor(self.module)
+            compressor.load_state_dict(compressor.state_dict())
+
+    def wrap_again(self, tokens: Tensor) -> None:
+        if self.policy is not None and not self.losses:
+            tagc.compressor(self.module).remove()
+            wrap(self.module, self.policy)
+
+    def unshard(self, tokens: Tensor) -> None:
+        if not self.losses:
+            self.module.unshard()
+
+    def reshard(self, tokens: Tensor) -> None:
+        if not self.losses:
+            self.module.reshard()
+
+
+def outcome(shape: dict[str, Any], calls: Sequence[str], rank: int) -> str:
+    """What is wrong after a sequence; empty if nothing is."""
+    native, models = Model(shape, None), [Model(shape, gathering(c)) for c in (INT8, KEPT)]
+    for at, name in enumerate(calls):
+        try:
+            native.call(name, rank)
+        except RuntimeError:
+            return ""  # not even without tagc
+        for kept, model in enumerate(models):
+            changed = any(weights != model.weights for weights, _ in model.losses)
+            try:
+                model.call(name, rank)
+            except RuntimeError as error:
+                if kept and changed and CHANGED in str(error):
+                    return ""
+                return f"{at} ({name}), kept: {bool(kept)}: {error}"
+        theirs = grads(native.module)
+        for kept, model in enumerate(models):
+            mine = grads(model.module)
+            if mine.keys() != theirs.keys():
+                return f"{at} ({name}), kept: {bool(kept)}: gradients of {mine.keys()}"
+            for parameter, grad in mine.items():
+                if not torch.equal(grad, theirs[parameter]):
+                    return f"{at} ({name}), kept: {bool(kept)}: another gradient of {parameter}"
+    return ""
+
+
+def grads(module: nn.Module) -> dict[str, Tensor]:
+    if all(p.grad is None for p in module.parameters()):
+        return {}
+    return local_grads(module)
+
+
+def shrunk(calls: list[str], fails: Callable[[list[str]], bool]) -> list[str]:
+    """A part of the calls that still fails, of which none can be left out."""
+    at = 0
+    while at < len(calls):
+        fewer = calls[:at] + calls[at + 1 :]
+        if fails(fewer):
+            calls = fewer
+        else:
+            at += 1
+    return calls
+
+
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize("seed", [*range(4), *(slow(seed) for seed in range(4, 100))])
+def test_sequences(rank: int, world_size: int, seed: int) -> None:
+    choose = random.Random(seed)
+    shape = SHAPES[seed % len(SHAPES)]
+    for _ in range(4):
+        calls = choose.choices(CALLS, k=14)
+
+        def fails(calls: list[str], shape: dict[str, Any] = shape) -> bool:
+            wrong = torch.tensor([bool(outcome(shape, calls, rank))])
+            torch.distributed.all_reduce(wrong, op=torch.distributed.ReduceOp.MAX)
+            return bool(wrong)
+
+        if fails(calls):
+            calls = shrunk(calls, fails)
+            raise AssertionError(f"{shape} {calls}: {outcome(shape, calls, rank)}")
