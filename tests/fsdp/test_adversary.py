@@ -22,7 +22,6 @@ from parity.option import wrap_blocks
 from support.block_net import net, sharded, wrap
 from support.distributed import on_ranks, slow
 from support.gathering import INT8, KEPT, gathering
-from support.small_net import local_grads
 
 CHANGED = "are others in a backward than in its forward"
 CALLS = [
@@ -171,9 +170,8 @@ def outcome(shape: dict[str, Any], calls: Sequence[str], rank: int) -> str:
 
 
 def grads(module: nn.Module) -> dict[str, Tensor]:
-    if all(p.grad is None for p in module.parameters()):
-        return {}
-    return local_grads(module)
+    found: dict[str, Any] = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return {n: g.to_local().clone() if isinstance(g, DTensor) else g for n, g in found.items()}
 
 
 def shrunk(calls: list[str], fails: Callable[[list[str]], bool]) -> list[str]:
