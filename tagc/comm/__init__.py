@@ -4,13 +4,12 @@ agree on."""
 from tagc.comm.agreement import agree_on, gather_by_rank
 from tagc.comm.exchanges import BroadcastExchange, ShardExchange
 from tagc.comm.gatherer import Phase, UnitGatherer
-from tagc.comm.lockstep import Direction, Lockstep
+from tagc.comm.lockstep import Lockstep
 from tagc.comm.reducer import UnitReducer
 from tagc.comm.replicas import ReplicaAverage
 
 __all__ = [
     "BroadcastExchange",
-    "Direction",
     "Lockstep",
     "Phase",
     "ReplicaAverage",

@@ -8,13 +8,14 @@ from torch import Tensor
 
 class Alarm:
     """Raises ``RuntimeError(message)`` once a condition was true: on a CPU where it is noted, on a
-    GPU in a later step, when the host knows it without waiting. Until then the data that is wrong
-    are NaN."""
+    GPU in a later step, when the host knows it without waiting, and in all that follow. Until then
+    the data that is wrong are NaN."""
 
     def __init__(self, message: str) -> None:
         self._message = message
-        self._seen: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
+        self._ever: Tensor | None = None
+        self._on_host: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
 
     def note(self, wrong: Tensor, floats: Tensor) -> None:
         """Note a condition.
@@ -31,20 +32,20 @@ class Alarm:
                 raise RuntimeError(self._message)
             return
         floats.masked_fill_(wrong, torch.nan)
+        if self._ever is None:
+            self._ever = torch.zeros_like(wrong)
+        # It stays true, so that no copy hides what an earlier one would have told.
+        self._ever.logical_or_(wrong)
         if wrong.device.type != "cuda":
             return
-        if self._seen is None:
-            self._seen = torch.zeros((), dtype=torch.bool, pin_memory=True)
-        elif self._arrived is not None and not self._arrived.query():
-            # This one is told by NaN alone: to overwrite the former could hide it.
-            return
-        self._seen.copy_(wrong, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        if self._on_host is None or self._copied is None:
+            self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=True)
+            self._copied = torch.cuda.Event()
+        self._on_host.copy_(self._ever, non_blocking=True)
+        self._copied.record()
 
     def check(self) -> None:
-        """Raise RuntimeError for what was noted and has arrived."""
-        if self._seen is not None and self._arrived is not None and self._arrived.query():
-            self._arrived = None
-            if self._seen:
-                raise RuntimeError(self._message)
+        """Raise RuntimeError for what was noted, if the host knows it by now."""
+        known = self._copied is not None and self._copied.query()
+        if known and self._on_host is not None and self._on_host:
+            raise RuntimeError(self._message)

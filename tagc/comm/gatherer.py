@@ -20,7 +20,7 @@ from tagc.codecs.workspace import Workspace
 from tagc.comm.alarm import Alarm
 from tagc.comm.collectives import all_gather, failing_in
 from tagc.comm.exchanges import BroadcastExchange
-from tagc.comm.lockstep import Direction, Lockstep
+from tagc.comm.lockstep import Lockstep
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 
@@ -50,8 +50,7 @@ class UnitGatherer:
         self.dense_bytes = 0
         self._ops, self._workspace = ops, workspace
         self._name = plan.info.label
-        self._lockstep = Lockstep(Direction.PARAMETERS, self._name, device)
-        self._gathers = 0
+        self._lockstep = Lockstep(plan.direction, self._name, device)
         setup = CodecSetup(
             destinations=1,
             world_size=plan.info.world_size,
@@ -89,7 +88,7 @@ class UnitGatherer:
         self.dense_bytes += native
         if not self.plan.compressed or group.size() != info.world_size:
             # With reshard_after_forward an int, the backward gathers in a smaller group.
-            self._check_ranks(group, 0)
+            self._lockstep.check(group, 0)
             with failing_in(self._lockstep.what, group):
                 all_gather(out, inp, group=group)
             self.wire_bytes += native
@@ -112,7 +111,7 @@ class UnitGatherer:
         # Before anything is decoded: `inp` is this rank's row of `out`.
         changed = self._differs(inp, received[group.rank()]) if reads_kept else None
         if not reads_kept:
-            self._check_ranks(group, self.plan.words)
+            self._lockstep.check(group, self.plan.words)
             with failing_in(self._lockstep.what, group):
                 self._exchange(received, inp, group)
         with record_function(f"TAGC::decode parameters ({self._name})"):
@@ -147,10 +146,6 @@ class UnitGatherer:
         self._decode(message, decoded)
         wide = shard.double()
         return (decoded[0].double() - wide).square().sum().item(), wide.square().sum().item()
-
-    def _check_ranks(self, group: dist.ProcessGroup, words: int) -> None:
-        self._lockstep.check(group, self._gathers, words)
-        self._gathers += 1
 
     def _differs(self, inp: Tensor, message: Tensor) -> Tensor:
         """Whether ``inp`` ``[S]`` has another message than ``[words]``; boolean, ``[]``."""

@@ -9,7 +9,6 @@ it is, and are compared on the device.
 from __future__ import annotations
 
 import zlib
-from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from tagc.comm.alarm import Alarm
 from tagc.comm.collectives import by_messages, failing_in, gather_headers
+from tagc.plan import Direction
 
 # A header is int64: the step, the words of a message, and the end of the unit's name.
 _NUMBERS, _NAME_BYTES = 2, 48
@@ -27,12 +27,11 @@ _REMEDY = (
 )
 
 
-class Direction(Enum):
-    """What a collective is for."""
-
-    GRADIENTS = "the reduction of gradients"
-    PARAMETERS = "the gathering of parameters"
-    REPLICAS = "the average over replicas"
+_WORDS: dict[Direction, str] = {
+    "gradients": "the reduction of gradients",
+    "parameters": "the gathering of parameters",
+    "replicas": "the average over replicas",
+}
 
 
 class Lockstep:
@@ -43,11 +42,11 @@ class Lockstep:
     """
 
     def __init__(self, direction: Direction, label: str, device: torch.device) -> None:
-        self.what = f"{direction.value} of unit {label!r}"
-        self._device = device
-        name = direction.name[:1].encode() + label.encode()[1 - _NAME_BYTES :]
+        self.what = f"{_WORDS[direction]} of unit {label!r}"
+        self._device, self._count = device, 0
+        name = direction[:1].encode() + label.encode()[1 - _NAME_BYTES :]
         self._name = torch.frombuffer(bytearray(name.ljust(_NAME_BYTES, b"\0")), dtype=torch.int64)
-        self._mark = zlib.crc32(f"{direction.name} {label}".encode()) % 2**31
+        self._mark = zlib.crc32(f"{direction} {label}".encode()) % 2**31
         self._stamp: Tensor | None = None
         self._alarm = Alarm(
             f"tagc: {self.what} got a message of another unit, direction or step. {_REMEDY}"
@@ -57,17 +56,18 @@ class Lockstep:
         """Words behind each message of :meth:`stamp`; 0 where headers are exchanged."""
         return 0 if by_messages(group, self._device) else _STAMP_WORDS
 
-    def check(self, group: dist.ProcessGroup, step: int, words: int) -> None:
+    def check(self, group: dist.ProcessGroup, words: int, step: int | None = None) -> None:
         """To be called before the first collective.
 
         Args:
-            step: how many there were before, the same on every rank.
-            words: of the message to a rank, likewise.
+            words: of the message to a rank, the same on every rank.
+            step: how many there were before, likewise; by default counted here.
 
         Raises:
             RuntimeError: if another rank is at another collective, or does not answer in time.
         """
         self._alarm.check()
+        step, self._count = self._count if step is None else step, self._count + 1
         if not by_messages(group, self._device):
             return
         mine = torch.cat((torch.tensor([step, words], dtype=torch.int64), self._name))
@@ -106,10 +106,10 @@ class Lockstep:
 
 
 def _told(header: Tensor) -> str:
-    step, words = header[:_NUMBERS].tolist()
+    step, length = header[:_NUMBERS].tolist()
     name = bytes(header[_NUMBERS:].view(torch.uint8).tolist()).rstrip(b"\0")
-    kinds = {direction.name[:1]: direction.value for direction in Direction}
+    kinds = {direction[:1]: words for direction, words in _WORDS.items()}
     kind = kinds.get(name[:1].decode(errors="replace"), "another collective")
     label = name[1:].decode(errors="replace")
     cut = "..." if len(name) == _NAME_BYTES else ""
-    return f"{kind} of unit '{cut}{label}' (step {step}, {words} words)"
+    return f"{kind} of unit '{cut}{label}' (step {step}, {length} words)"

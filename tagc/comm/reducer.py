@@ -18,7 +18,7 @@ from tagc.codecs.workspace import Workspace
 from tagc.comm.collectives import CollectiveWork, all_reduce_sum, dense_reduce_scatter, failing_in
 from tagc.comm.exchanges import BroadcastExchange, ShardExchange
 from tagc.comm.flat import flat_rows
-from tagc.comm.lockstep import Direction, Lockstep
+from tagc.comm.lockstep import Lockstep
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 
@@ -73,8 +73,7 @@ class UnitReducer:
         self._ops, self._workspace, self._remedy = ops, workspace, remedy
         self._connect = connect or self._default_exchange
         self._name = plan.info.label
-        direction = Direction.REPLICAS if plan.for_all else Direction.GRADIENTS
-        self._lockstep = Lockstep(direction, self._name, device)
+        self._lockstep = Lockstep(plan.direction, self._name, device)
         self._flat = flat_rows(plan, workspace)
         self._setup = CodecSetup(
             destinations=plan.destinations,
@@ -187,11 +186,15 @@ class UnitReducer:
         """
         if self.plan.compressed:
             self._check(out, inp, group, op)
-        warming = self.earlier_steps + self.steps < self.plan.warmup_steps
-        words = 0 if warming or not self.plan.compressed else self.plan.words
-        self._lockstep.check(group, self.earlier_steps + self.steps, words)
+        step = self.earlier_steps + self.steps
+        compresses = bool(self.plan.compressed) and step >= self.plan.warmup_steps
+        self._lockstep.check(group, self.plan.words if compresses else 0, step)
+        self.steps += 1
         with failing_in(self._lockstep.what, group):
-            self._reduce(out, inp, group, op, native)
+            if compresses:
+                self._reduce(out, inp, group, op)
+            else:
+                self._reduce_natively(out, inp, group, op, native)
 
     def _reduce(
         self,
@@ -199,13 +202,7 @@ class UnitReducer:
         inp: Tensor,
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
-        native: Native | None,
     ) -> None:
-        self.steps += 1
-        warming = self.earlier_steps + self.steps <= self.plan.warmup_steps
-        if not self.plan.compressed or warming:
-            self._reduce_natively(out, inp, group, op, native)
-            return
         self.compressed_steps += 1
         grad, shard = inp.view(-1, self.plan.buffer_columns), out
         if self._flat is not None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.utils.hooks import RemovableHandle
 
-from tagc.comm import Direction, Lockstep, Phase, UnitGatherer, UnitReducer
+from tagc.comm import Lockstep, Phase, UnitGatherer, UnitReducer
 from tagc.fsdp.grad_mode import GradMode
 from tagc.fsdp.unit import Integration, Unit
 from tagc.plan import UnitInfo, UnitParam
@@ -116,8 +116,7 @@ class _InStep(AllGather):
 
     def __init__(self, native: AllGather, unit: FSDP2Unit) -> None:
         self._native = native
-        self._lockstep = Lockstep(Direction.PARAMETERS, unit.info.label, unit.device)
-        self._gathers = 0
+        self._lockstep = Lockstep("parameters", unit.info.label, unit.device)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -131,8 +130,7 @@ class _InStep(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        self._lockstep.check(group, self._gathers, 0)
-        self._gathers += 1
+        self._lockstep.check(group, 0)
         return self._native(output_tensor, input_tensor, group, async_op)
 
 

@@ -19,7 +19,7 @@ from benchmarks.kernels.ops.row_hash import RowHash
 from benchmarks.kernels.registry import Contender, Problem
 from benchmarks.kernels.selection import select
 from benchmarks.timing import HostClock, Timed, interleaved
-from support.distributed import slow
+from support.marks import slow
 from tagc.ops import reference
 
 CPU = torch.device("cpu")

@@ -17,7 +17,8 @@ from benchmarks.convergence.methods import GRID, METHODS, Method
 from benchmarks.convergence.ranks import SimulatedRanks
 from benchmarks.convergence.sweep import Results, Sweep, make
 from benchmarks.convergence.training import Run, Shape, train
-from support.distributed import on_ranks, slow
+from support.distributed import on_ranks
+from support.marks import slow
 from support.units import reduce, unit_reducer
 from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy

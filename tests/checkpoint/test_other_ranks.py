@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import tagc
-from support.distributed import run_ranks, slow
+from support.distributed import run_ranks
+from support.marks import slow
 from support.states import (
     BFLOAT16,
     POLICIES,

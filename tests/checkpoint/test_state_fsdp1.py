@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import tagc
-from support.distributed import on_ranks, run_ranks, slow
+from support.distributed import on_ranks, run_ranks
 from support.exact import EXACT
 from support.fsdp1_net import CPU, local_weights, quietly, sharded
+from support.marks import slow
 from support.small_net import net
 from support.small_net import sharded as fsdp2_sharded
 from support.states import POLICIES, load, residual_sums, run, save, shared_folder

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.distributed import on_ranks, slow
+from support.distributed import on_ranks
+from support.marks import slow
 from support.units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
 from tagc.codecs.packed import PackedCodec
 from tagc.codecs.sketch import SketchCodec, SketchPlan

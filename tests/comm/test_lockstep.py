@@ -107,7 +107,7 @@ def reducer(label: str) -> UnitReducer:
     cpu = torch.device("cpu")
     plan = codec_plan(2, {"kind": "quantized"}, {"kind": "residual"})
     made = UnitReducer(plan, get_ops(cpu), cpu, Workspace(cpu), seed=1)
-    made._lockstep = lockstep.Lockstep(lockstep.Direction.GRADIENTS, label, cpu)
+    made._lockstep = lockstep.Lockstep("gradients", label, cpu)
     return made
 
 
@@ -137,7 +137,7 @@ def test_without_messages_a_stamp_tells(rank: int, world_size: int) -> None:
 
 def test_long_names_are_cut_at_the_front() -> None:
     label = "model." + "deep." * 20 + "éµblock"
-    made = lockstep.Lockstep(lockstep.Direction.REPLICAS, label, torch.device("cpu"))
+    made = lockstep.Lockstep("replicas", label, torch.device("cpu"))
     header = torch.cat((torch.tensor([3, 70]), made._name))
     told = lockstep._told(header)
     assert told.startswith("the average over replicas of unit '...")

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.distributed import on_ranks, slow
+from support.distributed import on_ranks
+from support.marks import slow
 from support.units import gathered, normal, on_grid, reduce, spiky, unit_plan, unit_reducer
 from tagc.codecs.selection.threshold import ThresholdController
 from tagc.codecs.sketch import SketchPlan

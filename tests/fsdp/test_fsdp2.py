@@ -19,8 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import tagc
 from support.counting import counted_bytes
-from support.distributed import on_ranks, slow
+from support.distributed import on_ranks
 from support.exact import EXACT
+from support.marks import slow
 from support.paths import EXAMPLES
 from support.small_net import EVERYTHING, local_grads, local_weights, loss_of, net, sharded, train
 from support.units import gathered, policy

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from support import oracle
+from support.marks import slow
 from tagc.ops import get_ops
 from tagc.ops.blocks import BlockLayout
 
@@ -31,7 +32,7 @@ VARIANTS = [
 RARER = [(2, BF16, BF16), (8, F32, F32), (16, BF16, F32)]
 variants = pytest.mark.parametrize(
     ("bits", "grad_dtype", "residual_dtype"),
-    [*VARIANTS, *(pytest.param(*rarer, marks=pytest.mark.slow) for rarer in RARER)],
+    [*VARIANTS, *(slow(*rarer) for rarer in RARER)],
     ids=lambda v: str(v).removeprefix("torch."),
 )
 SIZES = [1, 31, 32, 33, 255, 257, 1000]

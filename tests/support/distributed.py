@@ -66,11 +66,6 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     return _pool(world_size).run(fn, world_size, args, timeout)
 
 
-def slow(*values: Any) -> Any:
-    """A parameter of a test that is for `make test-slow` with it; a world size, too."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def on_ranks(*world_sizes: Any, timeout: float = 60) -> Callable[[Callable[..., None]], Any]:
     """Make a test of ``body(rank, world_size, ...)``, run on all ranks of each world size.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from support import oracle
+from support.marks import slow
 from tagc.ops import get_ops
 from tagc.ops.matrix import MatrixLayout
 
@@ -34,7 +35,7 @@ VARIANTS = [
 RARER = [(1, 1, BF16, BF16), (1, 8, BF16, F32), (1, 16, F32, None)]
 variants = pytest.mark.parametrize(
     ("bits", "group", "grad_dtype", "residual_dtype"),
-    [*VARIANTS, *(pytest.param(*rarer, marks=pytest.mark.slow) for rarer in RARER)],
+    [*VARIANTS, *(slow(*rarer) for rarer in RARER)],
     ids=lambda v: str(v).removeprefix("torch."),
 )
 SHAPES = [(1, 1), (3, 1), (1, 33), (5, 8), (9, 40), (4, 129)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from support import oracle
+from support.marks import slow
 from tagc.ops import get_ops
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.blocks import BlockLayout
@@ -37,7 +38,7 @@ RARER = [
 ]
 variants = pytest.mark.parametrize(
     ("group", "bits", "grad_dtype", "residual_dtype"),
-    [*VARIANTS, *(pytest.param(*rarer, marks=pytest.mark.slow) for rarer in RARER)],
+    [*VARIANTS, *(slow(*rarer) for rarer in RARER)],
     ids=lambda v: str(v).removeprefix("torch."),
 )
 # share of the groups above the threshold, share that the capacity holds

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from support import oracle
+from support.marks import slow
 from tagc.codecs.selection.quantization_step import quantization_step
 from tagc.ops import get_ops
 from tagc.ops.bitmap import to_bitmap
@@ -39,7 +40,7 @@ RARER = [
 ]
 variants = pytest.mark.parametrize(
     ("symbol", "grad_dtype", "residual_dtype"),
-    [*VARIANTS, *(pytest.param(*rarer, marks=pytest.mark.slow) for rarer in RARER)],
+    [*VARIANTS, *(slow(*rarer) for rarer in RARER)],
     ids=lambda v: str(v).removeprefix("torch."),
 )
 SIZES = [1, 2, 3, 31, 33, 127, 128, 129, 258]

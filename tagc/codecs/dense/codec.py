@@ -21,8 +21,8 @@ class DenseCodec(Codec[DensePlan]):
         """See :meth:`Codec.encode_rows`."""
         for part in self.parts:
             words = message[:, part.words]
-            # Elements of 2 bytes may leave half of the last word.
-            words[:, -1:].zero_()
+            if part.plan.numel * part.plan.wire.itemsize % words.element_size():
+                words[:, -1:].zero_()  # elements of 2 bytes leave half of it
             elements_of(words, part.plan).copy_(rows[:, part.columns])
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
