@@ -27,7 +27,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 # So that a message of the user's own, over the same group, is never taken for one of these, nor a
 # header for what follows it.
-_TAG, _HEADER_TAG = 0x7A6C, 0x7A6D
+_TAG, HEADER_TAG = 0x7A6C, 0x7A6D
 
 
 @dataclass
@@ -127,15 +127,14 @@ def _messages(
     return works
 
 
-def gather_headers(header: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``header`` ``[n]`` of every rank, ``[W, n]``, by messages that nothing else is taken for.
+def gather_headers(header: Tensor, group: dist.ProcessGroup) -> tuple[CollectiveWork, Tensor]:
+    """Start gathering ``header`` ``[n]`` of every rank, by messages that nothing else is taken for.
 
-    Not counted: some bytes beside what they announce.
+    Returns:
+        The work, whose bytes are not counted, and where the headers ``[W, n]`` will be.
     """
     out = header.new_empty(group.size(), header.numel())
-    for work in _messages(out.unbind(), [header] * group.size(), group, _HEADER_TAG):
-        work.wait()
-    return out
+    return CollectiveWork(_messages(out.unbind(), [header] * len(out), group, HEADER_TAG), 0), out
 
 
 def by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -1,9 +1,10 @@
-"""All ranks at the same collective of the same unit, which they know before they send anything.
+"""All ranks at the same collective of the same unit, and an error where they are not.
 
-Where the backend has messages (gloo on a CPU), ranks exchange headers first, on a tag of their own,
-and a mix-up is an error on all ranks that are in it. Elsewhere (NCCL) a rank whose neighbours are
-in another collective waits, or takes what it gets; there two words behind each message say whose
-it is, and are compared on the device.
+Where the backend has messages (gloo on a CPU), ranks exchange headers on a tag of their own before
+anything else is sent, and a mix-up is an error on all ranks that are in it. Headers travel while a
+message is encoded. Elsewhere (NCCL) a rank whose neighbours are in another collective waits, or
+takes what it gets; there two words behind each message say whose it is, and are compared on the
+device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.comm.alarm import Alarm
-from tagc.comm.collectives import by_messages, failing_in, gather_headers
+from tagc.comm.collectives import CollectiveWork, by_messages, failing_in, gather_headers
 from tagc.plan import Direction
 
 # A header is int64: the step, the words of a message, and the end of the unit's name.
@@ -34,6 +35,10 @@ _WORDS: dict[Direction, str] = {
 }
 
 
+class DesyncError(RuntimeError):
+    """Ranks are at different collectives."""
+
+
 class Lockstep:
     """The collectives of one unit in one direction, of which every rank must have as many.
 
@@ -47,6 +52,7 @@ class Lockstep:
         name = direction[:1].encode() + label.encode()[1 - _NAME_BYTES :]
         self._name = torch.frombuffer(bytearray(name.ljust(_NAME_BYTES, b"\0")), dtype=torch.int64)
         self._mark = zlib.crc32(f"{direction} {label}".encode()) % 2**31
+        self._pending: tuple[CollectiveWork, Tensor, Tensor] | None = None
         self._stamp: Tensor | None = None
         self._alarm = Alarm(
             f"tagc: {self.what} got a message of another unit, direction or step. {_REMEDY}"
@@ -57,26 +63,43 @@ class Lockstep:
         return 0 if by_messages(group, self._device) else _STAMP_WORDS
 
     def check(self, group: dist.ProcessGroup, words: int, step: int | None = None) -> None:
-        """To be called before the first collective.
+        """Before a collective with nothing to do until then: both of what follows."""
+        self.announce(group, words, step)
+        self.confirm(group)
+
+    def announce(self, group: dist.ProcessGroup, words: int, step: int | None = None) -> None:
+        """Start telling the others where this rank is.
 
         Args:
             words: of the message to a rank, the same on every rank.
-            step: how many there were before, likewise; by default counted here.
+            step: how many collectives there were before, likewise; by default counted here.
 
         Raises:
-            RuntimeError: if another rank is at another collective, or does not answer in time.
+            RuntimeError: for what is known by now of an earlier one, see :class:`Alarm`.
         """
         self._alarm.check()
         step, self._count = self._count if step is None else step, self._count + 1
-        if not by_messages(group, self._device):
+        if by_messages(group, self._device):
+            mine = torch.cat((torch.tensor([step, words], dtype=torch.int64), self._name))
+            with failing_in(self.what, group):
+                self._pending = (*gather_headers(mine, group), mine)
+
+    def confirm(self, group: dist.ProcessGroup) -> None:
+        """Wait for what the others told; nothing if that was done.
+
+        Raises:
+            DesyncError: if another rank is at another collective.
+            RuntimeError: if it does not answer in time.
+        """
+        if self._pending is None:
             return
-        mine = torch.cat((torch.tensor([step, words], dtype=torch.int64), self._name))
+        (work, headers, mine), self._pending = self._pending, None
         with failing_in(self.what, group):
-            headers = gather_headers(mine, group)
+            work.wait()
         if torch.equal(headers, mine.expand_as(headers)):
             return
         others = (headers != mine).any(1).nonzero().flatten().tolist()
-        raise RuntimeError(
+        raise DesyncError(
             f"tagc: ranks are at different collectives: rank {group.rank()} of {group.size()} at "
             f"{_told(mine)}, rank {others[0]} at {_told(headers[others[0]])}. {_REMEDY}"
         )

@@ -188,12 +188,13 @@ class UnitReducer:
             self._check(out, inp, group, op)
         step = self.earlier_steps + self.steps
         compresses = bool(self.plan.compressed) and step >= self.plan.warmup_steps
-        self._lockstep.check(group, self.plan.words if compresses else 0, step)
+        self._lockstep.announce(group, self.plan.words if compresses else 0, step)
         self.steps += 1
         with failing_in(self._lockstep.what, group):
             if compresses:
                 self._reduce(out, inp, group, op)
             else:
+                self._lockstep.confirm(group)
                 self._reduce_natively(out, inp, group, op, native)
 
     def _reduce(
@@ -215,9 +216,13 @@ class UnitReducer:
         send = take("message_send", (plan.destinations, stamped), torch.int32)
         received = take("message_recv", (plan.sources, stamped), torch.int32)
         self._lockstep.stamp(send[:, plan.words :])
+        if self.compressed_steps == 1:
+            # Only then does a codec exchange anything before its message.
+            self._lockstep.confirm(group)
         with record_function(f"TAGC::encode ({self._name})"):
             self.encode(grad, send[:, : plan.words], exchange)
         with record_function(f"TAGC::exchange ({self._name})"):
+            self._lockstep.confirm(group)
             work = exchange.send(received, send)
             for codec in self.codecs.values():
                 codec.start(exchange)

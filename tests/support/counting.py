@@ -21,7 +21,7 @@ def counted_bytes() -> Iterator[list[int]]:
 
     def send(sent: Tensor, **options: Any) -> Any:
         # Headers are not counted by those whose counts are compared either.
-        if options["tag"] != exchange._HEADER_TAG:
+        if options["tag"] != exchange.HEADER_TAG:
             counts.append(sent.numel() * sent.element_size())
         return dist.isend(sent, **options)
 
