@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tagc.checkpoint import OneRank, State, UnitState, open_folder, save_folder, to_state_dict
 from tagc.comm import UnitGatherer, UnitReducer
-from tagc.fsdp import Unit
+from tagc.fsdp import Levels, Unit
 from tagc.metrics import Metrics, collect
 from tagc.plan import Plan
 
@@ -26,12 +26,13 @@ _ATTRIBUTE = "_tagc_compressor"
 
 @dataclass
 class Collectives:
-    """What replaces FSDP's collectives, in the order of the units; the last two are empty where the
-    policy leaves them."""
+    """What replaces FSDP's collectives, in the order of the units; gatherers and replica reducers
+    are empty where the policy leaves them. And the groups that tagc made for it."""
 
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
     replica_reducers: list[UnitReducer] = field(default_factory=list)
+    levels: Levels | None = None
 
     @property
     def all_reducers(self) -> list[UnitReducer]:
@@ -39,7 +40,9 @@ class Collectives:
         return [*self.reducers, *self.replica_reducers]
 
     def clear(self) -> None:
-        """Drop it all, with the scratch buffers of the operators."""
+        """Drop it all, with the scratch buffers of the operators and the groups."""
+        if self.levels is not None:
+            self.levels.release()
         for part in (*self.all_reducers, *self.gatherers):
             part.release()
         self.reducers.clear()

@@ -16,7 +16,8 @@ class Metrics:
     """Counts of one rank since ``tagc.wrap``.
 
     Bytes are what this rank handed to collectives for other ranks: gradients in the
-    reduce-scatter, unless the name says otherwise. Densities are fractions of the elements of
+    reduce-scatter, unless the name says otherwise; where ranks of a host add up first, those for
+    other hosts. Densities are fractions of the elements of
     sparse codecs, averaged over the steps after the warm-up; NaN before.
 
     Attributes:
@@ -25,6 +26,8 @@ class Metrics:
         compressed_wire_bytes: bytes sent for compressed parameters, index and counts included.
         dense_bytes: what a dense reduce-scatter would have sent, all parameters.
         compressed_dense_bytes: what it would have sent for the compressed parameters.
+        inside_wire_bytes: bytes sent to ranks of the same host, to add up gradients with them; 0
+            where every rank sends for itself.
         parameter_wire_bytes: bytes sent in all-gathers; 0 if the policy leaves them to FSDP.
         parameter_dense_bytes: what FSDP's own all-gathers would have sent, likewise.
         parameter_error: Euclidean norm of what quantization changes in this rank's parameters,
@@ -44,6 +47,7 @@ class Metrics:
     compressed_wire_bytes: int
     dense_bytes: int
     compressed_dense_bytes: int
+    inside_wire_bytes: int
     parameter_wire_bytes: int
     parameter_dense_bytes: int
     parameter_error: float
@@ -109,6 +113,7 @@ def collect(
         compressed_wire_bytes=sum(r.compressed_wire_bytes for r in reducers),
         dense_bytes=_dense_bytes(reducers),
         compressed_dense_bytes=_dense_bytes(reducers, compressed=True),
+        inside_wire_bytes=sum(r.inside_bytes for r in reducers),
         parameter_wire_bytes=parameter_bytes[0],
         parameter_dense_bytes=parameter_bytes[1],
         parameter_error=parameter_error,

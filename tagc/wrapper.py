@@ -13,9 +13,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tagc.codecs.workspace import Workspace
-from tagc.comm import ReplicaAverage, UnitGatherer, UnitReducer, agree_on
+from tagc.comm import (
+    HostExchange,
+    Hosts,
+    RankOnHost,
+    ReplicaAverage,
+    UnitGatherer,
+    UnitReducer,
+    agree_on,
+    check_hosts,
+    gather_by_rank,
+)
 from tagc.costs import is_automatic, measured_choice
-from tagc.fsdp import Integration, Unit, integration_of, sharding_groups
+from tagc.fsdp import Integration, Levels, Unit, integration_of, sharding_groups
 from tagc.handle import Collectives, Compressor, attach, attached
 from tagc.ops import Ops, get_ops
 from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
@@ -33,6 +43,7 @@ def wrap(
     policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "attn-only",
     *,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
+    hosts: Hosts = "auto",
     ops: str | None = None,
 ) -> Model:
     """Compress what ``policy`` selects of FSDP's traffic.
@@ -58,6 +69,12 @@ def wrap(
             1-D mesh or a group: the model is sharded over ``mesh["shard"]`` only, and tagc
             averages gradients over ``mesh["replicate"]``, as the policy's ``replicas`` say. FSDP2
             only.
+        hosts: several ranks on a host add up their gradients first, so that what leaves the host,
+            and what a rank stores, is divided by their number. ``"auto"``: where the ranks that a
+            unit is sharded over lie on at least two hosts, in equal blocks of neighbours, as
+            ``plan()`` says; an integer: so many neighbours share a host (a rack, a site); None:
+            every rank sends for itself. FSDP2 only. With it,
+            ``model.set_requires_all_reduce(False)`` keeps a micro-batch's gradient inside the host.
         ops: implementation, see :func:`tagc.ops.get_ops`. The one for CPUs compiles its kernels
             here: some seconds the first time, then they are cached.
 
@@ -66,7 +83,7 @@ def wrap(
 
     Raises:
         ValueError: if the model is not sharded, or already wrapped (as a whole or in part), or
-            has a communication hook of its own.
+            has a communication hook of its own; or if ``hosts`` does not fit its ranks.
         tagc.PolicyError: if the policy is not valid, or compresses nothing in this model, or is
             for what FSDP1 cannot do.
         RuntimeError: if the ranks disagree, or wrapping failed on another rank. (A rank whose
@@ -79,16 +96,24 @@ def wrap(
     if replica_group is not None:
         groups.append(replica_group)
 
-    disabled, units, loaded = _agree_on_request(model, policy, replica_group, groups)
-    choose = _chooser(units, loaded, ops, replica_group)
+    disabled, units, loaded = _agree_on_request(model, policy, replica_group, hosts, groups)
+    said = {} if hosts is None else gather_by_rank(groups, {dist.get_rank(): RankOnHost.mine()})
+    levels = agree_on(groups, {"hosts": lambda: (Levels(units, hosts, said), "")})["hosts"]
+    if not disabled:
+        levels.open()
     # Where nothing runs, nothing has to be compiled for it.
     made_with = "reference" if disabled else ops
 
     def make() -> tuple[tuple[Plan, Collectives], str]:
-        plan = _plan(units, loaded, replica_group, choose)
-        return (plan, _make(units, plan, made_with)), plan.fingerprint[:12]
+        plan = _plan(units, loaded, replica_group, levels, choose)
+        return (plan, _make(units, plan, levels, made_with)), plan.fingerprint[:12]
 
-    plan, collectives = agree_on(groups, {"plan": make})["plan"]
+    try:
+        choose = _chooser(units, loaded, ops, replica_group, levels)
+        plan, collectives = agree_on(groups, {"plan": make})["plan"]
+    except BaseException:
+        levels.release()
+        raise
     for warning in plan.warnings:
         warn(warning)
     if all(u.info.world_size == 1 for u in units) and replica_group is None:
@@ -108,6 +133,7 @@ def _agree_on_request(
     model: nn.Module,
     policy: str | os.PathLike[str] | Mapping[str, Any] | Policy,
     replica_group: dist.ProcessGroup | None,
+    hosts: Hosts,
     groups: Sequence[dist.ProcessGroup],
 ) -> tuple[bool, list[Unit], Policy]:
     """Whether compression is switched off, the model's units, and the policy: before any rank
@@ -145,10 +171,15 @@ def _agree_on_request(
             )
         return loaded, f"{loaded.name} ({loaded.hash[:12]})"
 
+    def check() -> tuple[None, str]:
+        check_hosts(hosts)
+        return None, repr(hosts)
+
     agreed = agree_on(
         groups,
         {
             "version": lambda: (None, __version__),
+            "hosts": check,
             "switch": switched,
             "model": find,
             "policy": load,
@@ -166,15 +197,17 @@ def _plan(
     units: Sequence[Unit],
     policy: Policy,
     replica_group: dist.ProcessGroup | None,
+    levels: Levels,
     choose: Choose | None,
 ) -> Plan:
-    return build_plan(
-        [unit.info for unit in units],
+    plan = build_plan(
+        [levels.info(unit) for unit in units],
         policy,
         gathers=[unit.gather_info for unit in units if unit.gather_info is not None],
         replicas=[] if replica_group is None else _over_replicas(units, replica_group),
         choose=choose,
     )
+    return replace(plan, notes=(*levels.notes, *plan.notes))
 
 
 def _chooser(
@@ -182,6 +215,7 @@ def _chooser(
     policy: Policy,
     ops: str | None,
     replica_group: dist.ProcessGroup | None,
+    levels: Levels,
 ) -> Choose | None:
     if not is_automatic(policy):
         return None
@@ -196,7 +230,7 @@ def _chooser(
     )
 
 
-def _make(units: Sequence[Unit], plan: Plan, ops: str | None) -> Collectives:
+def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) -> Collectives:
     """What the plan needs, of which nothing is installed yet."""
     if plan.replicas and any(unit.has_all_reduce_hook for unit in units):
         raise ValueError(
@@ -209,21 +243,28 @@ def _make(units: Sequence[Unit], plan: Plan, ops: str | None) -> Collectives:
         # A unit that stays dense needs no operators, nor a warning about them.
         return get_ops(unit.device, ops if unit_plan.compressed else "reference")
 
-    def reducers(plans: Sequence[UnitPlan]) -> list[UnitReducer]:
-        return [
-            UnitReducer(
-                unit_plan,
-                chosen(unit, unit_plan),
-                unit.device,
-                workspaces[unit.device],
-                # Units differ in their seeds, so that equal layouts do not share bad luck.
-                seed=(i * 0x9E3779B1) % 2**31,
-                remedy=unit.unused_parameters_remedy,
-            )
-            for i, (unit, unit_plan) in enumerate(zip(units, plans, strict=bool(plans)))
-        ]
+    def reducer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitReducer:
+        workspace, shared = workspaces[unit.device], levels.groups(unit)
+        in_levels = shared is not None and unit_plan.info.ranks_per_host > 1
+        return UnitReducer(
+            unit_plan,
+            chosen(unit, unit_plan),
+            unit.device,
+            workspace,
+            # Units differ in their seeds, so that equal layouts do not share bad luck.
+            seed=(i * 0x9E3779B1) % 2**31,
+            connect=(lambda _: HostExchange(shared, workspace)) if in_levels else None,
+            crosses=lambda: unit.all_reduces,
+            remedy=unit.unused_parameters_remedy,
+        )
 
-    made = Collectives(reducers=reducers(plan.units), replica_reducers=reducers(plan.replicas))
+    def reducers(plans: Sequence[UnitPlan]) -> list[UnitReducer]:
+        pairs = zip(units, plans, strict=bool(plans))
+        return [reducer(i, unit, unit_plan) for i, (unit, unit_plan) in enumerate(pairs)]
+
+    made = Collectives(
+        reducers=reducers(plan.units), replica_reducers=reducers(plan.replicas), levels=levels
+    )
     if any(unit_plan.compressed for unit_plan in plan.parameters):
         # On every unit, so that bytes are counted of those, too, that stay as they are.
         for unit, unit_plan in zip(units, plan.parameters, strict=True):

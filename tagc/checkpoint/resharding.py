@@ -78,8 +78,7 @@ class Saved:
         if isinstance(self.shard, Elements):
             first, last = self.shard
             return 0 <= first < last <= math.prod(shape) and self.shape == (last - first,)
-        whole = place.shard is None and place.elements is None
-        if (self.shard is None) != whole:
+        if self.shard is None and place.elements is not None:
             return False
         if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
             return False

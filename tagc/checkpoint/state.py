@@ -58,9 +58,7 @@ class UnitState:
 
     def _named(self, residuals: dict[int, Tensor]) -> Iterator[tuple[str, ParamLocation, Tensor]]:
         plan = self.reducer.plan
-        # Across replicas a rank has a residual of its own shard only.
-        only = self.shard if plan.for_all else None
-        stored_by_kind = [("residual", residuals, only)]
+        stored_by_kind = list(self._by_shards(residuals))
         owner_states, feedbacks = self.reducer.owner_states, self.reducer.feedbacks
         for kind in OWNER_STATES:
             rules = {i: feedbacks[i].rule for i in owner_states}
@@ -69,6 +67,21 @@ class UnitState:
         for kind, stored, shard in stored_by_kind:
             for place, tensor in locations(plan, stored, self.shards, shard):
                 yield f"{kind}.{self.direction}.{place.param.name}{place.suffix}", place, tensor
+
+    def _by_shards(
+        self, residuals: dict[int, Tensor]
+    ) -> Iterator[tuple[str, dict[int, Tensor], int | None]]:
+        """The residuals, and the only shard that they are about; None for all shards."""
+        plan = self.reducer.plan
+        if plan.for_all:  # across replicas a rank has a residual of its own shard only
+            yield "residual", residuals, self.shard
+        elif plan.info.ranks_per_host == 1:
+            yield "residual", residuals, None
+        else:  # one for each host: of the shard of the rank with this one's place there
+            R = plan.info.ranks_per_host
+            for host in range(plan.destinations):
+                rows = {i: rows[host : host + 1] for i, rows in residuals.items()}
+                yield "residual", rows, host * R + self.shard % R
 
 
 @dataclass(frozen=True, kw_only=True)

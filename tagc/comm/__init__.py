@@ -2,20 +2,26 @@
 agree on."""
 
 from tagc.comm.agreement import agree_on, gather_by_rank
-from tagc.comm.exchanges import BroadcastExchange, ShardExchange
+from tagc.comm.exchanges import BroadcastExchange, HostExchange, ShardExchange
 from tagc.comm.gatherer import Phase, UnitGatherer
+from tagc.comm.hosts import HostGroups, Hosts, RankOnHost, check_hosts
 from tagc.comm.lockstep import Lockstep
 from tagc.comm.reducer import UnitReducer
 from tagc.comm.replicas import ReplicaAverage
 
 __all__ = [
     "BroadcastExchange",
+    "HostExchange",
+    "HostGroups",
+    "Hosts",
     "Lockstep",
     "Phase",
+    "RankOnHost",
     "ReplicaAverage",
     "ShardExchange",
     "UnitGatherer",
     "UnitReducer",
     "agree_on",
+    "check_hosts",
     "gather_by_rank",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -16,18 +17,31 @@ from tagc.comm.collectives import (
     gather_rows,
     sum_rows,
 )
+from tagc.comm.hosts import HostGroups
 
 
-class GroupExchange:
-    """What exchanges share: a group, buffers, and a counter of bytes."""
+class GroupExchange(ABC):
+    """What exchanges share: a group, buffers, and counters of bytes.
+
+    Attributes:
+        groups: that this rank exchanges anything with.
+        inside_bytes: sent so far to ranks of the same host, where those add up first.
+    """
 
     def __init__(self, group: dist.ProcessGroup, workspace: Workspace) -> None:
         self._group, self._workspace = group, workspace
+        self.groups: tuple[dist.ProcessGroup, ...] = (group,)
         self.wire_bytes = 0
+        self.inside_bytes = 0
 
     def add_inside(self, grad: Tensor) -> Tensor:
-        """Every rank sends for itself."""
+        """See :meth:`tagc.codecs.Exchange.add_inside`: every rank sends for itself."""
         return grad
+
+    @abstractmethod
+    def sum_dense(self, out: Tensor, grad: Tensor) -> CollectiveWork:
+        """Start summing ``grad`` ``[D, S]`` over ranks, as it is; the sum of the row that this rank
+        decodes goes to ``out`` ``[S]``. Its bytes are those of the work."""
 
     def sum_counts(self, counts: Tensor) -> CollectiveWork:
         """See :meth:`tagc.codecs.Exchange.sum_counts`."""
@@ -66,11 +80,42 @@ class ShardExchange(GroupExchange):
         """See :meth:`tagc.codecs.Exchange.send`."""
         return all_to_all(received, message, self._group, self._sent)
 
+    def sum_dense(self, out: Tensor, grad: Tensor) -> CollectiveWork:
+        """See :meth:`GroupExchange.sum_dense`."""
+        scratch = self._workspace.take("dense_recv", tuple(grad.shape), grad.dtype)
+        return sum_rows(out, grad, scratch, self._group)
+
     def sum_cells(self, cells: Tensor) -> tuple[CollectiveWork, Tensor]:
         """See :meth:`tagc.codecs.Exchange.sum_cells`."""
         total = self._workspace.take("cells_sum", (cells.shape[1],), cells.dtype)
         scratch = self._workspace.take("cells_recv", tuple(cells.shape), cells.dtype)
         return self._counted(sum_rows(total, cells, scratch, self._group)), total
+
+
+class HostExchange(ShardExchange):
+    """A reduce-scatter in two levels: ranks of a host add up, and messages go between hosts.
+
+    Rank ``h * R + r`` adds up what its host has for the ranks ``r`` of all hosts, and exchanges
+    messages with them: its rows are hosts.
+    """
+
+    def __init__(self, hosts: HostGroups, workspace: Workspace) -> None:
+        """An exchange between hosts."""
+        super().__init__(hosts.across, workspace)
+        self._inside = hosts.inside
+        self.groups = (hosts.inside, hosts.across)
+
+    def add_inside(self, grad: Tensor) -> Tensor:
+        """See :meth:`tagc.codecs.Exchange.add_inside`: ``[H * R, S]`` to ``[H, S]``, in the dtype
+        of ``grad``, ranks added in their order. A buffer that the next call overwrites."""
+        H, R, S = self._group.size(), self._inside.size(), grad.shape[1]
+        total = self._workspace.take("inside_sum", (H, S), grad.dtype)
+        scratch = self._workspace.take("inside_recv", (R, S), grad.dtype)
+        for row, of_host in zip(total, grad.view(H, R, S), strict=True):
+            work = sum_rows(row, of_host, scratch, self._inside)
+            work.wait()
+            self.inside_bytes += work.wire_bytes
+        return total
 
 
 class BroadcastExchange(GroupExchange):
@@ -84,6 +129,12 @@ class BroadcastExchange(GroupExchange):
     def send(self, received: Tensor, message: Tensor) -> CollectiveWork:
         """See :meth:`tagc.codecs.Exchange.send`."""
         return gather_messages(received, message, self._group)
+
+    def sum_dense(self, out: Tensor, grad: Tensor) -> CollectiveWork:
+        """See :meth:`GroupExchange.sum_dense`; ``out`` may be ``grad``."""
+        if out.data_ptr() != grad.data_ptr():
+            out.copy_(grad)
+        return all_reduce_sum(out, self._group)
 
     def sum_cells(self, cells: Tensor) -> tuple[CollectiveWork, Tensor]:
         """See :meth:`tagc.codecs.Exchange.sum_cells`; the sum is in place."""

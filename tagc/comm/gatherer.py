@@ -111,7 +111,7 @@ class UnitGatherer:
         # Before anything is decoded: `inp` is this rank's row of `out`.
         changed = self._differs(inp, received[group.rank()]) if reads_kept else None
         if not reads_kept:
-            self._lockstep.announce(group, self.plan.words)
+            self._lockstep.announce([group], self.plan.words)
             with failing_in(self._lockstep.what, group):
                 self._exchange(received, inp, group)
         with record_function(f"TAGC::decode parameters ({self._name})"):
@@ -159,7 +159,7 @@ class UnitGatherer:
         with record_function(f"TAGC::encode parameters ({self._name})"):
             self._encode(inp, send)
         with record_function(f"TAGC::gather parameters ({self._name})"):
-            self._lockstep.confirm(group)
+            self._lockstep.confirm()
             work = exchange.send(received, send)
             self.wire_bytes += work.wire_bytes
             work.wait()

@@ -10,6 +10,7 @@ device.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class Lockstep:
         name = direction[:1].encode() + label.encode()[1 - _NAME_BYTES :]
         self._name = torch.frombuffer(bytearray(name.ljust(_NAME_BYTES, b"\0")), dtype=torch.int64)
         self._mark = zlib.crc32(f"{direction} {label}".encode()) % 2**31
-        self._pending: tuple[CollectiveWork, Tensor, Tensor] | None = None
+        self._pending: list[tuple[dist.ProcessGroup, CollectiveWork, Tensor, Tensor]] = []
         self._stamp: Tensor | None = None
         self._alarm = Alarm(
             f"tagc: {self.what} got a message of another unit, direction or step. {_REMEDY}"
@@ -64,13 +65,16 @@ class Lockstep:
 
     def check(self, group: dist.ProcessGroup, words: int, step: int | None = None) -> None:
         """Before a collective with nothing to do until then: both of what follows."""
-        self.announce(group, words, step)
-        self.confirm(group)
+        self.announce([group], words, step)
+        self.confirm()
 
-    def announce(self, group: dist.ProcessGroup, words: int, step: int | None = None) -> None:
+    def announce(
+        self, groups: Sequence[dist.ProcessGroup], words: int, step: int | None = None
+    ) -> None:
         """Start telling the others where this rank is.
 
         Args:
+            groups: of the others.
             words: of the message to a rank, the same on every rank.
             step: how many collectives there were before, likewise; by default counted here.
 
@@ -79,30 +83,31 @@ class Lockstep:
         """
         self._alarm.check()
         step, self._count = self._count if step is None else step, self._count + 1
-        if by_messages(group, self._device):
-            mine = torch.cat((torch.tensor([step, words], dtype=torch.int64), self._name))
-            with failing_in(self.what, group):
-                self._pending = (*gather_headers(mine, group), mine)
+        mine = torch.cat((torch.tensor([step, words], dtype=torch.int64), self._name))
+        self._pending.clear()
+        for group in groups:
+            if by_messages(group, self._device):
+                with failing_in(self.what, group):
+                    self._pending.append((group, *gather_headers(mine, group), mine))
 
-    def confirm(self, group: dist.ProcessGroup) -> None:
+    def confirm(self) -> None:
         """Wait for what the others told; nothing if that was done.
 
         Raises:
             DesyncError: if another rank is at another collective.
             RuntimeError: if it does not answer in time.
         """
-        if self._pending is None:
-            return
-        (work, headers, mine), self._pending = self._pending, None
-        with failing_in(self.what, group):
-            work.wait()
-        if torch.equal(headers, mine.expand_as(headers)):
-            return
-        others = (headers != mine).any(1).nonzero().flatten().tolist()
-        raise DesyncError(
-            f"tagc: ranks are at different collectives: rank {group.rank()} of {group.size()} at "
-            f"{_told(mine)}, rank {others[0]} at {_told(headers[others[0]])}. {_REMEDY}"
-        )
+        while self._pending:
+            group, work, headers, mine = self._pending.pop()
+            with failing_in(self.what, group):
+                work.wait()
+            others = (headers != mine).any(1).nonzero().flatten().tolist()
+            if others:
+                raise DesyncError(
+                    f"tagc: ranks are at different collectives: rank {group.rank()} of "
+                    f"{group.size()} at {_told(mine)}, rank {others[0]} at "
+                    f"{_told(headers[others[0]])}. {_REMEDY}"
+                )
 
     def stamp(self, tail: Tensor) -> None:
         """Write ``tail`` ``[D, stamp_words]`` int32, behind the messages to all destinations."""

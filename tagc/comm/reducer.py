@@ -15,15 +15,15 @@ from tagc.codecs import Codec, CodecSetup, Exchange, SelectionCount, make_codecs
 from tagc.codecs.feedback import SegmentFeedback
 from tagc.codecs.state import MAX_COUNT, nested, part_of
 from tagc.codecs.workspace import Workspace
-from tagc.comm.collectives import CollectiveWork, all_reduce_sum, dense_reduce_scatter, failing_in
-from tagc.comm.exchanges import BroadcastExchange, ShardExchange
+from tagc.comm.collectives import CollectiveWork, dense_reduce_scatter, failing_in
+from tagc.comm.exchanges import BroadcastExchange, GroupExchange, ShardExchange
 from tagc.comm.flat import flat_rows
 from tagc.comm.lockstep import Lockstep
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 
 Native = Callable[[Tensor, Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType], CollectiveWork]
-Connect = Callable[[dist.ProcessGroup], Exchange]
+Connect = Callable[[dist.ProcessGroup], GroupExchange]
 
 _COUNTERS = (
     "steps",
@@ -49,6 +49,7 @@ class UnitReducer:
         compressed_steps: those after the warm-up.
         earlier_steps: reductions of the run that this one goes on from with another layout: they
             count for the warm-up, but not in the metrics.
+        inside_bytes: sent so far to ranks of the same host, where those add up first.
     """
 
     def __init__(
@@ -60,18 +61,22 @@ class UnitReducer:
         seed: int,
         *,
         connect: Connect | None = None,
+        crosses: Callable[[], bool] = lambda: True,
         remedy: str = "",
     ) -> None:
         """New state.
 
         Args:
             connect: the exchange over a group, for one reduction; by default the one for the
-                plan's direction.
+                plan's direction, every rank sending for itself.
+            crosses: whether hosts exchange anything in this backward, if ranks of a host add up
+                first; where not, their sum waits. The same on all ranks.
             remedy: what to do about parameters without a gradient, for the message about them.
         """
         self.plan = plan
         self._ops, self._workspace, self._remedy = ops, workspace, remedy
-        self._connect = connect or self._default_exchange
+        self._connect, self._crosses = connect or self._default_exchange, crosses
+        self._waiting: Tensor | None = None
         self._name = plan.info.label
         self._lockstep = Lockstep(plan.direction, self._name, device)
         self._flat = flat_rows(plan, workspace)
@@ -99,10 +104,18 @@ class UnitReducer:
         self._native_bytes = 0
         self._message_bytes = 0
         self._other_bytes = 0
+        self.inside_bytes = 0
+        self._waiting = None
+
+    @property
+    def _in_levels(self) -> bool:
+        """Whether ranks of a host add up before one message a host is sent."""
+        return self.plan.info.ranks_per_host > 1
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes sent so far, all columns."""
+        """Bytes sent so far, all columns; where ranks of a host add up first, those to other
+        hosts."""
         return self._native_bytes + self._message_bytes + self._other_bytes
 
     @property
@@ -184,32 +197,59 @@ class UnitReducer:
             RuntimeError: if buffer, group or operation are not what the plan was made for, before
                 anything is sent; or if another rank does not answer in time.
         """
-        if self.plan.compressed:
+        if self.plan.compressed or self._in_levels:
             self._check(out, inp, group, op)
         step = self.earlier_steps + self.steps
         compresses = bool(self.plan.compressed) and step >= self.plan.warmup_steps
-        self._lockstep.announce(group, self.plan.words if compresses else 0, step)
+        words = self.plan.words if compresses else 0
+        exchange = self._connect(group)
+        grad = inp.view(-1, self.plan.buffer_columns) if compresses or self._in_levels else inp
+        if self._in_levels:
+            crosses = self._crosses()
+            # A micro-batch that stays inside is no other host's matter.
+            groups = exchange.groups if crosses else exchange.groups[:1]
+            self._lockstep.announce(groups, words if crosses else 0, step)
+            self._lockstep.confirm()
+            grad = self._add_inside(grad, exchange)
+            if not crosses:
+                self._waiting = grad.clone()
+                out.zero_()
+                return
+        else:
+            self._lockstep.announce([group], words, step)
         self.steps += 1
         with failing_in(self._lockstep.what, group):
             if compresses:
-                self._reduce(out, inp, group, op)
+                self._reduce(out, grad, exchange, group, op)
             else:
-                self._lockstep.confirm(group)
-                self._reduce_natively(out, inp, group, op, native)
+                self._lockstep.confirm()
+                self._reduce_densely(out, grad, exchange, group, op, native)
+
+    def _add_inside(self, grad: Tensor, exchange: GroupExchange) -> Tensor:
+        """The sum ``[H, S]`` of the host's ranks, and of the micro-batches that waited."""
+        with (
+            failing_in(self._lockstep.what, exchange.groups[0]),
+            record_function(f"TAGC::add inside the host ({self._name})"),
+        ):
+            total = exchange.add_inside(grad)
+        self.inside_bytes += exchange.inside_bytes
+        if self._waiting is not None:
+            total.add_(self._waiting)
+            self._waiting = None
+        return total
 
     def _reduce(
         self,
         out: Tensor,
-        inp: Tensor,
+        grad: Tensor,
+        exchange: GroupExchange,
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
     ) -> None:
         self.compressed_steps += 1
-        grad, shard = inp.view(-1, self.plan.buffer_columns), out
+        shard = out
         if self._flat is not None:
             grad, shard = self._flat.arrange(grad), self._flat.shard_buffer(out.dtype)
-        exchange = self._connect(group)
-        grad = exchange.add_inside(grad)
         plan, take = self.plan, self._workspace.take
         # Messages that are sent in part end where the next rank's begin.
         stamped = plan.words + (0 if plan.sent else self._lockstep.stamp_words(group))
@@ -218,11 +258,11 @@ class UnitReducer:
         self._lockstep.stamp(send[:, plan.words :])
         if self.compressed_steps == 1:
             # Only then does a codec exchange anything before its message.
-            self._lockstep.confirm(group)
+            self._lockstep.confirm()
         with record_function(f"TAGC::encode ({self._name})"):
             self.encode(grad, send[:, : plan.words], exchange)
         with record_function(f"TAGC::exchange ({self._name})"):
-            self._lockstep.confirm(group)
+            self._lockstep.confirm()
             work = exchange.send(received, send)
             for codec in self.codecs.values():
                 codec.start(exchange)
@@ -238,7 +278,7 @@ class UnitReducer:
                 self._flat.restore(shard, out, exchange.row)
         self._other_bytes += exchange.wire_bytes
 
-    def _default_exchange(self, group: dist.ProcessGroup) -> Exchange:
+    def _default_exchange(self, group: dist.ProcessGroup) -> GroupExchange:
         if self.plan.for_all:
             return BroadcastExchange(group, self._workspace)
         return ShardExchange(group, self._workspace, self.plan.sent)
@@ -272,6 +312,8 @@ class UnitReducer:
         shapes never change. Waits for what is in flight."""
         counters = [getattr(self, name) for name in _COUNTERS]
         state = {"counters": torch.tensor(counters, dtype=torch.int64)}
+        if self._in_levels:
+            state["inside_bytes"] = torch.tensor(self.inside_bytes, dtype=torch.int64)
         for name, codec in self.codecs.items():
             state |= nested(name, codec.state())
         return state
@@ -281,6 +323,8 @@ class UnitReducer:
         counters = state["counters"]
         if bool(((counters < 0) | (counters > MAX_COUNT)).any()):
             raise ValueError("a counter is negative, or larger than any run is long")
+        if self._in_levels and not 0 <= int(state["inside_bytes"]) <= MAX_COUNT:
+            raise ValueError("the count of bytes inside hosts is negative, or too large")
         for name, codec in self.codecs.items():
             codec.check_state(part_of(name, state))
 
@@ -288,30 +332,31 @@ class UnitReducer:
         """Go on where :meth:`state` was taken, given that it passes the check."""
         for name, value in zip(_COUNTERS, state["counters"].tolist(), strict=True):
             setattr(self, name, value)
+        if self._in_levels:
+            self.inside_bytes = int(state["inside_bytes"])
         for name, codec in self.codecs.items():
             codec.load_state(part_of(name, state))
 
     def _split(self, message: Tensor) -> tuple[Tensor, ...]:
         return message.split([codec.words for codec in self.codecs.values()], dim=1)
 
-    def _reduce_natively(
+    def _reduce_densely(
         self,
         out: Tensor,
-        inp: Tensor,
+        grad: Tensor,
+        exchange: GroupExchange,
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         native: Native | None,
     ) -> None:
-        if not self.plan.for_all:
-            work = (native or dense_reduce_scatter)(out, inp, group, op)
-            work.wait()
-        else:
-            if out.data_ptr() != inp.data_ptr():
-                out.copy_(inp)
-            work = all_reduce_sum(out, group)
+        if self._in_levels or self.plan.for_all:
+            work = exchange.sum_dense(out, grad)
             work.wait()
             if op == dist.ReduceOp.AVG:
                 out.div_(self.plan.info.world_size)
+        else:
+            work = (native or dense_reduce_scatter)(out, grad, group, op)
+            work.wait()
         self._native_bytes += work.wire_bytes
         if self._flat is None:
             self.after_dense(out)

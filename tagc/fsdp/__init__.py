@@ -1,6 +1,7 @@
 """Integrations: the only files that know the internals of what shards a model."""
 
 from tagc.fsdp.integrations import INTEGRATIONS, integration_of, sharding_groups
+from tagc.fsdp.levels import Levels
 from tagc.fsdp.unit import Integration, Unit
 
-__all__ = ["INTEGRATIONS", "Integration", "Unit", "integration_of", "sharding_groups"]
+__all__ = ["INTEGRATIONS", "Integration", "Levels", "Unit", "integration_of", "sharding_groups"]

@@ -13,6 +13,7 @@ from tagc.plan.checks import (
     beyond_their_names,
     check_dtype,
     check_effect,
+    in_levels,
     matrices_of,
     unshared_supports,
 )
@@ -86,6 +87,7 @@ def build_plan(
         )
         for note in unshared_supports(plans, rules)
     ]
+    notes += in_levels(directions[0])
     notes += beyond_their_names([unit for units in directions for unit in units])
     segments = [s for units in directions for unit in units for s in unit.segments]
     kinds = [s.codec.feedback for s in segments if s.codec.feedback is not None]

@@ -39,6 +39,19 @@ def unshared_supports(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Itera
         )
 
 
+def in_levels(units: Sequence[UnitPlan]) -> Iterator[str]:
+    """How many units' gradients are added up inside hosts, and what that sends there."""
+    layouts = {(u.sources, u.info.ranks_per_host) for u in units if u.info.ranks_per_host > 1}
+    for hosts, ranks in sorted(layouts):
+        mine = [u for u in units if (u.sources, u.info.ranks_per_host) == (hosts, ranks)]
+        inside = format_bytes(sum(u.inside_bytes for u in mine))
+        yield (
+            f"gradients of {len(mine)} units in two levels: the {ranks} ranks of a host add up "
+            f"first (each sends {inside} to the others in a backward), then a rank sends to one on "
+            f"each of the {hosts - 1} other hosts, which is what the table counts"
+        )
+
+
 def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
     """What speaks against a plan.
 

@@ -159,11 +159,18 @@ class UnitPlan:
         return 1 if self.reuses_forward_message else self.info.per_step
 
     def dense_bytes(self, columns: float) -> float:
-        """Bytes that a rank sends in a step for so many columns uncompressed."""
-        others = self.info.world_size - 1
+        """Bytes that a rank sends in a step for so many columns uncompressed; where ranks of a host
+        add up first, those to other hosts."""
+        others = self.sources - 1
         if self.direction == "replicas":  # an all-reduce of one shard
-            return 2 * others / self.info.world_size * columns * self.info.dtype.itemsize
+            return 2 * others / self.sources * columns * self.info.dtype.itemsize
         return others * columns * self.info.dtype.itemsize * self.info.per_step
+
+    @property
+    def inside_bytes(self) -> int:
+        """Bytes that a rank sends to those of its own host in a backward, to add up with them."""
+        others = self.info.ranks_per_host - 1
+        return others * self.sources * self.buffer_columns * self.info.dtype.itemsize
 
     def wire_bytes(self, segment: Segment) -> float:
         """Bytes that a rank sends in a step for a segment, its share of the counts included."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from support.distributed import on_ranks
 from support.units import codec_plan, gathered, on_grid
 from tagc.codecs.workspace import Workspace
-from tagc.comm import ShardExchange, UnitReducer
+from tagc.comm import HostExchange, RankOnHost, UnitReducer, gather_by_rank
+from tagc.comm.hosts import host_groups
 from tagc.ops import get_ops
 from tagc.plan import Segment, UnitPlan, build_plan
 from tagc.policy import Policy
@@ -27,23 +28,6 @@ CODECS: dict[str, dict[str, Any]] = {
     "sketch": {"kind": "sketch", "density": 0.3, "symbol": "int16x2"},
     "shared sketch": {"kind": "sketch", "density": 0.3, "symbol": "int16x2", "support": "shared"},
 }
-
-
-class HostExchange(ShardExchange):
-    """Rank ``h * R + r`` adds up what its host has for the ranks ``r`` of all hosts, and exchanges
-    messages with them."""
-
-    def __init__(
-        self, inside: dist.ProcessGroup, across: dist.ProcessGroup, workspace: Workspace
-    ) -> None:
-        super().__init__(across, workspace)
-        self._inside = inside
-
-    def add_inside(self, grad: Tensor) -> Tensor:
-        """See :meth:`tagc.codecs.Exchange.add_inside`."""
-        total = grad.clone()
-        dist.all_reduce(total, group=self._inside)
-        return total[self._inside.rank() :: self._inside.size()].contiguous()
 
 
 def in_two_levels(plan: UnitPlan, codec: dict[str, Any], world_size: int) -> UnitPlan:
@@ -63,14 +47,13 @@ def test_two_levels_conserve_what_one_does(rank: int, world_size: int, codec: st
     """To the bit on a grid: what owners got, and what ranks still owe, is what came in; and a rank
     stores a residual for every host, not for every rank."""
     hosts = world_size // RANKS_PER_HOST
-    inside = [dist.new_group([h * 2, h * 2 + 1]) for h in range(hosts)][rank // 2]
-    across = [dist.new_group([r, r + 2]) for r in range(RANKS_PER_HOST)][rank % 2]
-    assert isinstance(inside, dist.ProcessGroup)
-    assert isinstance(across, dist.ProcessGroup)
+    cpu, group = torch.device("cpu"), dist.group.WORLD
+    assert group is not None
+    said = gather_by_rank([group], {rank: RankOnHost.mine()})
+    groups = host_groups(group, RANKS_PER_HOST, cpu, said)
     flat = codec_plan(world_size, CODECS[codec], {"kind": "residual"})
     plan = in_two_levels(flat, CODECS[codec], world_size)
     assert (plan.destinations, plan.sources) == (hosts, hosts)
-    cpu = torch.device("cpu")
     workspace = Workspace(cpu)
     reducer = UnitReducer(
         plan,
@@ -78,10 +61,8 @@ def test_two_levels_conserve_what_one_does(rank: int, world_size: int, codec: st
         cpu,
         workspace,
         seed=7,
-        connect=lambda group: HostExchange(inside, across, workspace),
+        connect=lambda _: HostExchange(groups, workspace),
     )
-    group = dist.group.WORLD
-    assert group is not None
     came_in = torch.zeros(world_size, plan.columns, dtype=torch.float64)
     handed_out = torch.zeros(plan.columns, dtype=torch.float64)
     for step in range(6):
@@ -100,6 +81,8 @@ def test_two_levels_conserve_what_one_does(rank: int, world_size: int, codec: st
     summed = [segment for segment in plan.segments if segment.codec.cells]
     first = 4 * (hosts - 1) * hosts * len(summed)
     assert reducer.wire_bytes == planned + first
+    assert reducer.inside_bytes == 6 * plan.inside_bytes
+    groups.release()
 
 
 def check_conserved(

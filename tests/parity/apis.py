@@ -1,4 +1,4 @@
-"""Ways to shard: FSDP2, with replicas, FSDP1."""
+"""Ways to shard: FSDP2, with replicas, on hosts of two ranks, FSDP1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tagc.plan import UnitPlan
 
 from .dtypes import Dtype
 from .fsdp1_options import FSDP1
-from .fsdp2_options import FSDP2, REPLICAS
+from .fsdp2_options import FSDP2, HOSTS, REPLICAS
 from .meshes import two_by_two
 from .model import Net
 from .option import Option
@@ -32,7 +32,10 @@ class Api:
         wrapped: shards a model and wraps it with a rule, or with policy `dense`.
         gradients: the gradient shard ``[S]`` of every unit of a plan, in float64, in FSDP's
             columns.
+        ranks: numbers of ranks that the plain option runs on, and dtypes in turn.
         replicas: copies of the sharded model, among 4 ranks.
+        same_bits: whether policy `dense` must have native FSDP's bits: not where sums are made in
+            another order.
         averages: whether tagc always averages, whatever native FSDP divides by and when.
         refuses: words of the error that a policy must raise, by its name. (With the plain option,
             in fp32; others add nothing.)
@@ -42,7 +45,9 @@ class Api:
     native: Callable[[Option, Dtype], Any]
     wrapped: Callable[[Option, Dtype, dict[str, Any] | None], Any]
     gradients: Callable[[Any, Sequence[UnitPlan]], list[Tensor]]
+    ranks: Sequence[int] = (2, 3, 4, 5)
     replicas: int = 1
+    same_bits: bool = True
     averages: bool = False
     refuses: Mapping[str, str] = field(default_factory=dict)
 
@@ -60,7 +65,7 @@ def wrap(model: Any, policy: dict[str, Any] | None, **where: Any) -> Any:
     spec: Any = "dense"
     if policy is not None:
         spec = {"schema": 1, "gradients": [policy]}
-        if where:
+        if "replicas" in where:
             # No copy of a shard is its owner, to choose for the others.
             own = {key: value for key, value in policy["codec"].items() if key != "support"}
             spec["replicas"] = [policy | {"codec": own}]
@@ -134,6 +139,10 @@ def replicas_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None
     return wrap(built(option, dtype, mesh=mesh["shard"]), policy, replicas=mesh["replicate"])
 
 
+def hosts_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
+    return wrap(built(option, dtype), policy, hosts=2)
+
+
 APIS: dict[str, Api] = {
     "FSDP2": Api(options=FSDP2, native=built, wrapped=fsdp2_wrapped, gradients=fsdp2_gradients),
     "FSDP2, replicas": Api(
@@ -141,7 +150,16 @@ APIS: dict[str, Api] = {
         native=lambda option, dtype: built(option, dtype, mesh=two_by_two()),
         wrapped=replicas_wrapped,
         gradients=fsdp2_gradients,
+        ranks=(4,),
         replicas=2,
+    ),
+    "FSDP2, hosts": Api(
+        options=HOSTS,
+        native=built,
+        wrapped=hosts_wrapped,
+        gradients=fsdp2_gradients,
+        ranks=(4,),
+        same_bits=False,
     ),
     "FSDP1": Api(
         options=FSDP1,

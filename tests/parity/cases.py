@@ -44,8 +44,8 @@ def cases() -> list[Case]:
             ranks = (4,) if api.replicas > 1 else spec.ranks
             rows[name, "fp32", ranks[i % len(ranks)], option] = None
         for i, dtype in enumerate(DTYPES):
-            rows[name, dtype, 4 if api.replicas > 1 else 2 + i % 4, "plain"] = None
-        for ranks in () if api.replicas > 1 else (2, 3, 4, 5):
+            rows[name, dtype, api.ranks[i % len(api.ranks)], "plain"] = None
+        for ranks in api.ranks:
             rows[name, "fp32", ranks, "plain"] = None
     found = [
         Case(api=api, dtype=dtype, ranks=ranks, option=option, policy=policy)
@@ -59,8 +59,12 @@ def cases() -> list[Case]:
 def quick_cases() -> list[Case]:
     """Of every row but the slow ones a case: in turn `dense`, and the other policies in turn."""
     found: list[Case] = []
-    for (api, _, option, dtype), row in groupby(cases(), key=lambda c: c.group):
-        if option == "compiled blocks" or (api != "FSDP2" and dtype not in ("fp32", "bf16")):
+    for (api, ranks, option, dtype), row in groupby(cases(), key=lambda c: c.group):
+        if (
+            ranks == 6
+            or option == "compiled blocks"
+            or (api != "FSDP2" and dtype not in ("fp32", "bf16"))
+        ):
             continue
         some = list(row)
         others = [case for case in some if case.policy != "dense"]

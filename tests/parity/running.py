@@ -77,7 +77,7 @@ def check(rank: int, case: Case, natives: list[History]) -> None:
     if not natives:
         natives.append(history(rank, api, option, api.native(option, dtype), units))
     theirs = natives[0]
-    if policy is None:
+    if policy is None and api.same_bits:
         for one, other in zip(mine.all, theirs.all, strict=True):
             assert torch.equal(one, other), f"{(one - other).abs().max():.3g} off"
         assert any(bool(grad.any()) for grad in mine.all)
@@ -86,7 +86,9 @@ def check(rank: int, case: Case, natives: list[History]) -> None:
     owed, amount = owes(wrapped, how), spread(wrapped, how, amounts)
     reductions = tagc.compressor(wrapped).metrics().steps
     assert tagc.compressor(wrapped).metrics().unresolved == 0
-    assert case.policy == "int32x1" or any(bool(o.any()) for o in owed), "nothing was held back"
+    assert case.policy in ("dense", "int32x1") or any(bool(o.any()) for o in owed), (
+        "nothing was held back"
+    )
     for got, native, left, size in zip(mine.sums, theirs.sums, owed, amount, strict=True):
         off = (got + left - native).abs()
         allowed = bound(case.ranks, reductions, dtype) * api.replicas * size + tiny(dtype)

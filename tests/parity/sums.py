@@ -35,23 +35,42 @@ def recorded() -> Iterator[dict[int, Tensor]]:
     as well.
     """
     amounts: dict[int, Tensor] = {}
-    original = UnitReducer.reduce
+    reduce_, encode_ = UnitReducer.reduce, UnitReducer.encode
 
-    def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *how: Any) -> None:
-        size = inp.view(self.plan.destinations, -1).double().abs()
-        if self.plan.info.flat is not None:
-            size *= planned(self.plan)
-        owed = {s.start: self.residuals[s.start].double() for s in self.plan.of(MatrixPlan)}
-        rows = inp.view(self.plan.destinations, -1).double()
-        original(self, out, inp, *how)
-        for segment in self.plan.of(MatrixPlan):
-            here = slice(segment.start, segment.stop)
-            x = rows[:, here] + owed[segment.start]
-            size[:, here] += (x - self.residuals[segment.start].double()).abs()
+    def add(self: UnitReducer, size: Tensor) -> None:
         amounts[id(self)] = amounts.get(id(self), torch.zeros_like(size)) + size
 
-    with patch.object(UnitReducer, "reduce", reduce):
+    def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *how: Any) -> None:
+        size = inp.view(-1, self.plan.buffer_columns).double().abs()
+        if self.plan.info.flat is not None:
+            size *= planned(self.plan)
+        reduce_(self, out, inp, *how)
+        add(self, size)
+
+    def encode(self: UnitReducer, grad: Tensor, *how: Any) -> None:
+        sent = torch.zeros(grad.shape, dtype=torch.float64)
+        owed = {s.start: self.residuals[s.start].double() for s in self.plan.of(MatrixPlan)}
+        before = grad.double()
+        encode_(self, grad, *how)
+        for segment in self.plan.of(MatrixPlan):
+            here = slice(segment.start, segment.stop)
+            x = before[:, here] + owed[segment.start]
+            sent[:, here] = (x - self.residuals[segment.start].double()).abs()
+        if owed:
+            add(self, for_shards(self.plan, sent))
+
+    with patch.object(UnitReducer, "reduce", reduce), patch.object(UnitReducer, "encode", encode):
         yield amounts
+
+
+def for_shards(plan: UnitPlan, rows: Tensor) -> Tensor:
+    """A rank's rows, one for each host, as rows for all shards; as they are without hosts."""
+    R = plan.info.ranks_per_host
+    if R == 1:
+        return rows
+    every = rows.new_zeros(plan.info.world_size, rows.shape[1])
+    every[dist.get_rank() % R :: R] = rows
+    return every
 
 
 def reduction(api: Api, option: Option, dtype: Dtype) -> Divisors:
@@ -87,7 +106,7 @@ def owes(wrapped: Any, how: Divisors) -> list[Tensor]:
                     rows[row, start : start + length] = residual[row, here]
                     seen[row, here] = True
             assert not residual[~seen].any(), "something is owed to padding"
-        held[id(reducer)] = rows
+        held[id(reducer)] = for_shards(plan, rows)
     return spread(wrapped, how, held)
 
 
@@ -164,10 +183,11 @@ def check_steps(wrapped: Any, how: Divisors, owed: Sequence[Tensor]) -> None:
         if not isinstance(sketch, SketchCodec):
             continue
         for j, segment in enumerate(reducer.plan.of(SketchPlan)):
-            half = sketch.quantization_steps[j, own].item() / 2
+            row = own // reducer.plan.info.ranks_per_host
+            half = sketch.quantization_steps[j, row].item() / 2
             # Thresholds are sizes of elements, and steps a small part of them.
-            assert 2 * half <= 2**-14 * sketch.controllers[0].threshold[j, own].item()
-            most = W * half / math.prod(how(W))
+            assert 2 * half <= 2**-14 * sketch.controllers[0].threshold[j, row].item()
+            most = reducer.plan.sources * half / math.prod(how(W))
             for _, start, length in spans(reducer.plan, segment, own):
                 columns = owed[i][start : start + length]
                 assert bool((columns.abs() <= most * (1 + 2**-20)).all())
