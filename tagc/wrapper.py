@@ -244,8 +244,8 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
         return get_ops(unit.device, ops if unit_plan.compressed else "reference")
 
     def reducer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitReducer:
-        workspace, shared = workspaces[unit.device], levels.groups(unit)
-        in_levels = shared is not None and unit_plan.info.ranks_per_host > 1
+        workspace = workspaces[unit.device]
+        shared = levels.groups(unit) if unit_plan.info.ranks_per_host > 1 else None
         return UnitReducer(
             unit_plan,
             chosen(unit, unit_plan),
@@ -253,7 +253,7 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
             workspace,
             # Units differ in their seeds, so that equal layouts do not share bad luck.
             seed=(i * 0x9E3779B1) % 2**31,
-            connect=(lambda _: HostExchange(shared, workspace)) if in_levels else None,
+            connect=None if shared is None else lambda _: HostExchange(shared, workspace),
             crosses=lambda: unit.all_reduces,
             remedy=unit.unused_parameters_remedy,
         )

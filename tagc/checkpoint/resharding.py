@@ -165,7 +165,9 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
                 if turn and full.startswith(_OWNED):
                     continue  # the first copy has taken it, too
                 for saved in parts:
-                    merge.taken[saved.rank, saved.name] = _numel(saved, place)
+                    # A rank on a host has several shards of what is whole elsewhere.
+                    key = saved.rank, saved.name
+                    merge.taken[key] = merge.taken.get(key, 0) + _numel(saved, place)
     return merge
 
 

@@ -21,12 +21,16 @@ from tagc.comm.hosts import HostGroups
 
 
 class GroupExchange(ABC):
-    """What exchanges share: a group, buffers, and counters of bytes.
+    """What exchanges share: a group, buffers, and counters of bytes. See
+    :class:`tagc.codecs.Exchange`.
 
     Attributes:
         groups: that this rank exchanges anything with.
         inside_bytes: sent so far to ranks of the same host, where those add up first.
     """
+
+    row: int
+    takes_leftovers: bool
 
     def __init__(self, group: dist.ProcessGroup, workspace: Workspace) -> None:
         self._group, self._workspace = group, workspace
@@ -37,6 +41,14 @@ class GroupExchange(ABC):
     def add_inside(self, grad: Tensor) -> Tensor:
         """See :meth:`tagc.codecs.Exchange.add_inside`: every rank sends for itself."""
         return grad
+
+    @abstractmethod
+    def send(self, received: Tensor, message: Tensor) -> CollectiveWork:
+        """See :meth:`tagc.codecs.Exchange.send`."""
+
+    @abstractmethod
+    def sum_cells(self, cells: Tensor) -> tuple[CollectiveWork, Tensor]:
+        """See :meth:`tagc.codecs.Exchange.sum_cells`."""
 
     @abstractmethod
     def sum_dense(self, out: Tensor, grad: Tensor) -> CollectiveWork:

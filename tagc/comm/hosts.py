@@ -50,12 +50,17 @@ class HostGroups:
     _users: int = 0
 
     def release(self) -> None:
-        """Destroy both, if nobody else uses them; nothing if the user destroyed all groups."""
+        """Destroy both, if nobody else uses them; nothing if the user destroyed all groups.
+
+        Groups of a part of all processes stay, to be used again: torch would give new ones of the
+        same ranks their name, and these then wait for what the former ones left behind.
+        """
         self._users -= 1
+        world, ranks, _ = self._key
         if self._users or _made.get(self._key) is not self:
             return
-        del _made[self._key]
-        if self._key[0] is dist.group.WORLD:
+        if world is dist.group.WORLD and len(ranks) == dist.get_world_size():
+            del _made[self._key]
             for group in (self.inside, self.across):
                 dist.destroy_process_group(group)
 
@@ -173,7 +178,7 @@ def layout_of(ranks: Sequence[int], said: Mapping[int, RankOnHost], hosts: Hosts
     if [*ranks] != sorted(ranks):
         obstacle = f"the ranks of the group are not in ascending order: {[*ranks]}"
     elif len({said[rank].groups for rank in ranks}) > 1:
-        # torch names a new group by how many there are, and ranks that name it differently wait
+        # torch names new groups by how many there are, and ranks that name one differently wait
         # for each other.
         obstacle = "its ranks have made different numbers of process groups before"
     if layout.ranks_per_host == 1 or obstacle is None:
@@ -205,23 +210,31 @@ def host_groups(
 def _new_groups(
     group: dist.ProcessGroup, ranks_per_host: int, device: torch.device, key: tuple[Any, ...]
 ) -> HostGroups:
-    host, place = divmod(group.rank(), ranks_per_host)
-    ranks = key[1]
+    ranks, R = key[1], ranks_per_host
+    host, place = divmod(group.rank(), R)
+    options: Any = getattr(group._get_backend(device), "options", None)
+    everywhere = len(ranks) == dist.get_world_size()
 
-    def made(members: Sequence[int], name: str) -> dist.ProcessGroup:
-        options: Any = getattr(group._get_backend(device), "options", None)
-        new = dist.new_group(
-            members,
-            timeout=getattr(options, "_timeout", None),
-            backend=dist.get_backend_config(group),
-            # Ranks that are in other groups, or wrap nothing, need not take part.
-            use_local_synchronization=True,
-            group_desc=f"tagc {name}",
-        )
-        assert isinstance(new, dist.ProcessGroup)
-        return new
+    def made(members: Sequence[tuple[int, ...]], mine: int, name: str) -> dist.ProcessGroup:
+        # Where not all processes take part, those of a group make it by themselves. In the same
+        # order on all ranks: each waits for the others of its group.
+        new = [
+            dist.new_group(
+                some,
+                timeout=getattr(options, "_timeout", None),
+                backend=dist.get_backend_config(group),
+                use_local_synchronization=not everywhere,
+                group_desc=f"tagc {name}",
+            )
+            if everywhere or i == mine
+            else None
+            for i, some in enumerate(members)
+        ]
+        own = new[mine]
+        assert isinstance(own, dist.ProcessGroup)
+        return own
 
-    # In the same order on all ranks: each waits for the others of its group.
-    inside = made(ranks[host * ranks_per_host : (host + 1) * ranks_per_host], "inside a host")
-    across = made(ranks[place::ranks_per_host], "across hosts")
+    hosts = [ranks[first : first + R] for first in range(0, len(ranks), R)]
+    inside = made(hosts, host, "inside a host")
+    across = made([ranks[r::R] for r in range(R)], place, "across hosts")
     return HostGroups(inside=inside, across=across, _key=key)

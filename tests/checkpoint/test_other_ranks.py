@@ -28,9 +28,9 @@ from support.states import (
 
 
 def load_and_train(
-    rank: int, policy: dict, folder: Path, force: bool
+    rank: int, policy: dict, folder: Path, force: bool, hosts: int | None = None
 ) -> tuple[dict[str, Tensor], str]:
-    model = wrapped(policy)
+    model = wrapped(policy, hosts=hosts)
     compressor = tagc.compressor(model)
     message = ""
     if force:
@@ -74,9 +74,38 @@ def everyones(ranks: list[dict[str, Tensor]], name: str) -> Tensor:
 def test_the_sum_over_ranks_is_conserved(
     tmp_path: Path, saver: str, policy: str, old: int, new: int
 ) -> None:
+    conserves(tmp_path, saver, policy, (old, None), (new, None))
+
+
+@pytest.mark.parametrize(
+    ("policy", "saver"), in_turn(["quantized average", "sketch shared", "matrix lead"])
+)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [((4, 2), (3, None)), slow((3, None), (4, 2)), slow((4, 2), (6, 2)), slow((6, 3), (4, 2))],
+)
+def test_the_sum_over_ranks_is_conserved_on_hosts(
+    tmp_path: Path,
+    saver: str,
+    policy: str,
+    old: tuple[int, int | None],
+    new: tuple[int, int | None],
+) -> None:
+    """Ranks, and how many of them share a host."""
+    conserves(tmp_path, saver, policy, old, new)
+
+
+def conserves(
+    folder: Path,
+    saver: str,
+    policy: str,
+    old: tuple[int, int | None],
+    new: tuple[int, int | None],
+) -> None:
     chosen = POLICIES[policy]
-    before = totals(run_ranks(train_and_save, old, saver, chosen, tmp_path))
-    loaded = run_ranks(load_and_train, new, chosen, tmp_path, False)
+    saved = run_ranks(train_and_save, old[0], saver, chosen, folder, old[1])
+    before = totals(saved)
+    loaded = run_ranks(load_and_train, new[0], chosen, folder, False, new[1])
     ranks = [sums for sums, _ in loaded]
     after = totals(ranks)
     assert set(before) == set(after)
@@ -86,7 +115,7 @@ def test_the_sum_over_ranks_is_conserved(
         eps = 2.0**-8 if policy.endswith("bfloat16") else 2.0**-24
         bound = eps * everyones(ranks, name).abs().sum(0) + 1e-37
         assert ((after[name] - total).abs() <= bound).all()
-    if new > old:
+    if new[0] // (new[1] or 1) > old[0] // (old[1] or 1):
         owed = {n: s for n, s in ranks[-1].items() if " of " not in n}
         assert not any(sums.any() for sums in owed.values())
 

@@ -57,16 +57,26 @@ def test_three_ranks_resume(rank: int, world_size: int, saver: str, policy: str)
     resumes(rank, saver, policy)
 
 
-def resumes(rank: int, saver: str, policy: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("policy", "saver"),
+    in_turn(["quantized int8", "sketch shared", "matrix lead"]),
+)
+def test_hosts_resume(rank: int, world_size: int, saver: str, policy: str) -> None:
+    resumes(rank, saver, policy, hosts=2)
+
+
+def resumes(rank: int, saver: str, policy: str, **options: Any) -> None:
     """Train, save, go on; and the same with another model that loads what was saved."""
-    model = wrapped(POLICIES[policy])
+    model = wrapped(POLICIES[policy], **options)
     run(model, rank, range(5))
     with shared_folder() as folder:
         save(model, folder, saver)
         weights = local_weights(model)
         run(model, rank, range(5, 9))
 
-        resumed, forgetful = wrapped(POLICIES[policy]), wrapped(POLICIES[policy])
+        resumed = wrapped(POLICIES[policy], **options)
+        forgetful = wrapped(POLICIES[policy], **options)
         for other in (resumed, forgetful):
             set_weights(other, weights)
         load(resumed, folder, saver)

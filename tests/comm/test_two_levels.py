@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.distributed import on_ranks
+from support.failing import fails
 from support.units import codec_plan, gathered, on_grid
 from tagc.codecs.workspace import Workspace
 from tagc.comm import HostExchange, RankOnHost, UnitReducer, gather_by_rank
@@ -83,6 +84,33 @@ def test_two_levels_conserve_what_one_does(rank: int, world_size: int, codec: st
     assert reducer.wire_bytes == planned + first
     assert reducer.inside_bytes == 6 * plan.inside_bytes
     groups.release()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("micro", [False, True])
+def test_ranks_at_different_units(rank: int, world_size: int, micro: bool) -> None:
+    """Inside a host and between hosts: an error with the names of both."""
+    cpu, group = torch.device("cpu"), dist.group.WORLD
+    assert group is not None
+    said = gather_by_rank([group], {rank: RankOnHost.mine()})
+    groups = host_groups(group, RANKS_PER_HOST, cpu, said)
+    plan = in_two_levels(codec_plan(world_size, CODECS["packed"]), CODECS["packed"], world_size)
+    mine = "second" if rank in (0, 3) else "first"
+    workspace = Workspace(cpu)
+    reducer = UnitReducer(
+        replace(plan, info=replace(plan.info, name=mine)),
+        get_ops(cpu),
+        cpu,
+        workspace,
+        seed=7,
+        connect=lambda _: HostExchange(groups, workspace),
+        crosses=lambda: not micro,
+    )
+    out, buffer = torch.zeros(plan.columns), torch.ones(world_size * plan.columns)
+    kind, said_of_it = fails(lambda: reducer.reduce(out, buffer, group, dist.ReduceOp.SUM))
+    assert kind == "DesyncError"
+    assert "unit 'first'" in said_of_it
+    assert "unit 'second'" in said_of_it
 
 
 def check_conserved(

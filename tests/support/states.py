@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -136,20 +136,28 @@ def residual_sums(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in tagc.compressor(model).state_dict().items():
         _, found, parameter = name.partition(".residual.gradients.")
         if found:
-            sums[parameter] = tensor.double()
+            parameter, whole = in_whole(parameter, tensor, shapes)
+            sums[parameter] = sums.get(parameter, 0) + whole
         for kind in ("average", "sent"):
             _, found, shard = name.partition(f".{kind}.gradients.")
             if found:
-                parameter, at = split_suffix(shard)
-                whole = torch.zeros(shapes[parameter], dtype=torch.float64)
-                assert at is not None
-                if isinstance(at, Elements):
-                    whole.view(-1)[at.first : at.last] = tensor
-                else:
-                    first, length = span_of(len(whole), *at)
-                    whole[first : first + length] = tensor
+                parameter, whole = in_whole(shard, tensor, shapes)
                 sums[f"{kind} of {parameter}"] = whole
     return sums
+
+
+def in_whole(
+    name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, Tensor]:
+    """A parameter's name, and what was saved of it or of a shard of it, among zeros."""
+    parameter, at = split_suffix(name)
+    whole = torch.zeros(shapes[parameter], dtype=torch.float64)
+    if isinstance(at, Elements):
+        whole.view(-1)[at.first : at.last] = tensor
+    else:
+        first, length = (0, len(whole)) if at is None else span_of(len(whole), *at)
+        whole[first : first + length] = tensor
+    return parameter, whole
 
 
 @contextmanager
@@ -177,8 +185,10 @@ def in_turn(values: Iterable[Any]) -> list[Any]:
     ]
 
 
-def train_and_save(rank: int, saver: str, policy: dict, folder: Path) -> dict[str, Tensor]:
-    model = wrapped(policy)
+def train_and_save(
+    rank: int, saver: str, policy: dict, folder: Path, hosts: int | None = None
+) -> dict[str, Tensor]:
+    model = wrapped(policy, hosts=hosts)
     run(model, rank, range(3))
     save(model, folder, saver)
     return residual_sums(model)

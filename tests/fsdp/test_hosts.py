@@ -1,0 +1,163 @@
+"""``tagc.wrap(..., hosts=…)``: what a model does with several ranks on a host."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import tagc
+from support.distributed import on_ranks
+from support.failing import fails
+from support.small_net import loss_of, sharded
+from support.states import POLICIES, run, wrapped
+from tagc.comm import hosts
+
+QUANTIZED = POLICIES["quantized residual"]
+
+
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def auto(rank: int, names: str, **options: Any) -> Any:
+    """Ranks on hosts with such names."""
+    with patch.object(hosts, "host_identity", lambda: names[rank]):
+        return wrapped(QUANTIZED, **options)
+
+
+@on_ranks(4)
+def test_hosts_are_found(rank: int, world_size: int) -> None:
+    model = auto(rank, "aabb")
+    plan = tagc.compressor(model).plan()
+    assert {unit.info.ranks_per_host for unit in plan.units} == {2}
+    assert "hosts: two levels, 2 ranks on a host (found by the hosts' names)" in plan.notes
+    assert "gradients of 4 units in two levels" in str(plan)
+    for reducer in tagc.compressor(model).reducers:
+        assert all(residual.shape[0] == 2 for residual in reducer.residuals.values())
+
+    flat = auto(rank, "aaab")
+    plan = tagc.compressor(flat).plan()
+    assert {unit.info.ranks_per_host for unit in plan.units} == {1}
+    assert plan.notes[0] == (
+        "hosts: every rank sends for itself (hosts have different numbers of ranks: 3, 1)"
+    )
+    before = groups()
+    with patch.dict("os.environ", TAGC_DISABLE="1"), pytest.warns(UserWarning, match="DISABLE"):
+        off = auto(rank, "aabb")
+    assert groups() == before
+    run(off, rank, range(1))
+    assert tagc.compressor(off).wire_bytes == 0
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("policy", ["quantized residual", "packed", "sketch", "matrix lead"])
+def test_bytes_are_what_the_plan_says(rank: int, world_size: int, policy: str) -> None:
+    model = wrapped(POLICIES[policy], hosts=2)
+    compressor = tagc.compressor(model)
+    run(model, rank, range(4))
+    steps, plan = 4, compressor.plan()
+    first = 0
+    for reducer in compressor.reducers:
+        # Sketches agree once on their first thresholds: a float a segment and host.
+        first += 4 * 2 * sum(bool(s.codec.cells) for s in reducer.plan.compressed)
+    planned = sum(unit.wire_bytes(s) for unit in plan.units for s in unit.segments)
+    assert compressor.wire_bytes == steps * planned + first
+    metrics = compressor.metrics()
+    assert metrics.inside_wire_bytes == steps * sum(unit.inside_bytes for unit in plan.units)
+    # Half of a buffer of 4 rows goes to the neighbour, a row of its sum to the other host.
+    columns = sum(unit.columns for unit in plan.units)
+    assert metrics.inside_wire_bytes == steps * 2 * columns * 4
+    assert metrics.dense_bytes == steps * columns * 4
+    stored = sum(r.numel() for reducer in compressor.reducers for r in reducer.residuals.values())
+    assert stored == 2 * sum(s.columns for unit in plan.units for s in unit.compressed)
+
+
+@on_ranks(4)
+def test_micro_batches_stay_inside(rank: int, world_size: int) -> None:
+    """Three of them cost other hosts as much as one, and give the same gradient as three that
+    cross, but for what is owed (see the parity matrix): here with nothing compressed."""
+    policy = {"schema": 1, "gradients": [{"when": {}, "codec": {"kind": "dense"}}]}
+    one, other = wrapped(policy, hosts=2), wrapped(policy, hosts=2)
+    for micro in range(3):
+        one.set_requires_all_reduce(micro == 2)
+        for model in (one, other):
+            loss_of(model, rank, micro).backward()
+        if micro < 2:
+            assert not any(p.grad.to_local().any() for p in one.parameters())
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        # Sums of 3 x 4 numbers, in two orders.
+        mine, theirs = mine.grad.to_local(), theirs.grad.to_local()
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    crossing, always = tagc.compressor(one).metrics(), tagc.compressor(other).metrics()
+    assert 3 * crossing.wire_bytes == always.wire_bytes
+    assert crossing.inside_wire_bytes == always.inside_wire_bytes
+    assert (crossing.steps, always.steps) == (1, 3)
+
+
+@on_ranks(4)
+def test_groups_are_released_and_used_again(rank: int, world_size: int) -> None:
+    before = groups()
+    one, other = wrapped(QUANTIZED, hosts=2), wrapped(QUANTIZED, hosts=2)
+    assert groups() == before + 2
+    handle = tagc.compressor(one)
+    handle.remove()
+    handle.remove()  # nothing more
+    run(other, rank, range(1))
+    assert groups() == before + 2
+    tagc.compressor(other).remove()
+    assert groups() == before
+    run(wrapped(QUANTIZED, hosts=2), rank, range(2))
+    assert groups() == before + 2
+
+
+@on_ranks(5)
+def test_not_all_processes_need_take_part(rank: int, world_size: int) -> None:
+    """The last one has no part in the model, and calls nothing."""
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3])
+    if rank == 4:
+        return
+    before = groups()
+    for _ in range(2):
+        model = wrapped(QUANTIZED, sharded(mesh=mesh), hosts=2)
+        run(model, rank, range(2))
+        assert tagc.compressor(model).metrics().inside_wire_bytes > 0
+        tagc.compressor(model).remove()
+        # torch would give new ones the names of those.
+        assert groups() == before + 2
+
+
+@on_ranks(4)
+def test_a_plan_that_fails_leaves_no_groups(rank: int, world_size: int) -> None:
+    before = groups()
+    policy = {"schema": 1, "gradients": [{"when": {"name": "nobody"}, "codec": {"kind": "packed"}}]}
+    kind, said = fails(lambda: wrapped(policy, hosts=2))
+    assert kind == "PolicyError", said
+    assert groups() == before
+
+
+@on_ranks(4)
+def test_ranks_that_disagree(rank: int, world_size: int) -> None:
+    kind, said = fails(lambda: wrapped(QUANTIZED, hosts=2 if rank else None))
+    assert kind == "RuntimeError"
+    assert "tagc hosts differs between ranks: rank 0 has None, rank 1 has 2" in said
+    for wrong, why in ((3, "does not divide"), (4, "single host"), ("2", "it must be 'auto'")):
+        kind, said = fails(lambda wrong=wrong: wrapped(QUANTIZED, hosts=wrong))
+        assert kind == "ValueError"
+        assert why in said
+
+
+@on_ranks(4)
+def test_fsdp1_has_no_rows_for_hosts(rank: int, world_size: int) -> None:
+    from support.fsdp1_net import sharded as sharded_by_fsdp1
+
+    kind, said = fails(lambda: wrapped(QUANTIZED, sharded_by_fsdp1(), hosts=2))
+    assert kind == "ValueError"
+    assert "use FSDP2 (fully_shard), or give hosts=None" in said
+    with patch.object(hosts, "host_identity", lambda: "aabb"[rank]):
+        model = wrapped(QUANTIZED, sharded_by_fsdp1())
+    assert "FSDP1 has no rows for hosts" in str(tagc.compressor(model).plan())
