@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.distributed import on_ranks
-from support.marks import slow
+from support.marks import covering, slow
 from support.units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
 from tagc.codecs.packed import PackedCodec
 from tagc.codecs.sketch import SketchCodec, SketchPlan
@@ -104,8 +104,7 @@ SHARED = ["shared", "shared sketch"]
 
 
 @on_ranks(2, slow(4))
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("codec", "stored"), covering(CODECS, ["float32", "bfloat16", "int8"]))
 def test_what_is_not_sent_stays(rank: int, world_size: int, codec: str, stored: str) -> None:
     """Sum over ranks and steps of inputs = W * sum of outputs + sum over ranks of residuals.
 
@@ -177,7 +176,7 @@ def test_bfloat16_rounds_once_and_adds_in_float32(
     assert reducer.wire_bytes == 4 * (world_size - 1) * sum(words)
 
 
-@on_ranks(2, 3, 5)
+@on_ranks(slow(2), 3, slow(5))
 @pytest.mark.parametrize("codec", CODECS)
 def test_bytes_are_what_the_plan_says(rank: int, world_size: int, codec: str) -> None:
     plan = codec_plan(world_size, CODECS[codec], PLAIN)

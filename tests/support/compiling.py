@@ -25,30 +25,13 @@ from tagc.ops.symbols import SYMBOLS
 
 F32, BF16 = torch.float32, torch.bfloat16
 CPU = get_ops("cpu", "cpu")
-# What reducers of most tests call, on every rank: symbol, gradient, residual.
-REDUCED = [
-    ("int8x4", F32, F32),
-    ("int8x4", F32, BF16),
-    ("int8x4", F32, None),
-    ("int8x4", BF16, F32),
-    ("int8x4", BF16, BF16),
-    ("float32", F32, F32),
-]
 # Those that only decode without a residual: of a shared support, or with a lead.
 DECODED = [("int8x4", BF16), ("int16x2", F32), ("int32x1", F32), ("float32", F32)]
 
 
-def for_ranks() -> None:
-    """What nearly every test on ranks needs."""
-    for symbol, gradient, residual in REDUCED:
-        CPU.prepare(sketch(symbol), gradient, residual)
-    for group in (1, 16):
-        CPU.prepare_matrix(MatrixLayout(rows=1, columns=1, group=group), F32, F32, 0.0)
-
-
 def sketches() -> None:
     """All about sketches."""
-    for symbol, gradient, residual in dict.fromkeys([*REDUCED, *sketch_cases.VARIANTS]):
+    for symbol, gradient, residual in sketch_cases.VARIANTS:
         CPU.prepare(sketch(symbol), gradient, residual)
     one, seed, stats = torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.empty(2).int()
     for symbol, gradient in DECODED:

@@ -40,6 +40,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 _GROUP_SHARE = 1 / 3
 # What the other ranks get to fail by themselves once one has failed.
 _GRACE = 5
+# Once, for all ranks that are forked: a second each, or several.
+_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor.debug", "tagc.ops.cpu"]
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -93,7 +95,7 @@ class _Pool:
     def __init__(self, size: int) -> None:
         # Forked from a server that has imported torch, and started no thread.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.fsdp", "tagc.ops.cpu"])
+        context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         self._jobs = 0
         self._pipes, self._processes = [], []

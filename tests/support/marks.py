@@ -1,5 +1,7 @@
 """Marks of tests."""
 
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,3 +10,12 @@ import pytest
 def slow(*values: Any) -> Any:
     """A parameter of a test that is for `make test-slow` with it; a world size, too."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def covering(*axes: Iterable[Any]) -> list[Any]:
+    """All combinations, of which all but a few are for `make test-slow`: the others have every
+    value of every axis among them, in turn."""
+    values = [[*axis] for axis in axes]
+    longest = max(map(len, values))
+    chosen = [tuple(axis[turn % len(axis)] for axis in values) for turn in range(longest)]
+    return [pytest.param(*some) if some in chosen else slow(*some) for some in product(*values)]

@@ -98,7 +98,7 @@ def plan_of(
         return build_plan([info], rules).units[0]
 
 
-def unit_reducer(plan: UnitPlan, ops: str = "cpu") -> UnitReducer:
+def unit_reducer(plan: UnitPlan, ops: str = "reference") -> UnitReducer:
     device = torch.device("cpu")
     return UnitReducer(plan, get_ops(device, ops), device, Workspace(device), seed=7)
 

@@ -82,6 +82,7 @@ def test_no_spills_and_no_local_memory(compiled):
     check_memory(compiled)
 
 
+@pytest.mark.device
 def test_select_reads_and_writes_16_bytes_at_a_time(compiled):
     kernels = [k for k in compiled if k.name == "select_kernel"]
     assert kernels

@@ -237,6 +237,7 @@ def outcome(request, tmp_path_factory) -> dict[str, str | None]:
 
 
 @pytest.mark.xdist_group("interpreted sketches' edges")
+@pytest.mark.device
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES.interpreted())
 def test_interpreted(outcome, name):
