@@ -207,7 +207,7 @@ def _plan(
         replicas=[] if replica_group is None else _over_replicas(units, replica_group),
         choose=choose,
     )
-    return replace(plan, notes=(*levels.notes, *plan.notes))
+    return replace(plan, notes=(*plan.notes, *levels.notes))
 
 
 def _chooser(
@@ -227,6 +227,7 @@ def _chooser(
         dtype=units[0].info.dtype,
         parameter_dtype=gathers[0] if gathers else torch.float32,
         replicas=replica_group,
+        hosts=[levels.groups(unit) for unit in units],
     )
 
 

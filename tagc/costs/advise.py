@@ -14,7 +14,7 @@ from tagc.costs.explain import plan_shapes
 from tagc.costs.link import GLOO_REDUCE_SCATTER, Link
 from tagc.costs.model import StepCost, Workload, step_cost, workload
 from tagc.costs.quantities import format_bandwidth, format_seconds
-from tagc.costs.shapes import ModelShapes
+from tagc.costs.shapes import ModelShapes, ranks_in_levels
 from tagc.costs.speed import measure_speeds
 from tagc.ops import Ops, get_ops
 from tagc.plan import Direction, Plan, format_bytes
@@ -57,6 +57,12 @@ class Question:
     memory_bandwidth: float | None
     ops: str | None = None
 
+    @property
+    def levels(self) -> int:
+        """Ranks of a host that add up their gradients first; 1 if a replica's ranks do not lie on
+        several whole hosts."""
+        return ranks_in_levels(self.world_size // self.replicas, self.link.ranks_per_host)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -89,7 +95,7 @@ class Advisor:
         self.refused: dict[str, str] = {}
         q = question
         self._waste = GLOO_REDUCE_SCATTER if q.gloo else 1.0
-        dense = Policy.load("dense")
+        dense = self._dense = Policy.load("dense")
         for name, (dtype, parameter_dtype) in _dense_forms(q).items():
             work = self._work(dense, no_time, dtype, parameter_dtype)
             self.candidates.append(Candidate(name, work, dense=True))
@@ -185,6 +191,7 @@ class Advisor:
             policy,
             world_size=q.world_size,
             replicas=q.replicas,
+            ranks_per_host=1 if policy == self._dense else q.levels,
             dtype=dtype,
             parameter_dtype=parameter_dtype,
             choose=choose,
@@ -219,7 +226,8 @@ class Advisor:
         q, device = self.question, torch.device("cpu")
         speeds: dict[str, Speed] = {}
         for dtype, parameters in ((q.dtype, False), (q.parameter_dtype, True)):
-            for world_size in (q.world_size // q.replicas, q.replicas):
+            ranks = q.world_size // q.replicas
+            for world_size in {ranks, ranks // q.levels, q.replicas}:
                 for policy in policies:
                     codecs = codecs_of(policy, dtype, world_size, parameters=parameters)
                     new = [c for c in codecs if speed_key(c) not in speeds]
@@ -300,6 +308,12 @@ def _asked(q: Question) -> list[str]:
     ]
     if q.shard_link is not None:
         lines.append(f"- within a replica: {format_bandwidth(q.shard_link.bandwidth)}")
+    if q.levels > 1:
+        inside = "not counted" if q.link.inside == math.inf else format_bandwidth(q.link.inside)
+        lines.append(
+            f"- with a policy the {q.levels} ranks of a host add up their gradients first; inside "
+            f"a host: {inside}"
+        )
     lines.append(
         f"- gradients {_name(q.dtype)} before compression, parameters gathered in "
         f"{_name(q.parameter_dtype)}"

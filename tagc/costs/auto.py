@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import FeedbackRule, plan_feedback
-from tagc.comm import agree_on
+from tagc.comm import HostGroups, agree_on
 from tagc.comm.collectives import all_gather, all_to_all, reduce_scatter
 from tagc.costs.codec_time import CodecTime, Speed, measured_time
 from tagc.costs.link import Link
@@ -73,6 +73,7 @@ def measured_choice(
     dtype: torch.dtype = torch.float32,
     parameter_dtype: torch.dtype = torch.float32,
     replicas: dist.ProcessGroup | None = None,
+    hosts: Sequence[HostGroups | None] = (),
 ) -> FastestChoice:
     """Measure links and codecs, together with all other ranks, in about a second.
 
@@ -83,6 +84,8 @@ def measured_choice(
         dtype: of the gradients.
         parameter_dtype: of the parameters in the all-gather.
         replicas: the group of the all-reduce across replicas.
+        hosts: the groups of every unit's ranks that add up inside a host first; None for units
+            whose ranks do not. By default none do.
 
     Raises:
         RuntimeError: if timing failed on another rank.
@@ -90,11 +93,14 @@ def measured_choice(
     device = links[0][1]
     everywhere = [group for group, _ in links] + ([] if replicas is None else [replicas])
     groups = list({id(group): group for group in everywhere}.values())
+    shared = list({id(levels): levels for levels in hosts if levels is not None}.values())
+    # Those of all hosts measure at the same time, as they share the hosts' links in a step.
+    between = [group for levels in shared for group in (levels.across, levels.inside)]
 
     def time_codecs() -> tuple[dict[str, Speed], str]:
         implementation = get_ops(device, ops)
         speeds: dict[str, Speed] = {}
-        for W in {group.size() for group in groups}:  # symbols depend on it
+        for W in {group.size() for group in (*groups, *between)}:  # symbols depend on it
             sent = codecs_of(policy, dtype, W, parameters=False)
             gathered = codecs_of(policy, parameter_dtype, W, parameters=True)
             speeds |= measure_speeds(sent, implementation, device, dtype)
@@ -103,7 +109,7 @@ def measured_choice(
 
     # An error on one rank reaches all; the speeds themselves may differ.
     speeds = agree_on(groups, {"speed of codecs": time_codecs})["speed of codecs"]
-    measured = [measure_link(group, device) for group in groups]
+    measured = [measure_link(group, device) for group in (*groups, *between)]
     keys = sorted(speeds)
     mine = [
         number
@@ -114,7 +120,7 @@ def measured_choice(
     agreed = slowest(mine, groups)
 
     agreed_links = {}
-    for i, group in enumerate(groups):
+    for i, group in enumerate((*groups, *between)):
         per_byte, latency, reducing, gathering = agreed[4 * i : 4 * i + 4]
         agreed_links[id(group)] = Link(
             bandwidth=1 / per_byte,
@@ -122,18 +128,30 @@ def measured_choice(
             reduce_scatter=reducing,
             all_gather=gathering,
         )
-    rest = agreed[4 * len(groups) :]
+    for levels in shared:
+        across, inside = (agreed_links[id(group)] for group in (levels.across, levels.inside))
+        # Both are waited for, one after the other.
+        agreed_links[id(levels)] = replace(
+            across, latency=(across.latency + inside.latency) / 2, inside=inside.bandwidth
+        )
+    rest = agreed[4 * len(measured) :]
     agreed_speeds = {
         key: Speed(encode=rest[2 * i], decode=rest[2 * i + 1]) for i, key in enumerate(keys)
     }
 
     def link_of(position: int, direction: Direction) -> Link:
-        across = direction == "replicas" and replicas is not None
-        return agreed_links[id(replicas if across else links[position][0])]
+        if direction == "replicas" and replicas is not None:
+            return agreed_links[id(replicas)]
+        levels = hosts[position] if hosts and direction == "gradients" else None
+        return agreed_links[id(links[position][0] if levels is None else levels)]
 
     notes = [
-        f"measured over {group.size()} ranks: {_describe(agreed_links[id(group)])}"
-        for group in groups
+        f"measured over {group.size()} ranks{of}: {_describe(agreed_links[id(group)])}"
+        for group, of in (
+            *((group, "") for group in groups),
+            *((levels.across, ", one of each host") for levels in shared),
+            *((levels.inside, " of a host") for levels in shared),
+        )
         if group.size() > 1
     ]
     notes += [_describe_speeds(agreed_speeds)]

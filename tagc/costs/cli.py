@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import replace
 from typing import Any
@@ -51,7 +52,10 @@ def add_commands(commands: Any) -> None:
         "--latency", type=seconds, default=0.0, help="of one collective, such as 50us"
     )
     command.add_argument(
-        "--ranks-per-host", type=count, default=1, help="ranks that share that bandwidth"
+        "--inside-bandwidth",
+        type=bandwidth,
+        default=math.inf,
+        help="what a rank sends to those of its own host, such as 450GB; default: not counted",
     )
     command.add_argument(
         "--shard-bandwidth", type=bandwidth, help="within a replica, if that is faster"
@@ -91,6 +95,9 @@ def _add_ranks(command: argparse.ArgumentParser) -> None:
         "--replicas", type=count, default=1, help="copies of the sharded model among them"
     )
     command.add_argument(
+        "--ranks-per-host", type=count, default=1, help="ranks that share a host and its card"
+    )
+    command.add_argument(
         "--dtype", choices=_DTYPES, default="fp32", help="of the gradients that FSDP reduces"
     )
     command.add_argument(
@@ -103,6 +110,11 @@ def _check_ranks(args: argparse.Namespace) -> None:
         raise ModelError(f"--world {args.world} does not divide by --replicas {args.replicas}")
     if args.world == args.replicas:
         raise ModelError(f"--world {args.world} of as many replicas shards nothing")
+    if args.world % args.ranks_per_host or args.world == args.ranks_per_host:
+        raise ModelError(
+            f"--world {args.world} is not a number of hosts with --ranks-per-host "
+            f"{args.ranks_per_host}"
+        )
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -110,7 +122,8 @@ def _explain(args: argparse.Namespace) -> int:
     shapes, policy = load_model(args.model), Policy.load(args.policy)
     choose = None
     if args.bandwidth is not None:
-        link = Link(bandwidth=args.bandwidth, latency=args.latency)
+        per_host = args.ranks_per_host
+        link = Link(bandwidth=args.bandwidth, latency=args.latency, ranks_per_host=per_host)
         note = "chosen by the bandwidth that was given; codec time is not included"
         choose = FastestChoice(lambda position, direction: link, no_time, (note,))
     elif is_automatic(policy):
@@ -120,6 +133,7 @@ def _explain(args: argparse.Namespace) -> int:
         policy,
         world_size=args.world,
         replicas=args.replicas,
+        ranks_per_host=args.ranks_per_host,
         dtype=_DTYPES[args.dtype],
         parameter_dtype=_DTYPES[args.param_dtype],
         choose=choose,
@@ -134,12 +148,12 @@ def _explain(args: argparse.Namespace) -> int:
 def _advise(args: argparse.Namespace) -> int:
     _check_ranks(args)
     on_cpu = args.device == "cpu"
-    if args.world % args.ranks_per_host or args.world == args.ranks_per_host:
-        raise ModelError(
-            f"--world {args.world} is not a number of hosts with --ranks-per-host "
-            f"{args.ranks_per_host}"
-        )
-    link = Link(bandwidth=args.bandwidth, latency=args.latency, ranks_per_host=args.ranks_per_host)
+    link = Link(
+        bandwidth=args.bandwidth,
+        latency=args.latency,
+        inside=args.inside_bandwidth,
+        ranks_per_host=args.ranks_per_host,
+    )
     within = None
     if args.shard_bandwidth is not None:
         within = replace(link, bandwidth=args.shard_bandwidth, ranks_per_host=1)

@@ -13,7 +13,7 @@ from torch import nn
 from tagc.costs.auto import FastestChoice
 from tagc.costs.codec_time import no_time
 from tagc.costs.link import Link
-from tagc.costs.shapes import ModelShapes
+from tagc.costs.shapes import ModelShapes, ranks_in_levels
 from tagc.plan import Choose, Plan, UnitInfo, build_plan
 from tagc.policy import Policy, PolicyError
 from tagc.warn import warn
@@ -25,6 +25,7 @@ def explain(
     *,
     world_size: int,
     replicas: int = 1,
+    ranks_per_host: int = 1,
     dtype: torch.dtype | None = None,
     parameter_dtype: torch.dtype | None = None,
     link: Link | None = None,
@@ -37,17 +38,21 @@ def explain(
         policy: see :func:`tagc.wrap`.
         world_size: ranks in all.
         replicas: copies of the sharded model among them.
+        ranks_per_host: where a copy lies on several hosts of several ranks, those of a host add up
+            their gradients first.
         dtype: of the gradients that FSDP reduces; default: that of the parameters, float32 for
             shapes.
         parameter_dtype: of the parameters that FSDP gathers; likewise.
         link: what ``codec: auto`` chooses by; codec time is left out.
 
     Raises:
-        ValueError: if the ranks do not divide among the replicas.
+        ValueError: if the ranks do not divide among the replicas, or among the hosts.
         tagc.PolicyError: as :func:`tagc.wrap` does, and for ``codec: auto`` without a link.
     """
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise ValueError(f"{world_size} ranks do not divide among {replicas} replicas")
+    if ranks_per_host < 1 or world_size % ranks_per_host:
+        raise ValueError(f"{world_size} ranks do not divide among hosts of {ranks_per_host}")
     own = next(model.parameters()).dtype if isinstance(model, nn.Module) else torch.float32
     choose = None
     if link is not None:
@@ -58,6 +63,7 @@ def explain(
         Policy.load(policy),
         world_size=world_size,
         replicas=replicas,
+        ranks_per_host=ranks_per_host,
         dtype=dtype or own,
         parameter_dtype=parameter_dtype or own,
         choose=choose,
@@ -73,18 +79,29 @@ def plan_shapes(
     *,
     world_size: int,
     replicas: int,
+    ranks_per_host: int = 1,
     dtype: torch.dtype,
     parameter_dtype: torch.dtype,
     choose: Choose | None,
 ) -> Plan:
-    """The plan of a policy for a model of such shapes."""
+    """The plan of a policy for a model of such shapes.
+
+    Args:
+        ranks_per_host: of all replicas.
+    """
     if policy.replicas and replicas == 1:
         raise PolicyError(
             f"policy {policy.name!r} has rules for replicas: say how many there are, or take a "
             "policy without them"
         )
-    units, gathers = shapes.units(world_size // replicas, dtype, parameter_dtype)
+    sharded = world_size // replicas
+    units, gathers = shapes.units(
+        sharded,
+        dtype,
+        parameter_dtype,
+        ranks_per_host=ranks_in_levels(sharded, ranks_per_host),
+    )
     across: list[UnitInfo] = []
     if replicas > 1:
-        across = [replace(unit, world_size=replicas) for unit in units]
+        across = [replace(unit, world_size=replicas, ranks_per_host=1) for unit in units]
     return build_plan(units, policy, gathers=gathers, replicas=across, choose=choose)

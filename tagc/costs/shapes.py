@@ -69,13 +69,19 @@ class ModelShapes:
         return cls(params=tuple(params), blocks=tuple(_numbered([*model])))
 
     def units(
-        self, world_size: int, dtype: torch.dtype, parameter_dtype: torch.dtype
+        self,
+        world_size: int,
+        dtype: torch.dtype,
+        parameter_dtype: torch.dtype,
+        *,
+        ranks_per_host: int = 1,
     ) -> tuple[list[UnitInfo], list[UnitInfo]]:
         """Reduce-scatter and all-gather of every unit, in the same order, the root first.
 
         Args:
             dtype: of the gradients that FSDP reduces.
             parameter_dtype: of the parameters that it gathers.
+            ranks_per_host: see :class:`tagc.plan.UnitInfo`.
         """
         held: dict[str, list[ParamShape]] = {"": []} | {block: [] for block in self.blocks}
         for param in self.params:
@@ -87,7 +93,14 @@ class ModelShapes:
                 sharded = [_sharded(p, world_size) for p in params]
                 trained = [s for s, p in zip(sharded, params, strict=True) if p.trainable]
                 common: dict[str, Any] = {"name": name, "world_size": world_size}
-                reduces.append(UnitInfo(params=tuple(trained), dtype=dtype, **common))
+                reduces.append(
+                    UnitInfo(
+                        params=tuple(trained),
+                        dtype=dtype,
+                        ranks_per_host=ranks_per_host,
+                        **common,
+                    )
+                )
                 gathers.append(
                     UnitInfo(
                         params=tuple(sharded),
@@ -97,6 +110,12 @@ class ModelShapes:
                     )
                 )
         return reduces, gathers
+
+
+def ranks_in_levels(ranks: int, ranks_per_host: int) -> int:
+    """How many of a sharding group's ranks add up their gradients before one of them sends: those
+    of a host, if the group lies on several whole hosts; else 1."""
+    return ranks_per_host if ranks % ranks_per_host == 0 and ranks > ranks_per_host else 1
 
 
 def _sharded(param: ParamShape, world_size: int) -> UnitParam:

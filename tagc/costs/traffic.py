@@ -17,6 +17,9 @@ class Traffic:
         gathered: in the backend's own all-gather.
         ring: in all-reduces, and in messages that are the same for all.
         all_to_all: in messages to each rank, or cells for it.
+        across: between hosts, where ranks of a host add up first: each sends to those with its
+            place on the others.
+        inside: to ranks of the same host.
     """
 
     collectives: int = 0
@@ -24,6 +27,8 @@ class Traffic:
     gathered: float = 0.0
     ring: float = 0.0
     all_to_all: float = 0.0
+    across: float = 0.0
+    inside: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
@@ -32,6 +37,8 @@ class Traffic:
             gathered=self.gathered + other.gathered,
             ring=self.ring + other.ring,
             all_to_all=self.all_to_all + other.all_to_all,
+            across=self.across + other.across,
+            inside=self.inside + other.inside,
         )
 
 
@@ -42,12 +49,13 @@ def traffic(unit: UnitPlan) -> Traffic:
         return Traffic()
     if not unit.compressed:
         dense = unit.dense_bytes(unit.buffer_columns)
+        if unit.info.ranks_per_host > 1:
+            return Traffic(collectives=2, across=dense, inside=unit.inside_bytes)
         if unit.direction == "gradients":
             return Traffic(collectives=1, reduced=dense)
         if unit.direction == "parameters":
             return Traffic(collectives=repeats, gathered=dense)
         return Traffic(collectives=repeats, ring=dense)
-    # Messages are one a host where ranks of a host add up first; those inside are not in this.
     W, exchanges = unit.sources, unit.exchanges
     messages = 4.0 * (W - 1) * sum(map(unit.sent_words, unit.segments)) * exchanges
     summed = [s.codec for s in unit.segments if s.codec.cells]
@@ -55,6 +63,9 @@ def traffic(unit: UnitPlan) -> Traffic:
     cells = 4.0 * sum(codec.cells for codec in summed)
     counts = 4.0 * 2 * (W - 1) / W * unit.destinations * sum(codec.counts for codec in summed)
     collectives = exchanges + sums + any(codec.counts for codec in summed)
+    if unit.info.ranks_per_host > 1:
+        sent = messages + (W - 1) * cells + counts
+        return Traffic(collectives=1 + collectives, across=sent, inside=unit.inside_bytes)
     if unit.direction == "gradients":
         # Cells go by all-to-all on gloo; NCCL's ring is no worse.
         return Traffic(collectives=collectives, ring=counts, all_to_all=messages + (W - 1) * cells)

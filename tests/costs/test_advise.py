@@ -132,11 +132,24 @@ def test_dense_rows_say_what_they_are(shapes: str, capsys: Any) -> None:
     assert other["dense bf16, fp32 parameters"][0] == "5.00 MiB"
 
 
-def test_sharing_a_host_costs_the_all_to_all(capsys: Any) -> None:
+def test_what_ranks_on_a_host_send(capsys: Any) -> None:
+    """A ring crosses a host's link once; with a policy 8 ranks add up first, and send for 8."""
     common = ("advise", "--params", "1e9", "--world", "64", "--bandwidth", "10Gbit")
     alone, shared = (rows(run(capsys, *common, *more)) for more in ((), ("--ranks-per-host", "8")))
     assert alone["dense fp32"] == shared["dense fp32"]
-    assert alone["loco-4bit"][0] != shared["loco-4bit"][0]
+    assert alone["loco-4bit"][0] > shared["loco-4bit"][0]
+    shapes = {"layers.0.up_proj.weight": (1024, 64), "layers.1.up_proj.weight": (1024, 64)}
+    sent = [
+        sum(row.wire_bytes for row in plan.rows if row.direction == "gradients")
+        for plan in (
+            tagc.explain(shapes, "loco-4bit", world_size=64, ranks_per_host=ranks)
+            for ranks in (1, 8)
+        )
+    ]
+    assert sent[1] * 63 == sent[0] * 7
+    table = run(capsys, *common, "--ranks-per-host", "8", "--inside-bandwidth", "100GB")
+    assert "the 8 ranks of a host add up their gradients first; inside a host: 800 Gbit/s" in table
+    assert rows(table)["loco-4bit"][1] != shared["loco-4bit"][1]
 
 
 def test_replicas_and_a_policy_of_ones_own(tmp_path: Path, capsys: Any) -> None:
@@ -250,17 +263,30 @@ class Net(nn.Module):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("policy", ["non-attn", "hybrid", "loco-4bit"])
 def test_explain_is_what_wrap_makes(rank: int, world_size: int, policy: str) -> None:
+    check_explained(policy, world_size)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("policy", ["hybrid", "loco-4bit"])
+def test_explain_is_what_wrap_makes_on_hosts(rank: int, world_size: int, policy: str) -> None:
+    check_explained(policy, world_size, hosts=2)
+
+
+def check_explained(policy: str, world_size: int, hosts: int | None = None) -> None:
     with torch.device("meta"):
-        expected = tagc.explain(Net(), policy, world_size=world_size)
+        expected = tagc.explain(Net(), policy, world_size=world_size, ranks_per_host=hosts or 1)
     model: Any = Net()
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
     # FSDP learns only in its first forward which module is the root.
-    wrapped = tagc.wrap(model, policy, ops="reference")
+    wrapped = tagc.wrap(model, policy, hosts=hosts, ops="reference")
     plan = tagc.compressor(wrapped).plan()
     assert [u.info.name for u in plan.units] == [u.info.name for u in expected.units]
-    assert str(plan) == str(expected)
+    # Only ranks know where they are.
+    said = [line for line in str(plan).splitlines() if not line.startswith("- hosts: ")]
+    assert len(said) == len(str(plan).splitlines()) - 1
+    assert said == str(expected).splitlines()
     assert plan.fingerprint == expected.fingerprint
 
 

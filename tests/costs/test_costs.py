@@ -31,6 +31,7 @@ from tagc.costs import (
 from tagc.costs.codec_time import codec_seconds
 from tagc.costs.link import GLOO_REDUCE_SCATTER
 from tagc.costs.model import native_units
+from tagc.costs.shapes import ranks_in_levels
 from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan, build_plan
 from tagc.policy import Policy
 
@@ -169,6 +170,35 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert link.carried(sent, 16) == pytest.approx(110 + 64)
     assert link.seconds(sent, 16) == pytest.approx(174)
     assert Link(bandwidth=1.0).carried(sent, 16) == 125
+
+
+@pytest.mark.parametrize("codec", [DENSE, INT4, SKETCH])
+def test_two_levels(codec: dict[str, Any]) -> None:
+    """4 ranks on 2 hosts: each sends half of its buffer to its neighbour, one message to the other
+    host, and both ranks of a host cross its link."""
+    unit = plan(codec, ranks_per_host=2)
+    sent = traffic(unit)
+    assert sent.inside == unit.inside_bytes == 2 * 4 * COLUMNS
+    assert sent.across == pytest.approx(sum(unit.wire_bytes(s) for s in unit.segments))
+    assert (sent.reduced, sent.ring, sent.all_to_all) == (0, 0, 0)
+    assert sent.collectives == {"dense": 2, "quantized": 2, "sketch": 4}[codec["kind"]]
+    link = Link(bandwidth=1.0, inside=10.0, ranks_per_host=2)
+    assert link.carried(sent, 4) == 2 * sent.across
+    assert link.seconds(sent, 4) == pytest.approx(2 * sent.across + sent.inside / 10)
+    assert Link(bandwidth=1.0).seconds(sent, 4) == pytest.approx(sent.across)
+    # Rows for two hosts are encoded, not for four ranks.
+    if codec is INT4:
+        speeds = {
+            "quantized int4 with float32 feedback": Speed(encode=1.0, decode=100.0),
+        }
+        assert codec_seconds(unit, measured_time(speeds)) == 2 * COLUMNS + 100 * 2 * COLUMNS
+
+
+def test_levels_take_whole_hosts() -> None:
+    assert ranks_in_levels(64, 8) == 8
+    assert ranks_in_levels(8, 8) == 1
+    assert ranks_in_levels(4, 8) == 1
+    assert ranks_in_levels(12, 8) == 1
 
 
 def test_codec_time_by_speed() -> None:

@@ -43,9 +43,8 @@ def test_hosts_are_found(rank: int, world_size: int) -> None:
     flat = auto(rank, "aaab")
     plan = tagc.compressor(flat).plan()
     assert {unit.info.ranks_per_host for unit in plan.units} == {1}
-    assert plan.notes[0] == (
-        "hosts: every rank sends for itself (hosts have different numbers of ranks: 3, 1)"
-    )
+    why = "hosts have different numbers of ranks: 3, 1"
+    assert f"hosts: every rank sends for itself ({why})" in plan.notes
     before = groups()
     with patch.dict("os.environ", TAGC_DISABLE="1"), pytest.warns(UserWarning, match="DISABLE"):
         off = auto(rank, "aabb")
