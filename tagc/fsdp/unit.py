@@ -47,6 +47,12 @@ class Unit:
         """Give the unit its own collectives back."""
         raise NotImplementedError
 
+    @property
+    def all_reduces(self) -> bool:
+        """Whether the gradient leaves the ranks that reduce it first, for other hosts or replicas,
+        in this backward; False between the micro-batches of ``set_requires_all_reduce(False)``."""
+        return True
+
     # What follows is for units with a `gather_info` only.
 
     def check_gather(self) -> None:
@@ -63,12 +69,6 @@ class Unit:
 
     def install_all_reduce(self, all_reduce: Callable[[Tensor], None]) -> None:
         """Call ``all_reduce(shard)`` on this unit's reduced gradient ``[S]``, to change it."""
-        raise NotImplementedError
-
-    @property
-    def all_reduces(self) -> bool:
-        """Whether the gradient goes to other replicas in this backward; False between the
-        micro-batches of ``set_requires_all_reduce(False)``."""
         raise NotImplementedError
 
     @property
