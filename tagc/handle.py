@@ -88,6 +88,7 @@ class Compressor:
             parameter_bytes=(
                 sum(g.wire_bytes for g in gatherers),
                 sum(g.dense_bytes for g in gatherers),
+                sum(g.inside_bytes for g in gatherers),
             ),
             parameter_error=(sum(e for e, _ in squares) / total) ** 0.5 if total else 0.0,
         )

@@ -26,9 +26,10 @@ class Metrics:
         compressed_wire_bytes: bytes sent for compressed parameters, index and counts included.
         dense_bytes: what a dense reduce-scatter would have sent, all parameters.
         compressed_dense_bytes: what it would have sent for the compressed parameters.
-        inside_wire_bytes: bytes sent to ranks of the same host, to add up gradients with them; 0
+        inside_wire_bytes: bytes of gradients sent to ranks of the same host, to add up with them; 0
             where every rank sends for itself.
         parameter_wire_bytes: bytes sent in all-gathers; 0 if the policy leaves them to FSDP.
+        parameter_inside_wire_bytes: bytes sent to ranks of the same host, likewise.
         parameter_dense_bytes: what FSDP's own all-gathers would have sent, likewise.
         parameter_error: Euclidean norm of what quantization changes in this rank's parameters,
             relative to theirs, now.
@@ -48,6 +49,7 @@ class Metrics:
     dense_bytes: int
     compressed_dense_bytes: int
     inside_wire_bytes: int
+    parameter_inside_wire_bytes: int
     parameter_wire_bytes: int
     parameter_dense_bytes: int
     parameter_error: float
@@ -89,13 +91,13 @@ def collect(
     reducers: Sequence[UnitReducer],
     *,
     replicas: Sequence[UnitReducer] = (),
-    parameter_bytes: tuple[int, int] = (0, 0),
+    parameter_bytes: tuple[int, int, int] = (0, 0, 0),
     parameter_error: float = 0.0,
 ) -> Metrics:
     """Read the counters of all units. Waits for the device.
 
     Args:
-        parameter_bytes: sent, and what FSDP's own all-gathers would have sent.
+        parameter_bytes: sent, what FSDP's own all-gathers would have sent, and sent inside hosts.
         parameter_error: see :class:`Metrics`.
     """
     selected = _Selected()
@@ -116,6 +118,7 @@ def collect(
         inside_wire_bytes=sum(r.inside_bytes for r in reducers),
         parameter_wire_bytes=parameter_bytes[0],
         parameter_dense_bytes=parameter_bytes[1],
+        parameter_inside_wire_bytes=parameter_bytes[2],
         parameter_error=parameter_error,
         replica_wire_bytes=sum(r.wire_bytes for r in replicas),
         replica_dense_bytes=_dense_bytes(replicas),

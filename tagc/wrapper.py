@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tagc.codecs.workspace import Workspace
 from tagc.comm import (
+    Connect,
+    HostBroadcastExchange,
     HostExchange,
+    HostGroups,
     Hosts,
     RankOnHost,
     ReplicaAverage,
@@ -70,7 +73,8 @@ def wrap(
             averages gradients over ``mesh["replicate"]``, as the policy's ``replicas`` say. FSDP2
             only.
         hosts: several ranks on a host add up their gradients first, so that what leaves the host,
-            and what a rank stores, is divided by their number. ``"auto"``: where the ranks that a
+            and what a rank stores, is divided by their number; and they hand on to each other the
+            parameters that a policy compresses. ``"auto"``: where the ranks that a
             unit is sharded over lie on at least two hosts, in equal blocks of neighbours, as
             ``plan()`` says; an integer: so many neighbours share a host (a rack, a site); None:
             every rank sends for itself. FSDP2 only. With it,
@@ -203,7 +207,7 @@ def _plan(
     plan = build_plan(
         [levels.info(unit) for unit in units],
         policy,
-        gathers=[unit.gather_info for unit in units if unit.gather_info is not None],
+        gathers=[info for unit in units if (info := levels.gather_info(unit)) is not None],
         replicas=[] if replica_group is None else _over_replicas(units, replica_group),
         choose=choose,
     )
@@ -244,17 +248,25 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
         # A unit that stays dense needs no operators, nor a warning about them.
         return get_ops(unit.device, ops if unit_plan.compressed else "reference")
 
+    def connect(
+        unit: Unit,
+        unit_plan: UnitPlan,
+        exchange: Callable[[HostGroups, Workspace], HostExchange | HostBroadcastExchange],
+    ) -> Connect | None:
+        groups = levels.groups(unit)
+        if groups is None or unit_plan.info.ranks_per_host == 1:
+            return None
+        return lambda _: exchange(groups, workspaces[unit.device])
+
     def reducer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitReducer:
-        workspace = workspaces[unit.device]
-        shared = levels.groups(unit) if unit_plan.info.ranks_per_host > 1 else None
         return UnitReducer(
             unit_plan,
             chosen(unit, unit_plan),
             unit.device,
-            workspace,
+            workspaces[unit.device],
             # Units differ in their seeds, so that equal layouts do not share bad luck.
             seed=(i * 0x9E3779B1) % 2**31,
-            connect=None if shared is None else lambda _: HostExchange(shared, workspace),
+            connect=connect(unit, unit_plan, HostExchange),
             crosses=lambda: unit.all_reduces,
             remedy=unit.unused_parameters_remedy,
         )
@@ -271,7 +283,13 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
         for unit, unit_plan in zip(units, plan.parameters, strict=True):
             _check_gather(unit, unit_plan)
             ops_of_unit, workspace = chosen(unit, unit_plan), workspaces[unit.device]
-            gatherer = UnitGatherer(unit_plan, ops_of_unit, unit.device, workspace)
+            gatherer = UnitGatherer(
+                unit_plan,
+                ops_of_unit,
+                unit.device,
+                workspace,
+                connect=connect(unit, unit_plan, HostBroadcastExchange),
+            )
             made.gatherers.append(gatherer)
     return made
 

@@ -2,7 +2,13 @@
 agree on."""
 
 from tagc.comm.agreement import agree_on, gather_by_rank
-from tagc.comm.exchanges import BroadcastExchange, HostExchange, ShardExchange
+from tagc.comm.exchanges import (
+    BroadcastExchange,
+    Connect,
+    HostBroadcastExchange,
+    HostExchange,
+    ShardExchange,
+)
 from tagc.comm.gatherer import Phase, UnitGatherer
 from tagc.comm.hosts import HostGroups, Hosts, RankOnHost, check_hosts
 from tagc.comm.lockstep import Lockstep
@@ -11,6 +17,8 @@ from tagc.comm.replicas import ReplicaAverage
 
 __all__ = [
     "BroadcastExchange",
+    "Connect",
+    "HostBroadcastExchange",
     "HostExchange",
     "HostGroups",
     "Hosts",

@@ -171,6 +171,15 @@ def gather_messages(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> Colle
     return CollectiveWork(works, (group.size() - 1) * inp.numel() * inp.element_size())
 
 
+def gather_to_rows(out: Sequence[Tensor], inp: Tensor, group: dist.ProcessGroup) -> CollectiveWork:
+    """``inp`` ``[m]`` of rank ``r`` is ``out[r]`` on every rank; ``inp`` may be this rank's."""
+    if by_messages(group, inp.device):
+        works = _messages(out, [inp] * group.size(), group)
+    else:
+        works = [dist.all_gather(list(out), inp, group=group, async_op=True)]
+    return CollectiveWork(works, (group.size() - 1) * inp.numel() * inp.element_size())
+
+
 def dense_reduce_scatter(
     out: Tensor, inp: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
 ) -> CollectiveWork:

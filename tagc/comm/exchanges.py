@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +15,7 @@ from tagc.comm.collectives import (
     all_to_all,
     gather_messages,
     gather_rows,
+    gather_to_rows,
     sum_rows,
 )
 from tagc.comm.hosts import HostGroups
@@ -151,3 +152,36 @@ class BroadcastExchange(GroupExchange):
     def sum_cells(self, cells: Tensor) -> tuple[CollectiveWork, Tensor]:
         """See :meth:`tagc.codecs.Exchange.sum_cells`; the sum is in place."""
         return self._counted(all_reduce_sum(cells, self._group)), cells[0]
+
+
+class HostBroadcastExchange(BroadcastExchange):
+    """An all-gather in two levels: messages go between hosts, and ranks of a host hand them on."""
+
+    def __init__(self, hosts: HostGroups, workspace: Workspace) -> None:
+        """An exchange between hosts."""
+        super().__init__(hosts.across, workspace)
+        self._inside = hosts.inside
+        self.groups = (hosts.inside, hosts.across)
+
+    def send(self, received: Tensor, message: Tensor) -> CollectiveWork:
+        """See :meth:`tagc.codecs.Exchange.send`; this one waits for the messages, in the order of
+        all ranks: row ``h * R + r`` of ``received`` comes from the ``r``-th rank of host ``h``.
+
+        Its work has the bytes to other hosts.
+        """
+        R = self._inside.size()
+        by_place = received.view(-1, R, received.shape[1]).unbind(1)
+        across = gather_to_rows(by_place[self._inside.rank()].unbind(), message[0], self._group)
+        across.wait()
+        works = [
+            gather_to_rows(of_host.unbind(), of_host[self._inside.rank()], self._inside)
+            for of_host in received.view(-1, R, received.shape[1])
+        ]
+        for work in works:
+            work.wait()
+        self.inside_bytes += sum(work.wire_bytes for work in works)
+        return across
+
+
+Connect = Callable[[dist.ProcessGroup], GroupExchange]
+"""Makes the exchange over a group, for one collective of a unit."""

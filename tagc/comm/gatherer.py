@@ -19,7 +19,7 @@ from tagc.codecs import Codec, CodecSetup, kind_of
 from tagc.codecs.workspace import Workspace
 from tagc.comm.alarm import Alarm
 from tagc.comm.collectives import all_gather, failing_in
-from tagc.comm.exchanges import BroadcastExchange
+from tagc.comm.exchanges import BroadcastExchange, Connect, GroupExchange
 from tagc.comm.lockstep import Lockstep
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
@@ -38,17 +38,33 @@ class UnitGatherer:
 
     Attributes:
         plan: segments of the unit.
-        wire_bytes: bytes sent to other ranks so far.
+        wire_bytes: bytes sent to other ranks so far; to other hosts, where those of a host hand
+            messages on.
         dense_bytes: what the native all-gathers would have sent.
+        inside_bytes: sent so far to ranks of the same host.
     """
 
     def __init__(
-        self, plan: UnitPlan, ops: Ops, device: torch.device, workspace: Workspace
+        self,
+        plan: UnitPlan,
+        ops: Ops,
+        device: torch.device,
+        workspace: Workspace,
+        *,
+        connect: Connect | None = None,
     ) -> None:
+        """New state.
+
+        Args:
+            connect: the exchange over a group, for one all-gather; by default one that knows no
+                hosts.
+        """
         self.plan = plan
         self.wire_bytes = 0
         self.dense_bytes = 0
+        self.inside_bytes = 0
         self._ops, self._workspace = ops, workspace
+        self._connect = connect or (lambda group: BroadcastExchange(group, workspace))
         self._name = plan.info.label
         self._lockstep = Lockstep(plan.direction, self._name, device)
         setup = CodecSetup(
@@ -84,14 +100,22 @@ class UnitGatherer:
                 read the message of a forward that had other parameters, see :class:`Alarm`.
         """
         info = self.plan.info
-        native = (group.size() - 1) * inp.numel() * inp.element_size()
-        self.dense_bytes += native
-        if not self.plan.compressed or group.size() != info.world_size:
-            # With reshard_after_forward an int, the backward gathers in a smaller group.
-            self._lockstep.check(group, 0)
-            with failing_in(self._lockstep.what, group):
-                all_gather(out, inp, group=group)
-            self.wire_bytes += native
+        # With reshard_after_forward an int, the backward gathers in a smaller group.
+        planned = group.size() == info.world_size
+        peers = self.plan.peers if planned else group.size()
+        self.dense_bytes += (peers - 1) * inp.numel() * inp.element_size()
+        if not planned:
+            self._gather_natively(out, inp, group)
+            return
+        exchange = self._connect(group)
+        if not self.plan.compressed:
+            if info.ranks_per_host == 1:
+                self._gather_natively(out, inp, group)
+            else:
+                self._lockstep.announce(exchange.groups, 0)
+                self._lockstep.confirm()
+                with failing_in(self._lockstep.what, group):
+                    self._send(exchange, out.view(info.world_size, -1), inp[None])
             return
         if inp.numel() != self.plan.columns or inp.dtype != info.dtype:
             raise RuntimeError(
@@ -111,9 +135,9 @@ class UnitGatherer:
         # Before anything is decoded: `inp` is this rank's row of `out`.
         changed = self._differs(inp, received[group.rank()]) if reads_kept else None
         if not reads_kept:
-            self._lockstep.announce([group], self.plan.words)
+            self._lockstep.announce(exchange.groups, self.plan.words)
             with failing_in(self._lockstep.what, group):
-                self._exchange(received, inp, group)
+                self._exchange(received, inp, exchange)
         with record_function(f"TAGC::decode parameters ({self._name})"):
             self._decode(received, rows)
         if changed is not None:
@@ -125,11 +149,14 @@ class UnitGatherer:
     def state(self) -> dict[str, Tensor]:
         """The counters. The forward's message needs no saving: between two steps no backward still
         waits for it, and the next forward gathers anew."""
-        return {"counters": torch.tensor([self.wire_bytes, self.dense_bytes], dtype=torch.int64)}
+        counters = [self.wire_bytes, self.dense_bytes]
+        counters += [self.inside_bytes] if self.plan.info.ranks_per_host > 1 else []
+        return {"counters": torch.tensor(counters, dtype=torch.int64)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Count on from there."""
-        self.wire_bytes, self.dense_bytes = state["counters"].tolist()
+        self.wire_bytes, self.dense_bytes, *inside = state["counters"].tolist()
+        self.inside_bytes = sum(inside)
         self._has_forward_message = False
 
     def release(self) -> None:
@@ -153,16 +180,26 @@ class UnitGatherer:
         self._encode(inp, now)
         return (now[0] != message).any()
 
-    def _exchange(self, received: Tensor, inp: Tensor, group: dist.ProcessGroup) -> None:
-        exchange = BroadcastExchange(group, self._workspace)
+    def _gather_natively(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> None:
+        self._lockstep.check(group, 0)
+        with failing_in(self._lockstep.what, group):
+            all_gather(out, inp, group=group)
+        self.wire_bytes += (group.size() - 1) * inp.numel() * inp.element_size()
+
+    def _exchange(self, received: Tensor, inp: Tensor, exchange: GroupExchange) -> None:
         send = self._workspace.take("parameters_send", (1, self.plan.words), torch.int32)
         with record_function(f"TAGC::encode parameters ({self._name})"):
             self._encode(inp, send)
         with record_function(f"TAGC::gather parameters ({self._name})"):
             self._lockstep.confirm()
-            work = exchange.send(received, send)
-            self.wire_bytes += work.wire_bytes
-            work.wait()
+            self._send(exchange, received, send)
+
+    def _send(self, exchange: GroupExchange, received: Tensor, message: Tensor) -> None:
+        """``message`` ``[1, n]`` of every rank to the rows of ``received`` ``[W, n]``."""
+        work = exchange.send(received, message)
+        work.wait()
+        self.wire_bytes += work.wire_bytes
+        self.inside_bytes += exchange.inside_bytes
 
     def _encode(self, inp: Tensor, message: Tensor) -> None:
         """``[S]`` to ``[1, words]``."""

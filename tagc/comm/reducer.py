@@ -16,14 +16,13 @@ from tagc.codecs.feedback import SegmentFeedback
 from tagc.codecs.state import MAX_COUNT, nested, part_of
 from tagc.codecs.workspace import Workspace
 from tagc.comm.collectives import CollectiveWork, dense_reduce_scatter, failing_in
-from tagc.comm.exchanges import BroadcastExchange, GroupExchange, ShardExchange
+from tagc.comm.exchanges import BroadcastExchange, Connect, GroupExchange, ShardExchange
 from tagc.comm.flat import flat_rows
 from tagc.comm.lockstep import Lockstep
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 
 Native = Callable[[Tensor, Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType], CollectiveWork]
-Connect = Callable[[dist.ProcessGroup], GroupExchange]
 
 _COUNTERS = (
     "steps",

@@ -142,7 +142,7 @@ def measured_choice(
     def link_of(position: int, direction: Direction) -> Link:
         if direction == "replicas" and replicas is not None:
             return agreed_links[id(replicas)]
-        levels = hosts[position] if hosts and direction == "gradients" else None
+        levels = hosts[position] if hosts else None
         return agreed_links[id(links[position][0] if levels is None else levels)]
 
     notes = [

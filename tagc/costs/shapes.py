@@ -92,12 +92,15 @@ class ModelShapes:
             if params:
                 sharded = [_sharded(p, world_size) for p in params]
                 trained = [s for s, p in zip(sharded, params, strict=True) if p.trainable]
-                common: dict[str, Any] = {"name": name, "world_size": world_size}
+                common: dict[str, Any] = {
+                    "name": name,
+                    "world_size": world_size,
+                    "ranks_per_host": ranks_per_host,
+                }
                 reduces.append(
                     UnitInfo(
                         params=tuple(trained),
                         dtype=dtype,
-                        ranks_per_host=ranks_per_host,
                         **common,
                     )
                 )

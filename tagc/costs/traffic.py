@@ -50,13 +50,13 @@ def traffic(unit: UnitPlan) -> Traffic:
     if not unit.compressed:
         dense = unit.dense_bytes(unit.buffer_columns)
         if unit.info.ranks_per_host > 1:
-            return Traffic(collectives=2, across=dense, inside=unit.inside_bytes)
+            return Traffic(collectives=2 * repeats, across=dense, inside=unit.inside_bytes)
         if unit.direction == "gradients":
             return Traffic(collectives=1, reduced=dense)
         if unit.direction == "parameters":
             return Traffic(collectives=repeats, gathered=dense)
         return Traffic(collectives=repeats, ring=dense)
-    W, exchanges = unit.sources, unit.exchanges
+    W, exchanges = unit.peers, unit.exchanges
     messages = 4.0 * (W - 1) * sum(map(unit.sent_words, unit.segments)) * exchanges
     summed = [s.codec for s in unit.segments if s.codec.cells]
     sums = len({codec.cell_dtype for codec in summed})
@@ -65,7 +65,7 @@ def traffic(unit: UnitPlan) -> Traffic:
     collectives = exchanges + sums + any(codec.counts for codec in summed)
     if unit.info.ranks_per_host > 1:
         sent = messages + (W - 1) * cells + counts
-        return Traffic(collectives=1 + collectives, across=sent, inside=unit.inside_bytes)
+        return Traffic(collectives=exchanges + collectives, across=sent, inside=unit.inside_bytes)
     if unit.direction == "gradients":
         # Cells go by all-to-all on gloo; NCCL's ring is no worse.
         return Traffic(collectives=collectives, ring=counts, all_to_all=messages + (W - 1) * cells)

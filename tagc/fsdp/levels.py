@@ -49,6 +49,12 @@ class Levels:
         """The unit's reduce-scatter as its ranks lie on hosts."""
         return replace(unit.info, ranks_per_host=self._layouts[_ranks(unit)].ranks_per_host)
 
+    def gather_info(self, unit: Unit) -> UnitInfo | None:
+        """The unit's all-gather, likewise; None where that cannot be replaced."""
+        if unit.gather_info is None:
+            return None
+        return replace(unit.gather_info, ranks_per_host=self.info(unit).ranks_per_host)
+
     def groups(self, unit: Unit) -> HostGroups | None:
         """The groups of this rank; None where every rank sends for itself."""
         return self._groups.get(_ranks(unit))

@@ -87,7 +87,7 @@ def build_plan(
         )
         for note in unshared_supports(plans, rules)
     ]
-    notes += in_levels(directions[0])
+    notes += [note for units in directions[:2] for note in in_levels(units)]
     notes += beyond_their_names([unit for units in directions for unit in units])
     segments = [s for units in directions for unit in units for s in unit.segments]
     kinds = [s.codec.feedback for s in segments if s.codec.feedback is not None]

@@ -40,16 +40,24 @@ def unshared_supports(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Itera
 
 
 def in_levels(units: Sequence[UnitPlan]) -> Iterator[str]:
-    """How many units' gradients are added up inside hosts, and what that sends there."""
-    layouts = {(u.sources, u.info.ranks_per_host) for u in units if u.info.ranks_per_host > 1}
+    """How many units of one direction travel in two levels, and what that sends inside hosts."""
+    layouts = {(u.peers, u.info.ranks_per_host) for u in units if u.info.ranks_per_host > 1}
     for hosts, ranks in sorted(layouts):
-        mine = [u for u in units if (u.sources, u.info.ranks_per_host) == (hosts, ranks)]
+        mine = [u for u in units if (u.peers, u.info.ranks_per_host) == (hosts, ranks)]
         inside = format_bytes(sum(u.inside_bytes for u in mine))
-        yield (
-            f"gradients of {len(mine)} units in two levels: the {ranks} ranks of a host add up "
-            f"first (each sends {inside} to the others in a backward), then a rank sends to one on "
-            f"each of the {hosts - 1} other hosts, which is what the table counts"
-        )
+        what, others = f"{mine[0].direction} of {len(mine)} units in two levels", hosts - 1
+        if mine[0].direction == "gradients":
+            yield (
+                f"{what}: the {ranks} ranks of a host add up first (each sends {inside} to the "
+                f"others in a backward), then a rank sends to one on each of the {others} other "
+                "hosts, which is what the table counts"
+            )
+        else:
+            yield (
+                f"{what}: a rank sends to one on each of the {others} other hosts, which is what "
+                f"the table counts, and the {ranks} of a host tell each other (each sends {inside} "
+                "in a step)"
+            )
 
 
 def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:

@@ -87,6 +87,12 @@ class UnitPlan:
     @property
     def sources(self) -> int:
         """Messages that a rank decodes."""
+        return self.info.world_size if self.direction == "parameters" else self.peers
+
+    @property
+    def peers(self) -> int:
+        """Ranks that send each other messages: one of every host, where those of a host work
+        together."""
         return self.info.world_size // self.info.ranks_per_host
 
     @property
@@ -160,23 +166,28 @@ class UnitPlan:
 
     def dense_bytes(self, columns: float) -> float:
         """Bytes that a rank sends in a step for so many columns uncompressed; where ranks of a host
-        add up first, those to other hosts."""
-        others = self.sources - 1
+        work together, those to other hosts."""
+        others = self.peers - 1
         if self.direction == "replicas":  # an all-reduce of one shard
-            return 2 * others / self.sources * columns * self.info.dtype.itemsize
+            return 2 * others / self.peers * columns * self.info.dtype.itemsize
         return others * columns * self.info.dtype.itemsize * self.info.per_step
 
     @property
     def inside_bytes(self) -> int:
-        """Bytes that a rank sends to those of its own host in a backward, to add up with them."""
+        """Bytes that a rank sends to those of its own host: of gradients in a backward, to add up
+        with them; of parameters in a step, to hand on what came from other hosts."""
         others = self.info.ranks_per_host - 1
-        return others * self.sources * self.buffer_columns * self.info.dtype.itemsize
+        row = self.buffer_columns * self.info.dtype.itemsize
+        if self.direction == "parameters":
+            compressed = bool(self.compressed)
+            row = 4 * self.words * self.exchanges if compressed else row * self.info.per_step
+        return others * self.peers * row
 
     def wire_bytes(self, segment: Segment) -> float:
         """Bytes that a rank sends in a step for a segment, its share of the counts included."""
         if not self.compressed:
             return self.dense_bytes(self.dense_columns(segment.params))
-        W = self.sources
+        W = self.peers
         words = (W - 1) * self.sent_words(segment) * self.exchanges
         reduced = 2 * (W - 1) / W
         words += (reduced if self.for_all else W - 1) * segment.codec.cells

@@ -51,7 +51,8 @@ class UnitInfo:
         per_step: how often it runs in a step: 2 for the all-gather of a unit that FSDP reshards
             after forward.
         ranks_per_host: so many ranks, neighbours in the group, add their gradients up before one
-            of them sends; 1 where everyone sends for itself.
+            of them sends, and hand on to each other the parameters that one of them gets; 1 where
+            everyone sends for itself.
         flat: FSDP1's buffer, in which parameters have no columns of their own.
     """
 

@@ -60,7 +60,7 @@ def test_three_ranks_resume(rank: int, world_size: int, saver: str, policy: str)
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("policy", "saver"),
-    in_turn(["quantized int8", "sketch shared", "matrix lead"]),
+    in_turn(["quantized int8", "sketch shared", "matrix lead", "parameters"]),
 )
 def test_hosts_resume(rank: int, world_size: int, saver: str, policy: str) -> None:
     resumes(rank, saver, policy, hosts=2)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tagc
 from support.distributed import on_ranks
 from support.failing import fails
+from support.gathering import gathering
 from support.small_net import loss_of, sharded
 from support.states import POLICIES, run, wrapped
 from tagc.comm import hosts
@@ -74,6 +75,37 @@ def test_bytes_are_what_the_plan_says(rank: int, world_size: int, policy: str) -
     assert metrics.dense_bytes == steps * columns * 4
     stored = sum(r.numel() for reducer in compressor.reducers for r in reducer.residuals.values())
     assert stored == 2 * sum(s.columns for unit in plan.units for s in unit.compressed)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("keep", [False, True])
+def test_parameters_come_by_way_of_neighbours(rank: int, world_size: int, keep: bool) -> None:
+    """The same bits as without hosts; a third of what goes to all ranks goes to other hosts."""
+    codec = {"kind": "quantized", "bits": 8, "block": 32, "keep_for_backward": keep}
+    # Some units have nothing compressed.
+    policy = gathering(codec, name="first.*.weight")
+    flat, on_hosts = wrapped(policy, hosts=None), wrapped(policy, hosts=2)
+    for step in range(2):
+        for model in (flat, on_hosts):
+            loss = loss_of(model, rank, step)
+            loss.backward()
+        mine, theirs = tagc.compressor(on_hosts), tagc.compressor(flat)
+    first, second = ([p.full_tensor() for p in model.parameters()] for model in (flat, on_hosts))
+    assert all(map(torch.equal, first, second))
+    with torch.no_grad():
+        assert torch.equal(loss_of(flat, rank, 3), loss_of(on_hosts, rank, 3))
+    plan = mine.plan()
+    steps = 2 * sum(u.wire_bytes(s) for u in plan.parameters for s in u.segments)
+    evaluation = mine.parameter_wire_bytes - steps
+    assert 3 * mine.parameter_wire_bytes == theirs.parameter_wire_bytes
+    assert evaluation > 0
+    metrics = mine.metrics()
+    # One message goes to the other host, then two to the neighbour.
+    assert metrics.parameter_inside_wire_bytes == 2 * metrics.parameter_wire_bytes
+    assert 3 * metrics.parameter_dense_bytes == theirs.metrics().parameter_dense_bytes
+    inside = 2 * sum(unit.inside_bytes for unit in plan.parameters)
+    assert metrics.parameter_inside_wire_bytes == inside + 2 * evaluation
+    assert "parameters of 4 units in two levels" in str(plan)
 
 
 @on_ranks(4)
