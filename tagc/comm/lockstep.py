@@ -83,10 +83,10 @@ class Lockstep:
         """
         self._alarm.check()
         step, self._count = self._count if step is None else step, self._count + 1
-        mine = torch.cat((torch.tensor([step, words], dtype=torch.int64), self._name))
         self._pending.clear()
         for group in groups:
             if by_messages(group, self._device):
+                mine = torch.cat((torch.tensor([step, words], dtype=torch.int64), self._name))
                 with failing_in(self.what, group):
                     self._pending.append((group, *gather_headers(mine, group), mine))
 

@@ -41,7 +41,8 @@ def recorded() -> Iterator[dict[int, Tensor]]:
         amounts[id(self)] = amounts.get(id(self), torch.zeros_like(size)) + size
 
     def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *how: Any) -> None:
-        size = inp.view(-1, self.plan.buffer_columns).double().abs()
+        rows = 1 if self.plan.for_all else self.plan.info.world_size
+        size = inp.view(rows, -1).double().abs()
         if self.plan.info.flat is not None:
             size *= planned(self.plan)
         reduce_(self, out, inp, *how)
