@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tagc
 from support.distributed import on_ranks, run_ranks
 from support.failing import fails
+from support.marks import covering, slow
 from support.units import normal, reduce, unit_plan, unit_reducer
 
 MLP_ONLY = {
@@ -313,10 +314,11 @@ def test_unsupported_reduction(rank: int, world_size: int) -> None:
     backward(remedied)
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("ops", ["cpu", "reference"])
+@on_ranks(2, slow(3))
+@pytest.mark.parametrize(
+    ("bad", "first", "ops"),
+    covering([float("nan"), float("inf"), float("-inf")], [0, 2], ["cpu", "reference"]),
+)
 def test_non_finite_gradients(rank: int, world_size: int, bad: float, first: int, ops: str) -> None:
     """One bad element on rank 0 for the last rank: it comes out there, at once, and only then.
 

@@ -2,7 +2,7 @@
 
 | file | idea |
 |---|---|
-| ``namespaces.py`` | the network: a namespace and a rate for each rank |
+| ``namespaces.py`` | the network: a namespace and a rate for each host |
 | ``methods.py``, ``baselines.py`` | what is compared; how the dense ones communicate |
 | ``training.py``, ``ledger.py`` | one rank's training; its collectives, counted |
 | ``worker.py``, ``ranks.py`` | a rank's process; all of them from outside |
@@ -39,7 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("runs/network"), help="folder for results and report")
     add("--quick", action="store_true", help="2 ranks, 2 rates, 3 methods, a small model")
     add("--ranks", default="2,4", help="world sizes (default: %(default)s)")
-    add("--rates", default=_RATES, help="what a rank may send (default: %(default)s)")
+    add(
+        "--ranks-per-host",
+        type=int,
+        default=1,
+        help="that share a host and its link; tagc and forms by messages then work in two levels",
+    )
+    add("--rates", default=_RATES, help="what a host may send (default: %(default)s)")
     add(
         "--methods",
         help="names from benchmarks/network/methods.py, POLICY or POLICY@bf16 (parameters travel "
@@ -116,6 +122,10 @@ def _options(args: argparse.Namespace) -> Any:
     ranks = _numbers(args.ranks)
     if min(ranks) < 2:
         raise ValueError(f"--ranks {args.ranks}: one rank alone sends nothing")
+    if any(n % args.ranks_per_host or n == args.ranks_per_host for n in ranks):
+        raise ValueError(
+            f"--ranks {args.ranks}: not several hosts of --ranks-per-host {args.ranks_per_host}"
+        )
     rates = [Rate.parse(text) for text in args.rates.split(",")]
     loss_ranks = _numbers(args.loss_ranks) if args.loss_ranks else ranks[:1]
     return Options(
@@ -131,6 +141,7 @@ def _options(args: argparse.Namespace) -> Any:
             loss_steps=args.loss_steps,
             reshard=not args.keep_gathered,
         ),
+        ranks_per_host=args.ranks_per_host,
         steps=args.steps,
         cell_seconds=args.cell_seconds,
         loss_ranks=loss_ranks if args.loss_steps else (),

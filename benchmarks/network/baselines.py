@@ -21,6 +21,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from benchmarks.network import ledger
+from tagc.comm import HostGroups
 
 # torch 2.13 renamed the former to the latter.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -58,10 +59,13 @@ class AllToAllReduceScatter(_Allocate, ReduceScatter):
     Args:
         wire: dtype that travels.
         messages: by :func:`exchange` instead of the backend's all-to-all.
+        hosts: add up inside a host first, then send to one rank of each other host.
     """
 
-    def __init__(self, wire: torch.dtype, *, messages: bool = False) -> None:
-        self._wire, self._messages = wire, messages
+    def __init__(
+        self, wire: torch.dtype, *, messages: bool = False, hosts: HostGroups | None = None
+    ) -> None:
+        self._wire, self._messages, self._hosts = wire, messages, hosts
 
     def __call__(
         self,
@@ -74,6 +78,8 @@ class AllToAllReduceScatter(_Allocate, ReduceScatter):
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(f"this reduce-scatter averages or sums, it cannot do {op}")
         sent = input_tensor.to(self._wire).view(group.size(), -1)
+        if self._hosts is not None:
+            sent, group = self._add_inside(sent, self._hosts), self._hosts.across
         received = torch.empty_like(sent)
         if self._messages:
             exchange(received.unbind(), sent.unbind(), group)
@@ -81,8 +87,16 @@ class AllToAllReduceScatter(_Allocate, ReduceScatter):
             dist.all_to_all_single(received, sent, group=group)
         total = received.sum(0, dtype=torch.float32)
         if op == dist.ReduceOp.AVG:
-            total /= group.size()
+            total /= input_tensor.numel() // output_tensor.numel()
         output_tensor.copy_(total)
+
+    def _add_inside(self, sent: Tensor, hosts: HostGroups) -> Tensor:
+        """The host's sums ``[H, S]`` of the rows for the ranks with this place on each host."""
+        R = hosts.inside.size()
+        by_place = sent.view(-1, R, sent.shape[1]).transpose(0, 1).contiguous()
+        received = torch.empty_like(by_place)
+        exchange(received.unbind(), by_place.unbind(), hosts.inside)
+        return received.sum(0, dtype=torch.float32).to(self._wire)
 
 
 class CastAllGather(_Allocate, AllGather):
@@ -91,10 +105,13 @@ class CastAllGather(_Allocate, AllGather):
 
     Args:
         messages: by :func:`exchange` instead of the backend's all-gather.
+        hosts: send to one rank of each other host, and inside the host what came.
     """
 
-    def __init__(self, wire: torch.dtype, *, messages: bool = False) -> None:
-        self._wire, self._messages = wire, messages
+    def __init__(
+        self, wire: torch.dtype, *, messages: bool = False, hosts: HostGroups | None = None
+    ) -> None:
+        self._wire, self._messages, self._hosts = wire, messages, hosts
 
     def __call__(
         self,
@@ -106,13 +123,24 @@ class CastAllGather(_Allocate, AllGather):
         # The input is a part of the output, so it is copied even where nothing is cast.
         sent = input_tensor.to(self._wire, copy=True)
         gathered = torch.empty_like(output_tensor, dtype=self._wire)
-        if self._messages:
+        if self._hosts is not None:
+            with ledger.direction(ledger.PARAMETERS):
+                self._in_levels(gathered.view(group.size(), -1), sent, self._hosts)
+        elif self._messages:
             with ledger.direction(ledger.PARAMETERS):
                 parts = gathered.view(group.size(), -1).unbind()
                 exchange(parts, [sent] * group.size(), group)
         else:
             all_gather(gathered, sent, group=group)
         output_tensor.copy_(gathered)
+
+    @staticmethod
+    def _in_levels(rows: Tensor, sent: Tensor, hosts: HostGroups) -> None:
+        by_host = rows.view(hosts.across.size(), hosts.inside.size(), -1)
+        own = hosts.inside.rank()
+        exchange(by_host[:, own].unbind(), [sent] * len(by_host), hosts.across)
+        for of_host in by_host:
+            exchange(of_host.unbind(), [of_host[own]] * len(of_host), hosts.inside)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor) -> None:

@@ -36,6 +36,8 @@ class Options:
 
     Attributes:
         ranks: world sizes.
+        ranks_per_host: so many share a host and its link; tagc and the forms by messages then
+            work in two levels.
         rates: links; the unlimited one is measured first in any case.
         methods: in the order of measurement, which every second pass reverses.
         settings: of the training.
@@ -50,6 +52,7 @@ class Options:
     rates: tuple[Rate, ...]
     methods: tuple[Method, ...]
     settings: Settings
+    ranks_per_host: int = 1
     steps: int = 8
     cell_seconds: float = 15.0
     loss_ranks: tuple[int, ...] = ()
@@ -136,6 +139,8 @@ def _key(
 ) -> dict[str, Any]:
     key: dict[str, Any] = {"kind": kind, "ranks": ranks, **where}
     key["settings"] = asdict(options.settings)
+    if options.ranks_per_host > 1:
+        key["ranks_per_host"] = options.ranks_per_host
     if method is not None:
         key |= {"method": method.name, "definition": method.definition}
     return key
@@ -154,7 +159,10 @@ class _Run:
 
     def measure_ranks(self, ranks: int) -> None:
         options = self.options
-        with Network(ranks) as network, Ranks(network, options.settings) as workers:
+        with (
+            Network(ranks, options.ranks_per_host) as network,
+            Ranks(network, options.settings) as workers,
+        ):
             ready = workers.ask("ready")[0]
             self.results.facts |= ready
             if ranks in options.loss_ranks:
@@ -252,14 +260,14 @@ class _Run:
             "shaped_bytes": (
                 None
                 if before is None or after is None
-                else (sum(after) - sum(before)) / ranks / (_WARM_UP + steps)
+                else (sum(after) - sum(before)) / network.hosts / (_WARM_UP + steps)
             ),
         }
         self.results.add(key, numbers)
         self.say(
             f"{ranks} ranks  {rate.label:10}  {method.name:16}  "
             f"{statistics.median(numbers['step_seconds']):.3f} s a step, "
-            f"{numbers['kernel_bytes'] / 1e6:.2f} MB a rank"
+            f"{numbers['kernel_bytes'] / 1e6:.2f} MB a host"
         )
 
     def _expected_seconds(self, ranks: int, rate: Rate, method: Method) -> float:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from tagc.comm import UnitGatherer
+from tagc.comm.collectives import HEADER_TAG
 
 PARAMETERS, GRADIENTS, OTHER = "parameters", "gradients", "other"
 
@@ -162,6 +163,8 @@ def _counted(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
         sent = list(arguments.values())[0 if kind in _IN_PLACE else 1]
         ranks = dist.get_world_size(arguments.get("group"))
         size = payload_bytes(kind, sent, ranks, arguments.get("input_split_sizes"))
+        if arguments.get("tag") == HEADER_TAG:
+            size = 0  # beside what has to be sent; the kernel counts it
         toward = _direction or (PARAMETERS if kind == "all_gather" else GRADIENTS)
         _tally.payload[toward] = _tally.payload.get(toward, 0) + size
         _tally.counts[kind] = _tally.counts.get(kind, 0) + 1

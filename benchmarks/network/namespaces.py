@@ -1,7 +1,8 @@
-"""A rate-limited network on one machine: a network namespace per rank, all on one switch.
+"""A rate-limited network on one machine: a network namespace per host, all on one switch.
 
 The switch is a bridge in a namespace of its own, so neither an address nor an interface of it
-exists outside: nothing can reach the host, and nothing of the host is changed. Every rank has one
+exists outside: nothing can reach the machine, and nothing of it is changed. A host has one rank, or
+several, which reach each other over its loopback, without a limit. It has one
 interface, ``e0``; what it sends is shaped there by a token bucket (``tc``, tbf). What it receives
 is not shaped; in symmetric collectives that is the sum of what the others may send.
 """
@@ -36,7 +37,7 @@ class NetworkUnavailable(RuntimeError):  # noqa: N818 - it is a state of the mac
 
 @dataclass(frozen=True)
 class Rate:
-    """What one rank may send, in bits per second; None is as fast as the machine goes."""
+    """What one host may send, in bits per second; None is as fast as the machine goes."""
 
     bits_per_second: int | None
 
@@ -89,16 +90,16 @@ def check_requirements() -> None:
         )
 
 
-def creation_commands(tag: str, ranks: int) -> list[list[str]]:
-    """The commands that make the switch and the ranks' namespaces, links and addresses."""
+def creation_commands(tag: str, hosts: int) -> list[list[str]]:
+    """The commands that make the switch and the hosts' namespaces, links and addresses."""
     switch = _switch(tag)
     commands = [
         ["ip", "netns", "add", switch],
         ["ip", "-n", switch, "link", "add", "br0", "type", "bridge"],
         ["ip", "-n", switch, "link", "set", "br0", "addrgenmode", "none", "up"],
     ]
-    for rank in range(ranks):
-        name, port = _namespace(tag, rank), f"p{rank}"
+    for host in range(hosts):
+        name, port = _namespace(tag, host), f"p{host}"
         pair = f"link add {port} type veth peer name {INTERFACE} netns {name}"
         # No IPv6 addresses: their neighbour discovery would be counted as traffic.
         commands += [
@@ -106,7 +107,7 @@ def creation_commands(tag: str, ranks: int) -> list[list[str]]:
             ["ip", "-n", switch, *pair.split()],
             ["ip", "-n", switch, "link", "set", port, "master", "br0", "addrgenmode", "none", "up"],
             ["ip", "-n", name, "link", "set", "lo", "up"],
-            ["ip", "-n", name, "addr", "add", f"{address(rank)}/24", "dev", INTERFACE],
+            ["ip", "-n", name, "addr", "add", f"{address(host)}/24", "dev", INTERFACE],
             ["ip", "-n", name, "link", "set", INTERFACE, "addrgenmode", "none", "up"],
         ]
     return commands
@@ -120,13 +121,14 @@ def rate_command(namespace: str, rate: Rate) -> list[str]:
     return ["tc", "-n", namespace, *f"qdisc replace dev {INTERFACE} root {shaper}".split()]
 
 
-def address(rank: int) -> str:
-    """IPv4 address of a rank, inside its namespace."""
-    return f"10.77.0.{rank + 1}"
+def address(host: int) -> str:
+    """IPv4 address of a host, inside its namespace."""
+    return f"10.77.0.{host + 1}"
 
 
 class Network:
-    """``ranks`` namespaces on one switch, from ``__enter__`` until ``__exit__``.
+    """A namespace for every host of ``ranks`` ranks on one switch, from ``__enter__`` until
+    ``__exit__``.
 
     Names hold this process's id, so that two runs do not collide. What a killed run left behind
     is removed on entry.
@@ -135,21 +137,22 @@ class Network:
         NetworkUnavailable: on entry, if this machine cannot do it; nothing is left behind.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, ranks_per_host: int = 1) -> None:
+        self.ranks, self.ranks_per_host = ranks, ranks_per_host
+        self.hosts = ranks // ranks_per_host
         self._tag = f"{_PREFIX}-{os.getpid()}"
         self._rate = Rate(None)
 
     @property
     def namespaces(self) -> list[str]:
-        """Names of the ranks' namespaces."""
-        return [_namespace(self._tag, rank) for rank in range(self.ranks)]
+        """Names of the hosts' namespaces."""
+        return [_namespace(self._tag, host) for host in range(self.hosts)]
 
     def __enter__(self) -> Network:
         check_requirements()
         remove_stale()
         try:
-            for command in creation_commands(self._tag, self.ranks):
+            for command in creation_commands(self._tag, self.hosts):
                 _run(command)
             for namespace in self.namespaces:
                 _set_congestion_control(namespace)
@@ -174,7 +177,7 @@ class Network:
                 _run(["ip", "netns", "del", name])
 
     def limit(self, rate: Rate) -> None:
-        """Let every rank send at ``rate`` from now on."""
+        """Let every host send at ``rate`` from now on."""
         if rate == self._rate:
             return
         for namespace in self.namespaces:
@@ -182,11 +185,11 @@ class Network:
         self._rate = rate
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """``argv``, to be run in a rank's namespace; the process is ``argv``'s own."""
-        return ["ip", "netns", "exec", self.namespaces[rank], *argv]
+        """``argv``, to be run on a rank's host; the process is ``argv``'s own."""
+        return ["ip", "netns", "exec", self.namespaces[rank // self.ranks_per_host], *argv]
 
     def shaped_bytes(self) -> list[int] | None:
-        """Bytes that each rank's shaper let pass since its rate was set; None when unlimited.
+        """Bytes that each host's shaper let pass since its rate was set; None when unlimited.
 
         They count the headers of every packet, where the interface's own ``tx_bytes`` counts
         those of a segmentation offload's large packet once.
@@ -221,8 +224,8 @@ def remove_stale() -> list[str]:
     return stale
 
 
-def _namespace(tag: str, rank: int) -> str:
-    return f"{tag}-r{rank}"
+def _namespace(tag: str, host: int) -> str:
+    return f"{tag}-h{host}"
 
 
 def _switch(tag: str) -> str:

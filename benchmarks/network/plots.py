@@ -46,7 +46,7 @@ def _step_times(results: Sequence[Results], colours: dict[str, Any], path: Path)
             if points:
                 x, y = zip(*points, strict=True)
                 axes.plot(x, y, marker="o", markersize=4, color=colours[method], label=method)
-        axes.set(xscale="log", yscale="log", title=f"{r.ranks} ranks")
+        axes.set(xscale="log", yscale="log", title=r.title)
         axes.set(xlabel="what a rank may send (Mbit/s)", ylabel="step time (s)")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -63,7 +63,7 @@ def _loss_by_bytes(results: Sequence[Results], colours: dict[str, Any], path: Pa
                 x = [sent / 1e6 for sent in cell["kernel_bytes"]]
                 _curve(axes, x, cell, colours[method], method)
         axes.set(xscale="log", xlabel="MB sent by a rank, parameters included")
-        axes.set(ylabel="loss (nats per byte)", title=f"{r.ranks} ranks")
+        axes.set(ylabel="loss (nats per byte)", title=r.title)
     return _save(figure, panels, path)
 
 
@@ -80,7 +80,7 @@ def _loss_by_time(r: Results, colours: dict[str, Any], path: Path) -> Path | Non
             if cell and seconds:
                 _curve(axes, seconds, cell, colours[method], method)
         axes.set(xlabel="simulated time (s)", ylabel="loss (nats per byte)")
-        axes.set(title=f"{r.ranks} ranks, {rate.label}")
+        axes.set(title=f"{r.title}, {rate.label}")
     return _save(figure, panels, path)
 
 

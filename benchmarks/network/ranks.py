@@ -104,6 +104,7 @@ class Ranks:
         environment = os.environ | {
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(self._network.ranks_per_host),
             "MASTER_ADDR": address(0),
             "MASTER_PORT": str(_PORT),
             "GLOO_SOCKET_IFNAME": INTERFACE,

@@ -20,11 +20,12 @@ _PUBLISHED_CELL_BYTES, _PUBLISHED_INDEX_BITS = 2.0, (1, 4)
 NOTES = """\
 Step time is the median over the timed steps of the slowest rank's; × is to `{reference}` on the
 same link. Compute is a step of the unlimited link less the time that the rank waits in collectives
-(FSDP on a CPU does not overlap them). The kernel's bytes are `tx_bytes` of the rank's interface,
+(FSDP on a CPU does not overlap them). The kernel's bytes are `tx_bytes` of the host's interface,
 TCP/IP headers and acknowledgements included, with headers counted once for each large packet of the
 segmentation offload; headers on the wire are those of every packet, as the shaper counts them.
-Payload is what a rank must send for the collectives it starts: less than the kernel counts where
-gloo's reduce-scatter sends twice what it must. Links are probed with gloo's collectives and with
+Payload is what a rank must send for the collectives it starts, to its own host, too: less than the
+kernel counts where gloo's reduce-scatter sends twice what it must. On hosts of several ranks tagc's
+count is what all of them send to other hosts. Links are probed with gloo's collectives and with
 point-to-point messages whose receives are posted first: gloo's own post them behind the data that
 goes the same way, and then one direction often waits for the other.
 """
@@ -58,7 +59,7 @@ def markdown(results: Sequence[Results]) -> str:
         s = r.settings
         gathered = "twice" if s["reshard"] else "once"
         parts += [
-            f"## {r.ranks} ranks, {_parameters(r)}parameters\n",
+            f"## {r.title}, {_parameters(r)}parameters\n",
             f"GPT of width {s['width']} and {s['layers']} layers, {s['batch']} × {s['context']} "
             f"bytes per rank and step, a block's parameters gathered {gathered} a step.\n",
             step_table(r),
@@ -103,7 +104,7 @@ def step_table(r: Results) -> str:
 
 
 def bytes_table(r: Results) -> str:
-    """Bytes a rank and step: what the kernel counted, what had to be sent, what tagc counts."""
+    """Bytes a host and step: what the kernel counted, what had to be sent, what tagc counts."""
     rows = []
     for method in r.methods:
         cells = [c for rate in r.rates for c in r.steps(method, rate)]
@@ -119,7 +120,7 @@ def bytes_table(r: Results) -> str:
                 f"`{method}`",
                 _megabytes(kernel),
                 _megabytes(max(c["kernel_bytes_max"] for c in cells)),
-                f"{kernel / must - 1:+.1%}" if must else "-",
+                f"{kernel / must - 1:+.1%}" if must and r.ranks_per_host == 1 else "-",
                 _megabytes(statistics.fmean(shaped)) if shaped else "-",
                 _megabytes(payload.get("parameters", 0)),
                 _megabytes(payload.get("gradients", 0)),
@@ -129,7 +130,7 @@ def bytes_table(r: Results) -> str:
             ]
         )
     header = [
-        "MB per rank and step",
+        "MB per host and step",
         "kernel, mean",
         "max",
         "over payload",

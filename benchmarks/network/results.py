@@ -15,11 +15,19 @@ from benchmarks.network.predicted import predicted_seconds
 
 @dataclass(frozen=True)
 class Results:
-    """The cells of one setting of the training and one number of ranks."""
+    """The cells of one setting of the training and one number of ranks, and of them on a host."""
 
     settings: dict[str, Any]
     ranks: int
+    ranks_per_host: int
     cells: Sequence[Cell]
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        hosts = self.ranks // self.ranks_per_host
+        on_hosts = f" on {hosts} hosts" if self.ranks_per_host > 1 else ""
+        return f"{self.ranks} ranks{on_hosts}"
 
     @property
     def methods(self) -> list[str]:
@@ -65,9 +73,10 @@ class Results:
 
     def predicted_miss(self, method: str, rate: Rate) -> float | None:
         """The predicted step, less the measured one, relative to it; medians over the passes. None
-        on the unlimited link, which the model starts from, and where it says nothing."""
+        on the unlimited link, which the model starts from, where it says nothing, and on hosts of
+        several ranks, whose bytes inside a host its ledger does not tell from others."""
         unlimited = Rate(None)
-        if rate == unlimited:
+        if rate == unlimited or self.ranks_per_host > 1:
             return None
         taken, said = [], []
         for turn in sorted({c["key"]["pass"] for c in self.steps(method, rate)}):
@@ -107,9 +116,10 @@ def group(cells: Iterable[Cell]) -> list[Results]:
         if cell["key"].get("definition") != current.get(cell["key"].get("method")):
             continue
         settings, ranks = cell["key"]["settings"], cell["key"]["ranks"]
-        name = json.dumps([settings, ranks], sort_keys=True)
+        per_host = cell["key"].get("ranks_per_host", 1)
+        name = json.dumps([settings, ranks, per_host], sort_keys=True)
         before = grouped[name].cells if name in grouped else ()
-        grouped[name] = Results(settings, ranks, (*before, cell))
+        grouped[name] = Results(settings, ranks, per_host, (*before, cell))
     return list(grouped.values())
 
 

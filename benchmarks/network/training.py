@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import time
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ from benchmarks.network.baselines import AllToAllReduceScatter, CastAllGather, b
 from benchmarks.network.methods import Method
 from examples.gpt import GPT, Block, GPTConfig
 from examples.text import Corpus
+from tagc.comm import HostGroups, RankOnHost, gather_by_rank
+from tagc.comm.hosts import host_groups
 
 # Thresholds and moments settle before anything is timed.
 _SETTLE_STEPS = 8
@@ -71,6 +74,7 @@ class Trainer:
 
     Attributes:
         steps: optimizer steps done.
+        ranks_per_host: that share its link.
         parameters: elements of the whole model.
     """
 
@@ -79,6 +83,8 @@ class Trainer:
     ) -> None:
         self.method, self.settings = method, settings
         self._corpus, self._rank, self._ranks = corpus, mesh.get_rank(), mesh.size()
+        # As torchrun sets it.
+        self.ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.steps = 0
         torch.manual_seed(settings.seed)
         model = Model(
@@ -92,7 +98,7 @@ class Trainer:
         self.parameters = sum(p.numel() for p in model.parameters())
         # FSDP1 flattens its shards, so the shapes are read before.
         matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
-        self._model = _shard(model, method, settings, mesh)
+        self._model = _shard(model, method, settings, mesh, self.ranks_per_host)
         named = {n.replace(_FSDP1_PREFIX, ""): p for n, p in self._model.named_parameters()}
         self._parameters = list(named.values())
         self._optimizer = torch.optim.AdamW(
@@ -178,7 +184,9 @@ class Trainer:
             grad.mul_(factor)
 
 
-def _shard(model: nn.Module, method: Method, settings: Settings, mesh: DeviceMesh) -> nn.Module:
+def _shard(
+    model: nn.Module, method: Method, settings: Settings, mesh: DeviceMesh, ranks_per_host: int
+) -> nn.Module:
     if method.sharding == "fsdp1":
         wrapped = FullyShardedDataParallel(
             model,
@@ -198,19 +206,30 @@ def _shard(model: nn.Module, method: Method, settings: Settings, mesh: DeviceMes
             # None is torch's choice: all but the root.
             reshard_after_forward=None if settings.reshard else False,
         )
+    hosts = _hosts(mesh, ranks_per_host) if ranks_per_host > 1 and method.messages else None
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
         messages = method.messages
         if method.gather == "bfloat16" or messages:
             wire = getattr(torch, method.gather)
-            module.set_custom_all_gather(CastAllGather(wire, messages=messages))
+            module.set_custom_all_gather(CastAllGather(wire, messages=messages, hosts=hosts))
         if method.policy is None and method.reduce != "gloo":
             wire = getattr(torch, method.reduce)
-            module.set_custom_reduce_scatter(AllToAllReduceScatter(wire, messages=messages))
+            module.set_custom_reduce_scatter(
+                AllToAllReduceScatter(wire, messages=messages, hosts=hosts)
+            )
     if method.policy is None:
         return model
-    return tagc.wrap(model, policy=method.policy)
+    levels = ranks_per_host if ranks_per_host > 1 else None
+    return tagc.wrap(model, policy=method.policy, hosts=levels)
+
+
+def _hosts(mesh: DeviceMesh, ranks_per_host: int) -> HostGroups:
+    """The groups of this rank for dense training in two levels."""
+    group = mesh.get_group()
+    said = gather_by_rank([group], {dist.get_rank(): RankOnHost.mine()})
+    return host_groups(group, ranks_per_host, torch.device("cpu"), said)
 
 
 def _learning_rate(step: int, *, total: int) -> float:

@@ -83,7 +83,8 @@ class Worker:
         return {"steps": trainer.steps, "parameters": trainer.parameters}
 
     def time(self, method: str, warm_up: int, steps: int) -> dict[str, Any]:
-        """Time steps and count what they send, on this rank; seconds a step in order."""
+        """Time steps and count what they send, on this rank; seconds a step in order. The kernel's
+        bytes, and tagc's beside them, are those of its whole host."""
         trainer = self._trainer(method)
         for _ in range(warm_up):
             trainer.step()
@@ -99,7 +100,10 @@ class Worker:
             "tagc_bytes": (
                 None
                 if counted is None or after is None
-                else [(b - a) / steps for a, b in zip(counted, after, strict=True)]
+                else [
+                    trainer.ranks_per_host * (b - a) / steps
+                    for a, b in zip(counted, after, strict=True)
+                ]
             ),
             "payload_bytes": {k: v / steps for k, v in tally.payload.items()},
             "collectives": {k: v / steps for k, v in tally.counts.items()},

@@ -19,7 +19,7 @@ from benchmarks.kernels.ops.row_hash import RowHash
 from benchmarks.kernels.registry import Contender, Problem
 from benchmarks.kernels.selection import select
 from benchmarks.timing import HostClock, Timed, interleaved
-from support.marks import slow
+from support.marks import covering, slow
 from tagc.ops import reference
 
 CPU = torch.device("cpu")
@@ -60,8 +60,7 @@ def test_every_contender_is_right_but_the_lossy_one(chosen):
     json.dumps(record)
 
 
-@pytest.mark.parametrize("gradient", ["float32", "bfloat16"])
-@pytest.mark.parametrize("op", SENDERS + RECEIVERS)
+@pytest.mark.parametrize(("gradient", "op"), covering(["float32", "bfloat16"], SENDERS + RECEIVERS))
 def test_messages_are_right(op, gradient):
     chosen = next(
         c for c in select("full", "cpu", sizes=[13]) if c.op == op and c.gradient == gradient

@@ -18,6 +18,7 @@ from benchmarks.network.cells import Options, ResultsFile, measure
 from benchmarks.network.methods import resolve_all
 from benchmarks.network.namespaces import Network, Rate, existing, remove_stale
 from benchmarks.network.ranks import Ranks, RanksError
+from benchmarks.network.results import group
 from benchmarks.network.training import Model, Settings
 from examples.gpt import Block, GPTConfig
 from support.paths import ROOT
@@ -90,6 +91,40 @@ def test_the_kernel_counts_what_tagc_counts(tmp_path):
     before = results.path.read_text()
     measure(options, ResultsFile(results.path), lambda text: None)
     assert results.path.read_text() == before
+    assert _mine() == []
+
+
+def test_what_leaves_a_host_of_two_ranks(tmp_path):
+    """Both send to their like on the other host, a row of the host's sum each, where each of 4
+    ranks that send for themselves sends three rows of its own. The rest goes over the loopback."""
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(POLICY + "parameters:\n  - when: {}\n    codec: {kind: quantized, bits: 8}\n")
+    methods = tuple(resolve_all(["fp32-messages", "bf16-wire-messages", str(policy)]))
+    options = Options(
+        ranks=(4,),
+        ranks_per_host=2,
+        rates=(Rate(None), Rate.parse("400mbit")),
+        methods=methods,
+        settings=SETTINGS,
+        steps=3,
+        loss_ranks=(4,),
+    )
+    results = ResultsFile(tmp_path / "results.jsonl")
+    measure(options, results, lambda text: None)
+    cells = [json.loads(line) for line in results.path.read_text().splitlines()]
+    steps = {(c["key"]["method"], c["key"]["rate"]): c for c in cells if c["key"]["kind"] == "step"}
+    dense = 2 / 3 * (_gathered_bytes(4) + _shard_bytes(4))
+    for rate in ("unlimited", "400mbit"):
+        # Headers and acknowledgements are a larger share of fewer bytes.
+        whole, half = (steps[name, rate] for name in ("fp32-messages", "bf16-wire-messages"))
+        assert whole["kernel_bytes"] == pytest.approx(dense, rel=0.03)
+        assert half["kernel_bytes"] == pytest.approx(dense / 2, rel=0.03)
+        ours = steps[str(policy), rate]
+        assert ours["kernel_bytes"] == pytest.approx(sum(ours["tagc_bytes"].values()), rel=0.05)
+        assert ours["kernel_bytes"] < dense / 2
+    losses = {c["key"]["method"]: c["losses"][0] for c in cells if c["key"]["kind"] == "loss"}
+    assert losses["fp32-messages"] == pytest.approx(losses["bf16-wire-messages"], rel=0.01)
+    assert [r.title for r in group(cells)] == ["4 ranks on 2 hosts"]
     assert _mine() == []
 
 

@@ -199,7 +199,7 @@ def test_a_prediction_is_compared_with_the_step_of_its_own_pass():
                     collectives={"send": 1.0},
                 )
             )
-    results = Results(settings, 2, cells)
+    results = Results(settings, 2, 1, cells)
     miss = results.predicted_miss("hybrid", Rate.parse("80mbit"))
     assert miss == pytest.approx(0, abs=1e-3)
     assert results.predicted_miss("hybrid", Rate(None)) is None

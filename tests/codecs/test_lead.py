@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tagc
 from support.distributed import on_ranks
+from support.marks import covering, slow
 from support.replicated_net import of_replicas
 from support.replicated_net import wrapped as replicated
 from support.small_net import local_weights, train
@@ -50,9 +51,8 @@ def last_sums(reducer: UnitReducer) -> list[Tensor]:
     return [q[0] for q in reducer.owner_states.values()]
 
 
-@on_ranks(2, 3)
-@by_codec
-@pytest.mark.parametrize("op", ["SUM", "AVG"])
+@on_ranks(2, slow(3))
+@pytest.mark.parametrize(("codec", "op"), covering(CODECS, ["SUM", "AVG"]))
 def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: str, op: str) -> None:
     """Operation by operation, in float32; nothing of it changes what is sent or owed."""
     lead = 0.3
@@ -249,8 +249,10 @@ def test_what_is_not_sent_stays(rank: int, world_size: int, bits: int, stored: s
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("codec", ["matrix 1 bit", "matrix 1 of 16"])
-@pytest.mark.parametrize("kind", ["residual", "momentum", "average", "none"])
+@pytest.mark.parametrize(
+    ("codec", "kind"),
+    covering(["matrix 1 bit", "matrix 1 of 16"], ["residual", "momentum", "average", "none"]),
+)
 def test_cpu_and_reference_agree_on_everything(
     rank: int, world_size: int, codec: str, kind: str
 ) -> None:

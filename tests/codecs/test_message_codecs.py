@@ -248,7 +248,7 @@ def test_all_ranks_send_the_groups_that_the_owner_chose(
     assert set().union(*chosen) == set(range(911))
 
 
-@on_ranks(2, 3)
+@on_ranks(slow(2), 3)
 @pytest.mark.parametrize(
     ("symbol", "density"), [("int8x4", 0.9), ("int16x2", 0.5), ("float32", 0.3)]
 )

@@ -99,7 +99,7 @@ class Oracle:
         return sent.view(-1)[:n]
 
 
-@on_ranks(2, 3, slow(4))
+@on_ranks(slow(2), 3, slow(4))
 @pytest.mark.parametrize("ops", ["cpu", "reference"])
 @pytest.mark.parametrize(
     ("symbol", "stored", "dtype", "op"),

@@ -84,7 +84,7 @@ def test_dense_is_native(rank: int, world_size: int, variant: str) -> None:
     torch.testing.assert_close(local_weights(wrapped), local_weights(native), **EXACT)
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, slow(3), 4)
 @pytest.mark.parametrize("variant", NATIVE)
 def test_unselected_columns_are_native(rank: int, world_size: int, variant: str) -> None:
     native, wrapped = native_and_wrapped(variant, policy(({"name": "second.0.weight"}, 0.1)))

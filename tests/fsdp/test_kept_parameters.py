@@ -19,6 +19,7 @@ from support.distributed import on_ranks
 from support.exact import EXACT
 from support.failing import fails
 from support.gathering import INT8, KEPT, gathering, recorded
+from support.marks import slow
 from support.small_net import local_grads, local_weights
 
 
@@ -131,16 +132,17 @@ def with_others(model: Any, by_data: bool, body: Any) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("by_data", [False, True])
 @pytest.mark.parametrize(
-    ("how", "mode"),
+    ("how", "mode", "by_data"),
     [
-        ("plain", "no_grad"),
-        ("plain", "inference_mode"),
-        ("inside", "no_grad"),
-        ("reentrant inside", "no_grad"),
-        ("wrapper", "inference_mode"),
-        ("halves", "no_grad"),
+        ("plain", "no_grad", False),
+        ("plain", "inference_mode", True),
+        ("inside", "no_grad", False),
+        slow("inside", "no_grad", True),
+        ("reentrant inside", "no_grad", True),
+        ("wrapper", "inference_mode", False),
+        ("halves", "no_grad", True),
+        slow("halves", "no_grad", False),
     ],
 )
 def test_a_forward_that_autograd_does_not_record_changes_nothing(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -176,10 +176,13 @@ SAVERS = ("dcp", "safetensors")
 by_saver = pytest.mark.parametrize("saver", SAVERS)
 
 
-def in_turn(values: Iterable[Any]) -> list[Any]:
-    """Every value with a saver, in turn; with the other one for `make test-slow`."""
+def in_turn(values: Iterable[Any], rare: Sequence[Any] = ()) -> list[Any]:
+    """Every value with a saver, in turn; with the other one for `make test-slow`, and so are rare
+    ones."""
     return [
-        pytest.param(value, saver, marks=[] if i % 2 == j else [pytest.mark.slow])
+        pytest.param(
+            value, saver, marks=[] if i % 2 == j and value not in rare else [pytest.mark.slow]
+        )
         for i, value in enumerate(values)
         for j, saver in enumerate(SAVERS)
     ]
