@@ -57,7 +57,7 @@ def test_a_rate_becomes_a_token_bucket_with_a_millisecond_of_tokens():
 def test_nothing_is_made_in_the_hosts_own_namespace():
     commands = creation_commands("tag", 3)
     made = [c[3] for c in commands if c[:3] == ["ip", "netns", "add"]]
-    assert made == ["tag-switch", "tag-r0", "tag-r1", "tag-r2"]
+    assert made == ["tag-switch", "tag-h0", "tag-h1", "tag-h2"]
     for command in commands:
         if command[:3] != ["ip", "netns", "add"]:
             assert command[:2] == ["ip", "-n"]
@@ -208,7 +208,7 @@ def test_a_prediction_is_compared_with_the_step_of_its_own_pass():
 
 def test_the_table_of_bytes_shows_what_each_count_is():
     (results,) = report.group(read_cells(FIXTURE))
-    row = _row(report.bytes_table(results), "MB per rank", "tagc-paper")
+    row = _row(report.bytes_table(results), "MB per host", "tagc-paper")
     # kernel, its maximum, over the payload of 2.5, with headers, payload two ways, tagc's count
     assert row[:7] == ["2.60", "2.70", "+4.0%", "2.80", "2.00", "0.50", "0.50"]
     # 0.8 of 1.0 M elements: half of 2 bytes + 2 × 1 or 4 bits each, and of 4 bytes for the others
