@@ -130,6 +130,7 @@ class Compressor:
 
         Raises:
             ValueError: if a parameter is sharded in a way that has no such state.
+            RuntimeError: if gradients of micro-batches wait inside hosts.
         """
         state = self._state()
         return to_state_dict(state.header(), state.take())

@@ -115,8 +115,14 @@ class State:
         )
 
     def take(self) -> dict[str, Tensor]:
-        """Copies of all of it, by name. Waits for the device."""
+        """Copies of all of it, by name. Waits for the device.
+
+        Raises:
+            RuntimeError: in the middle of a step, where no state has all of it.
+        """
         _synchronize()
+        for reduced in self.reduced:
+            reduced.reducer.check_between_steps()
         tensors = {
             name: place.take(residual)
             for reduced in self.reduced

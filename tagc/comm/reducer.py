@@ -306,6 +306,16 @@ class UnitReducer:
         for codec in self.codecs.values():
             codec.after_dense(out)
 
+    def check_between_steps(self) -> None:
+        """Raise RuntimeError if the gradient of a micro-batch waits inside the host, which no state
+        has."""
+        if self._waiting is not None:
+            raise RuntimeError(
+                f"tagc: unit {self._name!r} holds gradients of micro-batches that have not left "
+                "the host (set_requires_all_reduce(False)), which no state has; save after the "
+                "optimizer's step"
+            )
+
     def state(self) -> dict[str, Tensor]:
         """What the next reduction and the counters depend on, beside the residuals; names and
         shapes never change. Waits for what is in flight."""
@@ -331,6 +341,7 @@ class UnitReducer:
         """Go on where :meth:`state` was taken, given that it passes the check."""
         for name, value in zip(_COUNTERS, state["counters"].tolist(), strict=True):
             setattr(self, name, value)
+        self._waiting = None
         if self._in_levels:
             self.inside_bytes = int(state["inside_bytes"])
         for name, codec in self.codecs.items():

@@ -131,6 +131,23 @@ def test_micro_batches_stay_inside(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
+def test_what_waits_cannot_be_saved(rank: int, world_size: int) -> None:
+    model = wrapped(QUANTIZED, hosts=2)
+    compressor = tagc.compressor(model)
+    before = compressor.state_dict()
+    model.set_requires_all_reduce(False)
+    loss_of(model, rank, 0).backward()
+    kind, said = fails(compressor.state_dict)
+    assert kind == "RuntimeError"
+    assert "micro-batches that have not left the host" in said
+    # Another state knows nothing of them.
+    compressor.load_state_dict(before)
+    after = compressor.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@on_ranks(4)
 def test_groups_are_released_and_used_again(rank: int, world_size: int) -> None:
     before = groups()
     one, other = wrapped(QUANTIZED, hosts=2), wrapped(QUANTIZED, hosts=2)
