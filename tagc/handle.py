@@ -110,14 +110,14 @@ class Compressor:
 
     @property
     def wire_bytes(self) -> int:
-        """Gradient bytes that this rank sent so far in reduce-scatters; free to ask for in every
-        step."""
+        """Gradient bytes that this rank sent so far in reduce-scatters; to other hosts, where ranks
+        of a host add up first. Free to ask for in every step."""
         return sum(reducer.wire_bytes for reducer in self._collectives.reducers)
 
     @property
     def parameter_wire_bytes(self) -> int:
-        """Bytes that this rank sent so far in all-gathers; 0 where the policy leaves them to
-        FSDP."""
+        """Bytes that this rank sent so far in all-gathers; to other hosts, where those of a host
+        hand them on; 0 where the policy leaves them to FSDP."""
         return sum(gatherer.wire_bytes for gatherer in self._collectives.gatherers)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -258,6 +258,14 @@ class Compressor:
                     *reducer.owner_states.values(),
                 )
             ]
+
+    def drop_waiting(self) -> None:
+        """Forget the gradients of micro-batches that wait inside their hosts
+        (``set_requires_all_reduce(False)``): ``zero_grad()`` does not know of them. Call it on all
+        ranks, where a step is given up in its middle.
+        """
+        for reducer in self._collectives.reducers:
+            reducer.drop_waiting()
 
     def remove(self) -> None:
         """Give FSDP its own collectives back and drop all residuals. The model may be wrapped

@@ -24,13 +24,15 @@ class Metrics:
         steps: reductions per unit (the largest).
         wire_bytes: bytes sent, all parameters.
         compressed_wire_bytes: bytes sent for compressed parameters, index and counts included.
-        dense_bytes: what a dense reduce-scatter would have sent, all parameters.
+        dense_bytes: what dense reduce-scatters would have sent, all parameters: as many of them, in
+            two levels where ours are.
         compressed_dense_bytes: what it would have sent for the compressed parameters.
         inside_wire_bytes: bytes of gradients sent to ranks of the same host, to add up with them; 0
             where every rank sends for itself.
         parameter_wire_bytes: bytes sent in all-gathers; 0 if the policy leaves them to FSDP.
-        parameter_inside_wire_bytes: bytes sent to ranks of the same host, likewise.
         parameter_dense_bytes: what FSDP's own all-gathers would have sent, likewise.
+        parameter_inside_wire_bytes: bytes of parameters sent to ranks of the same host, which hand
+            on what came from others.
         parameter_error: Euclidean norm of what quantization changes in this rank's parameters,
             relative to theirs, now.
         replica_wire_bytes: bytes sent to other replicas.
@@ -49,9 +51,9 @@ class Metrics:
     dense_bytes: int
     compressed_dense_bytes: int
     inside_wire_bytes: int
-    parameter_inside_wire_bytes: int
     parameter_wire_bytes: int
     parameter_dense_bytes: int
+    parameter_inside_wire_bytes: int
     parameter_error: float
     replica_wire_bytes: int
     replica_dense_bytes: int

@@ -100,11 +100,9 @@ def wrap(
     if replica_group is not None:
         groups.append(replica_group)
 
-    disabled, units, loaded = _agree_on_request(model, policy, replica_group, hosts, groups)
-    said = {} if hosts is None else gather_by_rank(groups, {dist.get_rank(): RankOnHost.mine()})
+    disabled, units, loaded, mine = _agree_on_request(model, policy, replica_group, hosts, groups)
+    said = {} if hosts is None else gather_by_rank(groups, {dist.get_rank(): mine})
     levels = agree_on(groups, {"hosts": lambda: (Levels(units, hosts, said), "")})["hosts"]
-    if not disabled:
-        levels.open()
     # Where nothing runs, nothing has to be compiled for it.
     made_with = "reference" if disabled else ops
 
@@ -113,22 +111,25 @@ def wrap(
         return (plan, _make(units, plan, levels, made_with)), plan.fingerprint[:12]
 
     try:
+        if not disabled:
+            levels.open()
         choose = _chooser(units, loaded, ops, replica_group, levels)
         plan, collectives = agree_on(groups, {"plan": make})["plan"]
+        if alone := all(u.info.world_size == 1 for u in units) and replica_group is None:
+            collectives.clear()
+        if not disabled:
+            _install(units, collectives, replica_group)
+        elif replica_group is not None:
+            _average_natively(units, replica_group)
     except BaseException:
         levels.release()
         raise
     for warning in plan.warnings:
         warn(warning)
-    if all(u.info.world_size == 1 for u in units) and replica_group is None:
-        collectives.clear()
+    if alone:
         warn("tagc.wrap does nothing at world size 1: FSDP skips the reduce-scatter")
-    if not disabled:
-        _install(units, collectives, replica_group)
-    else:
+    if disabled:
         warn(f"{_DISABLE}=1: tagc compresses nothing; unset it to compress")
-        if replica_group is not None:
-            _average_natively(units, replica_group)
     attach(model, Compressor(model, plan, units, collectives, groups, disabled=disabled))
     return model
 
@@ -139,9 +140,10 @@ def _agree_on_request(
     replica_group: dist.ProcessGroup | None,
     hosts: Hosts,
     groups: Sequence[dist.ProcessGroup],
-) -> tuple[bool, list[Unit], Policy]:
-    """Whether compression is switched off, the model's units, and the policy: before any rank
-    measures or plans, all of them must have the same, since a collective of some hangs."""
+) -> tuple[bool, list[Unit], Policy, RankOnHost]:
+    """Whether compression is switched off, the model's units, the policy, and where this rank is:
+    before any rank measures or plans, all of them must have the same, since a collective of some
+    hangs."""
 
     def switched() -> tuple[bool, str]:
         off = os.environ.get(_DISABLE, "")
@@ -175,9 +177,9 @@ def _agree_on_request(
             )
         return loaded, f"{loaded.name} ({loaded.hash[:12]})"
 
-    def check() -> tuple[None, str]:
+    def check() -> tuple[RankOnHost, str]:
         check_hosts(hosts)
-        return None, repr(hosts)
+        return RankOnHost.mine(len(set(sharding_groups(model)))), repr(hosts)
 
     agreed = agree_on(
         groups,
@@ -189,7 +191,7 @@ def _agree_on_request(
             "policy": load,
         },
     )
-    return agreed["switch"], agreed["model"], agreed["policy"]
+    return agreed["switch"], agreed["model"], agreed["policy"], agreed["hosts"]
 
 
 def _over_replicas(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitInfo]:
@@ -232,6 +234,7 @@ def _chooser(
         parameter_dtype=gathers[0] if gathers else torch.float32,
         replicas=replica_group,
         hosts=[levels.groups(unit) for unit in units],
+        peers=[levels.peers(unit) for unit in units],
     )
 
 

@@ -122,7 +122,9 @@ class Merge:
             if used != numel:
                 raise StateError(
                     f"{where}: {used} of the {numel} elements of {name} of rank {rank} would be "
-                    "taken over: the ranks that saved it and those that load it do not fit"
+                    "taken over: the ranks that saved it and those that load it do not fit, nor "
+                    "do their hosts; what all ranks saved loads anywhere, with "
+                    "tagc.compressor(model).load(folder)"
                 )
 
 

@@ -26,10 +26,11 @@ class Work(Protocol):
 
 
 class Exchange(Protocol):
-    """One unit's collectives in one direction, over one group of ``W`` ranks.
+    """One unit's collectives in one direction, over one group of ``W`` ranks, or in two levels.
 
     A rank encodes a buffer ``[D, S]``, a row for every destination, and decodes one row of it from
-    the messages of all ``W`` ranks: a reduce-scatter has ``D = W``, an all-reduce ``D = 1``.
+    the messages of all ``W`` ranks: a reduce-scatter has ``D = W``, an all-reduce ``D = 1``. Where
+    ranks of a host add up first, ``W`` are hosts; where they hand messages on, all ranks.
 
     Attributes:
         row: the row that this rank decodes.

@@ -148,6 +148,11 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return group._get_backend(device).name().lower() == "gloo"
 
 
+def adds_itself(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether :func:`sum_rows` adds up by itself, and so writes to ``scratch``."""
+    return _is_gloo(group, device)
+
+
 def sum_rows(out: Tensor, inp: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> CollectiveWork:
     """Reduce-scatter SUM: ``out`` ``[m]`` is the sum over ranks of their row for this rank.
 

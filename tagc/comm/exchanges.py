@@ -11,6 +11,7 @@ from torch import Tensor
 from tagc.codecs.workspace import Workspace
 from tagc.comm.collectives import (
     CollectiveWork,
+    adds_itself,
     all_reduce_sum,
     all_to_all,
     gather_messages,
@@ -123,9 +124,12 @@ class HostExchange(ShardExchange):
         of ``grad``, ranks added in their order. A buffer that the next call overwrites."""
         H, R, S = self._group.size(), self._inside.size(), grad.shape[1]
         total = self._workspace.take("inside_sum", (H, S), grad.dtype)
-        scratch = self._workspace.take("inside_recv", (R, S), grad.dtype)
-        for row, of_host in zip(total, grad.view(H, R, S), strict=True):
-            work = sum_rows(row, of_host, scratch, self._inside)
+        rows = grad.view(H, R, S)
+        scratch = rows
+        if adds_itself(self._inside, grad.device):
+            scratch = self._workspace.take("inside_recv", (H, R, S), grad.dtype)
+        works = [sum_rows(total[h], rows[h], scratch[h], self._inside) for h in range(H)]
+        for work in works:
             work.wait()
             self.inside_bytes += work.wire_bytes
         return total

@@ -102,11 +102,13 @@ class UnitGatherer:
         info = self.plan.info
         # With reshard_after_forward an int, the backward gathers in a smaller group.
         planned = group.size() == info.world_size
-        peers = self.plan.peers if planned else group.size()
-        self.dense_bytes += (peers - 1) * inp.numel() * inp.element_size()
         if not planned:
-            self._gather_natively(out, inp, group)
+            inside = info.ranks_per_host % group.size() == 0
+            if not inside:
+                self.dense_bytes += (group.size() - 1) * inp.numel() * inp.element_size()
+            self._gather_natively(out, inp, group, inside=inside)
             return
+        self.dense_bytes += (self.plan.peers - 1) * inp.numel() * inp.element_size()
         exchange = self._connect(group)
         if not self.plan.compressed:
             if info.ranks_per_host == 1:
@@ -180,11 +182,18 @@ class UnitGatherer:
         self._encode(inp, now)
         return (now[0] != message).any()
 
-    def _gather_natively(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> None:
+    def _gather_natively(
+        self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, *, inside: bool = False
+    ) -> None:
+        """By the backend's own collective; perhaps among neighbours inside a host."""
         self._lockstep.check(group, 0)
         with failing_in(self._lockstep.what, group):
             all_gather(out, inp, group=group)
-        self.wire_bytes += (group.size() - 1) * inp.numel() * inp.element_size()
+        sent = (group.size() - 1) * inp.numel() * inp.element_size()
+        if inside:
+            self.inside_bytes += sent
+        else:
+            self.wire_bytes += sent
 
     def _exchange(self, received: Tensor, inp: Tensor, exchange: GroupExchange) -> None:
         send = self._workspace.take("parameters_send", (1, self.plan.words), torch.int32)

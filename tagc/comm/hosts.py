@@ -56,7 +56,7 @@ class HostGroups:
         same ranks their name, and these then wait for what the former ones left behind.
         """
         self._users -= 1
-        world, ranks, _ = self._key
+        world, ranks, *_ = self._key
         if self._users or _made.get(self._key) is not self:
             return
         if world is dist.group.WORLD and len(ranks) == dist.get_world_size():
@@ -66,7 +66,8 @@ class HostGroups:
 
 
 # Models are wrapped again and again, and not all are unwrapped; groups are sockets and threads. By
-# the group of all processes, the ranks of the sharding group, and how many of them share a host.
+# the group of all processes, the ranks of the sharding group, how many of them share a host,
+# backend and timeout.
 _made: dict[tuple[Any, ...], HostGroups] = {}
 
 
@@ -141,29 +142,46 @@ class RankOnHost:
 
     Attributes:
         host: see :func:`host_identity`.
-        groups: process groups that this rank has made so far.
-        made: ranks, and ranks per host, that it has :class:`HostGroups` of.
+        everywhere, partial: by which torch names new groups that all processes make, and those
+            that only their members do.
+        made: what it has :class:`HostGroups` of.
+        shardings: sharding groups of the model that it is in.
+        splits: whether torch makes new groups by splitting that of all processes.
     """
 
     host: str
-    groups: int
-    made: frozenset[tuple[tuple[int, ...], int]]
+    everywhere: int = 0
+    partial: int = 0
+    made: frozenset[tuple[Any, ...]] = frozenset()
+    shardings: int = 1
+    splits: bool = False
 
     @classmethod
-    def mine(cls) -> RankOnHost:
+    def mine(cls, shardings: int = 1) -> RankOnHost:
         """Of this rank, now."""
         for key in [key for key in _made if key[0] is not dist.group.WORLD]:
             del _made[key]  # the user destroyed all groups
         made = frozenset(key[1:] for key in _made)
-        return cls(host_identity(), len(dist.distributed_c10d._world.pg_names), made)
+        world = dist.distributed_c10d._world
+        return cls(
+            host=host_identity(),
+            everywhere=world.group_count,
+            partial=len(world.pg_names),
+            made=made,
+            shardings=shardings,
+            splits=getattr(dist.group.WORLD, "bound_device_id", None) is not None,
+        )
 
 
-def layout_of(ranks: Sequence[int], said: Mapping[int, RankOnHost], hosts: Hosts) -> HostLayout:
+def layout_of(
+    ranks: Sequence[int], said: Mapping[int, RankOnHost], hosts: Hosts, processes: int
+) -> HostLayout:
     """The layout of a group, the same on all of its ranks.
 
     Args:
         ranks: those of the group, in its order.
         said: what each of them told.
+        processes: in all.
 
     Raises:
         ValueError: if the user asks for hosts that this group cannot have.
@@ -174,18 +192,28 @@ def layout_of(ranks: Sequence[int], said: Mapping[int, RankOnHost], hosts: Hosts
         layout = found_layout([said[rank].host for rank in ranks])
     else:
         layout = forced_layout(hosts, len(ranks))
-    obstacle = None
-    if [*ranks] != sorted(ranks):
-        obstacle = f"the ranks of the group are not in ascending order: {[*ranks]}"
-    elif len({said[rank].groups for rank in ranks}) > 1:
-        # torch names new groups by how many there are, and ranks that name one differently wait
-        # for each other.
-        obstacle = "its ranks have made different numbers of process groups before"
+    obstacle = _obstacle(ranks, [said[rank] for rank in ranks], processes)
     if layout.ranks_per_host == 1 or obstacle is None:
         return layout
     if hosts != "auto":
         raise ValueError(f"hosts={hosts} is not possible: {obstacle}; give hosts=None")
     return HostLayout(ranks_per_host=1, why=obstacle)
+
+
+def _obstacle(ranks: Sequence[int], said: Sequence[RankOnHost], processes: int) -> str | None:
+    """Why ranks of a group cannot make groups of hosts; None if nothing is in the way."""
+    if [*ranks] != sorted(ranks):
+        return f"the ranks of the group are not in ascending order: {[*ranks]}"
+    everywhere = len(ranks) == processes
+    # torch names new groups by how many there are, and ranks that name one differently wait for
+    # each other.
+    if len({one.everywhere if everywhere else one.partial for one in said}) > 1:
+        return "its ranks have made different numbers of process groups before"
+    if not everywhere and max(one.shardings for one in said) > 1:
+        return "its ranks share the model in several groups of a part of all processes"
+    if not everywhere and any(one.splits for one in said):
+        return "init_process_group(device_id=...) makes new groups of all processes together only"
+    return None
 
 
 def host_groups(
@@ -200,19 +228,18 @@ def host_groups(
         said: what each of them told: groups that all of them have are used again.
     """
     ranks = tuple(dist.get_process_group_ranks(group))
-    key = (dist.group.WORLD, ranks, ranks_per_host)
+    options: Any = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    key = (dist.group.WORLD, ranks, ranks_per_host, str(dist.get_backend_config(group)), timeout)
     if not all(key[1:] in said[rank].made for rank in ranks):
-        _made[key] = _new_groups(group, ranks_per_host, device, key)
+        _made[key] = _new_groups(group, key)
     _made[key]._users += 1
     return _made[key]
 
 
-def _new_groups(
-    group: dist.ProcessGroup, ranks_per_host: int, device: torch.device, key: tuple[Any, ...]
-) -> HostGroups:
-    ranks, R = key[1], ranks_per_host
+def _new_groups(group: dist.ProcessGroup, key: tuple[Any, ...]) -> HostGroups:
+    _, ranks, R, backend, timeout = key
     host, place = divmod(group.rank(), R)
-    options: Any = getattr(group._get_backend(device), "options", None)
     everywhere = len(ranks) == dist.get_world_size()
 
     def made(members: Sequence[tuple[int, ...]], mine: int, name: str) -> dist.ProcessGroup:
@@ -221,8 +248,8 @@ def _new_groups(
         new = [
             dist.new_group(
                 some,
-                timeout=getattr(options, "_timeout", None),
-                backend=dist.get_backend_config(group),
+                timeout=timeout,
+                backend=backend,
                 use_local_synchronization=not everywhere,
                 group_desc=f"tagc {name}",
             )

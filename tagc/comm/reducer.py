@@ -182,7 +182,8 @@ class UnitReducer:
         op: dist.ReduceOp.RedOpType,
         native: Native | None = None,
     ) -> None:
-        """Write this rank's shard of the sum or average of all ranks' ``inp`` to ``out``.
+        """Write this rank's shard of the sum or average of all ranks' ``inp`` to ``out``; zeros if
+        the gradient waits inside the host.
 
         Args:
             out: ``[S]``.
@@ -196,22 +197,22 @@ class UnitReducer:
             RuntimeError: if buffer, group or operation are not what the plan was made for, before
                 anything is sent; or if another rank does not answer in time.
         """
-        if self.plan.compressed or self._in_levels:
+        if self.plan.compressed:
             self._check(out, inp, group, op)
         step = self.earlier_steps + self.steps
         compresses = bool(self.plan.compressed) and step >= self.plan.warmup_steps
         words = self.plan.words if compresses else 0
         exchange = self._connect(group)
-        grad = inp.view(-1, self.plan.buffer_columns) if compresses or self._in_levels else inp
-        if self._in_levels:
+        in_levels = self._in_levels and self._can_add(group, op)
+        grad = inp.view(-1, out.numel()) if compresses or in_levels else inp
+        if in_levels:
             crosses = self._crosses()
             # A micro-batch that stays inside is no other host's matter.
             groups = exchange.groups if crosses else exchange.groups[:1]
             self._lockstep.announce(groups, words if crosses else 0, step)
             self._lockstep.confirm()
-            grad = self._add_inside(grad, exchange)
+            grad = self._add_inside(grad, exchange, crosses)
             if not crosses:
-                self._waiting = grad.clone()
                 out.zero_()
                 return
         else:
@@ -222,10 +223,25 @@ class UnitReducer:
                 self._reduce(out, grad, exchange, group, op)
             else:
                 self._lockstep.confirm()
-                self._reduce_densely(out, grad, exchange, group, op, native)
+                self._reduce_densely(out, grad, exchange if in_levels else None, group, op, native)
 
-    def _add_inside(self, grad: Tensor, exchange: GroupExchange) -> Tensor:
-        """The sum ``[H, S]`` of the host's ranks, and of the micro-batches that waited."""
+    def _can_add(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> bool:
+        """Whether hosts can have part of a reduction: of a unit with nothing compressed it may be
+        one of any kind, which is left to the backend then, the same on all ranks."""
+        plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        if plain and group.size() == self.plan.info.world_size:
+            return True
+        if self._waiting is not None:
+            raise RuntimeError(
+                f"tagc: micro-batches of unit {self._name!r} wait inside the host, but "
+                f"now it is reduced with {_name_of(op)} over {group.size()} ranks; reduce all "
+                "micro-batches of a step alike"
+            )
+        return False
+
+    def _add_inside(self, grad: Tensor, exchange: GroupExchange, crosses: bool) -> Tensor:
+        """The sum ``[H, S]`` of the host's ranks, and of the micro-batches that waited; it waits,
+        too, unless it crosses."""
         with (
             failing_in(self._lockstep.what, exchange.groups[0]),
             record_function(f"TAGC::add inside the host ({self._name})"),
@@ -233,7 +249,19 @@ class UnitReducer:
             total = exchange.add_inside(grad)
         self.inside_bytes += exchange.inside_bytes
         if self._waiting is not None:
-            total.add_(self._waiting)
+            if self._waiting.shape != total.shape:
+                raise RuntimeError(
+                    f"tagc: unit {self._name!r} has {total.shape[1]} gradient columns per rank, "
+                    f"but {self._waiting.shape[1]} in micro-batches of this step before: "
+                    f"{self._remedy or 'let every parameter take part in all of them'}"
+                )
+            # In float32 whatever FSDP reduces: there may be many of them.
+            self._waiting.add_(total)
+            if crosses:
+                total.copy_(self._waiting)
+        elif not crosses:
+            self._waiting = total.to(torch.float32, copy=True)
+        if crosses:
             self._waiting = None
         return total
 
@@ -313,8 +341,12 @@ class UnitReducer:
             raise RuntimeError(
                 f"tagc: unit {self._name!r} holds gradients of micro-batches that have not left "
                 "the host (set_requires_all_reduce(False)), which no state has; save after the "
-                "optimizer's step"
+                "optimizer's step, or call tagc.compressor(model).drop_waiting()"
             )
+
+    def drop_waiting(self) -> None:
+        """Forget the gradients of micro-batches that have not left the host."""
+        self._waiting = None
 
     def state(self) -> dict[str, Tensor]:
         """What the next reduction and the counters depend on, beside the residuals; names and
@@ -354,13 +386,13 @@ class UnitReducer:
         self,
         out: Tensor,
         grad: Tensor,
-        exchange: GroupExchange,
+        levels: GroupExchange | None,
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         native: Native | None,
     ) -> None:
-        if self._in_levels or self.plan.for_all:
-            work = exchange.sum_dense(out, grad)
+        if levels is not None or self.plan.for_all:
+            work = (levels or self._connect(group)).sum_dense(out, grad)
             work.wait()
             if op == dist.ReduceOp.AVG:
                 out.div_(self.plan.info.world_size)

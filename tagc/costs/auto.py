@@ -74,6 +74,7 @@ def measured_choice(
     parameter_dtype: torch.dtype = torch.float32,
     replicas: dist.ProcessGroup | None = None,
     hosts: Sequence[HostGroups | None] = (),
+    peers: Sequence[int] = (),
 ) -> FastestChoice:
     """Measure links and codecs, together with all other ranks, in about a second.
 
@@ -86,6 +87,7 @@ def measured_choice(
         replicas: the group of the all-reduce across replicas.
         hosts: the groups of every unit's ranks that add up inside a host first; None for units
             whose ranks do not. By default none do.
+        peers: ranks among which messages of the units travel, if not those of their groups.
 
     Raises:
         RuntimeError: if timing failed on another rank.
@@ -100,7 +102,8 @@ def measured_choice(
     def time_codecs() -> tuple[dict[str, Speed], str]:
         implementation = get_ops(device, ops)
         speeds: dict[str, Speed] = {}
-        for W in {group.size() for group in (*groups, *between)}:  # symbols depend on it
+        # Symbols depend on how many.
+        for W in {*peers, *(group.size() for group in (*groups, *between))}:
             sent = codecs_of(policy, dtype, W, parameters=False)
             gathered = codecs_of(policy, parameter_dtype, W, parameters=True)
             speeds |= measure_speeds(sent, implementation, device, dtype)

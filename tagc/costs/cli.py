@@ -110,7 +110,7 @@ def _check_ranks(args: argparse.Namespace) -> None:
         raise ModelError(f"--world {args.world} does not divide by --replicas {args.replicas}")
     if args.world == args.replicas:
         raise ModelError(f"--world {args.world} of as many replicas shards nothing")
-    if args.world % args.ranks_per_host or args.world == args.ranks_per_host:
+    if args.world % args.ranks_per_host:
         raise ModelError(
             f"--world {args.world} is not a number of hosts with --ranks-per-host "
             f"{args.ranks_per_host}"
@@ -148,6 +148,8 @@ def _explain(args: argparse.Namespace) -> int:
 def _advise(args: argparse.Namespace) -> int:
     _check_ranks(args)
     on_cpu = args.device == "cpu"
+    if args.world == args.ranks_per_host:
+        raise ModelError(f"--world {args.world} on a single host: nothing crosses its link")
     link = Link(
         bandwidth=args.bandwidth,
         latency=args.latency,

@@ -39,15 +39,20 @@ class Levels:
     def notes(self) -> tuple[str, ...]:
         """See the class."""
         said = {}
-        for layout in self._layouts.values():
+        for ranks, layout in self._layouts.items():
             R = layout.ranks_per_host
-            text = f"two levels, {R} ranks on a host" if R > 1 else "every rank sends for itself"
+            text = f"two levels, {len(ranks) // R} hosts of {R} ranks"
+            text = text if R > 1 else "every rank sends for itself"
             said[f"hosts: {text} ({layout.why})"] = None
         return tuple(said)
 
     def info(self, unit: Unit) -> UnitInfo:
         """The unit's reduce-scatter as its ranks lie on hosts."""
         return replace(unit.info, ranks_per_host=self._layouts[_ranks(unit)].ranks_per_host)
+
+    def peers(self, unit: Unit) -> int:
+        """Ranks among which the unit's messages travel."""
+        return unit.info.world_size // self.info(unit).ranks_per_host
 
     def gather_info(self, unit: Unit) -> UnitInfo | None:
         """The unit's all-gather, likewise; None where that cannot be replaced."""
@@ -80,7 +85,7 @@ def _ranks(unit: Unit) -> tuple[int, ...]:
 
 
 def _layout(unit: Unit, hosts: Hosts, said: Mapping[int, RankOnHost]) -> HostLayout:
-    layout = layout_of(_ranks(unit), said, hosts)
+    layout = layout_of(_ranks(unit), said, hosts, dist.get_world_size())
     if layout.ranks_per_host == 1 or unit.info.flat is None:
         return layout
     if hosts != "auto":
