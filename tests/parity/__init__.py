@@ -5,8 +5,8 @@
 
 A case passes if, over several backwards with data of each rank and step,
 
-- `dense`: the gradients of every step have the bits of native FSDP's (on hosts of two ranks: see the
-  next);
+- `dense`: the gradients of every step have the bits of native FSDP's (on hosts of two ranks: as
+  for the others);
 - every other policy: the sum of the gradients that tagc handed out and of all residuals is the sum
   of the native gradients, within the rounding of the sums (`sums.bound`);
 - `int32x1` at density 1, besides: what all ranks together still owe an element is at most half a

@@ -25,9 +25,9 @@ def table(outcomes: Mapping[Case, Outcome]) -> str:
         f"with a message, {counts['failed']} failed. Printed by `make parity`, torch "
         f"{torch.__version__.split('+')[0]}, CPU and gloo. What passing means, and how a case is "
         "run, is in [tests/parity](../tests/parity/__init__.py): `dense` has the bits of native "
-        "FSDP (on hosts of two ranks, which add up in another order, its sums within their rounding), "
-        "and with every other policy the gradients handed out and what ranks still owe add "
-        "up to the native gradients. Options and policies have the names there."
+        "FSDP (on hosts of two ranks, which add up in another order, its sums within their "
+        "rounding), and with every other policy the gradients handed out and what ranks still owe "
+        "add up to the native gradients. Options and policies have the names there."
     )
     said: dict[str, None] = {}
     for api in APIS:
