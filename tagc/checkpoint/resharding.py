@@ -122,9 +122,7 @@ class Merge:
             if used != numel:
                 raise StateError(
                     f"{where}: {used} of the {numel} elements of {name} of rank {rank} would be "
-                    "taken over: the ranks that saved it and those that load it do not fit, nor "
-                    "do their hosts; what all ranks saved loads anywhere, with "
-                    "tagc.compressor(model).load(folder)"
+                    "taken over: the ranks that saved it and those that load it do not fit"
                 )
 
 
@@ -148,6 +146,7 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
     merge = Merge()
     if source.alone:
         _check_owned(source, old, holdings[rank])
+        _check_hosts(source, old, new)
     for name, found in old.items():
         holders = new.get(name, [])
         if not holders or not all(saved.fits(holders[0][2]) for saved in found):
@@ -234,6 +233,25 @@ def _check_owned(
         kind = next((kind for kind in _OWNED if name.startswith(kind)), None)
         if kind and name not in old and any(other.startswith(kind) for other in old):
             raise StateError(_not_mine(source, 0, full, places[full]))
+
+
+def _check_hosts(
+    source: Source,
+    old: Mapping[str, list[Saved]],
+    new: Mapping[str, list[tuple[int, str, ParamLocation]]],
+) -> None:
+    """A single rank's state has what that rank owed, which depends on who shared its host."""
+    for name in old.keys() & new.keys():
+        if not name.startswith("residual.gradients."):
+            continue
+        owed = {saved.shard for saved in old[name]}
+        owes = {None if p.shard is None else (p.shard, p.shards) for _, _, p in new[name]}
+        if owed != owes:
+            raise StateError(
+                f"{source.where}: saved where ranks lay on hosts in another way than now. Load "
+                "what all ranks saved, with tagc.compressor(model).load(folder), or wrap the model "
+                "with the hosts=... of then"
+            )
 
 
 def _not_mine(source: Source, covered: int, name: str, place: ParamLocation) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tagc
 from support.distributed import on_ranks
 from support.failing import fails
-from support.gathering import gathering
+from support.gathering import INT8, gathering
 from support.small_net import loss_of, sharded
 from support.states import POLICIES, run, wrapped
 from tagc.comm import hosts
@@ -151,6 +152,47 @@ def test_what_waits_cannot_be_saved(rank: int, world_size: int) -> None:
     after = compressor.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before if "residual" in name)
+
+
+@on_ranks(4)
+def test_what_is_gathered_again_inside_a_host(rank: int, world_size: int) -> None:
+    """``reshard_after_forward=2``: the backward gathers from the neighbour alone."""
+    model = wrapped(gathering(INT8), sharded(reshard_after_forward=2), hosts=2)
+    compressor = tagc.compressor(model)
+    run(model, rank, range(2))
+    planned = 2 * sum(u.wire_bytes(s) for u in compressor.plan().parameters for s in u.segments)
+    assert compressor.parameter_wire_bytes == planned
+    forward = 2 * sum(unit.inside_bytes for unit in compressor.plan().parameters)
+    assert compressor.metrics().parameter_inside_wire_bytes > forward
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_the_link_decides_on_hosts(rank: int, world_size: int, disabled: str) -> None:
+    """The links between hosts and inside them are measured; switched off, there are no groups to
+    measure, and a plan is made all the same."""
+    with patch.dict("os.environ", TAGC_DISABLE=disabled), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rule = {"when": {"name": "*.weight"}, "codec": {"kind": "auto"}}
+        policy = {"schema": 1, "gradients": [rule]}
+        model = tagc.wrap(sharded(), policy, hosts=2, ops="reference")
+    plan = tagc.compressor(model).plan()
+    assert {unit.info.ranks_per_host for unit in plan.units} == {2}
+    said = str(plan)
+    assert ("measured over 2 ranks, one of each host" in said) == (disabled == "0")
+    assert ("measured over 2 ranks of a host" in said) == (disabled == "0")
+    run(model, rank, range(1))
+
+
+@on_ranks(4)
+def test_a_state_of_another_layout_needs_all_ranks(rank: int, world_size: int) -> None:
+    flat, on_hosts = wrapped(QUANTIZED, hosts=None), wrapped(QUANTIZED, hosts=2)
+    run(flat, rank, range(1))
+    state = tagc.compressor(flat).state_dict()
+    kind, said = fails(lambda: tagc.compressor(on_hosts).load_state_dict(state))
+    assert kind == "StateError"
+    assert "ranks lay on hosts in another way than now" in said, said
+    assert "tagc.compressor(model).load(folder)" in said
 
 
 @on_ranks(4)
