@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import tagc
+from parity.model import loss_of as token_loss
+from support.block_net import net
+from support.block_net import sharded as by_blocks
 from support.distributed import on_ranks
 from support.failing import fails
 from support.gathering import INT8, gathering
@@ -131,6 +134,26 @@ def test_micro_batches_stay_inside(rank: int, world_size: int) -> None:
     assert 3 * crossing.wire_bytes == always.wire_bytes
     assert crossing.inside_wire_bytes == always.inside_wire_bytes
     assert (crossing.steps, always.steps) == (1, 3)
+
+
+@on_ranks(4)
+def test_a_unit_with_nothing_compressed_may_leave_parameters_unused(
+    rank: int, world_size: int
+) -> None:
+    """As without hosts: what FSDP reduces of such a unit is what there is."""
+    rule = {"when": {"name": "blocks.*.up.weight"}, "codec": {"kind": "quantized", "bits": 8}}
+    native = by_blocks(net(extra=True))
+    model = wrapped({"schema": 1, "gradients": [rule]}, by_blocks(net(extra=True)), hosts=2)
+    for each in (native, model):
+        token_loss(each, rank, 0).backward()
+    for (name, p), q in zip(model.named_parameters(), native.parameters(), strict=True):
+        if "blocks" in name:
+            continue
+        assert (p.grad is None) == (q.grad is None) == ("extra" in name)
+        if p.grad is not None:
+            # Sums of 4 ranks' gradients, in two orders.
+            mine, theirs = p.grad.to_local(), q.grad.to_local()
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(4)

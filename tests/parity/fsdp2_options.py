@@ -266,7 +266,6 @@ HOSTS: dict[str, Option] = {
         "accumulation with sync",
         "some parameters frozen",
         "a unit frozen",
-        "unused parameters",
         "reduce_scatter_unused_params",
         "tied weights",
         "checkpoint inside",
