@@ -58,7 +58,7 @@ class UnitState:
 
     def _named(self, residuals: dict[int, Tensor]) -> Iterator[tuple[str, ParamLocation, Tensor]]:
         plan = self.reducer.plan
-        stored_by_kind = list(self._by_shards(residuals))
+        stored_by_kind = [("residual", *rows) for rows in self._by_shards(residuals)]
         owner_states, feedbacks = self.reducer.owner_states, self.reducer.feedbacks
         for kind in OWNER_STATES:
             rules = {i: feedbacks[i].rule for i in owner_states}
@@ -70,18 +70,18 @@ class UnitState:
 
     def _by_shards(
         self, residuals: dict[int, Tensor]
-    ) -> Iterator[tuple[str, dict[int, Tensor], int | None]]:
+    ) -> Iterator[tuple[dict[int, Tensor], int | None]]:
         """The residuals, and the only shard that they are about; None for all shards."""
         plan = self.reducer.plan
         if plan.for_all:  # across replicas a rank has a residual of its own shard only
-            yield "residual", residuals, self.shard
+            yield residuals, self.shard
         elif plan.info.ranks_per_host == 1:
-            yield "residual", residuals, None
+            yield residuals, None
         else:  # one for each host: of the shard of the rank with this one's place there
             R = plan.info.ranks_per_host
             for host in range(plan.destinations):
                 rows = {i: rows[host : host + 1] for i, rows in residuals.items()}
-                yield "residual", rows, host * R + self.shard % R
+                yield rows, host * R + self.shard % R
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,16 +168,16 @@ def sum_rows(out: Tensor, inp: Tensor, scratch: Tensor, group: dist.ProcessGroup
 
 
 def gather_messages(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> CollectiveWork:
-    """``inp`` ``[1, m]`` of rank ``r`` is row ``r`` of ``out`` ``[W, m]`` on every rank."""
+    """``inp`` ``[1, m]`` of rank ``r`` is row ``r`` of ``out`` ``[W, m]`` on every rank; it may lie
+    there already."""
     if by_messages(group, inp.device):
-        works = _messages(out.unbind(), [inp[0]] * group.size(), group)
-    else:
-        works = [all_gather(out.view(-1), inp.view(-1), group=group, async_op=True)]
+        return gather_to_rows(out.unbind(), inp[0], group)
+    works = [all_gather(out.view(-1), inp.view(-1), group=group, async_op=True)]
     return CollectiveWork(works, (group.size() - 1) * inp.numel() * inp.element_size())
 
 
 def gather_to_rows(out: Sequence[Tensor], inp: Tensor, group: dist.ProcessGroup) -> CollectiveWork:
-    """``inp`` ``[m]`` of rank ``r`` is ``out[r]`` on every rank; ``inp`` may be this rank's."""
+    """``inp`` ``[m]`` of rank ``r`` is ``out[r]`` on every rank, wherever these rows lie."""
     if by_messages(group, inp.device):
         works = _messages(out, [inp] * group.size(), group)
     else:

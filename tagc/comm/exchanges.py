@@ -173,14 +173,12 @@ class HostBroadcastExchange(BroadcastExchange):
 
         Its work has the bytes to other hosts.
         """
-        R = self._inside.size()
-        by_place = received.view(-1, R, received.shape[1]).unbind(1)
-        across = gather_to_rows(by_place[self._inside.rank()].unbind(), message[0], self._group)
+        hosts = received.view(self._group.size(), self._inside.size(), -1)
+        own = self._inside.rank()
+        across = gather_to_rows(hosts[:, own].unbind(), message[0], self._group)
         across.wait()
-        works = [
-            gather_to_rows(of_host.unbind(), of_host[self._inside.rank()], self._inside)
-            for of_host in received.view(-1, R, received.shape[1])
-        ]
+        # In place: what this rank hands on lies where it belongs.
+        works = [gather_messages(rows, rows[own : own + 1], self._inside) for rows in hosts]
         for work in works:
             work.wait()
         self.inside_bytes += sum(work.wire_bytes for work in works)

@@ -97,13 +97,7 @@ class ModelShapes:
                     "world_size": world_size,
                     "ranks_per_host": ranks_per_host,
                 }
-                reduces.append(
-                    UnitInfo(
-                        params=tuple(trained),
-                        dtype=dtype,
-                        **common,
-                    )
-                )
+                reduces.append(UnitInfo(params=tuple(trained), dtype=dtype, **common))
                 gathers.append(
                     UnitInfo(
                         params=tuple(sharded),

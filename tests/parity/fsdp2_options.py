@@ -252,35 +252,33 @@ REPLICAS: dict[str, Option] = {
     ),
 }
 # On hosts of two ranks.
-HOSTS: dict[str, Option] = {
-    name: replace(option, ranks=(4,))
-    for name, option in FSDP2.items()
-    if name
-    in (
-        "plain",
-        "one unit",
-        "force_sum_reduction",
-        "divide factor 3, force_sum",
-        "divide factor 7",
-        "gradient_sync off",
-        "accumulation with sync",
-        "some parameters frozen",
-        "a unit frozen",
-        "reduce_scatter_unused_params",
-        "tied weights",
-        "checkpoint inside",
-        "CPU offload",
-        "sharded by columns",
-    )
-} | {
-    "requires_all_reduce off": Option(shard=by_block, backward=not_replicated, ranks=(4,)),
-    "requires_all_reduce off, sums": Option(
-        shard=by_block,
-        configure=SUMS,
-        backward=not_replicated,
-        sums=True,
-        divides=lambda ranks: ranks,
-        ranks=(4,),
-    ),
-    "three hosts": Option(shard=by_block, ranks=(6,)),
-}
+HOSTS: dict[str, Option] = (
+    {
+        name: replace(option, ranks=(4,))
+        for name, option in FSDP2.items()
+        if name
+        in (
+            "plain",
+            "one unit",
+            "force_sum_reduction",
+            "divide factor 3, force_sum",
+            "divide factor 7",
+            "gradient_sync off",
+            "accumulation with sync",
+            "some parameters frozen",
+            "a unit frozen",
+            "reduce_scatter_unused_params",
+            "tied weights",
+            "checkpoint inside",
+            "CPU offload",
+            "sharded by columns",
+        )
+    }
+    | {
+        name: replace(REPLICAS[name], ranks=(4,))
+        for name in ("requires_all_reduce off", "requires_all_reduce off, sums")
+    }
+    | {
+        "three hosts": Option(shard=by_block, ranks=(6,)),
+    }
+)

@@ -1,0 +1,80 @@
+"""Speeds of codecs: everything that a plan can hold is timed, and alike in every turn."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import tagc
+from tagc.costs import Link, Speed, auto, measure_speeds, speed_key
+from tagc.costs.shapes import synthetic
+from tagc.ops import get_ops
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_every_codec_of_the_shipped_policies_has_a_speed(parameters: bool) -> None:
+    """Whatever a plan holds is among what is measured for it."""
+    from tagc.costs import speed as codec_speed
+
+    timed: dict[str, Speed] = {}
+    with patch.dict(codec_speed._ELEMENTS, {"cpu": 1 << 12}):
+        for name in tagc.policies():
+            codecs = auto.codecs_of(tagc.Policy.load(name), torch.float32, 2, parameters=parameters)
+            new = [c for c in codecs if speed_key(c) not in timed]
+            ops, device = get_ops("cpu", "reference"), torch.device("cpu")
+            timed |= measure_speeds(new, ops, device, torch.float32, repeats=1)
+    assert all(speed.encode > 0 and speed.decode > 0 for speed in timed.values())
+    link = Link(bandwidth=1e3)
+    for name in tagc.policies():
+        plan = tagc.explain(synthetic_shapes(), name, world_size=2, link=link)
+        for unit in plan.all_units:
+            if unit.compressed and (unit.direction == "parameters") == parameters:
+                assert {speed_key(s.codec) for s in unit.segments} <= set(timed)
+
+
+@pytest.mark.parametrize("codec", [{"bits": 2}, {"group": 16, "level": 1.3}])
+def test_a_matrix_has_a_speed(codec: dict[str, Any]) -> None:
+    """By the rule as by the plan, whatever the shape."""
+    from tagc.costs import speed as codec_speed
+
+    rule = {"when": {"name": "*.weight"}, "codec": {"kind": "matrix", **codec}}
+    policy = tagc.Policy.load({"schema": 1, "gradients": [rule]})
+    codecs = auto.codecs_of(policy, torch.float32, 2, parameters=False)
+    ops, device = get_ops("cpu", "reference"), torch.device("cpu")
+    with patch.dict(codec_speed._ELEMENTS, {"cpu": 1 << 12}):
+        timed = measure_speeds(codecs, ops, device, torch.float32, repeats=1)
+    plan = tagc.explain({"a.weight": (96, 40)}, policy, world_size=2, link=Link(bandwidth=1e9))
+    assert {speed_key(s.codec) for s in plan.units[0].segments} < set(timed)
+    assert all(speed.encode > 0 and speed.decode > 0 for speed in timed.values())
+
+
+def test_every_turn_starts_from_an_empty_residual() -> None:
+    """One that grew from turn to turn would select more than fits, and time the trimming of it."""
+    from types import SimpleNamespace
+
+    from tagc.costs import speed as codec_speed
+
+    real, seen = get_ops("cpu", "reference"), []
+
+    def encoding(name: str) -> Any:
+        def call(grad: Any, residual: Any, *rest: Any, **sizes: Any) -> None:
+            seen.append((name, float(residual.abs().max())))
+            getattr(real, name)(grad, residual, *rest, **sizes)
+
+        return call
+
+    decoders = {name: getattr(real, name) for name in ("decode", "unpack", "dequantize")}
+    encoders = {name: encoding(name) for name in ("encode", "pack", "quantize")}
+    ops: Any = SimpleNamespace(**decoders, **encoders)
+    with patch.dict(codec_speed._ELEMENTS, {"cpu": 1 << 12}):
+        for policy in ("all", "packed-20", "loco-4bit"):
+            codecs = auto.codecs_of(tagc.Policy.load(policy), torch.float32, 2, parameters=False)
+            measure_speeds(codecs, ops, torch.device("cpu"), torch.float32, repeats=3)
+    assert seen == [(name, 0.0) for name in ("encode", "pack", "quantize") for _ in range(4)]
+
+
+def synthetic_shapes() -> dict[str, tuple[int, ...]]:
+    return {p.name: p.shape for p in synthetic(1_000_000).params}

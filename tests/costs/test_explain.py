@@ -1,0 +1,135 @@
+"""`tagc explain` and `tagc.explain`: the plan that `tagc.wrap` would make."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import tagc
+from support.distributed import on_ranks
+from tagc.cli import main
+from tagc.costs import Link
+
+
+def run(capsys: Any, *argv: str) -> str:
+    assert main([*argv]) == 0
+    return capsys.readouterr().out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Linear(65, 129)
+        self.up_proj = nn.Linear(129, 255)
+        self.experts = nn.ModuleList(nn.Linear(31, 31) for _ in range(2))
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, tied weights, and a frozen matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(301, 63)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(65)
+        self.lm_head = nn.Linear(63, 301, bias=False)
+        self.lm_head.weight = self.wte.weight
+        self.get_parameter("layers.1.up_proj.weight").requires_grad_(False)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("policy", ["non-attn", "hybrid", "loco-4bit"])
+def test_explain_is_what_wrap_makes(rank: int, world_size: int, policy: str) -> None:
+    check_explained(policy, world_size)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("policy", ["hybrid", "loco-4bit"])
+def test_explain_is_what_wrap_makes_on_hosts(rank: int, world_size: int, policy: str) -> None:
+    check_explained(policy, world_size, hosts=2)
+
+
+def check_explained(policy: str, world_size: int, hosts: int | None = None) -> None:
+    with torch.device("meta"):
+        expected = tagc.explain(Net(), policy, world_size=world_size, ranks_per_host=hosts or 1)
+    model: Any = Net()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    # FSDP learns only in its first forward which module is the root.
+    wrapped = tagc.wrap(model, policy, hosts=hosts, ops="reference")
+    plan = tagc.compressor(wrapped).plan()
+    assert [u.info.name for u in plan.units] == [u.info.name for u in expected.units]
+    # Only ranks know where they are.
+    said = [line for line in str(plan).splitlines() if not line.startswith("- hosts: ")]
+    assert len(said) == len(str(plan).splitlines()) - 1
+    assert said == str(expected).splitlines()
+    assert plan.fingerprint == expected.fingerprint
+
+
+def test_explain_a_module_from_a_file(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "explained_net.py").write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    m = nn.Module()\n"
+        "    m.h = nn.ModuleList(nn.Linear(1 << 20, 1 << 10, bias=False) for _ in range(3))\n"
+        "    m.wte = nn.Embedding(1024, 64)\n"
+        "    return m\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    policy = {"name": "h.*"}
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "schema: 1\ngradients:\n"
+        f"  - {{when: {json.dumps(policy)}, codec: {{kind: quantized, bits: 8}}}}\n"
+    )
+    out = run(
+        capsys, "explain", "explained_net:make", "--policy", str(file), "--world", "8",
+        "--dtype", "bf16",
+    )  # fmt: skip
+    assert out.startswith("3,221,291,008 parameters, 3 blocks, 8 ranks\n")
+    line = next(line for line in out.splitlines() if "h.2.weight" in line)
+    # 2 ** 27 columns: dense 7 · 2 bytes of each, 8 bits and 2 / 256 bytes of scale.
+    assert "quantized int8" in line
+    assert f"{7 * 2 * 2**27 / 2**30:.2f} GiB" in line
+    assert f"{7 * 2**27 * (1 + 2 / 256) / 2**20:.2f} MiB" in line
+    assert any("wte.weight" in line and " dense " in line for line in out.splitlines())
+
+
+def test_explain_auto_needs_a_link(capsys: Any) -> None:
+    assert main(["explain", "1e6", "--world", "4", "--policy", "auto"]) == 2
+    assert "policy 'auto' chooses by the link: give --bandwidth" in capsys.readouterr().err
+    out = run(capsys, "explain", "1e6", "--world", "4", "--policy", "auto", "--bandwidth", "1Gbit")
+    assert "- chosen by the bandwidth that was given; codec time is not included" in out
+    assert "quantized int4" in out
+
+
+def test_explain_in_python() -> None:
+    shapes = {f"layers.{i}.mlp.up_proj.weight": (1024, 512) for i in range(2)}
+    link = Link(bandwidth=1e6)
+    plan = tagc.explain(shapes, "auto", world_size=4, replicas=2, link=link)
+    directions = ("gradients", "parameters", "replicas")
+    assert [(u.direction, u.info.world_size) for u in plan.all_units] == [
+        (direction, 2) for direction in directions for _ in range(2)
+    ]
+    assert {u.segments[0].codec.name for u in plan.units} == {"quantized int4"}
+    with pytest.raises(tagc.PolicyError, match="needs a measured or a given link"):
+        tagc.explain(shapes, "auto", world_size=4)
+    with pytest.raises(ValueError, match="4 ranks do not divide among 3 replicas"):
+        tagc.explain(shapes, "dense", world_size=4, replicas=3)
+
+
+def test_explain_prints_warnings(capsys: Any) -> None:
+    """At 64 ranks a sketch of density 0.2 sends more than bfloat16."""
+    assert main(["explain", "1e8", "--world", "64", "--policy", "mlp-only", "--dtype", "bf16"]) == 0
+    assert "warning: policy 'mlp-only' sends" in capsys.readouterr().err
