@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tagc.checkpoint import OneRank, State, UnitState, open_folder, save_folder, to_state_dict
+from tagc.checkpoint import (
+    OneRank,
+    Source,
+    State,
+    UnitState,
+    open_folder,
+    save_folder,
+    to_state_dict,
+)
 from tagc.comm import UnitGatherer, UnitReducer
-from tagc.fsdp import Levels, Unit
+from tagc.fsdp import Levels, OptimizerSteps, Unit
 from tagc.metrics import Metrics, collect
 from tagc.plan import Plan
 
@@ -27,12 +35,14 @@ _ATTRIBUTE = "_tagc_compressor"
 @dataclass
 class Collectives:
     """What replaces FSDP's collectives, in the order of the units; gatherers and replica reducers
-    are empty where the policy leaves them. And the groups that tagc made for it."""
+    are empty where the policy leaves them. And the groups that tagc made for it, and what tells
+    gatherers of an optimizer's steps."""
 
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
     replica_reducers: list[UnitReducer] = field(default_factory=list)
     levels: Levels | None = None
+    steps: OptimizerSteps | None = None
 
     @property
     def all_reducers(self) -> list[UnitReducer]:
@@ -43,6 +53,8 @@ class Collectives:
         """Drop it all, with the scratch buffers of the operators and the groups."""
         if self.levels is not None:
             self.levels.release()
+        if self.steps is not None:
+            self.steps.close()
         for part in (*self.all_reducers, *self.gatherers):
             part.release()
         self.reducers.clear()
@@ -146,7 +158,7 @@ class Compressor:
                 (see :meth:`load`), or something would be dropped; nothing was changed.
             RuntimeError: likewise, but on another rank, or the ranks' states differ.
         """
-        self._state().load(lambda: OneRank(state_dict), force=force)
+        self._load(lambda: OneRank(state_dict), force=force)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the state to a folder that all ranks share: a safetensors file a rank, with
@@ -181,7 +193,13 @@ class Compressor:
                 would be dropped; nothing was changed.
             RuntimeError: likewise, but on another rank, or the ranks' states differ.
         """
-        self._state().load(lambda: open_folder(Path(folder), key), force=force)
+        self._load(lambda: open_folder(Path(folder), key), force=force)
+
+    def _load(self, open_source: Callable[[], Source], *, force: bool) -> None:
+        self._state().load(open_source, force=force)
+        if self._disabled:
+            # Nobody will be told what changes from now on.
+            self.refresh()
 
     def _state(self) -> State:
         made = self._collectives
@@ -258,6 +276,15 @@ class Compressor:
                     *reducer.owner_states.values(),
                 )
             ]
+
+    def refresh(self) -> None:
+        """Send all parameters whole and as they are in the next forward, where the policy sends
+        changes only (codec ``delta``). Call it on all ranks, whenever parameters are changed by
+        other means than an optimizer: weights loaded from a checkpoint, an average swapped in for
+        an evaluation and out again.
+        """
+        for gatherer in self._collectives.gatherers:
+            gatherer.refresh()
 
     def drop_waiting(self) -> None:
         """Forget the gradients of micro-batches that wait inside their hosts

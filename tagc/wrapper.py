@@ -14,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tagc.codecs.workspace import Workspace
 from tagc.comm import (
-    Connect,
+    CopyGatherer,
+    GroupExchange,
     HostBroadcastExchange,
     HostExchange,
     HostGroups,
     Hosts,
+    MessageGatherer,
     RankOnHost,
     ReplicaAverage,
     UnitGatherer,
@@ -28,7 +30,14 @@ from tagc.comm import (
     gather_by_rank,
 )
 from tagc.costs import is_automatic, measured_choice
-from tagc.fsdp import Integration, Levels, Unit, integration_of, sharding_groups
+from tagc.fsdp import (
+    Integration,
+    Levels,
+    OptimizerSteps,
+    Unit,
+    integration_of,
+    sharding_groups,
+)
 from tagc.handle import Collectives, Compressor, attach, attached
 from tagc.ops import Ops, get_ops
 from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
@@ -37,6 +46,7 @@ from tagc.version import __version__
 from tagc.warn import warn
 
 Model = TypeVar("Model", bound=nn.Module)
+Exchange = TypeVar("Exchange", bound=GroupExchange)
 
 _DISABLE = "TAGC_DISABLE"
 
@@ -252,10 +262,8 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
         return get_ops(unit.device, ops if unit_plan.compressed else "reference")
 
     def connect(
-        unit: Unit,
-        unit_plan: UnitPlan,
-        exchange: Callable[[HostGroups, Workspace], HostExchange | HostBroadcastExchange],
-    ) -> Connect | None:
+        unit: Unit, unit_plan: UnitPlan, exchange: Callable[[HostGroups, Workspace], Exchange]
+    ) -> Callable[[dist.ProcessGroup], Exchange] | None:
         groups = levels.groups(unit)
         if groups is None or unit_plan.info.ranks_per_host == 1:
             return None
@@ -278,22 +286,26 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
         pairs = zip(units, plans, strict=bool(plans))
         return [reducer(i, unit, unit_plan) for i, (unit, unit_plan) in enumerate(pairs)]
 
+    def gatherer(unit: Unit, unit_plan: UnitPlan, reducer: UnitReducer) -> UnitGatherer:
+        _check_gather(unit, unit_plan)
+        made_of = unit_plan, chosen(unit, unit_plan), unit.device, workspaces[unit.device]
+        exchange = connect(unit, unit_plan, HostBroadcastExchange)
+        if not unit_plan.keeps_copy:
+            return MessageGatherer(*made_of, connect=exchange)
+        return CopyGatherer(
+            *made_of,
+            rank=unit.group.rank(),
+            reductions=lambda: reducer.steps,
+            connect=exchange,
+        )
+
     made = Collectives(
         reducers=reducers(plan.units), replica_reducers=reducers(plan.replicas), levels=levels
     )
     if any(unit_plan.compressed for unit_plan in plan.parameters):
         # On every unit, so that bytes are counted of those, too, that stay as they are.
-        for unit, unit_plan in zip(units, plan.parameters, strict=True):
-            _check_gather(unit, unit_plan)
-            ops_of_unit, workspace = chosen(unit, unit_plan), workspaces[unit.device]
-            gatherer = UnitGatherer(
-                unit_plan,
-                ops_of_unit,
-                unit.device,
-                workspace,
-                connect=connect(unit, unit_plan, HostBroadcastExchange),
-            )
-            made.gatherers.append(gatherer)
+        planned = zip(units, plan.parameters, made.reducers, strict=True)
+        made.gatherers += [gatherer(*of_unit) for of_unit in planned]
     return made
 
 
@@ -315,6 +327,10 @@ def _install(
         unit.install(reducer)
     for unit, gatherer in zip(units, c.gatherers, strict=bool(c.gatherers)):
         unit.install_gather(gatherer)
+    pairs = zip(units, c.gatherers, strict=bool(c.gatherers))
+    copying = [(unit, g) for unit, g in pairs if isinstance(g, CopyGatherer)]
+    if copying:
+        c.steps = OptimizerSteps(copying)
     if replica_group is not None:
         for unit, reducer in zip(units, c.replica_reducers, strict=True):
             _install_average(unit, reducer, replica_group)

@@ -22,6 +22,8 @@ class Method:
 
     Attributes:
         codec, feedback: as in a policy's rule; dense where ``codec`` is empty.
+        parameters: codec of the all-gather, likewise.
+        gathered: dtype of the parameters that are gathered.
         average: ``eta`` of a moving average of the dense gradient; 0 for none.
         start: learning rates to begin with, if not its family's.
         momentum: AdamW's first, where the family has one.
@@ -30,6 +32,8 @@ class Method:
     name: str
     codec: dict[str, Any] = field(default_factory=dict)
     feedback: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    gathered: str = "float32"
     average: float = 0.0
     start: tuple[float, ...] = ()
     momentum: float = _MOMENTUM
@@ -59,10 +63,15 @@ class Method:
     @property
     def policy(self) -> dict[str, Any] | None:
         """Every matrix, however small."""
-        if not self.codec:
+        if not self.codec and not self.parameters:
             return None
-        rule = {"when": {"min_numel": 1}, "codec": self.codec, "feedback": self.feedback}
-        return {"schema": 1, "gradients": [rule]}
+        when = {"min_numel": 1}
+        rule = {"when": when, "codec": {"kind": "dense"}}
+        if self.codec:
+            rule = {"when": when, "codec": self.codec, "feedback": self.feedback}
+        policy = {"schema": 1, "gradients": [rule]}
+        gathers = {"parameters": [{"when": when, "codec": self.parameters}]}
+        return policy | (gathers if self.parameters else {})
 
 
 BASELINES = {"adam": "dense", "average": "dense, averaged"}
@@ -105,6 +114,18 @@ def _stored(method: Method, dtype: str) -> Method:
     return replace(method, name=name, feedback={**method.feedback, "dtype": dtype})
 
 
+def _changes(bits: int, method: Method | None = None, gathered: str = "float32") -> Method:
+    """With parameters sent as changes against a copy."""
+    method = method or Method(name=BASELINES["adam"])
+    copy = "" if gathered == "float32" else f" of a {gathered} copy"
+    return replace(
+        method,
+        name=f"{method.name}, changes{copy} in {bits} bit{'s' if bits > 1 else ''}",
+        parameters={"kind": "delta", "bits": bits},
+        gathered=gathered,
+    )
+
+
 _BIT = _matrix("1 bit", {"level": 1.3}, 0.83, 4.5e-3, 6e-3, 9e-3)
 _EIGHTH = _matrix("1 of 8", {"group": 8}, 0.35, 6e-3, 9e-3, 1.2e-2)
 _ALL = (
@@ -137,6 +158,12 @@ _ALL = (
     _packed(5, 4, "residual"),
     _packed(5, 4, "residual", lead=0.28),
     _packed(5, 4, "momentum"),
+    *(_changes(bits) for bits in (8, 4, 2, 1)),
+    _changes(4, gathered="bfloat16"),
+    # The policies `hosts` and `thrifty`, and less.
+    _changes(4, _stored(_quantized(4, "residual"), "bfloat16")),
+    _changes(2, _stored(_BIT, "bfloat16")),
+    _changes(2, _stored(_EIGHTH, "bfloat16")),
 )
 METHODS = {method.name: method for method in _ALL}
 QUICK = ("dense", "4 bits, residual", "matrix, 1 bit")

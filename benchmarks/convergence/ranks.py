@@ -6,10 +6,6 @@ the messages are carried by hand, from the rank that wrote them to the one that 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -17,8 +13,10 @@ from tagc.codecs import Work
 from tagc.codecs.workspace import Workspace
 from tagc.comm import UnitReducer
 from tagc.ops import get_ops
-from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.plan import UnitPlan, build_plan
 from tagc.policy import Policy
+
+from .units import Unit, units_of
 
 
 class _ByHand:
@@ -55,23 +53,17 @@ class SimulatedRanks:
     """
 
     def __init__(self, model: nn.Module, policy: Policy | None, ranks: int) -> None:
-        """Blocks of the model are units, and so is all that is in none, as with ``fully_shard``.
+        """Ranks with a model each, of units as :func:`units_of` finds them.
 
         Raises:
             ValueError: if the policy has sketches, whose sums are no messages.
         """
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        blocks: dict[str, dict[str, nn.Parameter]] = {}
-        for name, p in parameters.items():
-            head, _, rest = name.partition(".h.")
-            block = f"{head}.h.{rest.partition('.')[0]}" if rest else ""
-            blocks.setdefault(block, {})[name] = p
-        infos = [_info(name, members, ranks) for name, members in blocks.items()]
-        plans = build_plan(infos, policy).units if policy else [None] * len(infos)
-        members = [list(block.values()) for block in blocks.values()]
+        units = units_of(model, ranks)
+        infos = [unit.info for unit in units]
+        plans = build_plan(infos, policy, gathers=infos).units if policy else [None] * len(infos)
         self._units = [
-            _Unit(info, plan, params, seed)
-            for seed, (info, plan, params) in enumerate(zip(infos, plans, members, strict=True))
+            _Unit(unit, plan, seed)
+            for seed, (unit, plan) in enumerate(zip(units, plans, strict=True))
         ]
         planned = [plan for plan in plans if plan is not None]
         segments = [s for plan in planned for s in plan.compressed]
@@ -91,17 +83,11 @@ class SimulatedRanks:
 
 
 class _Unit:
-    def __init__(
-        self, info: UnitInfo, plan: UnitPlan | None, params: Sequence[nn.Parameter], seed: int
-    ) -> None:
-        device, W = params[0].device, info.world_size
-        stops = torch.tensor([p.columns for p in info.params]).cumsum(0).tolist()
-        self._slots = [
-            (p, slice(stop - u.columns, stop))
-            for p, u, stop in zip(params, info.params, stops, strict=True)
-        ]
-        self._grads = torch.zeros(W, W, stops[-1], device=device)  # [rank, owner, S]
-        self._out = torch.zeros(W, stops[-1], device=device)
+    def __init__(self, unit: Unit, plan: UnitPlan | None, seed: int) -> None:
+        self._slots = slots = unit.slots
+        device, W = slots.device, slots.ranks
+        self._grads = torch.zeros(W, W, slots.columns, device=device)  # [rank, owner, S]
+        self._out = torch.zeros(W, slots.columns, device=device)
         self._steps, self._plan, self._reducers = 0, plan, []
         if plan is None or not plan.compressed:
             return
@@ -116,18 +102,7 @@ class _Unit:
         self._messages = torch.empty(W, W, plan.words, dtype=torch.int32, device=device)
 
     def take(self, rank: int) -> None:
-        for p, columns in self._slots:
-            assert p.grad is not None
-            if p.shape[0] % len(self._out) == 0:
-                self._grads[rank, :, columns] = p.grad.view(len(self._out), -1)
-            else:
-                self._grads[rank, :, columns] = self._padded(p.grad)
-
-    def _padded(self, t: Tensor) -> Tensor:
-        rows = math.ceil(t.shape[0] / len(self._out)) * len(self._out)
-        padded = t.new_zeros(rows, *t.shape[1:])
-        padded[: len(t)] = t
-        return padded.view(len(self._out), -1)
+        self._slots.gradients(self._grads[rank])
 
     def average(self) -> None:
         W = len(self._out)
@@ -145,17 +120,4 @@ class _Unit:
             for exchange, reducer in zip(exchanges, self._reducers, strict=True):
                 owner = exchange.row
                 reducer.decode(self._messages[:, owner], self._out[owner], exchange, W)
-        for p, columns in self._slots:
-            assert p.grad is not None
-            whole = self._out[:, columns].reshape(-1)
-            p.grad.copy_(whole[: p.numel()].view_as(p))
-
-
-def _info(name: str, members: dict[str, nn.Parameter], ranks: int) -> UnitInfo:
-    def columns(p: Any) -> int:
-        return math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:])
-
-    params = tuple(
-        UnitParam(name=n, shape=tuple(p.shape), columns=columns(p)) for n, p in members.items()
-    )
-    return UnitInfo(name=name, params=params, world_size=ranks, dtype=torch.float32)
+        self._slots.set_gradients(self._out)

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tagc.policy import Policy
 
 from ..records import Record
+from .copies import SimulatedCopies
 from .methods import Method
 from .ranks import SimulatedRanks
 
@@ -62,6 +63,7 @@ class Run:
             "steps": self.steps,
             "rate": self.rate,
             "seed": self.seed,
+            **({"parameters": m.parameters, "gathered": m.gathered} if m.parameters else {}),
         }
 
 
@@ -70,7 +72,8 @@ def train(run: Run, device: str = "cpu") -> Record:
 
     Returns:
         ``loss`` (nats per byte on held-out text; None if it diverged), ``losses`` by step,
-        ``bits`` per compressed element, ``bits_with_warmup``, ``step_ms``.
+        ``bits`` per compressed element, ``bits_with_warmup``, ``step_ms``; ``parameter_bits`` where
+        parameters are compressed.
     """
     with _one_thread():
         return _train(run, torch.device(device))
@@ -86,17 +89,23 @@ def _train(run: Run, device: torch.device) -> Record:
     model = gpt.GPT(config).to(device)
     policy = Policy.load(run.method.policy) if run.method.policy else None
     ranks = SimulatedRanks(model, policy, shape.ranks)
+    copies = None
+    if policy is not None and policy.parameters:
+        copies = SimulatedCopies(model, policy, shape.ranks, getattr(torch, run.method.gathered))
     optimizer, schedule = _optimizer(model, run)
     averages = [torch.zeros_like(p) for p in model.parameters()] if run.method.average else []
     losses: dict[int, float] = {}
     seconds = 0.0
     for step in range(run.steps):
         started = time.perf_counter()
-        for rank in range(shape.ranks):
-            model.zero_grad()
-            batch = corpus.batch(shape.batch, shape.context, seed=run.seed, step=step, rank=rank)
-            _loss(model, batch, device).backward()
-            ranks.take(rank)
+        with copies.in_place() if copies else nullcontext():
+            for rank in range(shape.ranks):
+                model.zero_grad()
+                batch = corpus.batch(
+                    shape.batch, shape.context, seed=run.seed, step=step, rank=rank
+                )
+                _loss(model, batch, device).backward()
+                ranks.take(rank)
         ranks.average()
         for p, average in zip(model.parameters(), averages, strict=bool(averages)):
             assert p.grad is not None
@@ -104,10 +113,13 @@ def _train(run: Run, device: torch.device) -> Record:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+        if copies:
+            copies.note_step()
         seconds += time.perf_counter() - started
         done = step + 1
         if done * _EVALUATIONS // run.steps != step * _EVALUATIONS // run.steps:
-            losses[done] = _validate(model, corpus, device)
+            with copies.in_place() if copies else nullcontext():
+                losses[done] = _validate(model, corpus, device)
             if not math.isfinite(losses[done]):
                 break
     loss = losses[done]
@@ -118,6 +130,7 @@ def _train(run: Run, device: torch.device) -> Record:
         "parameters": sum(p.numel() for p in model.parameters()),
         "bits": bits,
         "bits_with_warmup": (32 * dense + bits * (run.steps - dense)) / run.steps,
+        **({"parameter_bits": copies.bits / copies.elements} if copies else {}),
         "loss": loss if math.isfinite(loss) else None,
         "losses": {str(s): round(x, 5) for s, x in losses.items() if math.isfinite(x)},
         "step_ms": round(1e3 * seconds / done, 1),

@@ -268,6 +268,9 @@ class State:
                 with reduced.opened() as residuals:
                     for name, place, residual in residuals:
                         place.put(residual, values[name].to(residual.device))
+            for gatherer in self.gathered:
+                # Nothing is owed there: parameters are exact on the ranks that own them.
+                gatherer.refresh()
 
         return apply
 

@@ -31,3 +31,8 @@ class CodecConfig(Strict):
     def shares_support(self) -> bool:
         """Whether all ranks are to send the groups that a shard's owner chose."""
         return False
+
+    @property
+    def needs_matrices(self) -> bool:
+        """Whether it has rows and columns to scale, so that its segments consist of matrices."""
+        return False

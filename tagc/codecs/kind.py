@@ -18,20 +18,18 @@ class CodecKind:
 
     Attributes:
         name: as policies spell it.
-        config: what a policy says about gradients with it.
-        parameter_config: what it says about parameters; None where they cannot have it.
+        config: what a policy says about gradients with it; None where they cannot have it.
+        parameter_config: what it says about parameters; likewise.
         plan: of a segment.
         make_plan: from either configuration.
         codec: state and step of a unit's segments.
         sample: its two steps on inputs of their own, to be timed.
-        needs_matrices: whether its segments consist of matrices.
     """
 
     name: str
-    config: type[CodecConfig]
+    config: type[CodecConfig] | None = None
     parameter_config: type[CodecConfig] | None = None
     plan: type[CodecPlan]
     make_plan: Callable[[Any, PlanRequest], CodecPlan]
     codec: Callable[[Sequence[CodecSegment[Any]], CodecSetup], Codec[Any]]
     sample: Callable[[Any, Sample], Steps]
-    needs_matrices: bool = False

@@ -73,6 +73,12 @@ class CodecPlan:
         """Whether the message of the forward's all-gather serves the backward's, too."""
         return False
 
+    @property
+    def of_changes(self) -> bool:
+        """Whether a message says what changed since the last one, and all who decode keep a copy
+        to add it to."""
+        return False
+
     def used_words(self, columns: int) -> int:
         """Words that matter to an owner whose shard fills only the first ``columns`` of the
         segment's (in FSDP1's flat buffer); the others need not be sent."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from tagc.codecs.codec import Codec, CodecSegment, CodecSetup
 from tagc.codecs.config import CodecConfig
+from tagc.codecs.delta import DELTA
 from tagc.codecs.dense import DENSE
 from tagc.codecs.dense.plan import plan_empty
 from tagc.codecs.kind import CodecKind
@@ -19,15 +20,15 @@ from tagc.codecs.plan import CodecPlan, PlanRequest
 from tagc.codecs.quantized import QUANTIZED
 from tagc.codecs.sketch import SKETCH
 
-CODECS: tuple[CodecKind, ...] = (SKETCH, PACKED, QUANTIZED, MATRIX, DENSE)
+CODECS: tuple[CodecKind, ...] = (SKETCH, PACKED, QUANTIZED, MATRIX, DELTA, DENSE)
 """In the order in which their words follow each other in a unit's message."""
 
 
 def kind_of(codec: CodecConfig | CodecPlan) -> CodecKind:
     """The kind that a configuration, or a plan, is of."""
     for kind in CODECS:
-        configs = (kind.config, kind.parameter_config or kind.config)
-        if isinstance(codec, (*configs, kind.plan)):
+        configs = (kind.config, kind.parameter_config)
+        if isinstance(codec, (*filter(None, configs), kind.plan)):
             return kind
     raise ValueError(f"{type(codec).__name__} is of no codec in CODECS")
 

@@ -2,27 +2,35 @@
 agree on."""
 
 from tagc.comm.agreement import agree_on, gather_by_rank
+from tagc.comm.copy_gatherer import CopyGatherer
 from tagc.comm.exchanges import (
     BroadcastExchange,
     Connect,
+    GroupExchange,
     HostBroadcastExchange,
     HostExchange,
     ShardExchange,
 )
 from tagc.comm.gatherer import Phase, UnitGatherer
+from tagc.comm.host_copy import HostCopy
 from tagc.comm.hosts import HostGroups, Hosts, RankOnHost, check_hosts
 from tagc.comm.lockstep import Lockstep
+from tagc.comm.message_gatherer import MessageGatherer
 from tagc.comm.reducer import UnitReducer
 from tagc.comm.replicas import ReplicaAverage
 
 __all__ = [
     "BroadcastExchange",
     "Connect",
+    "CopyGatherer",
+    "GroupExchange",
     "HostBroadcastExchange",
+    "HostCopy",
     "HostExchange",
     "HostGroups",
     "Hosts",
     "Lockstep",
+    "MessageGatherer",
     "Phase",
     "RankOnHost",
     "ReplicaAverage",

@@ -27,7 +27,7 @@ class GroupExchange(ABC):
     :class:`tagc.codecs.Exchange`.
 
     Attributes:
-        groups: that this rank exchanges anything with.
+        groups: that this rank exchanges anything with, the one between hosts last.
         inside_bytes: sent so far to ranks of the same host, where those add up first.
     """
 
@@ -145,7 +145,20 @@ class BroadcastExchange(GroupExchange):
 
     def send(self, received: Tensor, message: Tensor) -> CollectiveWork:
         """See :meth:`tagc.codecs.Exchange.send`."""
+        return self.send_across(received, message)
+
+    def send_across(self, received: Tensor, message: Tensor) -> CollectiveWork:
+        """Likewise, between hosts only: ``message`` ``[1, n]`` of the rank with this one's place on
+        host ``h`` to ``received[h]`` ``[n]``, where it may lie already."""
         return gather_messages(received, message, self._group)
+
+    def share(self, out: Tensor, rows: Tensor) -> None:
+        """Write what the ranks of a host have between them to ``out`` ``[H * R, n]``.
+
+        Args:
+            rows: ``[H, n]``, those of this rank: its ``h`` is row ``h * R + r`` of ``out``.
+        """
+        out.copy_(rows)
 
     def sum_dense(self, out: Tensor, grad: Tensor) -> CollectiveWork:
         """See :meth:`GroupExchange.sum_dense`; ``out`` may be ``grad``."""
@@ -174,15 +187,25 @@ class HostBroadcastExchange(BroadcastExchange):
         Its work has the bytes to other hosts.
         """
         hosts = received.view(self._group.size(), self._inside.size(), -1)
-        own = self._inside.rank()
-        across = gather_to_rows(hosts[:, own].unbind(), message[0], self._group)
+        across = gather_to_rows(hosts[:, self._inside.rank()].unbind(), message[0], self._group)
         across.wait()
-        # In place: what this rank hands on lies where it belongs.
+        self._hand_on(hosts)
+        return across
+
+    def share(self, out: Tensor, rows: Tensor) -> None:
+        """See :meth:`BroadcastExchange.share`."""
+        hosts = out.view(self._group.size(), self._inside.size(), -1)
+        hosts[:, self._inside.rank()] = rows
+        self._hand_on(hosts)
+
+    def _hand_on(self, hosts: Tensor) -> None:
+        """Tell the neighbours what this rank has of every host in ``hosts`` ``[H, R, n]``, in
+        place, as they do."""
+        own = self._inside.rank()
         works = [gather_messages(rows, rows[own : own + 1], self._inside) for rows in hosts]
         for work in works:
             work.wait()
-        self.inside_bytes += sum(work.wire_bytes for work in works)
-        return across
+            self.inside_bytes += work.wire_bytes
 
 
 Connect = Callable[[dist.ProcessGroup], GroupExchange]

@@ -63,10 +63,13 @@ def memory_time(bandwidth: float) -> CodecTime:
         messages = encoded / max(1, segment.columns)
         encode = encoded * (info.dtype.itemsize + 2 * stored)
         encode += 4 * messages * (codec.words + codec.cells)
-        copies = info.world_size if unit.direction == "parameters" else 1
+        rows = info.world_size if unit.direction == "parameters" else 1
+        if unit.keeps_copy:  # the own row is read, and all that are kept are read and written
+            encode += segment.columns * info.dtype.itemsize
+            rows = 2 * unit.peers
         decode = 4 * (unit.sources * codec.words + codec.cells)
-        decode += copies * segment.columns * info.dtype.itemsize
-        return (encode + decode * info.per_step) / bandwidth
+        decode += rows * segment.columns * info.dtype.itemsize
+        return (encode + decode * _decodings(unit)) / bandwidth
 
     return seconds
 
@@ -78,10 +81,14 @@ def no_time(unit: UnitPlan, segment: Segment) -> float:
 
 def _elements(unit: UnitPlan, segment: Segment) -> tuple[int, int]:
     """Elements that a rank encodes and decodes in a step."""
-    repeats = unit.info.per_step
     encoded = unit.destinations * segment.columns * unit.exchanges
     messages = 1 if segment.codec.cells else unit.sources
-    return encoded, messages * segment.columns * repeats
+    return encoded, messages * segment.columns * _decodings(unit)
+
+
+def _decodings(unit: UnitPlan) -> int:
+    """How often a unit's messages are decoded in a step: a copy has them for good."""
+    return 1 if unit.keeps_copy else unit.info.per_step
 
 
 def codec_seconds(unit: UnitPlan, time: CodecTime) -> float:

@@ -2,6 +2,15 @@
 
 from tagc.fsdp.integrations import INTEGRATIONS, integration_of, sharding_groups
 from tagc.fsdp.levels import Levels
+from tagc.fsdp.optimizer_steps import OptimizerSteps
 from tagc.fsdp.unit import Integration, Unit
 
-__all__ = ["INTEGRATIONS", "Integration", "Levels", "Unit", "integration_of", "sharding_groups"]
+__all__ = [
+    "INTEGRATIONS",
+    "Integration",
+    "Levels",
+    "OptimizerSteps",
+    "Unit",
+    "integration_of",
+    "sharding_groups",
+]

@@ -70,6 +70,11 @@ class FSDP2Unit(Unit):
         """See :attr:`Unit.has_all_reduce_hook`."""
         return self._native[2] is not None
 
+    def trainable(self) -> list[nn.Parameter]:
+        """See :meth:`Unit.trainable`."""
+        params = [p.sharded_param for p in self._param_group.fsdp_params]
+        return [p for p in params if p.requires_grad]
+
     def shard(self) -> Tensor:
         """See :meth:`Unit.shard`."""
         shards = [p._sharded_param_data.detach() for p in self._param_group.fsdp_params]

@@ -76,6 +76,10 @@ class Unit:
         """Whether somebody else set one."""
         raise NotImplementedError
 
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer may hold now, as it knows them."""
+        raise NotImplementedError
+
     def shard(self) -> Tensor:
         """This rank's part of what the all-gather sends now, ``[S]``."""
         raise NotImplementedError

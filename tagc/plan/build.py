@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tagc.codecs import CodecPlan, PlanRequest, kind_of, plan_codec
+from tagc.codecs import CodecPlan, PlanRequest, plan_codec
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import plan_feedback
 from tagc.plan.checks import (
@@ -168,7 +168,6 @@ def _plan_segment(
     feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
     if isinstance(config, AutoConfig):
         config = resolve_auto(config, auto_bits, parameters=isinstance(rule, ParameterRule))
-    kind = kind_of(config)
     return plan_codec(
         config,
         PlanRequest(
@@ -176,6 +175,6 @@ def _plan_segment(
             world_size=unit.world_size // unit.ranks_per_host,
             dtype=unit.dtype,
             feedback=feedback,
-            matrices=matrices_of(unit, params) if kind.needs_matrices else (),
+            matrices=matrices_of(unit, params, config) if config.needs_matrices else (),
         ),
     )

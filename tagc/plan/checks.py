@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from tagc.codecs import CodecConfig
+from tagc.codecs.delta import DeltaConfig
 from tagc.codecs.selection.capacity import MIN_SHARED
 from tagc.ops.matrix import shard_shape
 from tagc.plan.plan import Plan
@@ -143,8 +145,11 @@ def check_dtype(unit: UnitPlan) -> None:
         )
 
 
-def matrices_of(unit: UnitInfo, params: Sequence[UnitParam]) -> list[list[tuple[int, int]]]:
-    """Of what a shard has of every parameter the matrices, by their rows and columns.
+def matrices_of(
+    unit: UnitInfo, params: Sequence[UnitParam], codec: CodecConfig
+) -> list[list[tuple[int, int]]]:
+    """Of what a shard has of every parameter the matrices, by their rows and columns, which
+    ``codec`` needs.
 
     Raises:
         PolicyError: where that is no matrix.
@@ -154,12 +159,14 @@ def matrices_of(unit: UnitInfo, params: Sequence[UnitParam]) -> list[list[tuple[
             f"unit {unit.name or '(root)'!r} is sharded by FSDP1, which cuts through rows, so "
             "codec 'matrix' has none to scale; use fully_shard (FSDP2), or codec 'quantized'"
         )
+    spelled, instead = "codec 'matrix'", "codec 'quantized' or 'dense'"
+    if isinstance(codec, DeltaConfig):
+        spelled, instead = f"codec 'delta' with bits {codec.bits}", "bits 4 or 8, or codec 'dense'"
     vectors = [p.name for p in params if len(p.shape) < 2]
     if vectors:
         raise PolicyError(
-            f"codec 'matrix' needs rows and columns, but unit {unit.name or '(root)'!r} has "
-            f"{as_list(vectors)} with one dimension only; give such parameters codec 'quantized' "
-            "or 'dense'"
+            f"{spelled} needs rows and columns, but unit {unit.name or '(root)'!r} has "
+            f"{as_list(vectors)} with one dimension only; give such parameters {instead}"
         )
     return [_matrices(param) for param in params]
 

@@ -87,7 +87,8 @@ class UnitPlan:
     @property
     def sources(self) -> int:
         """Messages that a rank decodes."""
-        return self.info.world_size if self.direction == "parameters" else self.peers
+        everybodys = self.direction == "parameters" and not self.keeps_copy
+        return self.info.world_size if everybodys else self.peers
 
     @property
     def peers(self) -> int:
@@ -154,15 +155,20 @@ class UnitPlan:
         return sum(max(0, words) for words in parts) / self.info.world_size
 
     @property
+    def keeps_copy(self) -> bool:
+        """Whether ranks keep the unit's parameters, all of them, to add changes to."""
+        return any(s.codec.of_changes for s in self.segments)
+
+    @property
     def reuses_forward_message(self) -> bool:
         """Whether the message of the forward's all-gather serves the backward's, too."""
         wanted = any(s.codec.reuses_forward_message for s in self.segments)
-        return wanted and self.info.per_step > 1
+        return wanted and self.info.per_step > 1 and not self.keeps_copy
 
     @property
     def exchanges(self) -> int:
         """Messages of this unit that a rank sends in a step, for every destination."""
-        return 1 if self.reuses_forward_message else self.info.per_step
+        return 1 if self.reuses_forward_message or self.keeps_copy else self.info.per_step
 
     def dense_bytes(self, columns: float) -> float:
         """Bytes that a rank sends in a step for so many columns uncompressed; where ranks of a host
@@ -179,8 +185,8 @@ class UnitPlan:
         others = self.info.ranks_per_host - 1
         row = self.buffer_columns * self.info.dtype.itemsize
         if self.direction == "parameters":
-            compressed = bool(self.compressed)
-            row = 4 * self.words * self.exchanges if compressed else row * self.info.per_step
+            hands_on_messages = self.compressed and not self.keeps_copy
+            row = 4 * self.words * self.exchanges if hands_on_messages else row * self.info.per_step
         return others * self.peers * row
 
     def wire_bytes(self, segment: Segment) -> float:
@@ -196,10 +202,11 @@ class UnitPlan:
 
     def stored_bytes(self, segment: Segment) -> int:
         """Bytes that a rank stores for a segment between steps: residual, what it keeps as an
-        owner, the forward's message."""
+        owner, the forward's message, the copy."""
         feedback = segment.codec.feedback
         residual = feedback.element_bytes * segment.columns if feedback else 0
         owned = feedback.owner_bytes * segment.columns if feedback else 0
         message = 4 * segment.codec.words * self.sources
         message = message if self.reuses_forward_message else 0
-        return round(self.destinations * residual) + owned + message
+        copy = self.peers * segment.columns * self.info.dtype.itemsize if self.keeps_copy else 0
+        return round(self.destinations * residual) + owned + message + copy

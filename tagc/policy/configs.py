@@ -21,7 +21,10 @@ class AutoConfig(CodecConfig):
     min_bits: Literal[4, 8, 16, 32] = 4
 
 
-GRADIENT_CONFIGS: tuple[type[CodecConfig], ...] = (*(kind.config for kind in CODECS), AutoConfig)
+GRADIENT_CONFIGS: tuple[type[CodecConfig], ...] = (
+    *(kind.config for kind in CODECS if kind.config),
+    AutoConfig,
+)
 PARAMETER_CONFIGS: tuple[type[CodecConfig], ...] = (
     *(kind.parameter_config for kind in CODECS if kind.parameter_config),
     AutoConfig,

@@ -49,6 +49,7 @@ RARE = (
     "packed momentum",
     "sketch momentum",
     "sketch float32",
+    "changes in 1 bit",
 )
 
 # The same ranks
@@ -74,6 +75,7 @@ def test_three_ranks_resume(rank: int, world_size: int, saver: str, policy: str)
     [
         ("sketch shared", "dcp"),
         ("parameters", "safetensors"),
+        ("changes", "dcp"),
         slow("quantized int8", "dcp"),
         slow("matrix lead", "safetensors"),
     ],

@@ -9,32 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import tagc
 from parity.model import loss_of
 from parity.option import wrap_blocks
-from support.block_net import net, sharded, wrap
+from support.block_net import RECOMPUTED, net, recomputing, sharded, wrap
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.failing import fails
 from support.gathering import INT8, KEPT, gathering, recorded
 from support.marks import slow
 from support.small_net import local_grads, local_weights
-
-
-class Twice(nn.Module):
-    """Calls its block twice, once in a checkpoint."""
-
-    def __init__(self, model: Any, reentrant: bool) -> None:
-        super().__init__()
-        self.model, self.reentrant = model, reentrant
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.model.embed(tokens)
-        for block in (*self.model.blocks, *self.model.blocks):
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.model.head(x)
 
 
 def check_kept(rank: int, make: Any, backward: Any) -> None:
@@ -63,17 +48,10 @@ def check_kept(rank: int, make: Any, backward: Any) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["inside", "wrapper", "around", "reentrant around"])
+@pytest.mark.parametrize("how", RECOMPUTED)
 def test_kept_parameters_with_checkpointing(rank: int, world_size: int, how: str) -> None:
     def make() -> Any:
-        model = net(recompute=how == "inside")
-        if how == "wrapper":
-            wrap_blocks(model)
-        if "around" not in how:
-            return sharded(model)
-        for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(Twice(model, reentrant=how.startswith("reentrant")))
+        return recomputing(how)
 
     check_kept(rank, make, lambda model, step: loss_of(model, rank, step).backward())
 

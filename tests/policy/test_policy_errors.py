@@ -34,7 +34,7 @@ parameters:
         ("dense, wire: bf16", "dense", "gradients[0].codec.wire: unknown value 'bf16'; "
          "did you mean 'bfloat16'?"),
         ("dense", "sketch", "7: parameters[0].codec.kind: unknown value 'sketch'; "
-         "available: quantized, dense"),
+         "available: quantized, delta, dense"),
         ("dense", "quantized, keep: true", "parameters[0].codec.keep: unknown key"),
     ],
 )  # fmt: skip

@@ -6,10 +6,14 @@ import warnings
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import tagc
 from parity.fsdp2_options import by_block
 from parity.model import Net
+from parity.option import wrap_blocks
 
 WEIGHTS = {
     "schema": 1,
@@ -34,3 +38,34 @@ def wrap(model: Any, policy: Any = WEIGHTS, **how: Any) -> Any:
         # Units as small as these may well cost more compressed.
         warnings.simplefilter("ignore")
         return tagc.wrap(model, policy, **how)
+
+
+RECOMPUTED = ("inside", "wrapper", "around", "reentrant around")
+"""Ways of activation checkpointing: in a block, by torch's wrapper of it, and around sharded blocks
+that are each called twice."""
+
+
+class Twice(nn.Module):
+    """Calls its block twice, once in a checkpoint."""
+
+    def __init__(self, model: Any, reentrant: bool) -> None:
+        super().__init__()
+        self.model, self.reentrant = model, reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.model.embed(tokens)
+        for block in (*self.model.blocks, *self.model.blocks):
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.model.head(x)
+
+
+def recomputing(how: str) -> Any:
+    """A sharded model that recomputes its blocks in backward."""
+    model = net(recompute=how == "inside")
+    if how == "wrapper":
+        wrap_blocks(model)
+    if "around" not in how:
+        return sharded(model)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(Twice(model, reentrant=how.startswith("reentrant")))

@@ -15,7 +15,7 @@ INT8 = {"kind": "quantized", "bits": 8, "block": 32}
 KEPT = INT8 | {"keep_for_backward": True}
 
 
-def gathering(codec: dict[str, Any], name: str = "*.weight") -> dict[str, Any]:
+def gathering(codec: dict[str, Any], name: str | list[str] = "*.weight") -> dict[str, Any]:
     """Gradients as they are, and parameters by a codec."""
     return {
         "schema": 1,

@@ -33,6 +33,12 @@ def rules(codec: dict[str, Any], feedback: dict[str, Any] | None = None, **more:
     return {"schema": 1, "gradients": [rule], **more}
 
 
+def with_changes(bits: int) -> dict:
+    """Parameters as changes against a copy."""
+    when = {"name": ["first.*.weight", "second.*.weight", "head.weight"]}
+    return rules(QUANTIZED, parameters=[{"when": when, "codec": {"kind": "delta", "bits": bits}}])
+
+
 PACKED = {"kind": "packed", "density": 0.3}
 SKETCH = {"kind": "sketch", "density": 0.3}
 QUANTIZED = {"kind": "quantized", "bits": 4, "block": 32}
@@ -71,6 +77,8 @@ POLICIES: dict[str, dict[str, Any]] = {
             }
         ],
     ),
+    "changes": with_changes(4),
+    "changes in 1 bit": with_changes(1),
 }
 
 

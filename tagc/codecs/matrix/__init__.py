@@ -15,5 +15,4 @@ MATRIX = CodecKind(
     make_plan=plan_matrix,
     codec=MatrixCodec,
     sample=sample_matrix,
-    needs_matrices=True,
 )

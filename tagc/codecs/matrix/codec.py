@@ -35,3 +35,9 @@ class MatrixCodec(ElementwiseCodec[MatrixPlan]):
             self._ops.dequantize_matrix(
                 message[:, words], out[columns], layout=layout, divisor=divisor
             )
+
+    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
+        """See :meth:`Codec.decode_rows`."""
+        for part in self.parts:
+            for message, row in zip(received[:, part.words], rows[:, part.columns], strict=True):
+                self._dequantize(part.plan, message[None], row, divisor=1)

@@ -33,3 +33,8 @@ class MatrixConfig(CodecConfig):
                 f"bits {self.bits}: a group of {self.group} shares a code, with bits 1"
             )
         return self
+
+    @property
+    def needs_matrices(self) -> bool:
+        """See :attr:`CodecConfig.needs_matrices`."""
+        return True

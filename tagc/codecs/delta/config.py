@@ -1,0 +1,24 @@
+"""Codec `delta`, as a policy spells it."""
+
+from typing import Literal
+
+from tagc.codecs.config import Block, CodecConfig
+
+
+class DeltaConfig(CodecConfig):
+    """What changed in parameters since the last message, in `bits`, in FSDP's all-gather.
+
+    Ranks keep a copy of the unit's parameters, those of a host together one, which holds what all
+    others know of them; messages go once for every step of the optimizer, in the first forward
+    after it, and nothing else leaves a host. 8 and 4 bits have a scale for every `block` elements;
+    2 and 1 bit have no code for zero, and scales of rows and columns, as the codec `matrix`.
+    """
+
+    kind: Literal["delta"] = "delta"
+    bits: Literal[1, 2, 4, 8] = 4
+    block: Block = 256
+
+    @property
+    def needs_matrices(self) -> bool:
+        """See :attr:`CodecConfig.needs_matrices`."""
+        return self.bits < 4

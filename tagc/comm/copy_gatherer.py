@@ -1,0 +1,194 @@
+"""An all-gather from a copy: ranks tell each other what changed, once for every step of the
+optimizer, and read all else from the copy that they keep.
+
+With several ranks on a host these have one copy between them, each the rows of those with its own
+place on all hosts; a rank exchanges messages with these, and the host's ranks tell each other their
+rows in every all-gather. Else every rank has all rows, and after a message nothing is sent.
+
+When a message is due, all ranks must know without asking. It is due in the first forward after an
+optimizer stepped that holds any of the unit's parameters, which every rank sees. Where no optimizer
+has been seen that holds them all (it may be none of torch's), it is due after a reduction of the
+unit's gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from tagc.codecs.workspace import Workspace
+from tagc.comm.alarm import Alarm
+from tagc.comm.collectives import failing_in
+from tagc.comm.exchanges import BroadcastExchange
+from tagc.comm.fingerprint import fingerprint
+from tagc.comm.gatherer import Phase, UnitGatherer
+from tagc.comm.host_copy import HostCopy
+from tagc.ops import Ops
+from tagc.plan import UnitPlan
+
+
+class CopyGatherer(UnitGatherer):
+    """Keeps a copy and sends changes. See :class:`UnitGatherer`.
+
+    Attributes:
+        copy: what all ranks believe the parameters to be.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        ops: Ops,
+        device: torch.device,
+        workspace: Workspace,
+        *,
+        rank: int,
+        reductions: Callable[[], int],
+        connect: Callable[[dist.ProcessGroup], BroadcastExchange] | None = None,
+    ) -> None:
+        """New state.
+
+        Args:
+            rank: of this process in the unit's group.
+            reductions: how often the unit's gradients left this host so far; the same on all ranks.
+            connect: see :meth:`UnitGatherer.__init__`.
+        """
+        super().__init__(plan, ops, device, workspace, connect=connect)
+        own = rank // plan.info.ranks_per_host
+        self.copy = HostCopy(plan, ops, device, workspace, own)
+        self._reductions = reductions
+        # Whether rows of the copy are known: this rank's own one, and those of the others.
+        self._knows_own = self._knows_others = False
+        self._due = False
+        # Whether optimizers were seen that hold all of the unit's parameters.
+        self._sees_steps = False
+        self._reductions_then = 0
+        self._fingerprint = torch.zeros(2, dtype=torch.int64, device=device)
+        self._changed = Alarm(
+            f"tagc: the parameters of unit {self._name!r} changed, but not by an optimizer's step "
+            "(other weights loaded or swapped in?), and a codec 'delta' sends changes only after "
+            "such a step: call tagc.compressor(model).refresh() on all ranks whenever parameters "
+            "are changed by other means, and never between a forward and its backward"
+        )
+
+    def note_step(self, *, sees_all: bool) -> None:
+        """An optimizer stepped that holds any of the unit's parameters; all ranks call it together.
+
+        Args:
+            sees_all: whether optimizers that did so by now hold all of them.
+        """
+        self._due = True
+        self._sees_steps = self._sees_steps or sees_all
+
+    def refresh(self) -> None:
+        """See :meth:`UnitGatherer.refresh`."""
+        self._knows_own = False
+
+    @property
+    def _is_due(self) -> bool:
+        reduced = self._reductions() != self._reductions_then
+        return self._due or not self._knows_own or (reduced and not self._sees_steps)
+
+    def _gather(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
+        """See :meth:`UnitGatherer._gather`."""
+        self._changed.check()
+        exchange = self._connect(group)
+        # A backward reads what its forward did, and so do forwards that it does once more.
+        reads_as_is = self._knows_others and (phase is Phase.BACKWARD or _in_backward())
+        if not self._knows_others and self._knows_own:
+            # A part of loading a state, whose bytes no step has sent.
+            self._send_rows(exchange, group)
+        changed = None
+        if not reads_as_is and self._is_due:
+            if self._knows_own:
+                self._send_change(inp, exchange, group)
+            else:
+                self.copy.rows[self.copy.own].copy_(inp)
+                self.wire_bytes += self._send_rows(exchange, group)
+            self._due, self._reductions_then = False, self._reductions()
+            self._fingerprint.copy_(fingerprint(inp))
+        else:
+            # Nothing leaves the host.
+            self._lockstep.announce(exchange.groups[:-1], 0)
+            self._lockstep.confirm()
+            changed = (fingerprint(inp) != self._fingerprint).any()
+        self._share(rows, exchange, group)
+        if changed is not None:
+            # To send them is no way out: other ranks may not know that they have to receive.
+            self._changed.note(changed, rows[:, :1])
+
+    def _send_rows(self, exchange: BroadcastExchange, group: dist.ProcessGroup) -> int:
+        """Give this rank's row to all who keep it, as it is; the bytes sent."""
+        rows, own = self.copy.rows, self.copy.own
+        self._lockstep.announce(exchange.groups, rows.shape[1])
+        self._lockstep.confirm()
+        with failing_in(self._lockstep.what, group):
+            work = exchange.send_across(rows, rows[own : own + 1])
+            work.wait()
+        self._knows_own = self._knows_others = True
+        return work.wire_bytes
+
+    def _send_change(
+        self, inp: Tensor, exchange: BroadcastExchange, group: dist.ProcessGroup
+    ) -> None:
+        words, take = self.plan.words, self._workspace.take
+        send = take("parameters_send", (1, words), torch.int32)
+        received = take("parameters_recv", (self.plan.peers, words), torch.int32)
+        self._lockstep.announce(exchange.groups, words)
+        with record_function(f"TAGC::encode parameters ({self._name})"):
+            self.copy.encode(inp, send)
+        with (
+            record_function(f"TAGC::gather parameters ({self._name})"),
+            failing_in(self._lockstep.what, group),
+        ):
+            self._lockstep.confirm()
+            work = exchange.send_across(received, send)
+            work.wait()
+        self.wire_bytes += work.wire_bytes
+        with record_function(f"TAGC::decode parameters ({self._name})"):
+            self.copy.decode(received, self.copy.rows)
+
+    def _share(self, rows: Tensor, exchange: BroadcastExchange, group: dist.ProcessGroup) -> None:
+        with (
+            record_function(f"TAGC::share parameters inside the host ({self._name})"),
+            failing_in(self._lockstep.what, group),
+        ):
+            exchange.share(rows, self.copy.rows)
+        self.inside_bytes += exchange.inside_bytes
+
+    def state(self) -> dict[str, Tensor]:
+        """See :meth:`UnitGatherer.state`: this rank's row of the copy; the others have theirs."""
+        flags = [self._knows_own, self._is_due, self._sees_steps]
+        return super().state() | {
+            "copy": self.copy.rows[self.copy.own],
+            "copy_flags": torch.tensor(flags, dtype=torch.int64),
+            "copy_fingerprint": self._fingerprint,
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`UnitGatherer.load_state`. The next forward gathers the rows of the others."""
+        super().load_state(state)
+        self.copy.rows[self.copy.own].copy_(state["copy"])
+        self._knows_own, self._due, self._sees_steps = map(bool, state["copy_flags"].tolist())
+        self._knows_others = False
+        self._reductions_then = self._reductions()
+        self._fingerprint.copy_(state["copy_fingerprint"])
+
+    def relative_error(self, shard: Tensor) -> tuple[float, float]:
+        """See :meth:`UnitGatherer.relative_error`: what a message about it now would leave out."""
+        wide = shard.double()
+        if not self._knows_own:
+            return 0.0, wide.square().sum().item()
+        message = torch.empty(1, self.plan.words, dtype=torch.int32, device=shard.device)
+        decoded = self.copy.rows[self.copy.own][None].clone()
+        self.copy.encode(shard, message)
+        self.copy.decode(message, decoded)
+        return (decoded[0].double() - wide).square().sum().item(), wide.square().sum().item()
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs a backward now, as torch's own checkpoints find out."""
+    return torch._C._current_graph_task_id() != -1

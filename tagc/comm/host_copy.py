@@ -1,0 +1,80 @@
+"""What everybody else believes a unit's parameters to be: the copy that changes are added to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tagc.codecs import Codec, CodecSetup, kind_of
+from tagc.codecs.workspace import Workspace
+from tagc.ops import Ops
+from tagc.plan import UnitPlan
+
+# What messages say is decoded to float32 for so many elements at a time.
+_ELEMENTS = 1 << 22
+
+
+class HostCopy:
+    """A unit's parameters as of the last exchange; the ranks of a host have one between them.
+
+    All ranks that keep a row compute it from the same messages by the same arithmetic, its owner
+    too: ``row <- round(row + q * s)`` for segments of changes, and what the message says for
+    others. So they all have the same bits.
+
+    Attributes:
+        rows: ``[H, S]`` in the dtype that FSDP gathers; row ``h`` is the shard of rank
+            ``h * R + r``, where ``r`` is this rank's place on its host.
+        own: the row of this rank's own shard.
+    """
+
+    def __init__(
+        self, plan: UnitPlan, ops: Ops, device: torch.device, workspace: Workspace, own: int
+    ) -> None:
+        self.rows = torch.zeros(plan.peers, plan.columns, dtype=plan.info.dtype, device=device)
+        self.own = own
+        self._plan, self._workspace = plan, workspace
+        setup = CodecSetup(
+            destinations=1,
+            world_size=plan.peers,
+            dtype=plan.info.dtype,
+            ops=ops,
+            device=device,
+            workspace=workspace,
+        )
+        # A codec a segment: here words lie in the order of the columns.
+        self._codecs: Sequence[Codec[Any]] = [
+            kind_of(segment.codec).codec([segment], setup) for segment in plan.segments
+        ]
+
+    def encode(self, shard: Tensor, message: Tensor) -> None:
+        """Write the message about ``shard`` ``[S]`` to ``message`` ``[1, words]`` int32."""
+        changes = self._workspace.take("changes", (1, shard.numel()), torch.float32)
+        for segment, codec, words in self._parts(message):
+            columns = slice(segment.start, segment.stop)
+            if segment.codec.of_changes:
+                changes[0, columns].copy_(shard[columns]).sub_(self.rows[self.own, columns])
+                codec.encode_rows(changes, words)
+            else:
+                codec.encode_rows(shard[None], words)
+
+    def decode(self, received: Tensor, rows: Tensor) -> None:
+        """Change ``rows`` ``[n, S]`` as messages ``[n, words]`` int32 about them say."""
+        step = max(1, _ELEMENTS // max(1, self._plan.columns))
+        for first in range(0, len(rows), step):
+            some = rows[first : first + step]
+            changes = self._workspace.take("changes", tuple(some.shape), torch.float32)
+            for segment, codec, words in self._parts(received[first : first + step]):
+                if segment.codec.of_changes:
+                    codec.decode_rows(words, changes)
+                    columns = slice(segment.start, segment.stop)
+                    # In float32, rounded once.
+                    some[:, columns].add_(changes[:, columns])
+                else:
+                    codec.decode_rows(words, some)
+
+    def _parts(self, message: Tensor) -> Any:
+        words = message.split([codec.words for codec in self._codecs], dim=1)
+        return zip(self._plan.segments, self._codecs, words, strict=True)
