@@ -223,7 +223,8 @@ def _plan(
         replicas=[] if replica_group is None else _over_replicas(units, replica_group),
         choose=choose,
     )
-    return replace(plan, notes=(*plan.notes, *levels.notes))
+    gloo = all(unit.device.type == "cpu" for unit in units)
+    return replace(plan, notes=(*plan.notes, *levels.notes), gloo=gloo)
 
 
 def _chooser(

@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=float, default=50, help="minutes; begin no cell that would exceed them")
     add("--width", type=int, default=320, help="of the model (default: %(default)s)")
     add("--layers", type=int, default=8, help="of the model (default: %(default)s)")
-    add("--batch", type=int, default=1, help="sequences of 128 bytes per rank and step")
+    add("--batch", type=int, default=1, help="sequences of 128 bytes per rank and micro-batch")
+    add("--micro-batches", type=int, default=1, help="backwards for each step of the optimizer")
     add("--lr", type=float, default=1e-3, help="peak learning rate")
     add(
         "--keep-gathered",
@@ -126,6 +127,8 @@ def _options(args: argparse.Namespace) -> Any:
         raise ValueError(
             f"--ranks {args.ranks}: not several hosts of --ranks-per-host {args.ranks_per_host}"
         )
+    if args.micro_batches < 1:
+        raise ValueError(f"--micro-batches {args.micro_batches}: a step has at least one")
     rates = [Rate.parse(text) for text in args.rates.split(",")]
     loss_ranks = _numbers(args.loss_ranks) if args.loss_ranks else ranks[:1]
     return Options(
@@ -137,6 +140,7 @@ def _options(args: argparse.Namespace) -> Any:
             width=args.width,
             layers=args.layers,
             batch=args.batch,
+            micro_batches=args.micro_batches,
             lr=args.lr,
             loss_steps=args.loss_steps,
             reshard=not args.keep_gathered,

@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ def _key(
     kind: str, options: Options, ranks: int, method: Method | None = None, **where: Any
 ) -> dict[str, Any]:
     key: dict[str, Any] = {"kind": kind, "ranks": ranks, **where}
-    key["settings"] = asdict(options.settings)
+    key["settings"] = options.settings.key
     if options.ranks_per_host > 1:
         key["ranks_per_host"] = options.ranks_per_host
     if method is not None:

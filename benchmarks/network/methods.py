@@ -77,6 +77,23 @@ TAGC_PAPER: dict[str, Any] = {
     ],
 }
 
+_MATRICES = {"role": ["attention", "mlp", "embedding", "head", "other"]}
+ZERO_PLUS_PLUS: dict[str, Any] = {
+    "schema": 1,
+    "about": "In the manner of ZeRO++: parameters in 8 bits, across hosts in forward only, and "
+    "gradients in 4 bits without feedback.",
+    "gradients": [
+        {
+            "when": _MATRICES,
+            "codec": {"kind": "quantized", "bits": 4},
+            "feedback": {"kind": "none"},
+        }
+    ],
+    "parameters": [
+        {"when": _MATRICES, "codec": {"kind": "quantized", "bits": 8, "keep_for_backward": True}}
+    ],
+}
+
 METHODS = {
     method.name: method
     for method in (
@@ -125,6 +142,12 @@ METHODS = {
             policy=TAGC_PAPER,
             published=True,
         ),
+        Method(
+            name="zero++-like",
+            about="in the manner of ZeRO++ (2306.10209): parameters in 8 bits in each forward, "
+            "gradients in 4 bits without feedback",
+            policy=ZERO_PLUS_PLUS,
+        ),
     )
 }
 
@@ -137,6 +160,8 @@ POLICIES = (
     "loco-4bit",
     "loco-4bit@bf16",
     "hybrid",
+    "hosts",
+    "thrifty",
 )
 QUICK = ("fp32", "bf16-wire", "all")
 

@@ -58,10 +58,12 @@ def markdown(results: Sequence[Results]) -> str:
     for r in results:
         s = r.settings
         gathered = "twice" if s["reshard"] else "once"
+        micro = s.get("micro_batches", 1)
+        unit = "step" if micro == 1 else f"micro-batch, {micro} of them a step"
         parts += [
             f"## {r.title}, {_parameters(r)}parameters\n",
             f"GPT of width {s['width']} and {s['layers']} layers, {s['batch']} × {s['context']} "
-            f"bytes per rank and step, a block's parameters gathered {gathered} a step.\n",
+            f"bytes per rank and {unit}, a block's parameters gathered {gathered} in each.\n",
             step_table(r),
             bytes_table(r),
             loss_table(r),

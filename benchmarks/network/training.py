@@ -6,7 +6,8 @@ import functools
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,9 @@ class Settings:
 
     Attributes:
         width, layers, heads, context: of the byte-level GPT.
-        batch: sequences per rank and step.
+        batch: sequences per rank and micro-batch.
+        micro_batches: backwards for each step of the optimizer. With a policy on hosts, gradients
+            stay inside the host but for the last.
         lr: peak learning rate.
         loss_steps: length of the schedule: a tenth to warm up, then a cosine down to a tenth.
         reshard: whether parameters are freed after forward and gathered again for backward
@@ -59,6 +62,15 @@ class Settings:
     loss_steps: int = 100
     reshard: bool = True
     seed: int = 0
+    micro_batches: int = 1
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What tells results of different settings apart."""
+        key = asdict(self)
+        if self.micro_batches == 1:
+            del key["micro_batches"]
+        return key
 
 
 class Model(GPT):
@@ -141,6 +153,11 @@ class Trainer:
         return columns * self._ranks
 
     @property
+    def _adds_up_inside(self) -> bool:
+        """Whether a micro-batch's gradients can wait inside the host."""
+        return self.method.policy is not None and self.ranks_per_host > 1
+
+    @property
     def _compressor(self) -> tagc.Compressor | None:
         return None if self.method.policy is None else tagc.compressor(self._model)
 
@@ -148,19 +165,26 @@ class Trainer:
         """One optimizer step: its loss on this rank, its seconds, and of these the ones spent in
         communication. Reading the batch is not timed."""
         s = self.settings
-        tokens, targets = self._corpus.batch(
-            s.batch, s.context, seed=s.seed, step=self.steps, rank=self._rank
-        )
+        batches = [
+            self._corpus.batch(s.batch, s.context, seed=s.seed, step=step, rank=self._rank)
+            for step in range(s.micro_batches * self.steps, s.micro_batches * (self.steps + 1))
+        ]
         waited, start = ledger.tally().seconds, time.perf_counter()
-        loss = self._model(tokens, targets)
-        loss.backward()
+        losses = []
+        for i, (tokens, targets) in enumerate(batches, start=1):
+            if s.micro_batches > 1 and self._adds_up_inside:
+                assert isinstance(self._model, FSDPModule)
+                self._model.set_requires_all_reduce(i == s.micro_batches)
+            loss = self._model(tokens, targets) / s.micro_batches
+            loss.backward()
+            losses.append(loss.item())
         self._clip()
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - start
         self.steps += 1
-        return loss.item(), seconds, ledger.tally().seconds - waited
+        return sum(losses), seconds, ledger.tally().seconds - waited
 
     @torch.no_grad()
     def validation_loss(self, windows: int) -> float:

@@ -11,10 +11,7 @@ from torch import Tensor
 from tagc.codecs import Codec, CodecSetup, kind_of
 from tagc.codecs.workspace import Workspace
 from tagc.ops import Ops
-from tagc.plan import UnitPlan
-
-# What messages say is decoded to float32 for so many elements at a time.
-_ELEMENTS = 1 << 22
+from tagc.plan import CHANGES, UnitPlan
 
 
 class HostCopy:
@@ -62,7 +59,7 @@ class HostCopy:
 
     def decode(self, received: Tensor, rows: Tensor) -> None:
         """Change ``rows`` ``[n, S]`` as messages ``[n, words]`` int32 about them say."""
-        step = max(1, _ELEMENTS // max(1, self._plan.columns))
+        step = max(1, CHANGES // max(1, self._plan.columns))
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
             changes = self._workspace.take("changes", tuple(some.shape), torch.float32)

@@ -16,6 +16,7 @@ from tagc.costs.model import StepCost, Workload, step_cost, workload
 from tagc.costs.quantities import format_bandwidth, format_seconds
 from tagc.costs.shapes import ModelShapes, ranks_in_levels
 from tagc.costs.speed import measure_speeds
+from tagc.costs.training_memory import STATE_BYTES, training_bytes
 from tagc.ops import Ops, get_ops
 from tagc.plan import Direction, Plan, format_bytes
 from tagc.policy import Policy, PolicyError
@@ -42,6 +43,8 @@ class Question:
         gloo: whether the backend is gloo, on CPUs.
         memory_bandwidth: bytes/s of the device's memory, for a lower bound of codec time.
         ops: implementation whose speed is measured on CPUs.
+        device_memory: bytes of a rank that activations leave; None if unknown.
+        micro_batches: backwards for each step of the optimizer; ``compute`` is of all of them.
     """
 
     shapes: ModelShapes
@@ -56,6 +59,8 @@ class Question:
     gloo: bool
     memory_bandwidth: float | None
     ops: str | None = None
+    device_memory: float | None = None
+    micro_batches: int = 1
 
     @property
     def levels(self) -> int:
@@ -69,12 +74,14 @@ class Candidate:
     """A way to train.
 
     Attributes:
+        memory: bytes of a rank, activations left aside.
         waste: of the backend's own reduce-scatter, see :class:`tagc.costs.link.Link`.
         chosen: whether its plan is for this link only.
     """
 
     name: str
     work: Workload
+    memory: int
     dense: bool = False
     waste: float = 1.0
     chosen: bool = False
@@ -97,23 +104,23 @@ class Advisor:
         self._waste = GLOO_REDUCE_SCATTER if q.gloo else 1.0
         dense = self._dense = Policy.load("dense")
         for name, (dtype, parameter_dtype) in _dense_forms(q).items():
-            work = self._work(dense, no_time, dtype, parameter_dtype)
-            self.candidates.append(Candidate(name, work, dense=True))
+            work, memory = self._work(dense, no_time, dtype, parameter_dtype)
+            self.candidates.append(Candidate(name, work, memory, dense=True))
             if q.gloo:
                 self.candidates.append(
-                    Candidate(f"{name} by gloo", work, dense=True, waste=self._waste)
+                    Candidate(f"{name} by gloo", work, memory, dense=True, waste=self._waste)
                 )
         policies = [policy for policy in policies if policy != dense]
         self.about_codecs, self._time = self._codec_time(policies)
         for policy in policies:
             try:
-                work = self._work(policy, self._time, q.dtype, q.parameter_dtype)
+                work, memory = self._work(policy, self._time, q.dtype, q.parameter_dtype)
             except PolicyError as error:
                 self.refused[policy.name] = str(error)
             else:
                 chosen = is_automatic(policy)
                 self.candidates.append(
-                    Candidate(policy.name, work, waste=self._waste, chosen=chosen)
+                    Candidate(policy.name, work, memory, waste=self._waste, chosen=chosen)
                 )
 
     @property
@@ -134,9 +141,15 @@ class Advisor:
             overlap=q.overlap,
         )
 
-    def best(self, *, dense: bool) -> Candidate | None:
-        """The candidate with the shortest step."""
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the device's memory is enough, or not known."""
+        room = self.question.device_memory
+        return room is None or candidate.memory <= room
+
+    def best(self, *, dense: bool, fitting: bool = True) -> Candidate | None:
+        """The candidate with the shortest step, of those that fit or of all."""
         among = [c for c in self.candidates if c.dense == dense]
+        among = [c for c in among if self.fits(c) or not fitting]
         return min(among, key=lambda c: self.cost(c).seconds, default=None)
 
     def saving(self, candidate: Candidate, bandwidth: float | None = None) -> float:
@@ -147,7 +160,8 @@ class Advisor:
     def last_to_pay(self) -> tuple[str, float] | None:
         """The policy that pays at the highest bandwidth between hosts, and that bandwidth in
         bytes/s (infinity if it is higher than any); None if none pays anywhere."""
-        limits = [(self._limit(c), c.name) for c in self.candidates if not (c.dense or c.chosen)]
+        among = [c for c in self.candidates if not (c.dense or c.chosen) and self.fits(c)]
+        limits = [(self._limit(c), c.name) for c in among]
         limit, name = max(limits, default=(0.0, ""))
         return (name, limit) if limit else None
 
@@ -173,10 +187,15 @@ class Advisor:
 
     def _work(
         self, policy: Policy, time: CodecTime, dtype: torch.dtype, parameter_dtype: torch.dtype
-    ) -> Workload:
+    ) -> tuple[Workload, int]:
+        """What it sends, and bytes of memory."""
         q = self.question
-        _, gathers = q.shapes.units(q.world_size // q.replicas, dtype, parameter_dtype)
-        return workload(self._plan(policy, dtype, parameter_dtype), time, gathers=gathers)
+        ranks = q.world_size // q.replicas
+        _, gathers = q.shapes.units(ranks, dtype, parameter_dtype)
+        plan = replace(self._plan(policy, dtype, parameter_dtype), gloo=q.gloo)
+        work = workload(plan, time, gathers=gathers, micro_batches=q.micro_batches)
+        memory = training_bytes(q.shapes, ranks, dtype, parameter_dtype)
+        return work, memory + plan.memory.peak
 
     def _plan(self, policy: Policy, dtype: torch.dtype, parameter_dtype: torch.dtype) -> Plan:
         q = self.question
@@ -258,10 +277,21 @@ def report(advisor: Advisor) -> str:
 
 def verdict(advisor: Advisor) -> list[str]:
     """Sentences: what is best, whether compression pays, and up to which bandwidth it does."""
-    dense, other = advisor.best(dense=True), advisor.best(dense=False)
+    dense, other = advisor.best(dense=True, fitting=False), advisor.best(dense=False)
+    faster = advisor.best(dense=False, fitting=False)
     assert dense is not None
-    if other is None:
+    if faster is None:
         return [f"No policy compresses anything in this model: stay with {dense.name}."]
+    if not any(map(advisor.fits, advisor.candidates)):
+        return [
+            f"Nothing fits in {format_bytes(advisor.question.device_memory or 0)} a rank, "
+            f"{dense.name} neither: shard over more ranks."
+        ]
+    if other is None:
+        return [
+            "No policy fits: what it stores is too much beside training itself. Shard over more "
+            "ranks, or over more on each host."
+        ]
     saving = advisor.saving(other)
     step = "step" if advisor.question.compute else "time on the link"
     before, after = (format_seconds(advisor.cost(c).seconds) for c in (dense, other))
@@ -280,6 +310,11 @@ def verdict(advisor: Advisor) -> list[str]:
             f"Compression does not pay: the best policy, {other.name}, takes {after}, and "
             f"{dense.name} {before}."
         ]
+    if faster is not other:
+        lines.append(
+            f"{faster.name} would take {format_seconds(advisor.cost(faster).seconds)}, but needs "
+            f"{format_bytes(faster.memory)} a rank: it does not fit."
+        )
     last = advisor.last_to_pay()
     if last is None:
         lines.append("No policy pays at any bandwidth.")
@@ -318,6 +353,15 @@ def _asked(q: Question) -> list[str]:
         f"- gradients {_name(q.dtype)} before compression, parameters gathered in "
         f"{_name(q.parameter_dtype)}"
     )
+    lines.append(
+        f"- memory of a rank: {STATE_BYTES} bytes a parameter, sharded (itself, gradient, Adam), "
+        "what FSDP gathers and reduces at a time, and what a policy needs; activations not counted"
+    )
+    if q.micro_batches > 1:
+        lines.append(
+            f"- {q.micro_batches} micro-batches a step: gathered and reduced in each, but between "
+            "hosts, where ranks of a host add up, once (set_requires_all_reduce(False))"
+        )
     if q.compute is None:
         lines.append("- compute time: not given, so this is communication alone")
     else:
@@ -333,7 +377,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _table(advisor: Advisor) -> list[str]:
-    rows = [("", "host sends", "link", "codec", "step", "to best dense")]
+    rows = [("", "host sends", "link", "codec", "step", "to best dense", "memory")]
     for candidate in advisor.candidates:
         cost = advisor.cost(candidate)
         rows.append(
@@ -344,6 +388,7 @@ def _table(advisor: Advisor) -> list[str]:
                 format_seconds(cost.codec) if cost.codec else "-",
                 format_seconds(cost.seconds),
                 f"{0.0 - round(advisor.saving(candidate), 3):+.1%}",
+                format_bytes(candidate.memory) + ("" if advisor.fits(candidate) else ", too much"),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

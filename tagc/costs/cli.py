@@ -15,7 +15,7 @@ from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.codec_time import no_time
 from tagc.costs.explain import plan_shapes
 from tagc.costs.link import Link
-from tagc.costs.quantities import bandwidth, count, number, seconds, share
+from tagc.costs.quantities import bandwidth, count, memory, number, seconds, share
 from tagc.costs.shapes import ModelError, ModelShapes, load_model
 from tagc.policy import Policy, policies
 
@@ -82,6 +82,14 @@ def add_commands(commands: Any) -> None:
         "--memory-bandwidth",
         type=bandwidth,
         help="of the device, such as 3TB, for a lower bound of codec time",
+    )
+    command.add_argument(
+        "--device-memory",
+        type=memory,
+        help="of a rank, less what activations take, such as 80GB: what does not fit is said so",
+    )
+    command.add_argument(
+        "--micro-batches", type=count, default=1, help="backwards for each step of the optimizer"
     )
     command.add_argument("--ops", help="implementation that is measured on cpu")
     command.add_argument(
@@ -173,6 +181,8 @@ def _advise(args: argparse.Namespace) -> int:
         gloo=on_cpu,
         memory_bandwidth=args.memory_bandwidth,
         ops=args.ops,
+        device_memory=args.device_memory,
+        micro_batches=args.micro_batches,
     )
     names = [*policies(), *args.policy]
     print(report(Advisor(question, [Policy.load(name) for name in names])))

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from tagc.codecs.dense import DensePlan
 from tagc.costs.codec_time import CodecTime, codec_seconds
 from tagc.costs.link import Link
-from tagc.costs.traffic import Traffic, traffic
+from tagc.costs.traffic import Traffic, codings, traffic
 from tagc.plan import Direction, Plan, Segment, UnitInfo, UnitPlan
 
 
@@ -46,12 +46,19 @@ class Workload:
     codec: float
 
 
-def workload(plan: Plan, time: CodecTime, *, gathers: Sequence[UnitInfo] = ()) -> Workload:
+def workload(
+    plan: Plan,
+    time: CodecTime,
+    *,
+    gathers: Sequence[UnitInfo] = (),
+    micro_batches: int = 1,
+) -> Workload:
     """Add up the units of a plan.
 
     Args:
         time: codec time; see :func:`measured_time`, :func:`memory_time`, :func:`no_time`.
         gathers: the all-gathers of the model, which also cost where the plan leaves them alone.
+        micro_batches: backwards for each step of the optimizer.
     """
     units = [*plan.all_units]
     if not plan.parameters:
@@ -59,8 +66,9 @@ def workload(plan: Plan, time: CodecTime, *, gathers: Sequence[UnitInfo] = ()) -
     sums: dict[tuple[Direction, int], Traffic] = {}
     for unit in units:
         key = (unit.direction, unit.info.world_size)
-        sums[key] = sums.get(key, Traffic()) + traffic(unit)
-    return Workload(sums, sum(codec_seconds(unit, time) for unit in units))
+        sums[key] = sums.get(key, Traffic()) + traffic(unit, micro_batches)
+    codec = sum(codec_seconds(unit, time) * codings(unit, micro_batches) for unit in units)
+    return Workload(sums, codec)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,19 @@ def bandwidth(text: str) -> float:
     return _positive(value, text, "a bandwidth")
 
 
+def memory(text: str) -> float:
+    """Bytes of '80GB' or '16GiB'."""
+    found = re.fullmatch(_NUMBER + r"([kKMGT]?)(i?)B", text)
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no memory: write a number and a unit, such as 80GB or 16GiB"
+        )
+    prefix = _PREFIX[found[2].lower()]
+    if found[3]:
+        prefix = 1024.0 ** round(math.log10(prefix) / 3)
+    return _positive(float(found[1]) * prefix, text, "a memory")
+
+
 def seconds(text: str) -> float:
     """Seconds of '50us', '1.2s' or '3ms'."""
     found = re.fullmatch(_NUMBER + r"(ns|us|µs|ms|s)", text)

@@ -2,6 +2,7 @@
 
 from tagc.plan.build import build_plan
 from tagc.plan.choice import AUTO_BITS, Choice, Choose, resolve_auto
+from tagc.plan.memory import CHANGES, Memory, buffers_of
 from tagc.plan.plan import Plan
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.unit_plan import Direction, Segment, UnitPlan
@@ -9,16 +10,19 @@ from tagc.plan.units import FlatBuffer, UnitInfo, UnitParam
 
 __all__ = [
     "AUTO_BITS",
+    "CHANGES",
     "Choice",
     "Choose",
     "Direction",
     "FlatBuffer",
+    "Memory",
     "Plan",
     "Segment",
     "UnitInfo",
     "UnitParam",
     "UnitPlan",
     "as_list",
+    "buffers_of",
     "build_plan",
     "format_bytes",
     "resolve_auto",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tagc.codecs import CodecPlan, kind_of
+from tagc.plan.memory import Memory, memory_of
 from tagc.plan.table import Row, as_text
 from tagc.plan.unit_plan import Segment, UnitPlan
 from tagc.policy import ParamInfo, Policy
@@ -27,6 +28,7 @@ class Plan:
         replicas: gradients in the all-reduce across replicas; likewise.
         notes: what ``codec: auto`` was decided by, and how; what else a user should know.
         warnings: what speaks against this plan.
+        gloo: whether it is for gloo on CPUs.
     """
 
     policy: Policy
@@ -35,6 +37,12 @@ class Plan:
     replicas: tuple[UnitPlan, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    gloo: bool = False
+
+    @property
+    def memory(self) -> Memory:
+        """That a rank needs, beside FSDP's own."""
+        return memory_of(self.all_units, gloo=self.gloo)
 
     @property
     def all_units(self) -> tuple[UnitPlan, ...]:
@@ -58,7 +66,11 @@ class Plan:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def __str__(self) -> str:
-        notes = (*self.notes, *(f"warning: {warning}" for warning in self.warnings))
+        notes = (
+            self.memory.note,
+            *self.notes,
+            *(f"warning: {warning}" for warning in self.warnings),
+        )
         return as_text(self.policy.name, self.rows, self.warmup_steps, notes)
 
 

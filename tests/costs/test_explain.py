@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def check_explained(policy: str, world_size: int, hosts: int | None = None) -> N
     # Only ranks know where they are.
     said = [line for line in str(plan).splitlines() if not line.startswith("- hosts: ")]
     assert len(said) == len(str(plan).splitlines()) - 1
-    assert said == str(expected).splitlines()
+    # A plan in words is for NCCL, which needs other buffers.
+    assert said == str(replace(expected, gloo=True)).splitlines()
     assert plan.fingerprint == expected.fingerprint
 
 

@@ -22,6 +22,8 @@ EVERY_ELEMENT = {
     "one-bit": "matrix",
     "half-bit": "matrix",
     "fifth-bit": "matrix",
+    "hosts": "quantized",
+    "thrifty": "matrix",
     "auto": "auto",
 }
 
@@ -62,7 +64,12 @@ def test_builtin_takes_every_matrix(name: str, kind: str):
             assert policy.gradients[index].codec.kind == kind
         else:
             assert index is None
-    assert bool(policy.parameters) == (name in ("hybrid", "auto"))
+    assert bool(policy.parameters) == (name in ("hybrid", "hosts", "thrifty", "auto"))
+    changes = {"hosts": 4, "thrifty": 2}
+    if name in changes:
+        assert [rule.codec.model_dump() for rule in policy.parameters] == [
+            {"kind": "delta", "bits": changes[name], "block": 256}
+        ]
     if name == "hybrid":
         assert [rule.codec.model_dump() for rule in policy.parameters] == [
             {"kind": "quantized", "bits": 8, "block": 256, "keep_for_backward": True}

@@ -1,0 +1,118 @@
+"""Memory that a rank needs for a plan: for good, and in buffers that all units share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tagc.plan.param_slices import is_whole
+from tagc.plan.table import format_bytes
+from tagc.plan.unit_plan import UnitPlan
+
+CHANGES = 1 << 22
+"""Elements of changes that are decoded at a time, if a row has no more."""
+
+Buffer = tuple[str, torch.dtype, int]
+"""Name, dtype and elements."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of a rank, beside what FSDP itself needs.
+
+    Attributes:
+        stored: between steps: residuals, what owners keep, kept messages and copies.
+        buffers: allocated in the first step, and kept for all units.
+        moment: at most, for a moment.
+    """
+
+    stored: int
+    buffers: int
+    moment: int
+
+    @property
+    def peak(self) -> int:
+        """All of it."""
+        return self.stored + self.buffers + self.moment
+
+    @property
+    def note(self) -> str:
+        """For people."""
+        moment = f" and {format_bytes(self.moment)} for a moment" if self.moment else ""
+        return (
+            f"memory of a rank: {format_bytes(self.stored)} stored, "
+            f"{format_bytes(self.buffers)} in buffers that all units share{moment}"
+        )
+
+
+def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
+    """What units need, in all directions.
+
+    Args:
+        gloo: whether the backend is gloo on a CPU, which adds up in buffers of its own.
+    """
+    largest: dict[tuple[str, torch.dtype], int] = {}
+    for unit in units:
+        for name, dtype, numel in buffers_of(unit, gloo=gloo):
+            largest[name, dtype] = max(largest.get((name, dtype), 0), numel)
+    return Memory(
+        stored=sum(unit.stored_bytes(s) for unit in units for s in unit.segments),
+        buffers=sum(numel * dtype.itemsize for (_, dtype), numel in largest.items()),
+        moment=max((_moment(unit) for unit in units), default=0),
+    )
+
+
+def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
+    """The buffers of one unit after its warm-up, by the names that
+    :class:`tagc.codecs.workspace.Workspace` has them under; those of the warm-up, if it has one."""
+    if unit.info.world_size == 1:
+        return
+    if unit.direction == "parameters":
+        if unit.compressed:
+            yield from _of_parameters(unit)
+        return
+    H, S, R = unit.peers, unit.buffer_columns, unit.info.ranks_per_host
+    dtype = unit.info.dtype
+    if R > 1 and unit.direction == "gradients":
+        yield "inside_sum", dtype, H * S
+        if gloo:
+            yield "inside_recv", dtype, H * R * S
+        if not unit.compressed or unit.warmup_steps:
+            yield "dense_recv", dtype, H * S
+    if not unit.compressed:
+        return
+    # Two words behind each message where there are no headers.
+    words = unit.words + (0 if gloo or unit.sent else 2)
+    yield "message_send", torch.int32, unit.destinations * words
+    yield "message_recv", torch.int32, unit.sources * words
+    for cell_dtype in {s.codec.cell_dtype for s in unit.segments} - {None}:
+        assert cell_dtype is not None
+        cells = sum(s.codec.cells for s in unit.segments if s.codec.cell_dtype == cell_dtype)
+        yield "cells_send", cell_dtype, unit.destinations * cells
+        if not unit.for_all:
+            yield "cells_sum", cell_dtype, cells
+            yield "cells_recv", cell_dtype, unit.destinations * cells
+    if unit.info.flat is not None and not is_whole(unit.info, unit.segments[0].params):
+        yield "flat_grad", dtype, unit.info.world_size * unit.columns
+        yield "flat_shard", dtype, unit.columns
+
+
+def _of_parameters(unit: UnitPlan) -> Iterator[Buffer]:
+    yield "parameters_send", torch.int32, unit.words
+    if not unit.reuses_forward_message:
+        yield "parameters_recv", torch.int32, unit.sources * unit.words
+    if unit.keeps_copy:
+        rows = min(unit.peers, max(1, CHANGES // max(1, unit.columns)))
+        yield "changes", torch.float32, rows * unit.columns
+
+
+def _moment(unit: UnitPlan) -> int:
+    """A residual in 8 bits is opened in float32."""
+    opened: Sequence[int] = [
+        unit.destinations * s.columns
+        for s in unit.segments
+        if s.codec.feedback is not None and s.codec.feedback.dtype == torch.int8
+    ]
+    return 4 * max(opened, default=0)

@@ -1,0 +1,52 @@
+"""What a plan says about memory is what tensors take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tagc
+from support.distributed import on_ranks
+from support.states import POLICIES, run, wrapped
+from tagc.comm import CopyGatherer, MessageGatherer
+from tagc.plan import buffers_of
+
+
+def stored(model: Any) -> int:
+    """Of all tensors that a rank keeps between steps for what the plan counts."""
+    compressor = tagc.compressor(model)
+    total = 0
+    for reducer in (*compressor.reducers, *compressor.replica_reducers):
+        for feedback in reducer.feedbacks.values():
+            if feedback.residual is not None:
+                total += feedback.residual._stored.nbytes
+            if feedback.owner_state is not None:
+                total += feedback.owner_state.nbytes
+    for gatherer in compressor.gatherers:
+        if isinstance(gatherer, CopyGatherer):
+            total += gatherer.copy.rows.nbytes
+        elif isinstance(gatherer, MessageGatherer) and gatherer._forward_message is not None:
+            total += gatherer._forward_message.nbytes
+    return total
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", [n for n in POLICIES if "int8" not in n])
+def test_a_plan_knows_its_memory(rank: int, world_size: int, name: str) -> None:
+    """Stored to the byte, buffers by name."""
+    model = wrapped(POLICIES[name], hosts=2 if world_size == 4 else None)
+    run(model, rank, range(8))
+    compressor = tagc.compressor(model)
+    plan = compressor.plan()
+    assert plan.memory.stored == stored(model)
+    assert plan.memory.note in str(plan)
+    found = compressor.reducers[0]._workspace._buffers
+    sizes = {(buffer, dtype): t.numel() for (buffer, dtype, _), t in found.items()}
+    expected: dict[tuple[str, torch.dtype], int] = {}
+    for unit in plan.all_units:
+        for buffer, dtype, numel in buffers_of(unit, gloo=True):
+            expected[buffer, dtype] = max(expected.get((buffer, dtype), 0), numel)
+    assert sizes == expected
+    assert plan.memory.buffers == sum(t.nbytes for t in found.values())
