@@ -53,7 +53,7 @@ _DISABLE = "TAGC_DISABLE"
 
 def wrap(
     model: Model,
-    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "attn-only",
+    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "auto",
     *,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
     hosts: Hosts = "auto",
@@ -77,7 +77,8 @@ def wrap(
         model: a model to which ``fully_shard`` was applied, or the outermost
             ``FullyShardedDataParallel``, on its device; changed in place.
         policy: name of a built-in policy (``tagc.policies()``), path of a YAML file, mapping, or
-            :class:`tagc.Policy`.
+            :class:`tagc.Policy`. By default what is fastest on the link that is measured here, of
+            those that cost no visible quality: dense, on a fast one.
         replicas: the ranks that hold the same shard in other copies of the sharded model, as a
             1-D mesh or a group: the model is sharded over ``mesh["shard"]`` only, and tagc
             averages gradients over ``mesh["replicate"]``, as the policy's ``replicas`` say. FSDP2
@@ -297,6 +298,7 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
             *made_of,
             rank=unit.group.rank(),
             reductions=lambda: reducer.steps,
+            versions=lambda: sum(p._version for p in unit.trainable()),
             connect=exchange,
         )
 

@@ -75,8 +75,7 @@ class _Unit:
         if learns:
             shards = self._slots.weights().to(copy.rows.dtype)
             for own, shard in enumerate(shards):
-                copy.own = own
-                copy.encode(shard, self._messages[own : own + 1])
+                copy.encode(shard, self._messages[own : own + 1], own)
             copy.decode(self._messages, copy.rows)
         self._exact = self._slots.replace_weights(copy.rows)
 

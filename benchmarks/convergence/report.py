@@ -60,6 +60,7 @@ def table(results: Sequence[Record]) -> str:
                     best.name,
                     f"{best.bits:.2f}",
                     f"{best.records[0]['bits_with_warmup']:.2f}",
+                    _parameter_bits(best),
                     f"{best.rate:g}{'*' if best.at_an_end else ''}",
                     f"{best.loss:.4f}",
                     f"{max(spread) - min(spread):.4f}" if len(spread) > 1 else "",
@@ -68,7 +69,7 @@ def table(results: Sequence[Record]) -> str:
                     _gap(best, dense["adam"]),
                 ]
             )
-        head = ["bits", "with warm-up", "rate", "loss", "range", "seeds"]
+        head = ["bits", "with warm-up", "of parameters", "rate", "loss", "range", "seeds"]
         gaps = ["to the family's dense", "to dense Adam"]
         parts.append(f"{title}\n\n" + markdown(["method", *head, *gaps], rows))
     return "\n\n".join(parts)
@@ -121,6 +122,12 @@ def _bests(records: Sequence[Record]) -> list[Best]:
 
 def _named(found: Sequence[Best], name: str) -> Best | None:
     return next((best for best in found if best.name == name), None)
+
+
+def _parameter_bits(best: Best) -> str:
+    """Of the messages about parameters, where they are compressed."""
+    bits = best.records[0].get("parameter_bits")
+    return "" if bits is None else f"{bits:.2f}"
 
 
 def _gap(best: Best, dense: Best | None) -> str:

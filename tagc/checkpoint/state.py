@@ -232,13 +232,13 @@ class State:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise StateError(f"{source.where}: {name} of rank {rank} is not finite")
-        for reduced in self.reduced:
+        checks = [(r.name, r.reducer.check_state) for r in self.reduced]
+        checks += [(_gathered_name(g), g.check_state) for g in self.gathered]
+        for name, check in checks:
             try:
-                reduced.reducer.check_state(part_of(reduced.name, tensors))
+                check(part_of(name, tensors))
             except ValueError as error:
-                raise StateError(
-                    f"{source.where}: {reduced.name} of rank {rank}: {error}"
-                ) from None
+                raise StateError(f"{source.where}: {name} of rank {rank}: {error}") from None
 
         def apply() -> None:
             _synchronize()

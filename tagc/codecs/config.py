@@ -36,3 +36,13 @@ class CodecConfig(Strict):
     def needs_matrices(self) -> bool:
         """Whether it has rows and columns to scale, so that its segments consist of matrices."""
         return False
+
+    @property
+    def spelled(self) -> str:
+        """For people."""
+        return f"codec {self.model_dump()['kind']!r}"
+
+    @property
+    def for_vectors(self) -> str:
+        """What parameters without rows and columns may have instead."""
+        return "codec 'quantized' or 'dense'"

@@ -33,13 +33,16 @@ class Alarm:
             return
         floats.masked_fill_(wrong, torch.nan)
         if self._ever is None:
-            self._ever = torch.zeros_like(wrong)
+            # In training nothing could be written to one that an evaluation made in inference mode.
+            with torch.inference_mode(False):
+                self._ever = torch.zeros((), dtype=torch.bool, device=wrong.device)
         # It stays true, so that no copy hides what an earlier one would have told.
         self._ever.logical_or_(wrong)
         if wrong.device.type != "cuda":
             return
         if self._on_host is None or self._copied is None:
-            self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=True)
+            with torch.inference_mode(False):
+                self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=True)
             self._copied = torch.cuda.Event()
         self._on_host.copy_(self._ever, non_blocking=True)
         self._copied.record()
@@ -49,3 +52,7 @@ class Alarm:
         known = self._copied is not None and self._copied.query()
         if known and self._on_host is not None and self._on_host:
             raise RuntimeError(self._message)
+
+    def reset(self) -> None:
+        """Forget what was noted: it has been put right."""
+        self._ever = self._on_host = self._copied = None

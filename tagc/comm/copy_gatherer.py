@@ -6,14 +6,14 @@ place on all hosts; a rank exchanges messages with these, and the host's ranks t
 rows in every all-gather. Else every rank has all rows, and after a message nothing is sent.
 
 When a message is due, all ranks must know without asking. It is due in the first forward after an
-optimizer stepped that holds any of the unit's parameters, which every rank sees. Where no optimizer
-has been seen that holds them all (it may be none of torch's), it is due after a reduction of the
-unit's gradients.
+optimizer stepped that holds any of the unit's parameters, which every rank sees. While none has
+been seen (it may be none of torch's), it is due after a reduction of the unit's gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from tagc.comm.gatherer import Phase, UnitGatherer
 from tagc.comm.host_copy import HostCopy
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
+from tagc.warn import warn
 
 
 class CopyGatherer(UnitGatherer):
@@ -47,6 +48,7 @@ class CopyGatherer(UnitGatherer):
         *,
         rank: int,
         reductions: Callable[[], int],
+        versions: Callable[[], int] = lambda: 0,
         connect: Callable[[dist.ProcessGroup], BroadcastExchange] | None = None,
     ) -> None:
         """New state.
@@ -54,38 +56,45 @@ class CopyGatherer(UnitGatherer):
         Args:
             rank: of this process in the unit's group.
             reductions: how often the unit's gradients left this host so far; the same on all ranks.
+            versions: a number that grows when anybody writes to the unit's parameters, as far as
+                torch counts that.
             connect: see :meth:`UnitGatherer.__init__`.
         """
         super().__init__(plan, ops, device, workspace, connect=connect)
         own = rank // plan.info.ranks_per_host
         self.copy = HostCopy(plan, ops, device, workspace, own)
-        self._reductions = reductions
+        self._reductions, self._versions = reductions, versions
         # Whether rows of the copy are known: this rank's own one, and those of the others.
         self._knows_own = self._knows_others = False
         self._due = False
-        # Whether optimizers were seen that hold all of the unit's parameters.
+        # Whether any optimizer was seen to step.
         self._sees_steps = False
-        self._reductions_then = 0
+        self._reductions_then = self._versions_then = 0
         self._fingerprint = torch.zeros(2, dtype=torch.int64, device=device)
-        self._changed = Alarm(
+        self._by_others = Alarm(
             f"tagc: the parameters of unit {self._name!r} changed, but not by an optimizer's step "
             "(other weights loaded or swapped in?), and a codec 'delta' sends changes only after "
             "such a step: call tagc.compressor(model).refresh() on all ranks whenever parameters "
-            "are changed by other means, and never between a forward and its backward"
+            "are changed by other means"
+        )
+        self._since_forward = Alarm(
+            f"tagc: the parameters of unit {self._name!r} are others in a backward than in its "
+            "forward (an optimizer's step, or weights loaded in between). FSDP would gather them "
+            "again, but with a codec 'delta' nothing is sent in backward: change parameters after "
+            "the backward"
         )
 
-    def note_step(self, *, sees_all: bool) -> None:
-        """An optimizer stepped that holds any of the unit's parameters; all ranks call it together.
-
-        Args:
-            sees_all: whether optimizers that did so by now hold all of them.
-        """
-        self._due = True
-        self._sees_steps = self._sees_steps or sees_all
+    def note_step(self) -> None:
+        """An optimizer stepped that holds any of the unit's parameters; all ranks call it
+        together."""
+        self._due = self._sees_steps = True
+        self._versions_then = self._versions()
 
     def refresh(self) -> None:
         """See :meth:`UnitGatherer.refresh`."""
         self._knows_own = False
+        self._by_others.reset()
+        self._since_forward.reset()
 
     @property
     def _is_due(self) -> bool:
@@ -94,7 +103,8 @@ class CopyGatherer(UnitGatherer):
 
     def _gather(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
         """See :meth:`UnitGatherer._gather`."""
-        self._changed.check()
+        self._by_others.check()
+        self._since_forward.check()
         exchange = self._connect(group)
         # A backward reads what its forward did, and so do forwards that it does once more.
         reads_as_is = self._knows_others and (phase is Phase.BACKWARD or _in_backward())
@@ -104,6 +114,7 @@ class CopyGatherer(UnitGatherer):
         changed = None
         if not reads_as_is and self._is_due:
             if self._knows_own:
+                self._warn_of_others()
                 self._send_change(inp, exchange, group)
             else:
                 self.copy.rows[self.copy.own].copy_(inp)
@@ -118,7 +129,14 @@ class CopyGatherer(UnitGatherer):
         self._share(rows, exchange, group)
         if changed is not None:
             # To send them is no way out: other ranks may not know that they have to receive.
-            self._changed.note(changed, rows[:, :1])
+            alarm = self._since_forward if reads_as_is and self._due else self._by_others
+            alarm.note(changed, rows[:, :1])
+
+    def _warn_of_others(self) -> None:
+        """Say so if anybody wrote to the parameters after the optimizer. (Who clips or normalizes
+        weights in every step may do that: it is a difference like the optimizer's.)"""
+        if self._due and self._versions() != self._versions_then:
+            _warn_of_others()
 
     def _send_rows(self, exchange: BroadcastExchange, group: dist.ProcessGroup) -> int:
         """Give this rank's row to all who keep it, as it is; the bytes sent."""
@@ -168,13 +186,21 @@ class CopyGatherer(UnitGatherer):
             "copy_fingerprint": self._fingerprint,
         }
 
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`UnitGatherer.check_state`."""
+        super().check_state(state)
+        if not bool(((state["copy_flags"] == 0) | (state["copy_flags"] == 1)).all()):
+            raise ValueError("a flag of the copy is neither 0 nor 1")
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`UnitGatherer.load_state`. The next forward gathers the rows of the others."""
         super().load_state(state)
         self.copy.rows[self.copy.own].copy_(state["copy"])
         self._knows_own, self._due, self._sees_steps = map(bool, state["copy_flags"].tolist())
         self._knows_others = False
-        self._reductions_then = self._reductions()
+        self._reductions_then, self._versions_then = self._reductions(), self._versions()
+        self._by_others.reset()
+        self._since_forward.reset()
         self._fingerprint.copy_(state["copy_fingerprint"])
 
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
@@ -187,6 +213,15 @@ class CopyGatherer(UnitGatherer):
         self.copy.encode(shard, message)
         self.copy.decode(message, decoded)
         return (decoded[0].double() - wide).square().sum().item(), wide.square().sum().item()
+
+
+@cache
+def _warn_of_others() -> None:
+    warn(
+        "parameters were changed after the optimizer's step and before the next forward. With a "
+        "codec 'delta' what changed goes as one difference, as coarse as it is large: if other "
+        "weights were loaded or swapped in, call tagc.compressor(model).refresh() on all ranks"
+    )
 
 
 def _in_backward() -> bool:

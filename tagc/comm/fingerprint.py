@@ -5,18 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# So that what the sums need for a moment is small beside what is looked at.
-_ELEMENTS = 1 << 20
+# Prime to each other: no two places within their product are alike to both.
+_WIDTHS = (1024, 1021)
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """Two sums over the bits of ``values`` ``[n]``, plain and weighted by place, int64 ``[2]``,
-    modulo ``2**64``. What changes a few elements, or all of them alike, changes one of them; no
-    protection against intent."""
-    bits = values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
-    total = torch.zeros(2, dtype=torch.int64, device=values.device)
-    for start in range(0, bits.numel(), _ELEMENTS):
-        part = bits[start : start + _ELEMENTS].to(torch.int64)
-        place = torch.arange(start + 1, start + 1 + part.numel(), device=values.device)
-        total += torch.stack([part.sum(), part.mul_(place).sum()])
-    return total
+    """Two sums over the bits of ``values`` ``[n]``, 8 bytes at a time, with odd weights by place
+    modulo 1024 and 1021: int64 ``[2]``, modulo ``2**64``. What changes a single word always changes
+    both, what changes many or moves them one of the two with near certainty; no protection against
+    intent.
+
+    Sums of columns take a tenth of the time that a weight for every element takes on a CPU.
+    """
+    lanes = 8 // values.element_size()
+    if values.storage_offset() % lanes:  # a shard in FSDP's larger buffer
+        values = values.clone()
+    whole = values.numel() // lanes * lanes
+    words = values[:whole].view(torch.int64)
+    rest = values[whole:].view({2: torch.int16, 4: torch.int32}[values.element_size()])
+    # The last few elements each in a word of its own.
+    places = torch.arange(1, 2 * rest.numel() + 1, 2, device=values.device)
+    last = ((rest.to(torch.int64) << 17) * places).sum()
+    return torch.stack([_weighted(words, width) + last for width in _WIDTHS])
+
+
+def _weighted(words: Tensor, width: int) -> Tensor:
+    rows = words.numel() // width
+    columns = words[: rows * width].view(rows, width).sum(0)
+    last = words[rows * width :]
+    columns[: last.numel()] += last
+    return (columns * torch.arange(1, 2 * width + 1, 2, device=words.device)).sum()

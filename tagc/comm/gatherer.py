@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tagc.codecs.state import MAX_COUNT
 from tagc.codecs.workspace import Workspace
 from tagc.comm.collectives import all_gather, failing_in
 from tagc.comm.exchanges import BroadcastExchange
@@ -108,8 +109,14 @@ class UnitGatherer(ABC):
         counters += [self.inside_bytes] if self.plan.info.ranks_per_host > 1 else []
         return {"counters": torch.tensor(counters, dtype=torch.int64)}
 
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for values that :meth:`state` never has."""
+        counters = state["counters"]
+        if bool(((counters < 0) | (counters > MAX_COUNT)).any()):
+            raise ValueError("a counter is negative, or larger than any run is long")
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where :meth:`state` was taken."""
+        """Go on where :meth:`state` was taken, given that it passes the check."""
         self.wire_bytes, self.dense_bytes, *inside = state["counters"].tolist()
         self.inside_bytes = sum(inside)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tagc.codecs import Codec, CodecSetup, kind_of
+from tagc.codecs.delta.plan import AT_A_TIME
 from tagc.codecs.workspace import Workspace
+from tagc.comm.segment_codecs import SegmentCodecs
 from tagc.ops import Ops
-from tagc.plan import CHANGES, UnitPlan
+from tagc.plan import UnitPlan
 
 
 class HostCopy:
@@ -32,38 +30,32 @@ class HostCopy:
     ) -> None:
         self.rows = torch.zeros(plan.peers, plan.columns, dtype=plan.info.dtype, device=device)
         self.own = own
-        self._plan, self._workspace = plan, workspace
-        setup = CodecSetup(
-            destinations=1,
-            world_size=plan.peers,
-            dtype=plan.info.dtype,
-            ops=ops,
-            device=device,
-            workspace=workspace,
-        )
-        # A codec a segment: here words lie in the order of the columns.
-        self._codecs: Sequence[Codec[Any]] = [
-            kind_of(segment.codec).codec([segment], setup) for segment in plan.segments
-        ]
+        self._columns, self._workspace = plan.columns, workspace
+        self._codecs = SegmentCodecs(plan, ops, device, workspace)
 
-    def encode(self, shard: Tensor, message: Tensor) -> None:
-        """Write the message about ``shard`` ``[S]`` to ``message`` ``[1, words]`` int32."""
+    def encode(self, shard: Tensor, message: Tensor, row: int | None = None) -> None:
+        """Write the message about ``shard`` ``[S]`` to ``message`` ``[1, words]`` int32.
+
+        Args:
+            row: of the copy; by default the own one.
+        """
+        known = self.rows[self.own if row is None else row]
         changes = self._workspace.take("changes", (1, shard.numel()), torch.float32)
-        for segment, codec, words in self._parts(message):
+        for segment, codec, words in self._codecs.of(message):
             columns = slice(segment.start, segment.stop)
             if segment.codec.of_changes:
-                changes[0, columns].copy_(shard[columns]).sub_(self.rows[self.own, columns])
+                changes[0, columns].copy_(shard[columns]).sub_(known[columns])
                 codec.encode_rows(changes, words)
             else:
                 codec.encode_rows(shard[None], words)
 
     def decode(self, received: Tensor, rows: Tensor) -> None:
         """Change ``rows`` ``[n, S]`` as messages ``[n, words]`` int32 about them say."""
-        step = max(1, CHANGES // max(1, self._plan.columns))
+        step = max(1, AT_A_TIME // max(1, self._columns))
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
             changes = self._workspace.take("changes", tuple(some.shape), torch.float32)
-            for segment, codec, words in self._parts(received[first : first + step]):
+            for segment, codec, words in self._codecs.of(received[first : first + step]):
                 if segment.codec.of_changes:
                     codec.decode_rows(words, changes)
                     columns = slice(segment.start, segment.stop)
@@ -71,7 +63,3 @@ class HostCopy:
                     some[:, columns].add_(changes[:, columns])
                 else:
                     codec.decode_rows(words, some)
-
-    def _parts(self, message: Tensor) -> Any:
-        words = message.split([codec.words for codec in self._codecs], dim=1)
-        return zip(self._plan.segments, self._codecs, words, strict=True)

@@ -4,19 +4,18 @@ forward for the backward."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from tagc.codecs import Codec, CodecSetup, kind_of
 from tagc.codecs.workspace import Workspace
 from tagc.comm.alarm import Alarm
 from tagc.comm.collectives import failing_in
 from tagc.comm.exchanges import BroadcastExchange
 from tagc.comm.gatherer import Phase, UnitGatherer
+from tagc.comm.segment_codecs import SegmentCodecs
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 
@@ -35,18 +34,7 @@ class MessageGatherer(UnitGatherer):
     ) -> None:
         """See :meth:`UnitGatherer.__init__`."""
         super().__init__(plan, ops, device, workspace, connect=connect)
-        setup = CodecSetup(
-            destinations=1,
-            world_size=plan.info.world_size,
-            dtype=plan.info.dtype,
-            ops=ops,
-            device=device,
-            workspace=workspace,
-        )
-        # A codec a segment: here words lie in the order of the columns.
-        self._codecs: list[Codec[Any]] = [
-            kind_of(segment.codec).codec([segment], setup) for segment in plan.segments
-        ]
+        self._codecs = SegmentCodecs(plan, ops, device, workspace)
         self._changed = Alarm(
             f"tagc: the parameters of unit {self._name!r} are others in a backward than in its "
             "forward (an optimizer's step, or weights loaded in between). FSDP would gather them "
@@ -121,13 +109,10 @@ class MessageGatherer(UnitGatherer):
 
     def _encode(self, inp: Tensor, message: Tensor) -> None:
         """``[S]`` to ``[1, words]``."""
-        for codec, words in zip(self._codecs, self._split(message), strict=True):
+        for _, codec, words in self._codecs.of(message):
             codec.encode_rows(inp[None], words)
 
     def _decode(self, received: Tensor, rows: Tensor) -> None:
         """``[R, words]`` to ``[R, S]``."""
-        for codec, words in zip(self._codecs, self._split(received), strict=True):
+        for _, codec, words in self._codecs.of(received):
             codec.decode_rows(words, rows)
-
-    def _split(self, message: Tensor) -> tuple[Tensor, ...]:
-        return message.split([codec.words for codec in self._codecs], dim=1)

@@ -195,7 +195,8 @@ class Advisor:
         plan = replace(self._plan(policy, dtype, parameter_dtype), gloo=q.gloo)
         work = workload(plan, time, gathers=gathers, micro_batches=q.micro_batches)
         memory = training_bytes(q.shapes, ranks, dtype, parameter_dtype)
-        return work, memory + plan.memory.peak
+        waiting = plan.memory.waiting if policy != self._dense and q.micro_batches > 1 else 0
+        return work, memory + plan.memory.peak + waiting
 
     def _plan(self, policy: Policy, dtype: torch.dtype, parameter_dtype: torch.dtype) -> Plan:
         q = self.question

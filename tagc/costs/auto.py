@@ -251,9 +251,9 @@ def codecs_of(
     for rule in rules:
         feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
         if isinstance(rule.codec, AutoConfig):
+            # With all that a copy could make of it.
             pairs += [
-                (resolve_auto(rule.codec, bits, parameters=parameters), feedback)
-                for bits in AUTO_BITS
+                (resolve_auto(rule.codec, bits, copy_bytes=0), feedback) for bits in AUTO_BITS
             ]
         else:
             pairs.append((rule.codec, feedback))

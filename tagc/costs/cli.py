@@ -31,7 +31,7 @@ def add_commands(commands: Any) -> None:
     command = commands.add_parser("explain", help="show what a policy does to a model")
     command.set_defaults(run=_explain)
     command.add_argument("model", metavar="MODEL", help=_MODEL)
-    command.add_argument("--policy", default="attn-only", help="a built-in name or a YAML file")
+    command.add_argument("--policy", default="hybrid", help="a built-in name or a YAML file")
     _add_ranks(command)
     command.add_argument("--bandwidth", type=bandwidth, help="for codec auto, such as 10Gbit")
     command.add_argument("--latency", type=seconds, default=0.0, help="for codec auto")

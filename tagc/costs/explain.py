@@ -21,7 +21,7 @@ from tagc.warn import warn
 
 def explain(
     model: nn.Module | Mapping[str, Sequence[int]],
-    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "attn-only",
+    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "hybrid",
     *,
     world_size: int,
     replicas: int = 1,

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -18,7 +19,8 @@ class OptimizerSteps:
     until it is closed, or nobody has it any more."""
 
     def __init__(self, pairs: Sequence[tuple[Unit, CopyGatherer]]) -> None:
-        self._pairs = [(unit, gatherer, set[int]()) for unit, gatherer in pairs]
+        self._pairs = list(pairs)
+        self._held = self._who_holds()
         mine = weakref.ref(self)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -34,9 +36,14 @@ class OptimizerSteps:
         self._close()
 
     def _note(self, optimizer: Optimizer) -> None:
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for unit, gatherer, seen in self._pairs:
-            own = {id(p) for p in unit.trainable()}
-            if own & stepped:
-                seen |= own & stepped
-                gatherer.note_step(sees_all=own <= seen)
+        params = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if not any(p in self._held for p in params):
+            # Of another model; or FSDP has new parameters, as after a load with `assign`.
+            self._held = self._who_holds()
+        stepped = {self._held[p][1]: None for p in params if p in self._held}
+        for gatherer in stepped:
+            gatherer.note_step()
+
+    def _who_holds(self) -> dict[int, tuple[nn.Parameter, CopyGatherer]]:
+        """By the id of a parameter, which is kept so that nothing else has this id."""
+        return {id(p): (p, gatherer) for unit, gatherer in self._pairs for p in unit.trainable()}

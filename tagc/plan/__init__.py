@@ -2,7 +2,7 @@
 
 from tagc.plan.build import build_plan
 from tagc.plan.choice import AUTO_BITS, Choice, Choose, resolve_auto
-from tagc.plan.memory import CHANGES, Memory, buffers_of
+from tagc.plan.memory import Memory, buffers_of
 from tagc.plan.plan import Plan
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.unit_plan import Direction, Segment, UnitPlan
@@ -10,7 +10,6 @@ from tagc.plan.units import FlatBuffer, UnitInfo, UnitParam
 
 __all__ = [
     "AUTO_BITS",
-    "CHANGES",
     "Choice",
     "Choose",
     "Direction",

@@ -167,7 +167,8 @@ def _plan_segment(
     config = DenseConfig() if rule is None else rule.codec
     feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
     if isinstance(config, AutoConfig):
-        config = resolve_auto(config, auto_bits, parameters=isinstance(rule, ParameterRule))
+        copy_bytes = unit.dtype.itemsize / unit.ranks_per_host
+        config = resolve_auto(config, auto_bits, copy_bytes=copy_bytes)
     return plan_codec(
         config,
         PlanRequest(

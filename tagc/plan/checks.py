@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from tagc.codecs import CodecConfig
-from tagc.codecs.delta import DeltaConfig
 from tagc.codecs.selection.capacity import MIN_SHARED
 from tagc.ops.matrix import shard_shape
 from tagc.plan.plan import Plan
@@ -159,14 +158,12 @@ def matrices_of(
             f"unit {unit.name or '(root)'!r} is sharded by FSDP1, which cuts through rows, so "
             "codec 'matrix' has none to scale; use fully_shard (FSDP2), or codec 'quantized'"
         )
-    spelled, instead = "codec 'matrix'", "codec 'quantized' or 'dense'"
-    if isinstance(codec, DeltaConfig):
-        spelled, instead = f"codec 'delta' with bits {codec.bits}", "bits 4 or 8, or codec 'dense'"
     vectors = [p.name for p in params if len(p.shape) < 2]
     if vectors:
         raise PolicyError(
-            f"{spelled} needs rows and columns, but unit {unit.name or '(root)'!r} has "
-            f"{as_list(vectors)} with one dimension only; give such parameters {instead}"
+            f"{codec.spelled} needs rows and columns, but unit {unit.name or '(root)'!r} has "
+            f"{as_list(vectors)} with one dimension only; give such parameters "
+            f"{codec.for_vectors}"
         )
     return [_matrices(param) for param in params]
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tagc.codecs import CodecConfig
+from tagc.codecs.delta import DeltaConfig
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.quantized import QuantizedConfig, QuantizedParametersConfig
 from tagc.plan.unit_plan import UnitPlan
-from tagc.policy.configs import AutoConfig
+from tagc.policy.configs import AutoConfig, AutoParametersConfig
 
 AUTO_BITS = (32, 16, 8, 4)
-"""What it chooses from, in bits per element; parameters stop at 8."""
+"""What it chooses from, in bits per element; parameters stop at 8 where no copy may be stored."""
+# 8 bits and a scale of 16 for every 256.
+_KEPT_BYTES = 1 + 2 / 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +44,21 @@ class Choose(Protocol):
         ...
 
 
-def resolve_auto(config: AutoConfig, bits: int, *, parameters: bool) -> CodecConfig:
-    """The codec of so many bits, or of as few as the rule allows."""
-    bits = max(bits, config.min_bits, 8 if parameters else 4)
+def resolve_auto(config: AutoConfig, bits: int, *, copy_bytes: float) -> CodecConfig:
+    """The codec of so many bits, or of as few as the rule allows.
+
+    Args:
+        copy_bytes: that a rank would store for every parameter of the model, to be sent changes of
+            it only.
+    """
+    parameters = isinstance(config, AutoParametersConfig)
+    bits = max(bits, config.min_bits)
     if bits == 32:
         return DenseConfig()
     if bits == 16:
         return DenseConfig(wire="bfloat16")
-    if parameters:
-        return QuantizedParametersConfig(bits=8)
-    return QuantizedConfig(bits=8 if bits == 8 else 4)
+    if not parameters:
+        return QuantizedConfig(bits=8 if bits == 8 else 4)
+    if bits == 4 and config.memory and config.memory >= copy_bytes:
+        return DeltaConfig(bits=4)
+    return QuantizedParametersConfig(bits=8, keep_for_backward=config.memory >= _KEPT_BYTES)

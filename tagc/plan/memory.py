@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tagc.codecs.delta.plan import AT_A_TIME
 from tagc.plan.param_slices import is_whole
 from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import UnitPlan
-
-CHANGES = 1 << 22
-"""Elements of changes that are decoded at a time, if a row has no more."""
 
 Buffer = tuple[str, torch.dtype, int]
 """Name, dtype and elements."""
@@ -26,24 +24,31 @@ class Memory:
         stored: between steps: residuals, what owners keep, kept messages and copies.
         buffers: allocated in the first step, and kept for all units.
         moment: at most, for a moment.
+        waiting: more, while micro-batches wait inside hosts (``set_requires_all_reduce(False)``).
     """
 
     stored: int
     buffers: int
     moment: int
+    waiting: int = 0
 
     @property
     def peak(self) -> int:
-        """All of it."""
+        """All of it, without micro-batches."""
         return self.stored + self.buffers + self.moment
 
     @property
     def note(self) -> str:
         """For people."""
         moment = f" and {format_bytes(self.moment)} for a moment" if self.moment else ""
+        waiting = (
+            f"; {format_bytes(self.waiting)} more while micro-batches wait inside hosts"
+            if self.waiting
+            else ""
+        )
         return (
             f"memory of a rank: {format_bytes(self.stored)} stored, "
-            f"{format_bytes(self.buffers)} in buffers that all units share{moment}"
+            f"{format_bytes(self.buffers)} in buffers that all units share{moment}{waiting}"
         )
 
 
@@ -61,6 +66,7 @@ def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
         stored=sum(unit.stored_bytes(s) for unit in units for s in unit.segments),
         buffers=sum(numel * dtype.itemsize for (_, dtype), numel in largest.items()),
         moment=max((_moment(unit) for unit in units), default=0),
+        waiting=sum(map(_waiting, units)),
     )
 
 
@@ -104,8 +110,14 @@ def _of_parameters(unit: UnitPlan) -> Iterator[Buffer]:
     if not unit.reuses_forward_message:
         yield "parameters_recv", torch.int32, unit.sources * unit.words
     if unit.keeps_copy:
-        rows = min(unit.peers, max(1, CHANGES // max(1, unit.columns)))
+        rows = min(unit.peers, max(1, AT_A_TIME // max(1, unit.columns)))
         yield "changes", torch.float32, rows * unit.columns
+
+
+def _waiting(unit: UnitPlan) -> int:
+    """The sum of a host's ranks, in float32."""
+    on_hosts = unit.direction == "gradients" and unit.info.ranks_per_host > 1
+    return 4 * unit.peers * unit.buffer_columns if on_hosts else 0
 
 
 def _moment(unit: UnitPlan) -> int:

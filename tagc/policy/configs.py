@@ -11,8 +11,7 @@ class AutoConfig(CodecConfig):
     """The fastest of dense, bfloat16, 8 and 4 bits on the link that `tagc.wrap` measures.
 
     `min_bits` bounds the choice from below. None of them costs visible quality: 4 bits go with
-    the rule's feedback, by default `average` (LoCo). Parameters, which have no feedback, get 8
-    bits at least.
+    the rule's feedback, by default `average` (LoCo).
     """
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("average", "residual", "none")
@@ -21,13 +20,23 @@ class AutoConfig(CodecConfig):
     min_bits: Literal[4, 8, 16, 32] = 4
 
 
+class AutoParametersConfig(AutoConfig):
+    """Likewise for parameters, which have no feedback, and so get 8 bits at least; or, where a rank
+    may store `memory` bytes for every parameter of the model, 4 bits of changes against a copy (2
+    bytes in bfloat16, divided by the ranks on a host), and 8 bits that are kept for backward (1.01
+    bytes).
+    """
+
+    memory: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
 GRADIENT_CONFIGS: tuple[type[CodecConfig], ...] = (
     *(kind.config for kind in CODECS if kind.config),
     AutoConfig,
 )
 PARAMETER_CONFIGS: tuple[type[CodecConfig], ...] = (
     *(kind.parameter_config for kind in CODECS if kind.parameter_config),
-    AutoConfig,
+    AutoParametersConfig,
 )
 
 if TYPE_CHECKING:

@@ -134,6 +134,7 @@ def test_switched_off_for_a_while(rank: int, world_size: int) -> None:
         set_weights(again, local_weights(disabled))
         tagc.compressor(again).load_state_dict(tagc.compressor(disabled).state_dict())
         evaluate(again, rank)
+        assert calls
         for _, _, inp, out in calls:
             assert torch.equal(out.view(world_size, -1), gathered(inp))
     assert snapshot(again)

@@ -16,15 +16,18 @@ from support.distributed import run_ranks
 from support.kill_train import CODECS, STEPS, train
 
 SCRIPT = kill_train.__file__
-RANKS = 2
 
 
-def killed(folder: Path, codec: str, saver: str, kills: list[tuple[int, int]]) -> list[dict]:
+def killed(
+    folder: Path, codec: str, saver: str, kills: list[tuple[int, int]], hosts: int | None
+) -> list[dict]:
     """Every rank's weights after a run of `torchrun` in which ranks are killed."""
+    ranks = ranks_of(hosts)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(RANKS), "--max-restarts", str(len(kills))),
+        *("--nproc-per-node", str(ranks), "--max-restarts", str(len(kills))),
         *(SCRIPT, str(folder), "--codec", codec, "--saver", saver),
+        *(() if hosts is None else ("--hosts", str(hosts))),
         *("--kills", *(f"{rank}:{step}" for rank, step in kills)),
     ]
     environment = os.environ | {
@@ -38,15 +41,26 @@ def killed(folder: Path, codec: str, saver: str, kills: list[tuple[int, int]]) -
     )
     assert done.returncode == 0, done.stderr
     assert len(list(folder.glob("killed-*"))) == len(kills), done.stderr
-    return [torch.load(folder / f"weights-{rank}.pt") for rank in range(RANKS)]
+    return [torch.load(folder / f"weights-{rank}.pt") for rank in range(ranks)]
 
 
-def check(folder: Path, codec: str, saver: str, kills: list[tuple[int, int]]) -> None:
+def ranks_of(hosts: int | None) -> int:
+    """Two hosts, or two ranks that send for themselves."""
+    return 2 * (hosts or 1)
+
+
+def check(
+    folder: Path,
+    codec: str,
+    saver: str,
+    kills: list[tuple[int, int]],
+    hosts: int | None = None,
+) -> None:
     """The weights of a killed run are those of an uninterrupted one, to the bit."""
     (folder / "whole").mkdir()
     (folder / "killed").mkdir()
-    whole = run_ranks(train, RANKS, folder / "whole", codec, saver, None)
-    resumed = killed(folder / "killed", codec, saver, kills)
+    whole = run_ranks(train, ranks_of(hosts), folder / "whole", codec, saver, None, hosts)
+    resumed = killed(folder / "killed", codec, saver, kills, hosts)
     for mine, expected in zip(resumed, whole, strict=True):
         assert mine.pop("incarnation") == len(kills)
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
@@ -58,12 +72,15 @@ def test_a_killed_rank_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hosts", [None, 2])
 @pytest.mark.parametrize("seed", range(20))
-def test_kills_in_a_row(tmp_path: Path, seed: int) -> None:
-    """Any codec, either saver, any rank and step, and killed again after it resumed."""
+def test_kills_in_a_row(tmp_path: Path, seed: int, hosts: int | None) -> None:
+    """Any codec, either saver, any rank and step, and killed again after it resumed; on hosts with
+    changes of parameters, too."""
     draw = random.Random(seed)
     codec, saver = list(CODECS)[seed % len(CODECS)], ("dcp", "safetensors")[seed // 4 % 2]
     first = draw.randrange(STEPS - 1)
     second = draw.randrange(first + 1, STEPS)
-    kills = [(draw.randrange(RANKS), first), (draw.randrange(RANKS), second)]
-    check(tmp_path, codec, saver, kills)
+    ranks = ranks_of(hosts)
+    kills = [(draw.randrange(ranks), first), (draw.randrange(ranks), second)]
+    check(tmp_path, codec, saver, kills, hosts)

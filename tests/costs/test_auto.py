@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tagc
 from support.distributed import on_ranks, run_ranks
@@ -52,12 +52,12 @@ class Net(nn.Module):
         return x
 
 
-def sharded() -> Any:
+def sharded(**options: Any) -> Any:
     torch.manual_seed(1)
     model = Net()
     for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
 def grads(model: Any, rank: int) -> dict[str, torch.Tensor]:
@@ -100,6 +100,47 @@ def test_a_slow_link_gets_the_fewest_bits_allowed(rank: int, world_size: int) ->
     assert half["layers.0.up_proj.weight"] == "dense bfloat16"
     full = codecs(wrapped(SLOW, chosen=policy(32)))
     assert full["layers.0.up_proj.weight"] == "dense"
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("memory", "hosts", "expected"),
+    [
+        (1.0, 2, "delta quantized int4"),
+        (0.9, 2, "quantized int8"),
+        (1.5, None, "quantized int8 kept"),
+        (2.0, None, "delta quantized int4"),
+        (0.0, 2, "quantized int8"),
+    ],
+)
+def test_memory_that_may_be_spent_on_parameters(
+    rank: int, world_size: int, memory: float, hosts: int | None, expected: str
+) -> None:
+    """A copy in bfloat16 takes 2 bytes, divided by the ranks on a host; a kept message 1.01."""
+    rule = {"when": {"role": "mlp"}, "codec": {"kind": "auto", "memory": memory}}
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(mp_policy=mixed)
+
+    def measured(group: Any, device: Any) -> Link:
+        first, second, *_ = dist.get_process_group_ranks(group)
+        return FAST if hosts and second == first + 1 and group.size() == hosts else SLOW
+
+    with measuring(SLOW), patch.object(auto, "measure_link", measured):
+        tagc.wrap(model, policy(parameters=[rule]), ops="reference", hosts=hosts)
+    rows = [r for r in tagc.compressor(model).plan().rows if r.direction == "parameters"]
+    found = {r.param: r.codec for r in rows}
+    assert found["layers.0.up_proj.weight"] == expected
+    assert found["layers.0.up_proj.bias"] == "dense"
+
+
+@on_ranks(2)
+def test_auto_is_the_policy_without_a_word(rank: int, world_size: int) -> None:
+    with measuring(SLOW):
+        model = tagc.wrap(sharded(), ops="reference")
+    plan = tagc.compressor(model).plan()
+    assert plan.policy.name == "auto"
+    # In float32, on a rank a host, a copy would take 4 bytes, and a kept message 1.01.
+    assert {"quantized int4", "quantized int8"} <= {row.codec for row in plan.rows}
 
 
 @on_ranks(2)

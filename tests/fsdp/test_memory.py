@@ -32,11 +32,25 @@ def stored(model: Any) -> int:
     return total
 
 
-@on_ranks(2, 4)
+# One of each kind: what they share, others have on two ranks.
+ON_HOSTS = ("quantized average", "matrix lead", "sketch", "packed shared", "parameters", "changes")
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("name", [n for n in POLICIES if "int8" not in n])
 def test_a_plan_knows_its_memory(rank: int, world_size: int, name: str) -> None:
+    check(rank, name, None)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ON_HOSTS)
+def test_a_plan_knows_its_memory_on_hosts(rank: int, world_size: int, name: str) -> None:
+    check(rank, name, 2)
+
+
+def check(rank: int, name: str, hosts: int | None) -> None:
     """Stored to the byte, buffers by name."""
-    model = wrapped(POLICIES[name], hosts=2 if world_size == 4 else None)
+    model = wrapped(POLICIES[name], hosts=hosts)
     run(model, rank, range(8))
     compressor = tagc.compressor(model)
     plan = compressor.plan()

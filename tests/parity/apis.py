@@ -64,7 +64,11 @@ def built(option: Option, dtype: Dtype, **where: Any) -> Any:
 def wrap(model: Any, policy: dict[str, Any] | None, **where: Any) -> Any:
     spec: Any = "dense"
     if policy is not None:
+        policy, about_parameters = dict(policy), policy.get("parameters")
+        policy.pop("parameters", None)
         spec = {"schema": 1, "gradients": [policy]}
+        if about_parameters is not None:
+            spec["parameters"] = [about_parameters]
         if "replicas" in where:
             # No copy of a shard is its owner, to choose for the others.
             own = {key: value for key, value in policy["codec"].items() if key != "support"}
@@ -167,6 +171,9 @@ APIS: dict[str, Api] = {
         wrapped=fsdp1_wrapped,
         gradients=fsdp1_gradients,
         averages=True,
-        refuses={"matrix": "sharded by FSDP1, which cuts through rows"},
+        refuses={
+            "matrix": "sharded by FSDP1, which cuts through rows",
+            "changes": "has rules for parameters, but the model uses FSDP1",
+        },
     ),
 }

@@ -32,6 +32,8 @@ class Case:
         option, dtype = APIS[self.api].options[self.option], DTYPES[self.dtype]
         if self.policy == "dense":
             return option.refused_dense
+        if self.policy == "changes" and dtype.refused_changes:
+            return dtype.refused_changes
         return dtype.refused or option.refused or APIS[self.api].refuses.get(self.policy, "")
 
 

@@ -8,6 +8,9 @@ from typing import Any
 MATRICES = ("*embed.weight", "*up.weight", "*down.weight", "*extra.weight", "*head.weight")
 
 
+CHANGES = {"when": {"name": ["*"]}, "codec": {"kind": "delta", "bits": 4, "block": 32}}
+
+
 def rule(codec: dict[str, Any], names: Sequence[str] = ("*",)) -> dict[str, Any]:
     return {"when": {"name": list(names)}, "codec": codec, "feedback": {"kind": "residual"}}
 
@@ -21,4 +24,6 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "packed shared": rule({"kind": "packed", "density": 0.9, "support": "shared"}),
     "quantized": rule({"kind": "quantized", "bits": 4, "block": 32}),
     "matrix": rule({"kind": "matrix", "group": 16}, names=MATRICES),
+    # Nothing changes here, so that all ranks have the exact parameters.
+    "changes": rule({"kind": "quantized", "bits": 4, "block": 32}) | {"parameters": CHANGES},
 }

@@ -31,6 +31,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "packed": {"kind": "packed", "density": 0.3},
     "quantized": {"kind": "quantized", "bits": 4},
 }
+CHANGES = {"kind": "delta", "bits": 4}
 
 
 class Block(nn.Module):
@@ -59,20 +60,31 @@ class Net(nn.Module):
         return x
 
 
-def train(rank: int, folder: Path, codec: str, saver: str, kill: tuple[int, int] | None) -> dict:
+def train(
+    rank: int,
+    folder: Path,
+    codec: str,
+    saver: str,
+    kill: tuple[int, int] | None,
+    hosts: int | None = None,
+) -> dict:
     """Train from the last checkpoint to the end; this rank's weights.
 
     Args:
         kill: rank and step.
+        hosts: ranks that share a host; then changes of parameters are sent.
     """
     model: Any = Net()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    rule = {"when": {"name": "*.weight"}, "codec": CODECS[codec]}
+    when = {"name": "*.weight"}
+    policy: dict[str, Any] = {"schema": 1, "gradients": [{"when": when, "codec": CODECS[codec]}]}
+    if hosts:
+        policy["parameters"] = [{"when": when, "codec": CHANGES}]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # so small a model may cost more compressed
-        tagc.wrap(model, {"schema": 1, "gradients": [rule]})
+        tagc.wrap(model, policy, hosts=hosts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     first = resume(folder, model, optimizer, saver)
     for step in range(first, STEPS):
@@ -132,6 +144,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--codec", choices=CODECS, default="sketch")
     parser.add_argument("--saver", choices=("dcp", "safetensors"), default="dcp")
+    parser.add_argument("--hosts", type=int, help="ranks that share a host")
     parser.add_argument("--kills", nargs="*", default=[], metavar="RANK:STEP")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -141,7 +154,7 @@ def main() -> None:
     if incarnation < len(args.kills):
         victim, step = args.kills[incarnation].split(":")
         kill = int(victim), int(step)
-    weights = train(rank, args.folder, args.codec, args.saver, kill)
+    weights = train(rank, args.folder, args.codec, args.saver, kill, args.hosts)
     torch.save(weights | {"incarnation": incarnation}, args.folder / f"weights-{rank}.pt")
     dist.destroy_process_group()
 

@@ -22,3 +22,13 @@ class DeltaConfig(CodecConfig):
     def needs_matrices(self) -> bool:
         """See :attr:`CodecConfig.needs_matrices`."""
         return self.bits < 4
+
+    @property
+    def spelled(self) -> str:
+        """See :attr:`CodecConfig.spelled`."""
+        return f"codec 'delta' with bits {self.bits}"
+
+    @property
+    def for_vectors(self) -> str:
+        """See :attr:`CodecConfig.for_vectors`."""
+        return "bits 4 or 8, or codec 'dense'"

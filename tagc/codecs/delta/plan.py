@@ -12,6 +12,9 @@ from tagc.codecs.plan import CodecPlan, PlanRequest
 from tagc.codecs.quantized.config import QuantizedParametersConfig
 from tagc.codecs.quantized.plan import QuantizedPlan, plan_quantized
 
+AT_A_TIME = 1 << 22
+"""Elements of changes that are decoded at a time, in float32; a row at least."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaPlan(CodecPlan):
