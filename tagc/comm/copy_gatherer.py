@@ -129,7 +129,7 @@ class CopyGatherer(UnitGatherer):
         self._share(rows, exchange, group)
         if changed is not None:
             # To send them is no way out: other ranks may not know that they have to receive.
-            alarm = self._since_forward if reads_as_is and self._due else self._by_others
+            alarm = self._since_forward if reads_as_is and self._is_due else self._by_others
             alarm.note(changed, rows[:, :1])
 
     def _warn_of_others(self) -> None:

@@ -121,5 +121,7 @@ def history(rank: int, api: Api, option: Option, model: Any, units: Sequence[Uni
         sums = [s + g for s, g in zip(sums, grads, strict=True)] if sums else grads
         option.after(model)
         every += grads if option.after is nothing else api.gradients(model, units)
+        # Changes nothing, but makes messages about changes due, for policies that send these.
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
         model.zero_grad()
     return History(sums, every)
