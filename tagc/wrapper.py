@@ -78,7 +78,8 @@ def wrap(
             ``FullyShardedDataParallel``, on its device; changed in place.
         policy: name of a built-in policy (``tagc.policies()``), path of a YAML file, mapping, or
             :class:`tagc.Policy`. By default what is fastest on the link that is measured here, of
-            those that cost no visible quality: dense, on a fast one.
+            those that cost no visible quality: dense, on a fast one. (FSDP1, which gathers its
+            parameters itself, needs one without rules for them.)
         replicas: the ranks that hold the same shard in other copies of the sharded model, as a
             1-D mesh or a group: the model is sharded over ``mesh["shard"]`` only, and tagc
             averages gradients over ``mesh["replicate"]``, as the policy's ``replicas`` say. FSDP2

@@ -203,7 +203,9 @@ class Advisor:
         choose = None
         if is_automatic(policy):
             choose = FastestChoice(
-                lambda _, direction: self._link(direction, self._waste), self._time
+                lambda _, direction: self._link(direction, self._waste),
+                self._time,
+                micro_batches=q.micro_batches,
             )
         # Its warnings are left aside: that a policy sends more than dense is what the table shows.
         return plan_shapes(

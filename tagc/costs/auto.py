@@ -52,11 +52,12 @@ class FastestChoice:
     link: Callable[[int, Direction], Link]
     time: CodecTime
     notes: tuple[str, ...] = ()
+    micro_batches: int = 1
 
     def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
         """See :meth:`tagc.plan.choice.Choose.__call__`."""
         link = self.link(position, options[0].direction)
-        seconds = [unit_seconds(option, link, self.time) for option in options]
+        seconds = [unit_seconds(option, link, self.time, self.micro_batches) for option in options]
         index = 0
         for i, s in enumerate(seconds):
             if s <= WORTH * seconds[index]:

@@ -25,7 +25,7 @@ def explain(
     *,
     world_size: int,
     replicas: int = 1,
-    ranks_per_host: int = 1,
+    ranks_per_host: int | None = None,
     dtype: torch.dtype | None = None,
     parameter_dtype: torch.dtype | None = None,
     link: Link | None = None,
@@ -39,7 +39,7 @@ def explain(
         world_size: ranks in all.
         replicas: copies of the sharded model among them.
         ranks_per_host: where a copy lies on several hosts of several ranks, those of a host add up
-            their gradients first.
+            their gradients first; default: that of the link, or 1.
         dtype: of the gradients that FSDP reduces; default: that of the parameters, float32 for
             shapes.
         parameter_dtype: of the parameters that FSDP gathers; likewise.
@@ -51,6 +51,8 @@ def explain(
     """
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise ValueError(f"{world_size} ranks do not divide among {replicas} replicas")
+    if ranks_per_host is None:
+        ranks_per_host = 1 if link is None else link.ranks_per_host
     if ranks_per_host < 1 or world_size % ranks_per_host:
         raise ValueError(f"{world_size} ranks do not divide among hosts of {ranks_per_host}")
     own = next(model.parameters()).dtype if isinstance(model, nn.Module) else torch.float32

@@ -28,9 +28,10 @@ from tagc.costs.traffic import Traffic, codings, traffic
 from tagc.plan import Direction, Plan, Segment, UnitInfo, UnitPlan
 
 
-def unit_seconds(unit: UnitPlan, link: Link, time: CodecTime) -> float:
+def unit_seconds(unit: UnitPlan, link: Link, time: CodecTime, micro_batches: int = 1) -> float:
     """Seconds per step of one unit in one direction: on the link and in codecs."""
-    return link.seconds(traffic(unit), unit.info.world_size) + codec_seconds(unit, time)
+    sent = link.seconds(traffic(unit, micro_batches), unit.info.world_size)
+    return sent + codec_seconds(unit, time) * codings(unit, micro_batches)
 
 
 @dataclass(frozen=True)

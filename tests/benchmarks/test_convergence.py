@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks import suites
 from benchmarks.convergence import sweep as sweeping
+from benchmarks.convergence.copies import SimulatedCopies
 from benchmarks.convergence.methods import GRID, METHODS, Method
 from benchmarks.convergence.ranks import SimulatedRanks
 from benchmarks.convergence.sweep import Results, Sweep, make
@@ -213,3 +215,39 @@ def test_the_command_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.Monke
     for wrong in (["--methods", "dense; no such"], ["--momentum", "1"], ["--width", "48"]):
         assert suites.main(["convergence", *wrong]) == 2
         assert wrong[-1].removeprefix("dense; ") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+def test_copies_are_what_the_model_computes_with(bits: int) -> None:
+    """Exact at first; then they follow, within the blocks, and the optimizer's weights stay."""
+    rule = {"when": {"min_numel": 1}, "codec": {"kind": "delta", "bits": bits}}
+    dense = {"when": {}, "codec": {"kind": "dense"}}
+    policy = Policy.load({"schema": 1, "gradients": [dense], "parameters": [rule]})
+    model = Model()
+    copies = SimulatedCopies(model, policy, 4, torch.float32)
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def distance() -> float:
+        with copies.in_place():
+            off = [(p - weights[n]).norm() for n, p in model.named_parameters() if p.ndim > 1]
+        for name, p in model.named_parameters():
+            assert torch.equal(p, weights[name])
+        return float(torch.stack(off).norm())
+
+    assert distance() == 0
+    change = {n: 0.1 * torch.randn_like(w) for n, w in weights.items()}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            weights[name] += change[name]
+            p.copy_(weights[name])
+    whole = float(torch.stack([c.norm() for c in change.values() if c.ndim > 1]).norm())
+    assert distance() == pytest.approx(whole)  # nobody has been told yet
+    gaps = []
+    for _ in range(6):
+        copies.note_step()
+        gaps.append(distance())
+        assert distance() == gaps[-1]
+    # Of a Gaussian a bit keeps 1 - 2 / pi, 4 bits in blocks of 256 less than a hundredth.
+    assert gaps[0] < (0.65 if bits == 1 else 0.15) * whole
+    assert all(b < a for a, b in itertools.pairwise(gaps))
