@@ -69,7 +69,9 @@ class CopyGatherer(UnitGatherer):
         self._due = False
         # Whether any optimizer was seen to step.
         self._sees_steps = False
-        self._reductions_then = self._versions_then = 0
+        self._reductions_then = 0
+        # After the last step that was seen here; none after a load.
+        self._versions_then: int | None = None
         self._fingerprint = torch.zeros(2, dtype=torch.int64, device=device)
         self._by_others = Alarm(
             f"tagc: the parameters of unit {self._name!r} changed, but not by an optimizer's step "
@@ -135,7 +137,7 @@ class CopyGatherer(UnitGatherer):
     def _warn_of_others(self) -> None:
         """Say so if anybody wrote to the parameters after the optimizer. (Who clips or normalizes
         weights in every step may do that: it is a difference like the optimizer's.)"""
-        if self._due and self._versions() != self._versions_then:
+        if self._due and self._versions_then not in (None, self._versions()):
             _warn_of_others()
 
     def _send_rows(self, exchange: BroadcastExchange, group: dist.ProcessGroup) -> int:
@@ -198,7 +200,7 @@ class CopyGatherer(UnitGatherer):
         self.copy.rows[self.copy.own].copy_(state["copy"])
         self._knows_own, self._due, self._sees_steps = map(bool, state["copy_flags"].tolist())
         self._knows_others = False
-        self._reductions_then, self._versions_then = self._reductions(), self._versions()
+        self._reductions_then, self._versions_then = self._reductions(), None
         self._by_others.reset()
         self._since_forward.reset()
         self._fingerprint.copy_(state["copy_fingerprint"])
