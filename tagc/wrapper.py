@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tagc.codecs.workspace import Workspace
 from tagc.comm import (
     CopyGatherer,
+    GatherSetup,
     GroupExchange,
     HostBroadcastExchange,
     HostExchange,
@@ -291,16 +292,20 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
 
     def gatherer(unit: Unit, unit_plan: UnitPlan, reducer: UnitReducer) -> UnitGatherer:
         _check_gather(unit, unit_plan)
-        made_of = unit_plan, chosen(unit, unit_plan), unit.device, workspaces[unit.device]
-        exchange = connect(unit, unit_plan, HostBroadcastExchange)
+        setup = GatherSetup(
+            plan=unit_plan,
+            ops=chosen(unit, unit_plan),
+            device=unit.device,
+            workspace=workspaces[unit.device],
+            connect=connect(unit, unit_plan, HostBroadcastExchange),
+        )
         if not unit_plan.keeps_copy:
-            return MessageGatherer(*made_of, connect=exchange)
+            return MessageGatherer(setup)
         return CopyGatherer(
-            *made_of,
+            setup,
             rank=unit.group.rank(),
             reductions=lambda: reducer.steps,
             versions=lambda: sum(p._version for p in unit.trainable()),
-            connect=exchange,
         )
 
     made = Collectives(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tagc.codecs.workspace import Workspace
-from tagc.comm import HostCopy
+from tagc.comm import GatherSetup, HostCopy
 from tagc.ops import get_ops
 from tagc.plan import UnitPlan, build_plan
 from tagc.policy import Policy
@@ -65,7 +65,8 @@ class _Unit:
         device = slots.device
         ops = get_ops(device, "triton" if device.type == "cuda" else None)
         self._slots = slots
-        self._copy = HostCopy(plan, ops, device, Workspace(device), own=0)
+        setup = GatherSetup(plan=plan, ops=ops, device=device, workspace=Workspace(device))
+        self._copy = HostCopy(setup, own=0)
         self._messages = torch.empty(plan.peers, plan.words, dtype=torch.int32, device=device)
         self._copy.rows.copy_(slots.weights())
         self._exact: list[Tensor] = []

@@ -177,14 +177,14 @@ class Trainer:
                 self._model.set_requires_all_reduce(i == s.micro_batches)
             loss = self._model(tokens, targets) / s.micro_batches
             loss.backward()
-            losses.append(loss.item())
+            losses.append(loss.detach())
         self._clip()
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - start
         self.steps += 1
-        return sum(losses), seconds, ledger.tally().seconds - waited
+        return sum(loss.item() for loss in losses), seconds, ledger.tally().seconds - waited
 
     @torch.no_grad()
     def validation_loss(self, windows: int) -> float:

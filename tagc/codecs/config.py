@@ -40,7 +40,7 @@ class CodecConfig(Strict):
     @property
     def spelled(self) -> str:
         """For people."""
-        return f"codec {self.model_dump()['kind']!r}"
+        return f"codec {type(self).model_fields['kind'].default!r}"
 
     @property
     def for_vectors(self) -> str:

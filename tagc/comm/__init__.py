@@ -11,7 +11,7 @@ from tagc.comm.exchanges import (
     HostExchange,
     ShardExchange,
 )
-from tagc.comm.gatherer import Phase, UnitGatherer
+from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer
 from tagc.comm.host_copy import HostCopy
 from tagc.comm.hosts import HostGroups, Hosts, RankOnHost, check_hosts
 from tagc.comm.lockstep import Lockstep
@@ -23,6 +23,7 @@ __all__ = [
     "BroadcastExchange",
     "Connect",
     "CopyGatherer",
+    "GatherSetup",
     "GroupExchange",
     "HostBroadcastExchange",
     "HostCopy",

@@ -20,15 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from tagc.codecs.workspace import Workspace
 from tagc.comm.alarm import Alarm
 from tagc.comm.collectives import failing_in
 from tagc.comm.exchanges import BroadcastExchange
 from tagc.comm.fingerprint import fingerprint
-from tagc.comm.gatherer import Phase, UnitGatherer
+from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer
 from tagc.comm.host_copy import HostCopy
-from tagc.ops import Ops
-from tagc.plan import UnitPlan
 from tagc.warn import warn
 
 
@@ -41,15 +38,11 @@ class CopyGatherer(UnitGatherer):
 
     def __init__(
         self,
-        plan: UnitPlan,
-        ops: Ops,
-        device: torch.device,
-        workspace: Workspace,
+        setup: GatherSetup,
         *,
         rank: int,
         reductions: Callable[[], int],
-        versions: Callable[[], int] = lambda: 0,
-        connect: Callable[[dist.ProcessGroup], BroadcastExchange] | None = None,
+        versions: Callable[[], int],
     ) -> None:
         """New state.
 
@@ -58,11 +51,9 @@ class CopyGatherer(UnitGatherer):
             reductions: how often the unit's gradients left this host so far; the same on all ranks.
             versions: a number that grows when anybody writes to the unit's parameters, as far as
                 torch counts that.
-            connect: see :meth:`UnitGatherer.__init__`.
         """
-        super().__init__(plan, ops, device, workspace, connect=connect)
-        own = rank // plan.info.ranks_per_host
-        self.copy = HostCopy(plan, ops, device, workspace, own)
+        super().__init__(setup)
+        self.copy = HostCopy(setup, own=rank // self.plan.info.ranks_per_host)
         self._reductions, self._versions = reductions, versions
         # Whether rows of the copy are known: this rank's own one, and those of the others.
         self._knows_own = self._knows_others = False
@@ -72,7 +63,7 @@ class CopyGatherer(UnitGatherer):
         self._reductions_then = 0
         # After the last step that was seen here; none after a load.
         self._versions_then: int | None = None
-        self._fingerprint = torch.zeros(2, dtype=torch.int64, device=device)
+        self._fingerprint = torch.zeros(2, dtype=torch.int64, device=setup.device)
         self._by_others = Alarm(
             f"tagc: the parameters of unit {self._name!r} changed, but not by an optimizer's step "
             "(other weights loaded or swapped in?), and a codec 'delta' sends changes only after "

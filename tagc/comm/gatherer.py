@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -31,6 +32,21 @@ class Phase(Enum):
     OTHER = "nothing that a backward reads: evaluation, a teacher, a look at the parameters"
 
 
+@dataclass(frozen=True, kw_only=True)
+class GatherSetup:
+    """What a gatherer is made for.
+
+    Attributes:
+        connect: the exchange over a group, for one all-gather; None for one that knows no hosts.
+    """
+
+    plan: UnitPlan
+    ops: Ops
+    device: torch.device
+    workspace: Workspace
+    connect: Callable[[dist.ProcessGroup], BroadcastExchange] | None = None
+
+
 class UnitGatherer(ABC):
     """Gathers the parameters of one FSDP unit as its plan says.
 
@@ -42,29 +58,15 @@ class UnitGatherer(ABC):
         inside_bytes: sent so far to ranks of the same host.
     """
 
-    def __init__(
-        self,
-        plan: UnitPlan,
-        ops: Ops,
-        device: torch.device,
-        workspace: Workspace,
-        *,
-        connect: Callable[[dist.ProcessGroup], BroadcastExchange] | None = None,
-    ) -> None:
-        """New state.
-
-        Args:
-            connect: the exchange over a group, for one all-gather; by default one that knows no
-                hosts.
-        """
-        self.plan = plan
+    def __init__(self, setup: GatherSetup) -> None:
+        self.plan = setup.plan
         self.wire_bytes = 0
         self.dense_bytes = 0
         self.inside_bytes = 0
-        self._ops, self._workspace = ops, workspace
-        self._connect = connect or (lambda group: BroadcastExchange(group, workspace))
-        self._name = plan.info.label
-        self._lockstep = Lockstep(plan.direction, self._name, device)
+        self._ops, self._workspace = setup.ops, setup.workspace
+        self._connect = setup.connect or (lambda group: BroadcastExchange(group, setup.workspace))
+        self._name = self.plan.info.label
+        self._lockstep = Lockstep(self.plan.direction, self._name, setup.device)
 
     def gather(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
         """Write all ranks' ``inp`` ``[S]`` to the rows of ``out`` ``[W * S]``.

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from tagc.codecs.delta.plan import AT_A_TIME
-from tagc.codecs.workspace import Workspace
+from tagc.comm.gatherer import GatherSetup
 from tagc.comm.segment_codecs import SegmentCodecs
-from tagc.ops import Ops
-from tagc.plan import UnitPlan
 
 
 class HostCopy:
@@ -25,13 +23,12 @@ class HostCopy:
         own: the row of this rank's own shard.
     """
 
-    def __init__(
-        self, plan: UnitPlan, ops: Ops, device: torch.device, workspace: Workspace, own: int
-    ) -> None:
-        self.rows = torch.zeros(plan.peers, plan.columns, dtype=plan.info.dtype, device=device)
+    def __init__(self, setup: GatherSetup, own: int) -> None:
+        plan, shape = setup.plan, (setup.plan.peers, setup.plan.columns)
+        self.rows = torch.zeros(shape, dtype=plan.info.dtype, device=setup.device)
         self.own = own
-        self._columns, self._workspace = plan.columns, workspace
-        self._codecs = SegmentCodecs(plan, ops, device, workspace)
+        self._columns, self._workspace = plan.columns, setup.workspace
+        self._codecs = SegmentCodecs(setup)
 
     def encode(self, shard: Tensor, message: Tensor, row: int | None = None) -> None:
         """Write the message about ``shard`` ``[S]`` to ``message`` ``[1, words]`` int32.

@@ -3,38 +3,27 @@ forward for the backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from tagc.codecs.workspace import Workspace
 from tagc.comm.alarm import Alarm
 from tagc.comm.collectives import failing_in
 from tagc.comm.exchanges import BroadcastExchange
-from tagc.comm.gatherer import Phase, UnitGatherer
+from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer
 from tagc.comm.segment_codecs import SegmentCodecs
-from tagc.ops import Ops
-from tagc.plan import UnitPlan
 
 
 class MessageGatherer(UnitGatherer):
     """Encodes the shard anew for every all-gather. See :class:`UnitGatherer`."""
 
-    def __init__(
-        self,
-        plan: UnitPlan,
-        ops: Ops,
-        device: torch.device,
-        workspace: Workspace,
-        *,
-        connect: Callable[[dist.ProcessGroup], BroadcastExchange] | None = None,
-    ) -> None:
-        """See :meth:`UnitGatherer.__init__`."""
-        super().__init__(plan, ops, device, workspace, connect=connect)
-        self._codecs = SegmentCodecs(plan, ops, device, workspace)
+    def __init__(self, setup: GatherSetup) -> None:
+        super().__init__(setup)
+        plan = self.plan
+        self._codecs = SegmentCodecs(setup)
         self._changed = Alarm(
             f"tagc: the parameters of unit {self._name!r} are others in a backward than in its "
             "forward (an optimizer's step, or weights loaded in between). FSDP would gather them "
@@ -46,7 +35,7 @@ class MessageGatherer(UnitGatherer):
         self._has_forward_message = False
         if plan.reuses_forward_message:
             shape = (plan.info.world_size, plan.words)
-            self._forward_message = torch.empty(shape, dtype=torch.int32, device=device)
+            self._forward_message = torch.empty(shape, dtype=torch.int32, device=setup.device)
 
     def _gather(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
         """See :meth:`UnitGatherer._gather`."""

@@ -5,31 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tagc.codecs import Codec, CodecSetup, kind_of
-from tagc.codecs.workspace import Workspace
-from tagc.ops import Ops
-from tagc.plan import Segment, UnitPlan
+from tagc.comm.gatherer import GatherSetup
+from tagc.plan import Segment
 
 
 class SegmentCodecs:
     """A codec a segment: in a gather, words lie in the order of the columns."""
 
-    def __init__(
-        self, plan: UnitPlan, ops: Ops, device: torch.device, workspace: Workspace
-    ) -> None:
-        setup = CodecSetup(
+    def __init__(self, setup: GatherSetup) -> None:
+        plan = setup.plan
+        made_for = CodecSetup(
             destinations=1,
             world_size=plan.sources,
             dtype=plan.info.dtype,
-            ops=ops,
-            device=device,
-            workspace=workspace,
+            ops=setup.ops,
+            device=setup.device,
+            workspace=setup.workspace,
         )
         self._parts: list[tuple[Segment, Codec[Any]]] = [
-            (segment, kind_of(segment.codec).codec([segment], setup)) for segment in plan.segments
+            (segment, kind_of(segment.codec).codec([segment], made_for))
+            for segment in plan.segments
         ]
 
     def of(self, message: Tensor) -> Iterator[tuple[Segment, Codec[Any], Tensor]]:

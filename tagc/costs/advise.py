@@ -191,10 +191,10 @@ class Advisor:
         """What it sends, and bytes of memory."""
         q = self.question
         ranks = q.world_size // q.replicas
-        _, gathers = q.shapes.units(ranks, dtype, parameter_dtype)
+        reduces, gathers = q.shapes.units(ranks, dtype, parameter_dtype)
         plan = replace(self._plan(policy, dtype, parameter_dtype), gloo=q.gloo)
         work = workload(plan, time, gathers=gathers, micro_batches=q.micro_batches)
-        memory = training_bytes(q.shapes, ranks, dtype, parameter_dtype)
+        memory = training_bytes(reduces, gathers)
         waiting = plan.memory.waiting if policy != self._dense and q.micro_batches > 1 else 0
         return work, memory + plan.memory.peak + waiting
 

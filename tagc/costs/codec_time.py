@@ -59,9 +59,9 @@ def memory_time(bandwidth: float) -> CodecTime:
     def seconds(unit: UnitPlan, segment: Segment) -> float:
         codec, info = segment.codec, unit.info
         encoded, _ = _elements(unit, segment)
-        stored = codec.feedback.element_bytes if codec.feedback else 0
+        stored = codec.feedback.row_bytes(segment.columns) if codec.feedback else 0
         messages = encoded / max(1, segment.columns)
-        encode = encoded * (info.dtype.itemsize + 2 * stored)
+        encode = encoded * info.dtype.itemsize + messages * 2 * stored
         encode += 4 * messages * (codec.words + codec.cells)
         rows = info.world_size if unit.direction == "parameters" else 1
         if unit.keeps_copy:  # the own row is read, and all that are kept are read and written

@@ -204,9 +204,9 @@ class UnitPlan:
         """Bytes that a rank stores for a segment between steps: residual, what it keeps as an
         owner, the forward's message, the copy."""
         feedback = segment.codec.feedback
-        residual = feedback.element_bytes * segment.columns if feedback else 0
+        residual = feedback.row_bytes(segment.columns) if feedback else 0
         owned = feedback.owner_bytes * segment.columns if feedback else 0
         message = 4 * segment.codec.words * self.sources
         message = message if self.reuses_forward_message else 0
         copy = self.peers * segment.columns * self.info.dtype.itemsize if self.keeps_copy else 0
-        return round(self.destinations * residual) + owned + message + copy
+        return self.destinations * residual + owned + message + copy

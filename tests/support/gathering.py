@@ -1,4 +1,4 @@
-"""Policies for parameters in FSDP2's all-gather, and a look at every gather."""
+"""Policies for parameters in FSDP2's all-gather, a look at every gather, and exact sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from tagc.comm import Phase, UnitGatherer
+from tagc.comm import Phase, UnitGatherer, UnitReducer
 
 INT8 = {"kind": "quantized", "bits": 8, "block": 32}
 KEPT = INT8 | {"keep_for_backward": True}
@@ -22,6 +22,20 @@ def gathering(codec: dict[str, Any], name: str | list[str] = "*.weight") -> dict
         "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
         "parameters": [{"when": {"name": name}, "codec": codec}],
     }
+
+
+@contextmanager
+def gradients_on_grid() -> Iterator[None]:
+    """What is reduced is rounded to a grid first: a few dozen such numbers add up exactly, in any
+    order. Enter it before `tagc.wrap`."""
+    original = UnitReducer.reduce
+
+    def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *rest: Any) -> None:
+        inp.mul_(2**10).round_().clamp_(-(2**15), 2**15).div_(2**10)
+        original(self, out, inp, *rest)
+
+    with patch.object(UnitReducer, "reduce", reduce):
+        yield
 
 
 @contextmanager

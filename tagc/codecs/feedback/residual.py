@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from tagc.codecs.feedback.rule import stored_layout
 from tagc.ops import Ops
 from tagc.ops.blocks import BlockLayout
 
@@ -27,7 +28,7 @@ class Residual:
         self._layout: BlockLayout | None = None
         width = columns
         if dtype == torch.int8:
-            self._layout = BlockLayout(numel=columns, bits=8)
+            self._layout = stored_layout(columns)
             width = self._layout.words
             ops.prepare_blocks(self._layout, torch.float32, None, 0.0)
         stored = dtype if self._layout is None else torch.int32

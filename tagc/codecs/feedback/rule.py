@@ -18,6 +18,12 @@ import torch
 from torch import Tensor
 
 from tagc.codecs.feedback.config import FeedbackConfig
+from tagc.ops.blocks import BlockLayout
+
+
+def stored_layout(columns: int) -> BlockLayout:
+    """How a row of a residual is stored in 8 bits."""
+    return BlockLayout(numel=columns, bits=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +53,11 @@ class FeedbackRule:
         """Of the residual in a step."""
         return torch.float32 if self.dtype == torch.int8 else self.dtype
 
-    @property
-    def element_bytes(self) -> float:
-        """Stored for an element of the residual."""
-        return self.dtype.itemsize + (2 / 256 if self.dtype == torch.int8 else 0)
+    def row_bytes(self, columns: int) -> int:
+        """Stored for a row of the residual."""
+        if self.dtype == torch.int8:
+            return 4 * stored_layout(columns).words
+        return self.dtype.itemsize * columns
 
     @property
     def owner_bytes(self) -> int:
