@@ -54,7 +54,8 @@ def dequantize_matrix_kernel(
     within = (word * GROUP + e % STRETCH < row_words * GROUP) & (j < columns)
     exists = r < rows - first
     w = word + tl.arange(0, WORDS)
-    shift = 32 - WIDTH - (tl.arange(0, PADDED) * WIDTH)[None, :, None]
+    # Lanes past a word's last have no columns, but a shift by less than 0 is undefined.
+    shift = tl.maximum(32 - WIDTH - (tl.arange(0, PADDED) * WIDTH)[None, :, None], 0)
     codes += (first + r)[:, None] * row_words + w[None, :]
     scales += (first + r) // 4
     # No term is minus zero, so the sum may as well start from zero.
@@ -71,8 +72,7 @@ def dequantize_matrix_kernel(
             q = (words[:, None, :] << shift) >> (32 - WIDTH)
             value = tl.reshape((2 * q + 1).to(tl.float32), [ROWS, SIZE])
         else:
-            # Codes past a word's last have no columns, but must not shift by less than 0.
-            q = (words[:, None, :] << tl.maximum(shift, 0)).to(tl.uint32, bitcast=True)
+            q = (words[:, None, :] << shift).to(tl.uint32, bitcast=True)
             q = (q >> (32 - WIDTH)).to(tl.int32)
             q = tl.reshape(q, [ROWS, PADDED * WORDS, 1])
             hit = q % GROUP == tl.arange(0, GROUP)[None, None, :]
