@@ -101,7 +101,8 @@ def decode(
     present = from_bitmap(index[:, : layout.words], layout.groups).any(0)
     poisoned = index[:, layout.words].any()
     symbols, stuck, left, degree = _peel(cells, present, seed, layout)
-    out.copy_((_values(symbols, step, layout) / divisor).flatten()[: layout.numel])
+    values = _values(symbols, step, layout)
+    out.copy_((values / torch.full_like(values, divisor)).flatten()[: layout.numel])
     out.masked_fill_(poisoned, torch.nan)
     stats[0], stats[1] = present.sum(), stuck.sum()
     if residual is None:
@@ -112,7 +113,7 @@ def decode(
     share = torch.zeros(keys.numel(), lanes, dtype=torch.float32, device=device)
     for column in positions(keys, seed, layout).unbind(-1):
         share += _values(left[column], step, layout) / degree[column, None]
-    estimate[keys] = share / layout.hashes
+    estimate[keys] = share / torch.full_like(share, layout.hashes)
     add = estimate.flatten()[: layout.numel]
     lost = stuck[:, None].expand_as(estimate).flatten()[: layout.numel]
     more = rounded(residual.float() + add, residual.dtype)
