@@ -5,6 +5,7 @@ from tagc.codecs.sketch.count_sketch import CountSketch, Decoded, Sketch
 from tagc.costs import explain
 from tagc.handle import Compressor, compressor
 from tagc.policy import Policy, PolicyError, policies
+from tagc.selfcheck import KernelError
 from tagc.version import __version__
 from tagc.wrapper import wrap
 
@@ -12,6 +13,7 @@ __all__ = [
     "Compressor",
     "CountSketch",
     "Decoded",
+    "KernelError",
     "Policy",
     "PolicyError",
     "Sketch",

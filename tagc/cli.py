@@ -47,6 +47,23 @@ def _bench(args: argparse.Namespace) -> int:
     return benchmarks(argv)
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    # Torch, and what it loads, only for those who ask for it.
+    torch = importlib.import_module("torch")
+    selfcheck = importlib.import_module("tagc.selfcheck")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here", file=sys.stderr)
+        return 2
+    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+    wrong = bool(selfcheck.examine(device, args.ops, every=args.all).failures)
+    if not args.no_timing:
+        benchmarks = importlib.import_module("tagc.benchmarks.suites").main
+        wrong |= bool(benchmarks(["kernels", "--quick", "--device", kind]))
+    print("If anything here is wrong, all of it belongs into the report.")
+    return int(wrong)
+
+
 def _parser() -> argparse.ArgumentParser:
     # Each subcommand sets `run`: a function of the parsed arguments that gives the exit status.
     parser = argparse.ArgumentParser(
@@ -68,6 +85,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", metavar="FILE", help="append the results, a JSON object a line")
     command.add_argument("--plots", metavar="DIR", help="draw them (needs tagc[demo])")
     command.set_defaults(run=_bench)
+
+    command = commands.add_parser(
+        "doctor",
+        help="check the operators on this machine against the reference, to the bit, and time them "
+        "beside a copy; what it prints belongs into a report of a bug",
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    command.add_argument("--ops", help="implementation: reference, cpu or triton; default: auto")
+    command.add_argument(
+        "--all", action="store_true", help="all kinds of calls on a CPU, too: minutes of compiling"
+    )
+    command.add_argument("--no-timing", action="store_true", help="only check")
+    command.set_defaults(run=_doctor)
 
     add_commands(commands)
     return parser

@@ -43,6 +43,7 @@ from tagc.handle import Collectives, Compressor, attach, attached
 from tagc.ops import Ops, get_ops
 from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
 from tagc.policy import Policy, PolicyError
+from tagc.readiness import make_ready
 from tagc.version import __version__
 from tagc.warn import warn
 
@@ -92,8 +93,9 @@ def wrap(
             ``plan()`` says; an integer: so many neighbours share a host (a rack, a site); None:
             every rank sends for itself. FSDP2 only. With it,
             ``model.set_requires_all_reduce(False)`` keeps a micro-batch's gradient inside the host.
-        ops: implementation, see :func:`tagc.ops.get_ops`. The one for CPUs compiles its kernels
-            here: some seconds the first time, then they are cached.
+        ops: implementation, see :func:`tagc.ops.get_ops`. Kernels are compiled here: some seconds
+            the first time, then they are cached. Those for GPUs are then run on small inputs, and
+            compared with the reference on the CPU, to the bit.
 
     Returns:
         ``model``.
@@ -103,6 +105,7 @@ def wrap(
             has a communication hook of its own; or if ``hosts`` does not fit its ranks.
         tagc.PolicyError: if the policy is not valid, or compresses nothing in this model, or is
             for what FSDP1 cannot do.
+        tagc.KernelError: if the kernels for GPUs do not give the reference's results on a device.
         RuntimeError: if the ranks disagree, or wrapping failed on another rank. (A rank whose
             model is not sharded at all has no group to tell: the others learn of it from the
             process group's timeout.)
@@ -121,6 +124,8 @@ def wrap(
 
     def make() -> tuple[tuple[Plan, Collectives], str]:
         plan = _plan(units, loaded, replica_group, levels, choose)
+        if not disabled:
+            plan = _with_kernels(units, plan, ops)
         return (plan, _make(units, plan, levels, made_with)), plan.fingerprint[:12]
 
     try:
@@ -228,6 +233,16 @@ def _plan(
     )
     gloo = all(unit.device.type == "cpu" for unit in units)
     return replace(plan, notes=(*plan.notes, *levels.notes), gloo=gloo)
+
+
+def _with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:
+    """The plan, with a note on the kernels that are ready for it."""
+    notes = []
+    if any(unit_plan.compressed for unit_plan in plan.all_units):
+        shown = dist.get_rank() == 0
+        for device in dict.fromkeys(unit.device for unit in units):
+            notes.append(make_ready(plan, get_ops(device, ops), device, shown=shown))
+    return replace(plan, notes=(*plan.notes, *(note for note in notes if note is not None)))
 
 
 def _chooser(

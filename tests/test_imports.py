@@ -13,8 +13,11 @@ ROOT = Path(__file__).parent.parent
 ROOMS = (
     "version",
     "warn",
+    "locked",
+    "progress",
     "ops",
     "triton_kernels",
+    "selfcheck",
     "codecs",
     "policy",
     "policies",
@@ -25,6 +28,7 @@ ROOMS = (
     "costs",
     "metrics",
     "handle",
+    "readiness",
     "wrapper",
     "tagc",  # the package's own face
     "cli",

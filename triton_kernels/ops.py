@@ -11,6 +11,7 @@ reference on a CPU. ``float32`` symbols are summed in cells in no fixed order, a
 """
 
 from .dequantize import dequantize
+from .jit import compiling_only
 from .matrix_dequantize import dequantize_matrix
 from .matrix_quantize import quantize_matrix
 from .pack import pack, select
@@ -23,6 +24,7 @@ from .unpack import unpack
 from .write_index import write_index
 
 __all__ = [
+    "compiling_only",
     "decode",
     "dequantize",
     "dequantize_matrix",

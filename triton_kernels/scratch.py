@@ -23,6 +23,8 @@ def buffer(
     layout: Hashable,
 ) -> Tensor:
     """A buffer with arbitrary content, the same one for the same arguments and stream."""
+    if device.type == "meta":  # nothing runs, see :func:`.jit.compiling_only`
+        return torch.empty(shape, dtype=dtype, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (purpose, shape, device, stream, layout)
     found = _BUFFERS.get(key)

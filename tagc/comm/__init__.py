@@ -17,6 +17,7 @@ from tagc.comm.hosts import HostGroups, Hosts, RankOnHost, check_hosts
 from tagc.comm.lockstep import Lockstep
 from tagc.comm.message_gatherer import MessageGatherer
 from tagc.comm.reducer import UnitReducer
+from tagc.comm.rehearsal import rehearse
 from tagc.comm.replicas import ReplicaAverage
 
 __all__ = [
@@ -41,4 +42,5 @@ __all__ = [
     "agree_on",
     "check_hosts",
     "gather_by_rank",
+    "rehearse",
 ]

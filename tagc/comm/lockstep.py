@@ -22,7 +22,7 @@ from tagc.plan import Direction
 
 # A header is int64: the step, the words of a message, and the end of the unit's name.
 _NUMBERS, _NAME_BYTES = 2, 48
-_STAMP_WORDS = 2
+STAMP_WORDS = 2
 _REMEDY = (
     "Every rank must run the same units in the same order, forward and backward: look for a unit, "
     "a micro-batch or a whole step that some ranks leave out"
@@ -61,7 +61,7 @@ class Lockstep:
 
     def stamp_words(self, group: dist.ProcessGroup) -> int:
         """Words behind each message of :meth:`stamp`; 0 where headers are exchanged."""
-        return 0 if by_messages(group, self._device) else _STAMP_WORDS
+        return 0 if by_messages(group, self._device) else STAMP_WORDS
 
     def check(self, group: dist.ProcessGroup, words: int, step: int | None = None) -> None:
         """Before a collective with nothing to do until then: both of what follows."""
@@ -115,7 +115,7 @@ class Lockstep:
             return
         if self._stamp is None:
             # On the device, now and later: to bring a number there would wait.
-            self._stamp = torch.zeros(_STAMP_WORDS, dtype=torch.int32, device=tail.device)
+            self._stamp = torch.zeros(STAMP_WORDS, dtype=torch.int32, device=tail.device)
             self._stamp[:1].fill_(self._mark)
         self._stamp[1:].add_(1)
         tail.copy_(self._stamp.expand_as(tail))

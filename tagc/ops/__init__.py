@@ -7,7 +7,7 @@ cells of ``float32`` symbols depend on the order of additions.) They never impor
 """
 
 from tagc.ops.blocks import BlockOps
-from tagc.ops.implementations import NAMES, Ops, get_ops
+from tagc.ops.implementations import NAMES, Ops, compiles_ahead, get_ops
 from tagc.ops.matrix import MatrixOps
 from tagc.ops.packed import PackedOps
 from tagc.ops.sketch import (
@@ -35,5 +35,6 @@ __all__ = [
     "Ops",
     "PackedOps",
     "SketchOps",
+    "compiles_ahead",
     "get_ops",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Protocol, cast
 
@@ -16,22 +18,39 @@ from tagc.ops.sketch import SketchOps
 from tagc.warn import warn
 
 NAMES = ("auto", "reference", "cpu", "triton")
+# What "auto" takes, by type of the device, where nothing speaks against it.
+_FASTEST = {"cpu": "cpu", "cuda": "triton"}
+# The devices that an implementation is for; the reference runs on all.
+_RUNS_ON = {"cpu": "cpu", "triton": "cuda"}
+# Compute capability that Triton and bfloat16 need.
+_LEAST_CAPABILITY = (8, 0)
 
 
 class Ops(SketchOps, BlockOps, MatrixOps, PackedOps, Protocol):
     """All operators of an implementation."""
+
+    def compiling_only(self) -> AbstractContextManager[None]:
+        """Inside, operators compile what they would run, and run nothing: on tensors of the device
+        ``meta``, whose shapes, strides and offsets are those of a step. Only where
+        :func:`compiles_ahead` says so."""
+        ...
 
     def release(self) -> None:
         """Let go of the buffers that are kept between calls; the next call makes them anew."""
         ...
 
 
+def compiles_ahead(ops: Ops) -> bool:
+    """Whether the operators can be compiled by calling them, and are to be checked on their device
+    (see :mod:`tagc.selfcheck`): where no test of this project has run."""
+    return hasattr(ops, "compiling_only")
+
+
 @cache
-def _warn_reference(device_type: str) -> None:
+def _warn_reference(why: str) -> None:
     warn(
-        f"tagc runs its eager reference on {device_type}: exact, but slow and with host "
-        "synchronization in decode; ops='triton' takes the Triton kernels, which are tested in "
-        "Triton's interpreter and compile, but have not been measured on a GPU yet"
+        f"tagc runs its eager reference, which is exact, but slow and with host synchronization "
+        f"in decode: {why}"
     )
 
 
@@ -41,24 +60,29 @@ def get_ops(device: torch.device | str, name: str | None = None) -> Ops:
     Args:
         device: where the tensors live.
         name: one of ``NAMES``; default from the environment variable ``TAGC_OPS``, else ``auto``:
-            ``cpu`` on a CPU, the eager reference (with a warning) elsewhere. ``triton`` is for
-            CUDA devices.
+            ``cpu`` on a CPU; ``triton`` on an NVIDIA GPU from Ampere on, which :func:`tagc.wrap`
+            compiles and compares with the reference before the first step; the eager reference
+            (with a warning) elsewhere.
 
     Raises:
         ValueError: if the name is unknown or the implementation does not run on the device.
     """
-    kind = torch.device(device).type
+    device = torch.device(device)
     name = name or os.environ.get("TAGC_OPS") or "auto"
     if name not in NAMES:
         raise ValueError(f"unknown implementation {name!r}; choose from {', '.join(NAMES)}")
     if name == "auto":
-        name = "cpu" if kind == "cpu" else "reference"
-        if name == "reference":
-            _warn_reference(kind)
-    needs = {"cpu": "cpu", "triton": "cuda"}.get(name, kind)
-    if kind != needs:
+        name = _FASTEST.get(device.type, "reference")
+        against = _against_triton(device) if name == "triton" else None
+        if device.type not in _FASTEST:
+            against = f"it has no other implementation for devices of type {device.type!r}"
+        if against is not None:
+            _warn_reference(against)
+            name = "reference"
+    needs = _RUNS_ON.get(name, device.type)
+    if device.type != needs:
         raise ValueError(
-            f"the implementation {name!r} does not run on {kind}; use 'reference' or 'auto'"
+            f"the implementation {name!r} does not run on {device.type}; use 'reference' or 'auto'"
         )
     module = "tagc.triton_kernels.ops" if name == "triton" else f"tagc.ops.{name}"
     try:
@@ -67,3 +91,18 @@ def get_ops(device: torch.device | str, name: str | None = None) -> Ops:
         if error.name != "triton":
             raise
         raise ValueError("the implementation 'triton' needs the package triton") from error
+
+
+def _against_triton(device: torch.device) -> str | None:
+    """Why the Triton kernels cannot run on a device."""
+    if importlib.util.find_spec("triton") is None:
+        return "its kernels for GPUs need the package triton, which is not installed"
+    if torch.version.hip is not None:
+        return "its kernels for GPUs are for NVIDIA's, and were never compiled for AMD's"
+    if device.type == "cuda" and torch.cuda.is_available():
+        found = torch.cuda.get_device_capability(device)
+        if found < _LEAST_CAPABILITY:
+            least = ".".join(map(str, _LEAST_CAPABILITY))
+            has = ".".join(map(str, found))
+            return f"its kernels need compute capability {least}, and {device} has {has}"
+    return None

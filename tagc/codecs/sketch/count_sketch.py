@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tagc.ops import get_ops
+from tagc.ops import Ops, compiles_ahead, get_ops
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS, pack, unpack
+from tagc.selfcheck import check, sketch_calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,12 +113,14 @@ class CountSketch:
 
         Raises:
             ValueError: if shape, dtype or step do not fit, or a value does not fit its lane.
+            tagc.KernelError: if the kernels do not work on this device.
         """
         if x.shape != (self.layout.numel,):
             raise ValueError(f"expected shape ({self.layout.numel},), got {tuple(x.shape)}")
         symbols, present = self._symbols(x, step)
         device = x.device
         ops = get_ops(device, self._ops)
+        self._check(ops, device)
         index = to_bitmap(present)
         cells = torch.empty(self.layout.cells, dtype=self.symbol.dtype, device=device)
         ops.insert(symbols, index, self._seed(device), cells, layout=self.layout)
@@ -132,9 +135,9 @@ class CountSketch:
         if sketch.layout != self.layout or sketch.seed != self.seed:
             raise ValueError("the sketch was encoded by a CountSketch of other arguments")
         device = sketch.cells.device
-        symbols, stuck = get_ops(device, self._ops).peel(
-            sketch.cells, sketch.index, self._seed(device), layout=self.layout
-        )
+        ops, seed = get_ops(device, self._ops), self._seed(device)
+        self._check(ops, device)
+        symbols, stuck = ops.peel(sketch.cells, sketch.index, seed, layout=self.layout)
         if self.symbol.integer:
             values = unpack(symbols, self.symbol).flatten()[: self.layout.numel]
             if sketch.step is not None:
@@ -142,6 +145,11 @@ class CountSketch:
         else:
             values = symbols
         return Decoded(values, int(stuck.sum()))
+
+    def _check(self, ops: Ops, device: torch.device) -> None:
+        """Kernels for GPUs are compared with the reference before they are first used."""
+        if compiles_ahead(ops):
+            check(ops, device, sketch_calls(self.layout))
 
     def _seed(self, device: torch.device) -> Tensor:
         return torch.tensor([self.seed], dtype=torch.int32, device=device)

@@ -1,0 +1,99 @@
+"""A step of a unit without ranks and without memory: which operators it calls, and with what.
+
+Tensors are of device ``meta``: they have shapes, strides and an alignment, but nothing in them. So
+whatever depends on those can be found out, and compiled, before the first step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagc.codecs.workspace import Workspace
+from tagc.comm.collectives import CollectiveWork
+from tagc.comm.gatherer import GatherSetup
+from tagc.comm.host_copy import HostCopy
+from tagc.comm.lockstep import STAMP_WORDS
+from tagc.comm.reducer import UnitReducer
+from tagc.comm.segment_codecs import SegmentCodecs
+from tagc.ops import Ops
+from tagc.plan import Plan, UnitPlan
+
+_META = torch.device("meta")
+# The first step has its own way of choosing thresholds.
+_STEPS = 2
+
+
+def rehearse(plan: Plan, ops: Ops) -> None:
+    """Call the operators of ``ops`` as the steps of a model will, on ``meta`` tensors.
+
+    Args:
+        ops: must write nothing, see :meth:`tagc.ops.Ops.compiling_only`.
+    """
+    workspace = Workspace(_META)
+    for unit in (*plan.units, *plan.replicas):
+        if unit.compressed:
+            _rehearse_reduction(unit, ops, workspace, stamped=not plan.gloo)
+    for unit in plan.parameters:
+        if unit.compressed:
+            _rehearse_gather(unit, ops, workspace)
+
+
+def _rehearse_reduction(plan: UnitPlan, ops: Ops, workspace: Workspace, *, stamped: bool) -> None:
+    reducer = UnitReducer(plan, ops, _META, workspace, seed=0)
+    words = plan.words + (STAMP_WORDS if stamped and not plan.sent else 0)
+    grad = torch.empty(plan.destinations, plan.columns, dtype=plan.info.dtype, device=_META)
+    send = torch.empty(plan.destinations, words, dtype=torch.int32, device=_META)
+    received = torch.empty(plan.sources, words, dtype=torch.int32, device=_META)
+    out = torch.empty(plan.columns, dtype=plan.info.dtype, device=_META)
+    exchange = _NoExchange(workspace, plan.sources)
+    for _ in range(_STEPS):
+        reducer.encode(grad, send[:, : plan.words], exchange)
+        for codec in reducer.codecs.values():
+            codec.start(exchange)
+        for codec in reducer.codecs.values():
+            codec.wait()
+        reducer.decode(received[:, : plan.words], out, exchange, plan.info.world_size)
+
+
+def _rehearse_gather(plan: UnitPlan, ops: Ops, workspace: Workspace) -> None:
+    setup = GatherSetup(plan=plan, ops=ops, device=_META, workspace=workspace)
+    shard = torch.empty(plan.columns, dtype=plan.info.dtype, device=_META)
+    message = torch.empty(1, plan.words, dtype=torch.int32, device=_META)
+    received = torch.empty(plan.sources, plan.words, dtype=torch.int32, device=_META)
+    if plan.keeps_copy:
+        copy = HostCopy(setup, own=0)
+        copy.encode(shard, message)
+        copy.decode(received, copy.rows)
+        return
+    codecs = SegmentCodecs(setup)
+    rows = torch.empty(plan.sources, plan.columns, dtype=plan.info.dtype, device=_META)
+    for _, codec, words in codecs.of(message):
+        codec.encode_rows(shard[None], words)
+    for _, codec, words in codecs.of(received):
+        codec.decode_rows(words, rows)
+
+
+class _NoExchange:
+    """Stands for an exchange with ``ranks`` ranks; nothing is sent. See
+    :class:`tagc.codecs.Exchange`."""
+
+    def __init__(self, workspace: Workspace, ranks: int) -> None:
+        self.row, self.takes_leftovers, self.wire_bytes = 0, True, 0
+        self._workspace, self._ranks = workspace, ranks
+
+    def add_inside(self, grad: Tensor) -> Tensor:
+        return grad
+
+    def send(self, received: Tensor, message: Tensor) -> CollectiveWork:
+        return CollectiveWork((), 0)
+
+    def sum_cells(self, cells: Tensor) -> tuple[CollectiveWork, Tensor]:
+        total = self._workspace.take("cells_sum", (cells.shape[1],), cells.dtype)
+        return CollectiveWork((), 0), total
+
+    def sum_counts(self, counts: Tensor) -> CollectiveWork:
+        return CollectiveWork((), 0)
+
+    def gather(self, values: Tensor) -> Tensor:
+        return values.expand(self._ranks, *values.shape)

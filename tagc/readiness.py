@@ -1,0 +1,65 @@
+"""Before the first step: kernels are compiled, once a host, and compared with the reference.
+
+A rehearsal of the plan's steps says which operators they will call, and with what. These are
+compiled as they will be called, and then run on small inputs, of which the reference on the CPU
+says what has to come out.
+"""
+
+from __future__ import annotations
+
+import getpass
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tagc.comm import rehearse
+from tagc.locked import locked
+from tagc.ops import Ops, compiles_ahead
+from tagc.plan import Plan
+from tagc.progress import Progress
+from tagc.selfcheck import Recorder, check
+
+
+def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> str | None:
+    """Compile and check what the plan's units will call of ``ops``.
+
+    Args:
+        device: where they will run.
+        shown: whether this rank says how far it is.
+
+    Returns:
+        What was checked, for people; None for an implementation whose operators are compiled
+        otherwise.
+
+    Raises:
+        tagc.selfcheck.KernelError: if an operator does not give the reference's results.
+    """
+    if not compiles_ahead(ops):
+        return None
+    progress = Progress("operators compiled, which are then cached", shown=shown)
+    recorder = Recorder(ops, progress.step)
+    with locked(_folder(), "kernels"), _current(device):
+        with ops.compiling_only():
+            rehearse(plan, recorder.ops)
+        progress.end()
+        progress = Progress("operators checked", len(recorder.calls), shown=shown)
+        checked = check(ops, device, recorder.calls, progress=lambda _: progress.step())
+        progress.end()
+    return f"kernels: {checked}"
+
+
+def _folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"tagc-{getpass.getuser()}"
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """Kernels are compiled for the current device."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield

@@ -1,0 +1,19 @@
+"""Whether an implementation of the operators gives the reference's results on this device."""
+
+from tagc.selfcheck.calls import Call, Recorder
+from tagc.selfcheck.checking import Checked, KernelError, check
+from tagc.selfcheck.doctor import examine
+from tagc.selfcheck.everything import every_call, sketch_calls
+from tagc.selfcheck.platform import about
+
+__all__ = [
+    "Call",
+    "Checked",
+    "KernelError",
+    "Recorder",
+    "about",
+    "check",
+    "every_call",
+    "examine",
+    "sketch_calls",
+]

@@ -1,0 +1,119 @@
+"""Calls of operators, as they are recorded: with what kind of tensors, and what options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tagc.ops import Ops
+
+OPERATORS = (
+    "quantize", "dequantize", "quantize_matrix", "dequantize_matrix",
+    "pack", "unpack", "select", "write_index", "read_index",
+    "encode", "decode", "insert", "peel",
+)  # fmt: skip
+# Kernels may take several rows at a time; more than so many are more of the same.
+MOST_ROWS = 9
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator, as far as the choice of a kernel depends on it.
+
+    Attributes:
+        operator: one of :data:`OPERATORS`.
+        rows: all but the last dimension of the first tensor, each at most ``MOST_ROWS``.
+        dtypes: of its tensors, by argument; None where none was given.
+        options: its other arguments.
+    """
+
+    operator: str
+    rows: tuple[int, ...]
+    dtypes: tuple[tuple[str, torch.dtype | None], ...]
+    options: tuple[tuple[str, Hashable], ...]
+
+    def dtype(self, argument: str) -> torch.dtype:
+        """Of a tensor that was given."""
+        found = dict(self.dtypes)[argument]
+        assert found is not None
+        return found
+
+    def given(self, argument: str) -> torch.dtype | None:
+        """Of a tensor that may be missing."""
+        return dict(self.dtypes)[argument]
+
+    def option(self, name: str) -> Any:
+        """Another argument."""
+        return dict(self.options)[name]
+
+    def __str__(self) -> str:
+        tensors = (
+            f"{name} {str(dtype).removeprefix('torch.')}"
+            for name, dtype in self.dtypes
+            if dtype is not None and dtype != torch.int32
+        )
+        options = (f"{name}={value}" for name, value in self.options)
+        return f"{self.operator}({', '.join([*tensors, *options])})"
+
+
+class Recorder:
+    """Operators that note their calls, and pass them on. Stands for :class:`tagc.ops.Ops`.
+
+    Attributes:
+        calls: those so far, each once, in the order of the first.
+        count: of all of them.
+    """
+
+    def __init__(self, ops: Ops, new: Callable[[], None] = lambda: None) -> None:
+        """Operators that pass their calls on to ``ops``.
+
+        Args:
+            new: called after a call of a new kind.
+        """
+        self._ops, self._new = ops, new
+        self.calls: dict[Call, None] = {}
+        self.count = 0
+        for name in OPERATORS:
+            setattr(self, name, self._noting(name, getattr(ops, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        # What else operators have: preparations, and the release of buffers.
+        return getattr(self._ops, name)
+
+    @property
+    def ops(self) -> Ops:
+        """Itself, as the operators it stands for."""
+        return cast(Ops, self)
+
+    def _noting(self, name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(operator)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            returned = operator(*args, **kwargs)
+            call = call_of(name, given.arguments)
+            if call not in self.calls:
+                self.calls[call] = None
+                self._new()
+            self.count += 1
+            return returned
+
+        return noting
+
+
+def call_of(operator: str, arguments: dict[str, Any]) -> Call:
+    """The call with these arguments. An argument that is missing is a tensor: no option ever is."""
+    tensors = {n: a for n, a in arguments.items() if a is None or isinstance(a, Tensor)}
+    first = next(a for a in tensors.values() if a is not None)
+    return Call(
+        operator,
+        tuple(min(n, MOST_ROWS) for n in first.shape[:-1]),
+        tuple((name, None if a is None else a.dtype) for name, a in tensors.items()),
+        tuple((name, a) for name, a in arguments.items() if name not in tensors),
+    )

@@ -1,0 +1,331 @@
+"""Small inputs for a call of an operator: random, with zeros, large ones and what is not finite.
+
+Messages to be decoded are made by the reference. What ``float32`` symbols add up are integers, so
+that sums are exact in any order.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tagc.ops import COUNTS, Ops, get_ops
+from tagc.ops.bitmap import to_bitmap
+from tagc.ops.packed import PackedLayout, index_of
+from tagc.ops.sketch import SketchLayout
+from tagc.selfcheck.calls import Call
+from tagc.selfcheck.small import small_blocks, small_matrix, small_packed, small_sketch
+
+# Destinations of an encoding: what depends on their number is a row's stride.
+_DESTINATIONS = 2
+_GARBAGE = 0x5A5A5A5A
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of one call.
+
+    Attributes:
+        call: with layouts that are small.
+        tensors: by argument, on the CPU; those written hold garbage, or what is updated.
+        written: names of those.
+    """
+
+    call: Call
+    tensors: dict[str, Tensor | None]
+    written: tuple[str, ...]
+
+    def run(self, ops: Ops, place: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """What the operator of ``ops`` writes or returns, on the CPU.
+
+        Args:
+            place: copies a tensor to where it is to be.
+        """
+        placed = {name: None if x is None else place(x) for name, x in self.tensors.items()}
+        returned = getattr(ops, self.call.operator)(**placed, **dict(self.call.options))
+        results = {name: x for name in self.written if (x := placed[name]) is not None}
+        results |= {f"result {i}": x for i, x in enumerate(returned or ())}
+        return {name: x.cpu() for name, x in results.items()}
+
+
+def case_of(call: Call) -> Case:
+    """The same inputs every time."""
+    generator = torch.Generator().manual_seed(zlib.crc32(str(call).encode()))
+    return _MAKERS[call.operator](_Maker(call, generator))
+
+
+class _Maker:
+    """Makes the tensors of one call."""
+
+    def __init__(self, call: Call, generator: torch.Generator) -> None:
+        self.call, self._generator = call, generator
+        self.reference = get_ops("cpu", "reference")
+
+    def case(
+        self, tensors: dict[str, Tensor | None], written: Iterable[str], **options: object
+    ) -> Case:
+        """A case of the call, with these options instead of its own."""
+        merged = tuple((dict(self.call.options) | options).items())
+        return Case(replace(self.call, options=merged), tensors, tuple(written))
+
+    def values(self, *shape: int, dtype: torch.dtype, whole: bool = False) -> Tensor:
+        """Normal numbers of very different sizes with a few zeros; or small integers."""
+        x = torch.randn(*shape, generator=self._generator)
+        if whole:
+            return (4 * x).round().to(dtype)
+        rows = torch.exp(2 * torch.randn(*shape[:-1], 1, generator=self._generator))
+        x *= rows
+        x[torch.rand(*shape, generator=self._generator) < 0.05] = 0
+        return x.to(dtype)
+
+    def optional(
+        self, *shape: int, dtype: torch.dtype | None, whole: bool = False
+    ) -> Tensor | None:
+        """:meth:`values`, or None without a dtype."""
+        return None if dtype is None else self.values(*shape, dtype=dtype, whole=whole)
+
+    def spoilt(self, x: Tensor) -> Tensor:
+        """``x`` ``[R, n]`` with one element of the last row that is not finite."""
+        if x.numel():
+            x[-1, x.shape[-1] // 3] = torch.inf
+        return x
+
+    def bits(self, rows: int, groups: int, marked: int) -> Tensor:
+        """Bitmaps ``[rows, ...]`` with ``marked`` of ``groups`` bits each."""
+        order = torch.rand(rows, groups, generator=self._generator).argsort(-1)
+        return to_bitmap(order < marked)
+
+    def garbage(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """What an output holds before."""
+        if dtype.is_floating_point:
+            return torch.full(shape, torch.nan, dtype=dtype)
+        return torch.full(shape, _GARBAGE, dtype=dtype)
+
+    def threshold(self, x: Tensor, share: float) -> Tensor:
+        """``[R]``, above which lie about ``share`` of a row's elements."""
+        size = x.float().abs().nan_to_num(0, 0, 0)
+        n = size.shape[-1]
+        place = max(1, n - round(share * n))
+        return size.kthvalue(place, -1).values.clamp(min=2.0**-20) if n else x.new_ones(len(x))
+
+
+def _quantize(m: _Maker) -> Case:
+    layout = small_blocks(m.call.option("layout"))
+    shape = (_DESTINATIONS, layout.numel)
+    tensors = {
+        "grad": m.spoilt(m.values(*shape, dtype=m.call.dtype("grad"))),
+        "residual": m.optional(*shape, dtype=m.call.given("residual")),
+        "message": m.garbage(_DESTINATIONS, layout.words),
+    }
+    return m.case(tensors, ["residual", "message"], layout=layout)
+
+
+def _dequantize(m: _Maker) -> Case:
+    layout = small_blocks(m.call.option("layout"))
+    K, R = min(m.call.rows[0], 2), m.call.rows[1]
+    x = m.spoilt(m.values(K * R, layout.numel, dtype=torch.float32))
+    message = m.garbage(K * R, layout.words)
+    m.reference.quantize(x, None, message, layout=layout, average=0.0)
+    out = m.garbage(K, layout.numel, dtype=m.call.dtype("out"))
+    tensors: dict[str, Tensor | None] = {"message": message.view(K, R, -1), "out": out}
+    return m.case(tensors, ["out"], layout=layout)
+
+
+def _quantize_matrix(m: _Maker) -> Case:
+    layout = small_matrix(m.call.option("layout"))
+    shape = (_DESTINATIONS, layout.numel)
+    tensors = {
+        "grad": m.spoilt(m.values(*shape, dtype=m.call.dtype("grad"))),
+        "residual": m.optional(*shape, dtype=m.call.given("residual")),
+        "message": m.garbage(_DESTINATIONS, layout.words),
+    }
+    return m.case(tensors, ["residual", "message"], layout=layout)
+
+
+def _dequantize_matrix(m: _Maker) -> Case:
+    layout = small_matrix(m.call.option("layout"))
+    (R,) = m.call.rows
+    x = m.spoilt(m.values(R, layout.numel, dtype=torch.float32))
+    message = m.garbage(R, layout.words)
+    m.reference.quantize_matrix(x, None, message, layout=layout, average=0.0)
+    tensors: dict[str, Tensor | None] = {
+        "message": message,
+        "out": m.garbage(layout.numel, dtype=m.call.dtype("out")),
+    }
+    return m.case(tensors, ["out"], layout=layout)
+
+
+def _share_of(layout: PackedLayout | SketchLayout, capacity: int) -> float:
+    """More than fit, so that some have to go."""
+    return min(1.0, 1.2 * capacity / max(1, layout.groups))
+
+
+def _pack(m: _Maker) -> Case:
+    layout, R = small_packed(m.call.option("layout")), _DESTINATIONS
+    grad = m.values(R, layout.numel, dtype=m.call.dtype("grad"))
+    given = m.call.given("support") is not None
+    tensors = {
+        "grad": m.spoilt(grad),
+        "residual": m.optional(R, layout.numel, dtype=m.call.given("residual")),
+        "threshold": m.threshold(grad, _share_of(layout, layout.capacity) / layout.group),
+        "support": m.bits(R, layout.groups, layout.capacity) if given else None,
+        "message": m.garbage(R, layout.words),
+        "counts": m.garbage(R, COUNTS),
+    }
+    return m.case(tensors, ["residual", "message", "counts"], layout=layout)
+
+
+def _select(m: _Maker) -> Case:
+    layout, R = small_packed(m.call.option("layout")), _DESTINATIONS
+    x = m.values(R, layout.numel, dtype=m.call.dtype("x"))
+    tensors: dict[str, Tensor | None] = {
+        "x": m.spoilt(x),
+        "threshold": m.threshold(x, _share_of(layout, layout.capacity) / layout.group),
+        "bitmap": m.garbage(R, layout.bitmap_words),
+        "counts": m.garbage(R, COUNTS),
+    }
+    return m.case(tensors, ["bitmap", "counts"], layout=layout)
+
+
+def _messages(m: _Maker, layout: PackedLayout, R: int, support: Tensor | None) -> Tensor:
+    x = m.values(R, layout.numel, dtype=torch.float32)
+    message, counts = m.garbage(R, layout.words), m.garbage(R, COUNTS)
+    threshold = m.threshold(x, 0.9 * _share_of(layout, layout.capacity) / layout.group)
+    m.reference.pack(x, None, threshold, support, message, counts, layout=layout)
+    return message
+
+
+def _unpack(m: _Maker) -> Case:
+    layout = small_packed(m.call.option("layout"))
+    (R,) = m.call.rows
+    given = m.call.given("support") is not None
+    support = m.bits(1, layout.groups, layout.capacity) if given else None
+    every = None if support is None else support.expand(R, -1)
+    tensors = {
+        "message": _messages(m, layout, R, every),
+        "support": None if support is None else support[0],
+        "out": m.garbage(layout.numel, dtype=m.call.dtype("out")),
+    }
+    return m.case(tensors, ["out"], layout=layout)
+
+
+def _write_index(m: _Maker) -> Case:
+    layout, R = small_packed(m.call.option("layout")), m.call.rows[0]
+    tensors: dict[str, Tensor | None] = {
+        "bitmap": m.bits(R, layout.groups, layout.capacity),
+        "index": m.garbage(R, layout.index_words),
+    }
+    return m.case(tensors, ["index"], layout=layout)
+
+
+def _read_index(m: _Maker) -> Case:
+    layout, R = small_packed(m.call.option("layout")), m.call.rows[0]
+    tensors: dict[str, Tensor | None] = {
+        "index": index_of(_messages(m, layout, R, None), layout).clone(),
+        "bitmap": m.garbage(R, layout.bitmap_words),
+    }
+    return m.case(tensors, ["bitmap"], layout=layout)
+
+
+def _encoding(m: _Maker, layout: SketchLayout, capacity: int, levels: int, call: Call) -> Case:
+    W, whole = _DESTINATIONS, not layout.symbol.integer
+    shape = (W, layout.numel)
+    grad = m.values(*shape, dtype=call.dtype("grad"), whole=whole)
+    given = call.given("support") is not None
+    threshold = m.threshold(grad, _share_of(layout, capacity) / layout.symbol.lanes)
+    tensors = {
+        "grad": m.spoilt(grad),
+        "residual": m.optional(*shape, dtype=call.given("residual"), whole=whole),
+        "threshold": threshold,
+        "step": torch.exp2(torch.log2(threshold).floor() - 2),
+        "seed": torch.tensor([zlib.crc32(str(call).encode()) % 2**31], dtype=torch.int32),
+        "index": m.garbage(W, layout.index_words),
+        "cells": m.garbage(W, layout.cells, dtype=layout.symbol.dtype),
+        "counts": m.garbage(W, COUNTS),
+        "support": m.bits(W, layout.groups, capacity) if given else None,
+    }
+    written = ["residual", "index", "cells", "counts"]
+    return m.case(tensors, written, layout=layout, levels=levels, capacity=capacity)
+
+
+def _encode(m: _Maker) -> Case:
+    layout, capacity = small_sketch(m.call.option("layout"), m.call.option("capacity"))
+    return _encoding(m, layout, capacity, m.call.option("levels"), m.call)
+
+
+def _decode(m: _Maker) -> Case:
+    large = m.call.option("layout")
+    layout, keys = small_sketch(large, large.keys)
+    W, symbol = max(2, m.call.rows[0]), layout.symbol
+    out, residual = m.call.dtype("out"), m.call.given("residual")
+    # What that many ranks send, encoded like the rows for that many destinations.
+    x = m.values(W, layout.numel, dtype=torch.float32, whole=not symbol.integer)
+    levels = symbol.levels(W)
+    threshold = m.threshold(x, 0.5 * _share_of(layout, keys // W) / symbol.lanes)
+    index = m.garbage(W, layout.index_words)
+    cells = m.garbage(W, layout.cells, dtype=symbol.dtype)
+    step = torch.exp2(torch.log2(threshold.mean()).floor() - 2).expand(W).contiguous()
+    seed = torch.tensor([12345], dtype=torch.int32)
+    m.reference.encode(
+        x, None, threshold, step, seed, index, cells, m.garbage(W, COUNTS),
+        layout=layout, levels=levels, capacity=keys // W,
+    )  # fmt: skip
+    tensors = {
+        "index": index,
+        "cells": cells.sum(0, dtype=cells.dtype),
+        "step": step[:1].clone(),
+        "seed": seed,
+        "out": m.garbage(layout.numel, dtype=out),
+        "residual": m.optional(layout.numel, dtype=residual),
+        "stats": m.garbage(2),
+    }
+    return m.case(tensors, ["out", "residual", "stats"], layout=layout)
+
+
+def _symbols(m: _Maker, layout: SketchLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Symbols, bitmap and seed."""
+    symbols = m.values(1, layout.groups, dtype=layout.symbol.dtype, whole=True)[0]
+    bitmap = m.bits(1, layout.groups, layout.keys)[0]
+    return symbols, bitmap, torch.tensor([54321], dtype=torch.int32)
+
+
+def _insert(m: _Maker) -> Case:
+    layout, _ = small_sketch(m.call.option("layout"), 0)
+    symbols, bitmap, seed = _symbols(m, layout)
+    tensors: dict[str, Tensor | None] = {
+        "symbols": symbols,
+        "index": bitmap,
+        "seed": seed,
+        "cells": m.garbage(layout.cells, dtype=layout.symbol.dtype),
+    }
+    return m.case(tensors, ["cells"], layout=layout)
+
+
+def _peel(m: _Maker) -> Case:
+    layout, _ = small_sketch(m.call.option("layout"), 0)
+    symbols, bitmap, seed = _symbols(m, layout)
+    cells = m.garbage(layout.cells, dtype=layout.symbol.dtype)
+    m.reference.insert(symbols, bitmap, seed, cells, layout=layout)
+    tensors: dict[str, Tensor | None] = {"cells": cells, "index": bitmap, "seed": seed}
+    return m.case(tensors, [], layout=layout)
+
+
+_MAKERS: dict[str, Callable[[_Maker], Case]] = {
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "quantize_matrix": _quantize_matrix,
+    "dequantize_matrix": _dequantize_matrix,
+    "pack": _pack,
+    "unpack": _unpack,
+    "select": _select,
+    "write_index": _write_index,
+    "read_index": _read_index,
+    "encode": _encode,
+    "decode": _decode,
+    "insert": _insert,
+    "peel": _peel,
+}

@@ -1,0 +1,135 @@
+"""The check: small inputs, aligned and not, and the reference's results to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tagc.ops import Ops, get_ops
+from tagc.selfcheck.calls import Call
+from tagc.selfcheck.cases import Case, case_of
+from tagc.selfcheck.platform import about
+
+# Elements before and after a tensor that does not begin where 16 bytes do.
+_BEFORE, _AFTER = 3, 5
+
+
+class KernelError(RuntimeError):
+    """An implementation that does not give the reference's results on a device."""
+
+
+@dataclass
+class Checked:
+    """What was checked on a device.
+
+    Attributes:
+        platform: the device, and versions.
+        calls: that passed, in this check or in an earlier one of this process.
+        failures: what went wrong, by call.
+    """
+
+    platform: dict[str, str]
+    calls: list[Call] = field(default_factory=list)
+    failures: dict[Call, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{name} {value}" for name, value in self.platform.items())
+        return f"{len(self.calls)} kinds of calls give the reference's bits ({where})"
+
+
+_PASSED: set[tuple[str, torch.device, Call]] = set()
+
+
+def check(
+    ops: Ops,
+    device: torch.device,
+    calls: Iterable[Call],
+    *,
+    progress: Callable[[str], None] = lambda text: None,
+    go_on: bool = False,
+) -> Checked:
+    """Compare an implementation with the reference, on small inputs of every call's kind.
+
+    What passed once is not run again in this process.
+
+    Args:
+        ops: the implementation.
+        device: where it runs; the reference runs on the CPU.
+        calls: which operators, dtypes and layouts.
+        progress: called with a line before each of them that is run.
+        go_on: whether to go on after a failure, and only report it.
+
+    Raises:
+        KernelError: at the first failure, if ``go_on`` is false.
+    """
+    checked = Checked(about(device))
+    for call in calls:
+        name = getattr(ops, "__name__", type(ops).__name__)
+        if (name, device, call) not in _PASSED:
+            progress(str(call))
+            case = case_of(call)
+            complaint = _complaint(ops, device, case)
+            if complaint is not None:
+                if not go_on:
+                    raise KernelError(_message(name, complaint, case, checked.platform))
+                checked.failures[call] = complaint
+                continue
+            _PASSED.add((name, device, call))
+        checked.calls.append(call)
+    return checked
+
+
+def _complaint(ops: Ops, device: torch.device, case: Case) -> str | None:
+    """What is wrong; None if nothing is."""
+    wanted = case.run(get_ops("cpu", "reference"), Tensor.clone)
+    for how, place in (("aligned", _copied), ("not aligned", _shifted)):
+        try:
+            # A kernel that ran into something says so when it is waited for, which a copy does.
+            got = case.run(ops, lambda x, place=place: place(x, device))
+        except Exception as error:
+            return f"{how}: {type(error).__name__}: {error}"
+        for name, want in wanted.items():
+            different = (_bits(got[name]) != _bits(want)).sum().item()
+            if different:
+                return f"{how}: {different} of {want.numel()} elements of {name!r} differ"
+    return None
+
+
+def _copied(x: Tensor, device: torch.device) -> Tensor:
+    return x.to(device, copy=True).contiguous()
+
+
+def _shifted(x: Tensor, device: torch.device) -> Tensor:
+    """A copy within a wider buffer; of what is just a number or a few, a plain copy."""
+    if x.shape[-1] < 2 or (x.dtype == torch.float32 and x.ndim == 1 and x.shape[-1] <= 16):
+        return _copied(x, device)
+    wide = torch.zeros(*x.shape[:-1], _BEFORE + x.shape[-1] + _AFTER, dtype=x.dtype, device=device)
+    view = wide[..., _BEFORE : _BEFORE + x.shape[-1]]
+    view.copy_(x)
+    return view
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Integers that are equal where elements are the same; all NaN are."""
+    if not x.dtype.is_floating_point:
+        return x
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return torch.where(x.isnan(), -1, x.contiguous().view(whole))
+
+
+def _message(name: str, complaint: str, case: Case, platform: dict[str, str]) -> str:
+    shapes = ", ".join(
+        f"{n} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+        for n, x in case.tensors.items()
+        if x is not None
+    )
+    where = ", ".join(f"{key} {value}" for key, value in platform.items())
+    return (
+        f"tagc: {name} does not give the reference's results on this device, so it must not be "
+        f"used here. {case.call}: {complaint} (arguments: {shapes}; {where}). Pass "
+        "tagc.wrap(..., ops='reference') or set TAGC_OPS=reference, which is slow but exact, and "
+        "please report what `tagc doctor` prints"
+    )

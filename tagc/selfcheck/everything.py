@@ -1,0 +1,110 @@
+"""Every kind of call there is, for a check at length: all formats, with dtypes in turn."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from tagc.ops.blocks import BITS, MAX_BLOCK, MIN_BLOCK, BlockLayout
+from tagc.ops.matrix import BITS as MATRIX_BITS
+from tagc.ops.matrix import GROUPS, MatrixLayout
+from tagc.ops.packed import plan_packed
+from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.symbols import SYMBOLS
+from tagc.selfcheck.calls import Call
+
+_I32, _F32 = torch.int32, torch.float32
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+_RESIDUALS = (torch.float32, torch.bfloat16, None)
+_DTYPES = list(itertools.product(_GRADIENTS, _RESIDUALS))
+
+
+def every_call() -> Iterator[Call]:
+    """Calls that have among them every format and every pair of dtypes of each operator."""
+    dtypes = itertools.cycle(_DTYPES)
+    averages, divisors = itertools.cycle((0.0, 0.9)), itertools.cycle((2, 3, 8))
+    sizes = [MIN_BLOCK << i for i in range((MAX_BLOCK // MIN_BLOCK).bit_length())]
+    for bits, block in itertools.product(BITS, sizes):
+        layout = BlockLayout(numel=4 * block + 16 * (bits + 1), bits=bits, block=block)
+        yield from _elementwise("quantize", layout, next(dtypes), next(averages), next(divisors))
+    codes = [*((bits, 1) for bits in MATRIX_BITS), *((1, group) for group in GROUPS)]
+    for (bits, group), columns in itertools.product(codes, (72, 1024, 5000)):
+        layout = MatrixLayout(rows=11, columns=columns, bits=bits, group=group)
+        chosen = next(dtypes), next(averages), next(divisors)
+        yield from _elementwise("quantize_matrix", layout, *chosen)
+    for group, density in itertools.product((1, 2, 4, 8, 16, 32), (0.002, 0.05, 0.4, 1.0)):
+        yield from _packed(group, density, next(dtypes), next(divisors))
+    for symbol, keys in itertools.product(SYMBOLS.values(), (100, 900, 5000, 1 << 22)):
+        yield from _sketched(symbol.name, keys, next(dtypes), next(divisors))
+
+
+def _elementwise(operator, layout, dtypes, average, divisor) -> Iterator[Call]:
+    gradient, residual = dtypes
+    yield Call(
+        operator,
+        (2,),
+        (("grad", gradient), ("residual", residual), ("message", _I32)),
+        (("layout", layout), ("average", average)),
+    )
+    inverse = f"de{operator}"
+    yield Call(
+        inverse,
+        (1, 8) if inverse == "dequantize" else (8,),
+        (("message", _I32), ("out", gradient)),
+        (("layout", layout), ("divisor", divisor)),
+    )
+
+
+def _packed(group: int, density: float, dtypes, divisor: int) -> Iterator[Call]:
+    gradient, residual = dtypes
+    numel = 32 * 70 * group + 5
+    groups = -(-numel // group)
+    layout = plan_packed(
+        numel, capacity=int(density * groups), group=group, bits=4 if group > 2 else 8
+    )
+    for support in (None, _I32):
+        tensors = (
+            ("grad", gradient), ("residual", residual), ("threshold", _F32), ("support", support),
+            ("message", _I32), ("counts", _I32),
+        )  # fmt: skip
+        yield Call("pack", (2,), tensors, (("layout", layout),))
+        tensors = (("message", _I32), ("support", support), ("out", gradient))
+        yield Call("unpack", (8,), tensors, (("layout", layout), ("divisor", divisor)))
+    tensors = (("x", residual or _F32), ("threshold", _F32), ("bitmap", _I32), ("counts", _I32))
+    yield Call("select", (2,), tensors, (("layout", layout),))
+    for operator in ("write_index", "read_index"):
+        tensors = (("bitmap", _I32), ("index", _I32))
+        if operator == "read_index":
+            tensors = tensors[::-1]
+        yield Call(operator, (2,), tensors, (("layout", layout),))
+
+
+def _sketched(name: str, keys: int, dtypes, divisor: int) -> Iterator[Call]:
+    gradient, residual = dtypes
+    symbol = SYMBOLS[name]
+    layout = plan_layout(symbol.lanes * keys * 20 + 3, symbol, keys)
+    W = 2
+    for support in (None, _I32):
+        tensors = (
+            ("grad", gradient), ("residual", residual), ("threshold", _F32), ("step", _F32),
+            ("seed", _I32), ("index", _I32), ("cells", symbol.dtype), ("counts", _I32),
+            ("support", support),
+        )  # fmt: skip
+        options = (("layout", layout), ("levels", symbol.levels(W)), ("capacity", keys // W))
+        yield Call("encode", (W,), tensors, options)
+    tensors = (
+        ("index", _I32), ("cells", symbol.dtype), ("step", _F32), ("seed", _I32),
+        ("out", gradient), ("residual", residual), ("stats", _I32),
+    )  # fmt: skip
+    yield Call("decode", (W,), tensors, (("layout", layout), ("divisor", divisor)))
+    yield from sketch_calls(layout)
+
+
+def sketch_calls(layout: SketchLayout) -> Iterator[Call]:
+    """Those of :class:`tagc.CountSketch`."""
+    symbols, options = layout.symbol.dtype, (("layout", layout),)
+    tensors = (("symbols", symbols), ("index", _I32), ("seed", _I32), ("cells", symbols))
+    yield Call("insert", (), tensors, options)
+    yield Call("peel", (), (("cells", symbols), ("index", _I32), ("seed", _I32)), options)

@@ -1,0 +1,168 @@
+"""The check of an implementation on its device: what is right passes, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from tagc.ops import Ops, get_ops
+from tagc.selfcheck import Call, KernelError, Recorder, check, every_call
+from tagc.selfcheck.calls import OPERATORS
+from tagc.selfcheck.cases import case_of
+
+REFERENCE = get_ops("cpu", "reference")
+CPU = torch.device("cpu")
+CALLS = list(every_call())
+ONE_OF_EACH = {call.operator: call for call in reversed(CALLS)}
+ENCODERS = {"quantize": "grad", "quantize_matrix": "grad", "pack": "grad", "encode": "grad"}
+
+
+def standin(name: str, **operators: Callable[..., Any]) -> Ops:
+    """The reference under another name, with these operators instead of its own."""
+    own = {operator: getattr(REFERENCE, operator) for operator in OPERATORS}
+    return cast(Ops, SimpleNamespace(**{"__name__": name, **own, **operators}))
+
+
+def spoiling(operator: str, spoil: Callable[[dict[str, Any], Any], None]) -> Callable[..., Any]:
+    """An operator of the reference after which ``spoil`` gets its arguments and its result."""
+
+    def wrong(**arguments: Any) -> Any:
+        returned = getattr(REFERENCE, operator)(**arguments)
+        spoil(arguments, returned)
+        return returned
+
+    return wrong
+
+
+def change(x: Tensor) -> None:
+    """Another last element, that is as finite as it was."""
+    flat = x[..., -1:]
+    flat.copy_(flat == 0 if x.dtype == torch.bool else torch.where(flat == 1, 2, 1).to(x.dtype))
+
+
+def test_every_operator_is_checked():
+    assert set(ONE_OF_EACH) == set(OPERATORS)
+
+
+def test_the_reference_passes():
+    checked = check(standin("passes"), CPU, CALLS)
+    assert checked.calls == CALLS
+    assert not checked.failures
+    assert f"{len(CALLS)} kinds of calls give the reference's bits" in str(checked)
+    assert f"torch {torch.__version__}" in str(checked)
+
+
+WRITTEN = [(name, output) for name, call in ONE_OF_EACH.items() for output in case_of(call).written]
+
+
+@pytest.mark.parametrize(("operator", "output"), WRITTEN)
+def test_one_wrong_element_is_noticed(operator, output):
+    def spoil(arguments: dict[str, Any], returned: Any) -> None:
+        change(arguments[output])
+
+    call = next(c for c in CALLS if c.operator == operator and dict(c.dtypes)[output] is not None)
+    wrong = standin("wrong", **{operator: spoiling(operator, spoil)})
+    with pytest.raises(KernelError, match=rf"wrong does not give .* elements of '{output}' differ"):
+        check(wrong, CPU, [call])
+
+
+@pytest.mark.parametrize("result", [0, 1])
+def test_a_wrong_result_of_peeling_is_noticed(result):
+    wrong = standin("wrong", peel=spoiling("peel", lambda arguments, found: change(found[result])))
+    with pytest.raises(KernelError, match=f"elements of 'result {result}' differ"):
+        check(wrong, CPU, [ONE_OF_EACH["peel"]])
+
+
+def test_a_fault_of_rows_that_are_not_aligned_is_noticed():
+    def spoil(arguments: dict[str, Any], returned: Any) -> None:
+        if arguments["message"].storage_offset():
+            change(arguments["message"])
+
+    wrong = standin("wrong", quantize=spoiling("quantize", spoil))
+    with pytest.raises(KernelError, match="not aligned: 2 of"):
+        check(wrong, CPU, [ONE_OF_EACH["quantize"]])
+
+
+def test_an_error_names_operator_shapes_versions_and_the_way_out():
+    def fails(**arguments: Any) -> None:
+        raise RuntimeError("misaligned address")
+
+    with pytest.raises(KernelError) as raised:
+        check(standin("wrong", dequantize=fails), CPU, [ONE_OF_EACH["dequantize"]])
+    message = str(raised.value)
+    for part in (
+        "dequantize(out float", "layout=BlockLayout(", "aligned: RuntimeError: misaligned address",
+        "message int32 [1, 8, ", f"torch {torch.__version__}", "ops='reference'", "TAGC_OPS",
+        "tagc doctor",
+    ):  # fmt: skip
+        assert part in message
+
+
+def test_all_failures_are_listed_if_it_goes_on():
+    def fails(**arguments: Any) -> None:
+        raise RuntimeError("no")
+
+    checked = check(standin("wrong", pack=fails), CPU, CALLS, go_on=True)
+    assert {call.operator for call in checked.failures} == {"pack"}
+    assert len(checked.calls) + len(checked.failures) == len(CALLS)
+
+
+def test_what_passed_is_not_run_again():
+    ran = []
+    counting = standin("counting", quantize=spoiling("quantize", lambda *_: ran.append(1)))
+    call = ONE_OF_EACH["quantize"]
+    for _ in range(3):
+        check(counting, CPU, [call])
+    assert len(ran) == 2  # aligned and not
+
+
+@pytest.mark.parametrize("operator", ENCODERS)
+def test_inputs_have_what_kernels_stumble_over(operator):
+    of_operator = [case_of(call) for call in CALLS if call.operator == operator]
+    for case in of_operator:
+        x = case.tensors[ENCODERS[operator]]
+        assert x is not None
+        assert not x.isfinite().all()
+        assert (x == 0).any()
+        results = case.run(REFERENCE, Tensor.clone)
+        assert any((result != case.tensors[name]).any() for name, result in results.items())
+
+
+def test_more_groups_are_above_the_threshold_than_fit():
+    above, kept = 0, 0
+    for call in CALLS:
+        if call.operator == "pack" and call.given("support") is None:
+            counts = case_of(call).run(REFERENCE, Tensor.clone)["counts"]
+            above, kept = above + int(counts[:, 0].sum()), kept + int(counts[:, 2].sum())
+    assert kept < above
+
+
+def test_tables_have_keys_and_most_can_be_decoded():
+    found = [
+        case_of(call).run(REFERENCE, Tensor.clone)["stats"].tolist()
+        for call in CALLS
+        if call.operator == "decode"
+    ]
+    assert all(keys > 0 for keys, _ in found)
+    assert sum(unresolved == 0 for _, unresolved in found) > len(found) // 2
+
+
+def test_calls_are_noted_once():
+    new = []
+    recorder = Recorder(REFERENCE, lambda: new.append(1))
+    call = ONE_OF_EACH["dequantize"]
+    case = case_of(call)
+    for _ in range(2):
+        case.run(recorder.ops, Tensor.clone)
+    (noted,) = recorder.calls
+    assert noted == Call(
+        "dequantize", (1, 8), (("message", torch.int32), ("out", call.dtype("out"))),
+        case.call.options,
+    )  # fmt: skip
+    assert recorder.count == 2
+    assert new == [1]

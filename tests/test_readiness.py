@@ -1,0 +1,170 @@
+"""On its device `wrap` takes the fast kernels after a check, and refuses them if they are wrong.
+
+A stand-in takes the place of the kernels for GPUs: the reference, which "compiles" while it is
+rehearsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tagc
+from support.distributed import run_ranks
+from support.small_net import local_grads, loss_of, sharded
+from tagc.ops import get_ops
+from tagc.selfcheck.calls import OPERATORS
+
+POLICY = {
+    "schema": 1,
+    "gradients": [
+        {
+            "when": {"name": ["first*weight", "second*weight"]},
+            "codec": {"kind": "quantized", "bits": 4, "block": 32},
+            "feedback": {"kind": "residual"},
+        }
+    ],
+}
+
+
+class Standin(ModuleType):
+    """Operators of a device that there is not.
+
+    Attributes:
+        compiled, ran: names of the operators that were.
+    """
+
+    def __init__(self, wrong: str | None) -> None:
+        super().__init__("tagc.triton_kernels.ops")
+        self.compiled: list[str] = []
+        self.ran: list[str] = []
+        self._compiling = False
+        reference = get_ops("cpu", "reference")
+        for name in OPERATORS:
+            setattr(self, name, self._operator(name, getattr(reference, name), name == wrong))
+        for name in ("prepare", "prepare_blocks", "prepare_matrix", "prepare_packed", "release"):
+            setattr(self, name, lambda *sizes: None)
+
+    @contextlib.contextmanager
+    def compiling_only(self) -> Iterator[None]:
+        self._compiling = True
+        yield
+        self._compiling = False
+
+    def _operator(self, name: str, right: Any, wrong: bool) -> Any:
+        def operator(*args: Any, **kwargs: Any) -> Any:
+            (self.compiled if self._compiling else self.ran).append(name)
+            if self._compiling:
+                return None
+            returned = right(*args, **kwargs)
+            if wrong:
+                written: Tensor = args[1] if args else kwargs["out"]
+                written[..., 0] = 7.0
+            return returned
+
+        operator.__wrapped__ = right  # type: ignore[attr-defined]  # for its signature
+        return operator
+
+
+@contextlib.contextmanager
+def device(wrong: str | None = None) -> Iterator[Standin]:
+    """Inside, the CPU has kernels that are checked."""
+    standin = Standin(wrong)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TAGC_OPS", raising=False)
+        patch.setattr("tagc.ops.implementations._FASTEST", {"cpu": "triton"})
+        patch.setattr("tagc.ops.implementations._RUNS_ON", {"triton": "cpu"})
+        patch.setitem(sys.modules, "tagc.triton_kernels.ops", standin)
+        patch.setattr("tagc.selfcheck.checking._PASSED", set())
+        yield standin
+
+
+def wrapped(ops: str | None = None) -> Any:
+    model = sharded()
+    with warnings.catch_warnings():
+        # Such small units pay with no codec.
+        warnings.simplefilter("ignore", UserWarning)
+        return tagc.wrap(model, POLICY, ops=ops)
+
+
+def gradients(model: Any, rank: int) -> dict[str, Tensor]:
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+    return local_grads(model)
+
+
+def trained(rank: int) -> tuple[str, list[str], list[str]]:
+    want = gradients(wrapped("reference"), rank)
+    with device() as standin:
+        model = wrapped()
+        compressor = tagc.compressor(model)
+        assert compressor is not None
+        compiled, checked = list(standin.compiled), list(standin.ran)
+        got = gradients(model, rank)
+    assert standin.compiled == compiled
+    assert len(standin.ran) > len(checked)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    return str(compressor.plan()), compiled, checked
+
+
+def test_wrap_takes_the_kernels_after_a_check():
+    for plan, compiled, checked in run_ranks(trained, 2):
+        assert "- kernels: 8 kinds of calls give the reference's bits (device cpu" in plan
+        assert set(compiled) == {"quantize", "dequantize"}
+        # Two units with segments of their own sizes, aligned and not.
+        assert len(checked) == 16
+
+
+def refused(rank: int, wrong_rank: int) -> str:
+    with device("dequantize" if rank == wrong_rank else None) as standin:
+        with pytest.raises((tagc.KernelError, RuntimeError)) as raised:
+            wrapped()
+        assert standin.compiled
+    # Nothing stays behind.
+    model = wrapped("reference")
+    gradients(model, rank)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_wrong_kernel_on_one_rank_is_refused_on_all():
+    mine, other = run_ranks(refused, 2, 0)
+    assert mine.startswith("KernelError: tagc: tagc.triton_kernels.ops does not give")
+    for part in ("dequantize(out float32", "elements of 'out' differ", "ops='reference'"):
+        assert part in mine
+    assert other.startswith("RuntimeError: tagc.wrap failed on rank 0")
+    assert "KernelError" in other
+
+
+def left_out(rank: int, how: str) -> list[str]:
+    with device("dequantize") as standin:
+        if how == "disabled":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("TAGC_DISABLE", "1")
+                wrapped()
+        else:
+            wrapped("reference")
+        return standin.compiled + standin.ran
+
+
+@pytest.mark.parametrize("how", ["reference", "disabled"])
+def test_kernels_that_nobody_uses_are_not_checked(how):
+    assert run_ranks(left_out, 2, how) == [[], []]
+
+
+def test_a_sketch_on_its_own_is_checked_once():
+    x = torch.zeros(1000, dtype=torch.int32)
+    x[7] = 3
+    with device() as standin:
+        codec = tagc.CountSketch(1000, keys=50)
+        assert codec.decode(codec.encode(x)).values[7] == 3
+        once = len(standin.ran)
+        codec.encode(x)
+        assert len(standin.ran) == once + 1
