@@ -116,6 +116,7 @@ def test_public_names() -> None:
         "Compressor",
         "CountSketch",
         "Decoded",
+        "KernelError",
         "Policy",
         "PolicyError",
         "Sketch",
