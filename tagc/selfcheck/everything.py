@@ -25,19 +25,22 @@ def every_call() -> Iterator[Call]:
     """Calls that have among them every format and every pair of dtypes of each operator."""
     dtypes = itertools.cycle(_DTYPES)
     averages, divisors = itertools.cycle((0.0, 0.9)), itertools.cycle((2, 3, 8))
-    sizes = [MIN_BLOCK << i for i in range((MAX_BLOCK // MIN_BLOCK).bit_length())]
-    for bits, block in itertools.product(BITS, sizes):
+    for bits, block in itertools.product(BITS, (MIN_BLOCK, 256, MAX_BLOCK)):
         layout = BlockLayout(numel=4 * block + 16 * (bits + 1), bits=bits, block=block)
         yield from _elementwise("quantize", layout, next(dtypes), next(averages), next(divisors))
     codes = [*((bits, 1) for bits in MATRIX_BITS), *((1, group) for group in GROUPS)]
-    for (bits, group), columns in itertools.product(codes, (72, 1024, 5000)):
+    for (bits, group), columns in itertools.product(codes, (72, 5000)):
         layout = MatrixLayout(rows=11, columns=columns, bits=bits, group=group)
         chosen = next(dtypes), next(averages), next(divisors)
         yield from _elementwise("quantize_matrix", layout, *chosen)
-    for group, density in itertools.product((1, 2, 4, 8, 16, 32), (0.002, 0.05, 0.4, 1.0)):
-        yield from _packed(group, density, next(dtypes), next(divisors))
-    for symbol, keys in itertools.product(SYMBOLS.values(), (100, 900, 5000, 1 << 22)):
-        yield from _sketched(symbol.name, keys, next(dtypes), next(divisors))
+    # Indexes of each form, with few low bits and many, and room for all.
+    densities = itertools.cycle((0.002, 0.05, 0.4, 1.0, 0.01))
+    for group in (1, 1, 2, 4, 4, 8, 16, 32, 32):
+        yield from _packed(group, next(densities), next(dtypes), next(divisors))
+    # Tables of 6, 5, 4 and 3 hashes.
+    keys = itertools.cycle((100, 900, 5000, 1 << 22, 5000))
+    for symbol in [*SYMBOLS.values()] * 2:
+        yield from _sketched(symbol.name, next(keys), next(dtypes), next(divisors))
 
 
 def _elementwise(operator, layout, dtypes, average, divisor) -> Iterator[Call]:

@@ -1,8 +1,8 @@
 """Units do not wait for each other: what a unit waits for, it has started itself.
 
-On a GPU the three parts of a reduction run on FSDP's reduce-scatter stream, beside the backward, and
-a wait is the stream's, not the host's; here the order of the parts and the waits are noted, on
-gloo.
+On a GPU the three parts of a reduction run on FSDP's reduce-scatter stream, beside the backward,
+and a wait is the stream's, not the host's; here the order of the parts and the waits are noted,
+on gloo.
 """
 
 from __future__ import annotations
