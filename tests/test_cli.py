@@ -6,10 +6,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tagc.cli import main
 from tagc.policy import policies
+from tagc.selfcheck import every_call
 
+PEEL = next(call for call in every_call() if call.operator == "peel")
 GOOD = """
 schema: 1
 gradients:
@@ -79,3 +82,33 @@ def test_exit_status_reaches_the_shell():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "did you mean 'attn-only'?" in done.stderr
+
+
+def test_doctor_checks_one_of_every_operator_on_a_cpu(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["doctor", "--ops", "reference", "--no-timing"]) == 0
+    out = capsys.readouterr().out
+    assert "13 of 13 kinds of calls give the reference's bits" in out
+    for line in ("device      cpu", f"torch       {torch.__version__}", "python      3."):
+        assert line in out
+
+
+def test_doctor_says_what_is_wrong(capsys, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("tagc.selfcheck.checking._PASSED", set())
+    monkeypatch.setattr("tagc.ops.cpu.peel", fails)
+    monkeypatch.setattr("tagc.selfcheck.doctor.every_call", lambda: [PEEL])
+    assert main(["doctor", "--ops", "cpu", "--no-timing"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG       peel(" in out
+    assert "RuntimeError: no such instruction" in out
+    assert "0 of 1 kinds of calls" in out
+
+
+def test_doctor_on_a_device_that_there_is_not(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["doctor", "--device", "cuda"]) == 2
+    assert "no CUDA device here" in capsys.readouterr().err
