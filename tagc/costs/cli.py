@@ -35,6 +35,9 @@ def add_commands(commands: Any) -> None:
     _add_ranks(command)
     command.add_argument("--bandwidth", type=bandwidth, help="for codec auto, such as 10Gbit")
     command.add_argument("--latency", type=seconds, default=0.0, help="for codec auto")
+    command.add_argument(
+        "--full", action="store_true", help="a line for each parameter, also of equal blocks"
+    )
 
     command = commands.add_parser("advise", help="predict whether compression pays")
     command.set_defaults(run=_advise)
@@ -149,7 +152,7 @@ def _explain(args: argparse.Namespace) -> int:
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks")
-    print(plan)
+    print(plan.full if args.full else plan)
     return 0
 
 

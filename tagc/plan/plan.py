@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any
@@ -12,15 +12,19 @@ from typing import Any
 import torch
 
 from tagc.codecs import CodecPlan, kind_of
+from tagc.plan.alike import merged
 from tagc.plan.memory import Memory, memory_of
-from tagc.plan.table import Row, as_text
+from tagc.plan.row import Row
+from tagc.plan.table import as_text
 from tagc.plan.unit_plan import Segment, UnitPlan
 from tagc.policy import ParamInfo, Policy
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``tagc.wrap`` does to every parameter. ``str(plan)`` is a table.
+    """What ``tagc.wrap`` does to every parameter. ``str(plan)`` is a table, in which parameters
+    that differ in a number of their names only, as those of equal blocks, are one line; ``full``
+    has a line for each.
 
     Attributes:
         units: gradients in the reduce-scatter.
@@ -66,12 +70,20 @@ class Plan:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def __str__(self) -> str:
+        return self._as_text(merged(self.rows))
+
+    @property
+    def full(self) -> str:
+        """The table with a line for each parameter."""
+        return self._as_text(self.rows)
+
+    def _as_text(self, rows: Sequence[Row]) -> str:
         notes = (
             self.memory.note,
             *self.notes,
             *(f"warning: {warning}" for warning in self.warnings),
         )
-        return as_text(self.policy.name, self.rows, self.warmup_steps, notes)
+        return as_text(self.policy.name, rows, self.warmup_steps, notes)
 
 
 def _rows(unit: UnitPlan, segment: Segment) -> Iterator[Row]:

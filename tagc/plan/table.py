@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from tagc.plan.row import Row
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One parameter of the plan; bytes are those that this rank sends in a step, or stores."""
-
-    direction: str
-    unit: str
-    param: str
-    shape: tuple[int, ...]
-    role: str
-    codec: str
-    density: float
-    dense_bytes: float
-    wire_bytes: float
-    stored_bytes: float
-
-
-_HEAD = ("unit", "parameter", "shape", "role", "codec", "density", "dense", "wire", "stored")
-_LEFT = 5  # columns of text
+_HEAD = ("unit", "parameter", "alike", "shape", "role", "codec", "density")
+_BYTES = ("dense", "wire", "stored")
+_LEFT = {"unit", "parameter", "shape", "role", "codec"}
 
 
 def as_text(policy: str, rows: Sequence[Row], warmup_steps: int, notes: Sequence[str] = ()) -> str:
@@ -46,10 +31,13 @@ def as_text(policy: str, rows: Sequence[Row], warmup_steps: int, notes: Sequence
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
+    merged = any(row.alike > 1 for row in rows)
+    head = tuple(name for name in (*_HEAD, *_BYTES) if merged or name != "alike")
     body = [
         (
             r.unit,
             r.param,
+            *([str(r.alike) if r.alike > 1 else ""] if merged else []),
             "×".join(map(str, r.shape)) or "scalar",
             r.role,
             r.codec,
@@ -60,15 +48,15 @@ def _table(rows: Sequence[Row]) -> list[str]:
         )
         for r in rows
     ]
-    sums = (_sum(rows, name) for name in ("dense_bytes", "wire_bytes", "stored_bytes"))
-    total = ("total", *[""] * 5, *map(format_bytes, sums))
-    widths = [max(map(len, column)) for column in zip(_HEAD, *body, total, strict=True)]
+    sums = (_sum(rows, f"{name}_bytes") for name in _BYTES)
+    total = ("total", *[""] * (len(head) - len(_BYTES) - 1), *map(format_bytes, sums))
+    widths = [max(map(len, column)) for column in zip(head, *body, total, strict=True)]
     return [
         "  ".join(
-            cell.ljust(w) if i < _LEFT else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if name in _LEFT else cell.rjust(w)
+            for name, cell, w in zip(head, row, widths, strict=True)
         ).rstrip()
-        for row in (_HEAD, tuple("-" * w for w in widths), *body, total)
+        for row in (head, tuple("-" * w for w in widths), *body, total)
     ]
 
 

@@ -97,7 +97,7 @@ def test_explain_a_module_from_a_file(
     )
     out = run(
         capsys, "explain", "explained_net:make", "--policy", str(file), "--world", "8",
-        "--dtype", "bf16",
+        "--dtype", "bf16", "--full",
     )  # fmt: skip
     assert out.startswith("3,221,291,008 parameters, 3 blocks, 8 ranks\n")
     line = next(line for line in out.splitlines() if "h.2.weight" in line)

@@ -1,0 +1,87 @@
+"""Rows of a plan that differ in a number of their names only, as of blocks: they are one line."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from tagc.plan.row import Row
+
+
+def merged(rows: Sequence[Row]) -> list[Row]:
+    """One row for those that are alike, in the place of the first; bytes are those of all.
+
+    ``layers.0.wq`` to ``layers.31.wq`` become ``layers.{0–31}.wq``, experts of all blocks
+    ``layers.{0–31}.experts.{0–7}.w1``. Where not all combinations of two numbers are there, only
+    rows that share all but the first number are merged.
+    """
+    done: dict[Row, Row] = {}
+    for together in _grouped(rows, numbers=None):
+        if _is_product([_numbers(row.param) for row in together]):
+            done[together[0]] = _one(together)
+            continue
+        for fewer in _grouped(together, numbers=1):
+            done[fewer[0]] = _one(fewer)
+    return [done[row] for row in rows if row in done]
+
+
+def _grouped(rows: Sequence[Row], numbers: int | None) -> list[list[Row]]:
+    """Rows that are equal but for the first ``numbers`` numbers of their names; None for all."""
+    groups: dict[object, list[Row]] = {}
+    for row in rows:
+        sizes = (f"{size:.9g}" for size in (row.dense_bytes, row.wire_bytes, row.stored_bytes))
+        param = _with(row.param, itertools.repeat("*"), numbers)
+        key = (param, _unit(row, param), row.direction, row.shape, row.role, row.codec)
+        groups.setdefault((*key, row.density, *sizes), []).append(row)
+    return list(groups.values())
+
+
+def _one(rows: Sequence[Row]) -> Row:
+    if len(rows) == 1:
+        return rows[0]
+    columns = zip(*(_numbers(row.param) for row in rows), strict=True)
+    names = [_ranges(sorted(set(column))) for column in columns]
+    param = _with(rows[0].param, iter(names), None)
+    total = {
+        name: sum(getattr(row, name) for row in rows)
+        for name in ("dense_bytes", "wire_bytes", "stored_bytes")
+    }
+    return replace(rows[0], param=param, unit=_unit(rows[0], param), alike=len(rows), **total)
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in name.split(".") if part.isdecimal())
+
+
+def _with(name: str, words: Iterator[str], numbers: int | None) -> str:
+    """``name`` with other words for its first ``numbers`` numbers; None for all."""
+    parts = name.split(".")
+    places = [i for i, part in enumerate(parts) if part.isdecimal()]
+    for i, word in zip(places[:numbers], words, strict=False):
+        parts[i] = word
+    return ".".join(parts)
+
+
+def _unit(row: Row, param: str) -> str:
+    """The unit's name with the numbers of ``param``, if it begins the parameter's."""
+    if not f"{row.param}.".startswith(f"{row.unit}."):
+        return row.unit
+    return ".".join(param.split(".")[: row.unit.count(".") + 1])
+
+
+def _is_product(numbers: Sequence[tuple[int, ...]]) -> bool:
+    columns = zip(*numbers, strict=True)
+    return math.prod(len(set(column)) for column in columns) == len(numbers)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``{0–3,7}`` for 0, 1, 2, 3, 7; a number on its own stays as it is."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    said = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        *_, last = first, *_ = [number for _, number in run]
+        said.append(str(first) if first == last else f"{first}–{last}")
+    return f"{{{','.join(said)}}}"

@@ -1,0 +1,27 @@
+"""A row of the table that a plan prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One parameter of the plan, or several that are alike; bytes are those that this rank sends in
+    a step, or stores.
+
+    Attributes:
+        alike: how many parameters these are.
+    """
+
+    direction: str
+    unit: str
+    param: str
+    shape: tuple[int, ...]
+    role: str
+    codec: str
+    density: float
+    dense_bytes: float
+    wire_bytes: float
+    stored_bytes: float
+    alike: int = 1
