@@ -1,13 +1,23 @@
-"""tagc: compressed gradient reduce-scatter for sharded PyTorch training."""
+"""tagc: compressed gradient reduce-scatter for sharded PyTorch training.
 
-from tagc.checkpoint import StateError
-from tagc.codecs.sketch.count_sketch import CountSketch, Decoded, Sketch
-from tagc.costs import explain
-from tagc.handle import Compressor, compressor
-from tagc.policy import Policy, PolicyError, policies
-from tagc.selfcheck import KernelError
+Names are imported when they are first used, so that the command's help needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tagc.version import __version__
-from tagc.wrapper import wrap
+
+if TYPE_CHECKING:
+    from tagc.checkpoint import StateError
+    from tagc.codecs.sketch.count_sketch import CountSketch, Decoded, Sketch
+    from tagc.costs import explain
+    from tagc.handle import Compressor, compressor
+    from tagc.policy import Policy, PolicyError, policies
+    from tagc.selfcheck import KernelError
+    from tagc.wrapper import wrap
 
 __all__ = [
     "Compressor",
@@ -24,3 +34,31 @@ __all__ = [
     "policies",
     "wrap",
 ]
+
+_HOMES = {
+    "Compressor": "tagc.handle",
+    "CountSketch": "tagc.codecs.sketch.count_sketch",
+    "Decoded": "tagc.codecs.sketch.count_sketch",
+    "KernelError": "tagc.selfcheck",
+    "Policy": "tagc.policy",
+    "PolicyError": "tagc.policy",
+    "Sketch": "tagc.codecs.sketch.count_sketch",
+    "StateError": "tagc.checkpoint",
+    "compressor": "tagc.handle",
+    "explain": "tagc.costs",
+    "policies": "tagc.policy",
+    "wrap": "tagc.wrapper",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,106 +1,187 @@
-"""The `tagc` command."""
+"""The ``tagc`` command: its arguments, and their help. What a subcommand does is in
+:mod:`tagc.commands`, imported only to do it: ``tagc --help`` needs no torch."""
+
+from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from tagc.costs.cli import add_commands
-from tagc.costs.shapes import ModelError
-from tagc.policy import Policy, PolicyError, policies
+from tagc.quantities import bandwidth, count, memory, number, seconds, share
+from tagc.version import __version__
 
 __all__ = ["main"]
+
+_DTYPES = ("fp32", "bf16")
+_MODEL = (
+    "a number of parameters, for a synthetic transformer (7e9, 7B); module:function, which returns "
+    "an nn.Module; or a JSON file of shapes by name"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and gives the exit status: 0, or 2 for invalid input."""
     args = _parser().parse_args(argv)
-    try:
-        return args.run(args)
-    except (PolicyError, ModelError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    return importlib.import_module("tagc.commands").run(args)
 
 
-def _policies(args: argparse.Namespace) -> int:
-    listed = policies()
-    width = max(map(len, listed))
-    for name, about in listed.items():
-        print(f"{name:{width}}  {about}")
-    return 0
+class _Command:
+    """Adds a subcommand, and then its options."""
 
+    def __init__(self, commands: Any, name: str, about: str, *examples: str) -> None:
+        lines = [f"  tagc {name} {example}".rstrip() for example in examples]
+        self.parser: argparse.ArgumentParser = commands.add_parser(
+            name,
+            help=about,
+            description=f"{about[:1].upper()}{about[1:]}.",
+            epilog="\n".join(["examples:", *lines]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
 
-def _validate(args: argparse.Namespace) -> int:
-    policy = Policy.load(args.file)
-    count = len(policy.gradients)
-    print(f"ok {policy.name}: {count} rule{'' if count == 1 else 's'}")
-    return 0
-
-
-def _bench(args: argparse.Namespace) -> int:
-    # Only here: the benchmarks import much that the other commands do without.
-    benchmarks = importlib.import_module("tagc.benchmarks.suites").main
-    argv = ["kernels", "--quick"]
-    for option in ("device", "json", "plots"):
-        value = getattr(args, option)
-        argv += [] if value is None else [f"--{option}", value]
-    return benchmarks(argv)
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    # Torch, and what it loads, only for those who ask for it.
-    torch = importlib.import_module("torch")
-    selfcheck = importlib.import_module("tagc.selfcheck")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here", file=sys.stderr)
-        return 2
-    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
-    wrong = bool(selfcheck.examine(device, args.ops, every=args.all).failures)
-    if not args.no_timing:
-        benchmarks = importlib.import_module("tagc.benchmarks.suites").main
-        wrong |= bool(benchmarks(["kernels", "--quick", "--device", kind]))
-    print("If anything here is wrong, all of it belongs into the report.")
-    return int(wrong)
+    def add(self, *names: str, **options: Any) -> None:
+        """An argument, whose help says what its default is."""
+        if options.get("default") not in (None, [], math.inf):
+            options["help"] += " (default: %(default)s)"
+        self.parser.add_argument(*names, **options)
 
 
 def _parser() -> argparse.ArgumentParser:
-    # Each subcommand sets `run`: a function of the parsed arguments that gives the exit status.
     parser = argparse.ArgumentParser(
-        prog="tagc", description="Compressed gradient reduce-scatter for sharded training."
+        prog="tagc", description="Compressed collectives for sharded training with torch's FSDP."
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"tagc {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
 
-    command = commands.add_parser("policies", help="list the built-in policies")
-    command.set_defaults(run=_policies)
+    _Command(commands, "policies", "list the built-in policies", "")
 
-    command = commands.add_parser("validate", help="check a policy file")
-    command.add_argument("file", metavar="FILE", help="a YAML file, or the name of a built-in")
-    command.set_defaults(run=_validate)
+    command = _Command(commands, "validate", "check a policy file", "mine.yaml", "hybrid")
+    command.add("file", metavar="FILE", help="a YAML file, or the name of a built-in")
 
-    command = commands.add_parser(
-        "bench", help="measure the kernels on this machine beside baselines, in about a minute"
+    _add_explain(commands)
+    _add_advise(commands)
+
+    command = _Command(
+        commands,
+        "bench",
+        "measure the kernels on this machine beside baselines, in about a minute",
+        "",
+        "--device cpu --json results.jsonl",
     )
-    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    command.add_argument("--json", metavar="FILE", help="append the results, a JSON object a line")
-    command.add_argument("--plots", metavar="DIR", help="draw them (needs tagc[demo])")
-    command.set_defaults(run=_bench)
+    command.add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    command.add("--json", metavar="FILE", help="append the results, a JSON object a line")
+    command.add("--plots", metavar="DIR", help="draw them (needs tagc[demo])")
 
-    command = commands.add_parser(
+    command = _Command(
+        commands,
         "doctor",
-        help="check the operators on this machine against the reference, to the bit, and time them "
-        "beside a copy; what it prints belongs into a report of a bug",
+        "check the operators on this machine against the reference, and time them beside a copy",
+        "",
+        "--device cuda --no-timing",
     )
-    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    command.add_argument("--ops", help="implementation: reference, cpu or triton; default: auto")
-    command.add_argument(
+    command.add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    command.add("--ops", help="implementation: reference, cpu or triton; default: auto")
+    command.add(
         "--all", action="store_true", help="all kinds of calls on a CPU, too: minutes of compiling"
     )
-    command.add_argument("--no-timing", action="store_true", help="only check")
-    command.set_defaults(run=_doctor)
-
-    add_commands(commands)
+    command.add("--no-timing", action="store_true", help="only check")
     return parser
+
+
+def _add_explain(commands: Any) -> None:
+    command = _Command(
+        commands,
+        "explain",
+        "show what a policy does to a model",
+        "7B --world 64 --ranks-per-host 8 --policy hosts",
+        "my_models:make --world 16 --full",
+        "7B --world 64 --policy auto --bandwidth 100Gbit",
+    )
+    command.add("model", metavar="MODEL", help=_MODEL)
+    command.add("--policy", default="hybrid", help="a built-in name or a YAML file")
+    _add_ranks(command)
+    command.add("--bandwidth", type=bandwidth, help="for codec auto, such as 10Gbit")
+    command.add("--latency", type=seconds, default=0.0, help="for codec auto")
+    command.add(
+        "--full", action="store_true", help="a line for each parameter, also of equal blocks"
+    )
+
+
+def _add_advise(commands: Any) -> None:
+    command = _Command(
+        commands,
+        "advise",
+        "predict whether compression pays",
+        "--params 70B --world 64 --ranks-per-host 8 --bandwidth 100Gbit --device-memory 80GB",
+        "--model my_models:make --world 8 --bandwidth 10Gbit --step-time 1.2s",
+    )
+    what = command.parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--params", help="parameters of a synthetic transformer, such as 7e9")
+    what.add_argument("--model", help=_MODEL)
+    _add_ranks(command)
+    command.add(
+        "--bandwidth",
+        type=bandwidth,
+        required=True,
+        help="what a host sends to the others, such as 10Gbit or 1.25GB",
+    )
+    command.add("--latency", type=seconds, default=0.0, help="of one collective, such as 50us")
+    command.add(
+        "--inside-bandwidth",
+        type=bandwidth,
+        default=math.inf,
+        help="what a rank sends to those of its own host, such as 450GB; default: not counted",
+    )
+    command.add("--shard-bandwidth", type=bandwidth, help="within a replica, if that is faster")
+    command.add("--step-time", type=seconds, help="compute of a step, communication not counted")
+    command.add("--tokens-per-rank", type=count, help="per step; with --tflops")
+    command.add(
+        "--tflops", type=number, help="that a rank reaches in practice; with --tokens-per-rank"
+    )
+    command.add(
+        "--overlap",
+        type=share,
+        help="share of the communication that compute can hide; default: 0 on cpu, else 1",
+    )
+    command.add(
+        "--device",
+        choices=("cpu", "gpu"),
+        default="gpu",
+        help="cpu: gloo, codecs are measured here; gpu: NCCL",
+    )
+    command.add(
+        "--memory-bandwidth",
+        type=bandwidth,
+        help="of the device, such as 3TB, for a lower bound of codec time",
+    )
+    command.add(
+        "--device-memory",
+        type=memory,
+        help="of a rank, less what activations take, such as 80GB: what does not fit is said so",
+    )
+    command.add(
+        "--micro-batches", type=count, default=1, help="backwards for each step of the optimizer"
+    )
+    command.add("--ops", help="implementation that is measured on cpu")
+    command.add(
+        "--policy", nargs="+", default=[], metavar="FILE", help="policies beside those that ship"
+    )
+
+
+def _add_ranks(command: _Command) -> None:
+    command.add("--world", type=count, required=True, help="ranks in all")
+    command.add("--replicas", type=count, default=1, help="copies of the sharded model among them")
+    command.add(
+        "--ranks-per-host", type=count, default=1, help="ranks that share a host and its card"
+    )
+    command.add(
+        "--dtype", choices=_DTYPES, default="fp32", help="of the gradients that FSDP reduces"
+    )
+    command.add(
+        "--param-dtype", choices=_DTYPES, default="bf16", help="of the parameters that it gathers"
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from tagc.cli import main
+import tagc
+from tagc.cli import _parser, main
 from tagc.policy import policies
 from tagc.selfcheck import every_call
 
@@ -34,13 +35,18 @@ def test_validate_good(tmp_path, capsys):
     file.write_text(GOOD)
     assert main(["validate", str(file)]) == 0
     out, err = capsys.readouterr()
-    assert out == f"ok {file}: 2 rules\n"
+    assert out == f"ok {file}: 2 rules (2 for gradients)\n"
     assert err == ""
 
 
 def test_validate_builtin_name(capsys):
     assert main(["validate", "dense"]) == 0
-    assert capsys.readouterr().out == "ok dense: 1 rule\n"
+    assert capsys.readouterr().out == "ok dense: 1 rule (1 for gradients)\n"
+
+
+def test_validate_counts_the_rules_of_all_directions(capsys):
+    assert main(["validate", "hosts"]) == 0
+    assert capsys.readouterr().out == "ok hosts: 2 rules (1 for gradients, 1 for parameters)\n"
 
 
 def test_validate_bad(tmp_path, capsys):
@@ -112,3 +118,60 @@ def test_doctor_on_a_device_that_there_is_not(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["doctor", "--device", "cuda"]) == 2
     assert "no CUDA device here" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch():
+    """It is what people try first: 0.1 s instead of 3."""
+    code = """
+import sys
+import tagc
+from tagc.cli import _parser, main
+for argv in ([], ["explain"], ["advise"]):
+    try:
+        main([*argv, "--help"])
+    except SystemExit as ended:
+        assert ended.code == 0
+heavy = {"torch", "numpy", "numba", "pydantic", "yaml"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for said in ("examples:", "(default: hybrid)", "--bandwidth"):
+        assert said in done.stdout
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"tagc {tagc.__version__}\n"
+
+
+def test_every_command_has_examples_that_parse(capsys):
+    commands = ("policies", "validate", "explain", "advise", "bench", "doctor")
+    for name in commands:
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        _, _, examples = capsys.readouterr().out.partition("examples:\n")
+        lines = examples.strip().splitlines()
+        assert lines
+        for line in lines:
+            assert _parser().parse_args(line.split()[1:]).command == name
+
+
+def test_a_policy_where_a_model_belongs_is_answered_with_the_right_form(capsys):
+    assert main(["explain", "hybrid", "--world", "8"]) == 2
+    assert "tagc explain 7B --policy hybrid --world 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["125m", "125M", "125e6"])
+def test_numbers_of_parameters_in_any_case(model, capsys):
+    assert main(["explain", model, "--world", "8"]) == 0
+    assert 100e6 < int(capsys.readouterr().out.split()[0].replace(",", "")) < 150e6
+
+
+def test_names_of_the_package_are_all_there():
+    assert set(tagc.__all__) <= set(dir(tagc))
+    assert all(getattr(tagc, name) is not None for name in tagc.__all__)
+    with pytest.raises(AttributeError, match="module 'tagc' has no attribute 'wrapp'"):
+        tagc.wrapp  # type: ignore[attr-defined]  # noqa: B018

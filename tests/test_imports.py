@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = (
     "version",
     "warn",
+    "quantities",
     "locked",
     "progress",
     "ops",
@@ -31,6 +32,7 @@ ROOMS = (
     "readiness",
     "wrapper",
     "tagc",  # the package's own face
+    "commands",
     "cli",
     "benchmarks",
 )
@@ -96,7 +98,7 @@ def room(name: str) -> str:
 
 
 # What is imported only when it is asked for, upwards: `tagc bench`.
-LATE = {("tagc.cli", "tagc.benchmarks.suites")}
+LATE = {("tagc.commands", "tagc.benchmarks.suites")}
 GRAPH = {name: sorted(set(imports(name))) for name in MODULES}
 
 

@@ -13,13 +13,13 @@ from tagc.costs.codec_time import CodecTime, Speed, measured_time, memory_time, 
 from tagc.costs.explain import plan_shapes
 from tagc.costs.link import GLOO_REDUCE_SCATTER, Link
 from tagc.costs.model import StepCost, Workload, step_cost, workload
-from tagc.costs.quantities import format_bandwidth, format_seconds
 from tagc.costs.shapes import ModelShapes, ranks_in_levels
 from tagc.costs.speed import measure_speeds
 from tagc.costs.training_memory import STATE_BYTES, training_bytes
 from tagc.ops import Ops, get_ops
 from tagc.plan import Direction, Plan, format_bytes
 from tagc.policy import Policy, PolicyError
+from tagc.quantities import format_bandwidth, format_seconds
 
 PAYS = 0.05
 """Share of the step that compression must save over the best dense form."""

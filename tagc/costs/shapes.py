@@ -22,8 +22,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tagc.costs.quantities import count
 from tagc.plan import UnitInfo, UnitParam
+from tagc.quantities import count
 
 
 class ModelError(ValueError):

@@ -13,7 +13,7 @@ import pytest
 import tagc
 from tagc.cli import main
 from tagc.costs import Speed, advise, speed_key
-from tagc.costs.quantities import bandwidth, count, seconds
+from tagc.quantities import bandwidth, count, seconds
 
 # One block matrix on 2 ranks: 2 ** 20 elements, of which a rank sends half in a reduce-scatter.
 SHAPES = {f"layers.{i}.mlp.up_proj.weight": [1024, 512] for i in range(2)}

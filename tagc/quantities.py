@@ -48,8 +48,8 @@ def seconds(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A number of things: '64', '7e9' or '1.3M'."""
-    found = re.fullmatch(_NUMBER + r"([kKMGBT]?)", text)
+    """A number of things: '64', '7e9', '7B' or '1.3m'."""
+    found = re.fullmatch(_NUMBER + r"([kKmMgGbBtT]?)", text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number, such as 64, 7e9 or 125M")
     prefix = found[2].lower().replace("b", "g")  # billions
