@@ -1,0 +1,83 @@
+"""``counts``: what the Triton kernels execute and move, counted from machine code, without a GPU.
+
+An operator's launchers run on tensors of ``2**28`` elements that take no memory (:mod:`.work`),
+with a driver that compiles and launches nothing. What a launch executes is its machine code
+(:mod:`.sass`) times how often each statement is executed (:mod:`.follow`); what it moves is what
+its statements access. Both, at the rates of a GPU (:mod:`.machines`), give the least time
+(:mod:`.estimate`), and the share of a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from fnmatch import fnmatch
+from pathlib import Path
+
+from ..records import Record, append
+from .table import table
+
+__all__ = ["about", "add_arguments", "run", "table"]
+
+about = "what the GPU kernels execute and move, counted from machine code; needs no GPU"
+# The record that the tests compare with.
+RECORD = Path(__file__).resolve().parents[1] / "results" / "kernel-counts.jsonl"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this suite."""
+    parser.add_argument("--quick", action="store_true", help="one case of each operator, on H100")
+    parser.add_argument(
+        "--machine", action="append", default=[], choices=("A100", "H100", "B200"),
+        help="default: all three",
+    )  # fmt: skip
+    parser.add_argument(
+        "--filter", action="append", default=[], metavar="GLOB",
+        help="only cases whose name this matches, such as 'unpack*'; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results, a line each")
+    parser.add_argument(
+        "--record", action="store_true", help=f"write benchmarks/results/{RECORD.name} anew"
+    )
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE", help="print the table of a record, count nothing"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Count, print the table."""
+    if args.show:
+        from ..records import read
+
+        print(table(read([args.show])))
+        return 0
+    if importlib.util.find_spec("triton") is None:
+        print("no Triton here: it is for Linux on x86-64", file=sys.stderr)
+        return 2
+    from .count import count
+    from .machines import MACHINES
+    from .variants import quick, variants
+
+    works = quick() if args.quick else variants()
+    if args.filter:
+        works = [w for w in works if any(fnmatch(w.name, f"{glob}*") for glob in args.filter)]
+    machines = args.machine or (["H100"] if args.quick else list(MACHINES))
+    if not works:
+        print("no case matches", file=sys.stderr)
+        return 1
+    results: list[Record] = []
+    for name in machines:
+        for work in works:
+            began = time.monotonic()
+            results.append(count(work, MACHINES[name]))
+            took = time.monotonic() - began
+            print(f"{name} {work.name}: {took:.1f} s", file=sys.stderr, flush=True)
+    if args.record:
+        RECORD.unlink(missing_ok=True)
+    for file in [args.json] * bool(args.json) + [RECORD] * args.record:
+        for result in results:
+            append(file, result)
+    print(table(results))
+    return 0
