@@ -68,16 +68,27 @@ def run(args: argparse.Namespace) -> int:
         print("no case matches", file=sys.stderr)
         return 1
     results: list[Record] = []
-    for name in machines:
-        for work in works:
+    for work in works:
+        for name in machines:
             began = time.monotonic()
             results.append(count(work, MACHINES[name]))
             took = time.monotonic() - began
             print(f"{name} {work.name}: {took:.1f} s", file=sys.stderr, flush=True)
     if args.record:
         RECORD.unlink(missing_ok=True)
+    if not (args.filter or args.quick):
+        results += _steps()
     for file in [args.json] * bool(args.json) + [RECORD] * args.record:
         for result in results:
             append(file, result)
     print(table(results))
     return 0
+
+
+def _steps() -> list[Record]:
+    import tagc
+
+    from .steps import count_step
+
+    # What `auto` becomes, the others are.
+    return [count_step(policy) for policy in tagc.policies() if policy not in ("auto", "dense")]

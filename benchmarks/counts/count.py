@@ -11,9 +11,8 @@ import torch
 from ..compiled import Launch
 from ..records import Record
 from .estimate import copy_seconds, moved, seconds
-from .follow import follow
+from .follow import Followed, follow
 from .instructions import executed
-from .language import Hint
 from .machines import Machine, occupancy
 from .work import Asked, Work, ask
 
@@ -30,8 +29,12 @@ def count(work: Work, machine: Machine, asked: Asked | None = None) -> Record:
     total: dict[str, float] = {"bytes": 0.0, "atomics": 0.0, "instructions": 0.0}
     pipes: defaultdict[str, float] = defaultdict(float)
     took = 0.0
-    for launch in asked.launches:
-        one = count_launch(launch, dict(asked.hints), machine)
+    for number, launch in enumerate(asked.launches):
+        key = (work, number)
+        # The same on all machines.
+        if key not in _FOLLOWED or launch.kernel.name != _FOLLOWED[key][0]:
+            _FOLLOWED[key] = (launch.kernel.name, follow(launch, asked.hints))
+        one = count_launch(launch, _FOLLOWED[key][1], machine)
         name = launch.kernel.name.removesuffix("_kernel")
         took += one["seconds"]
         for pipe, times in one.pop("all_pipes").items():
@@ -66,9 +69,11 @@ def count(work: Work, machine: Machine, asked: Asked | None = None) -> Record:
     }
 
 
-def count_launch(launch: Launch, hints: dict[str, Hint], machine: Machine) -> Record:
+_FOLLOWED: dict[tuple[Work, int], tuple[str, Followed]] = {}
+
+
+def count_launch(launch: Launch, followed: Followed, machine: Machine) -> Record:
     """One launch: bytes, atomics, instructions, seconds and what bounds them."""
-    followed = follow(launch, hints)
     opcodes, pipes = executed(launch.kernel, followed)
     sizes = {name: _bytes(x) for name, x in launch.arguments.items() if isinstance(x, torch.Tensor)}
     x, y, z = launch.grid

@@ -10,6 +10,7 @@ counted for a program holds for each of its warps.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from collections import defaultdict
@@ -24,6 +25,9 @@ from .language import Access, Hint, Language
 from .lines import name_of, ours, places
 from .sass import Chain
 from .values import Pointer, forget_turns, value
+
+# How often the programs of a launch are halved at most.
+_HALVED = 6
 
 
 @dataclass
@@ -40,18 +44,39 @@ class Followed:
 
 
 def follow(launch: Launch, hints: Mapping[str, Hint]) -> Followed:
-    """Follow some programs of a launch, each for its share of all."""
-    found = Followed()
+    """Follow some programs of a launch, each for its share of all.
+
+    The first axis is halved where the programs at its ends do not execute the same, the longest
+    part first, until there are enough of them; in between, half are taken to be as at either end.
+    """
     X, Y, Z = launch.grid
-    middle = X // 2
-    # The first and the last program may differ from all between.
-    weights = {0: 1.0}
-    if X > 1:
-        weights[X - 1] = 1.0
-    if X > 2:
-        weights[middle] = weights.get(middle, 0.0) + X - 2
+    ran: dict[int, tuple[dict[Chain, float], list[tuple[Access, float]]]] = {}
+
+    def run(x: int) -> dict[Chain, float]:
+        if x not in ran:
+            ran[x] = _program(launch, (x, Y // 2, Z // 2), hints)
+        return ran[x][0]
+
+    # The first and the last program often have more to do than all between.
+    ends = sorted({0, min(1, X - 1), X // 2, max(0, X - 2), X - 1})
+    parts = list(itertools.pairwise(ends))
+    for _ in range(_HALVED):
+        differ = [(b - a, a, b) for a, b in parts if b - a > 1 and run(a) != run(b)]
+        if not differ:
+            break
+        _, a, b = max(differ)
+        parts.remove((a, b))
+        parts += [(a, (a + b) // 2), ((a + b) // 2, b)]
+    weights: defaultdict[int, float] = defaultdict(float)
+    for x in (0, X - 1):
+        weights[x] += 0.5
+    for a, b in parts:
+        weights[a] += (b - a) / 2
+        weights[b] += (b - a) / 2
+    found = Followed()
     for x, weight in weights.items():
-        executions, accesses = _program(launch, (x, Y // 2, Z // 2), hints)
+        run(x)
+        executions, accesses = ran[x]
         for chain, times in executions.items():
             before = found.executions.get(chain, 0.0)
             found.executions[chain] = before + times * weight * Y * Z

@@ -54,12 +54,14 @@ def frequencies(kernel: Compiled, code: list[Block], followed: Followed) -> list
             found.append(0.0)
             continue
         votes: list[float] = []
+        inner: list[float] = []
         for one in block.instructions:
             chain, loops = statements(one.chain)
             times = _times(chain, followed.executions)
-            if times is not None and len(loops) <= block.depth:
-                votes.append(times)
-        times = statistics.median_low(votes) if votes else entry
+            if times is not None:
+                (votes if len(loops) <= block.depth else inner).append(times)
+        # Around a loop: not more often than its body is executed.
+        times = statistics.median_low(votes or inner or [entry])
         if block.depth == 0:
             times = min(times, entry)
         else:

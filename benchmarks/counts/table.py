@@ -15,6 +15,7 @@ CAVEAT = (
 
 def table(records: Iterable[Record]) -> str:
     """One row for every operator, its shares on every machine; then its kernels on one."""
+    records = list(records)
     counted = [r for r in records if "share_of_copy" in r]
     machines = list(dict.fromkeys(r["machine"] for r in counted))
     if not counted:
@@ -22,6 +23,9 @@ def table(records: Iterable[Record]) -> str:
     parts = [CAVEAT, _operators(counted, machines)]
     shown = "H100" if "H100" in machines else machines[0]
     parts += [f"By kernel, {shown}:", _kernels([r for r in counted if r["machine"] == shown])]
+    steps = [r for r in records if "policy" in r]
+    if steps:
+        parts += [_STEPS.format(**steps[0]), _policies(steps)]
     return "\n\n".join(parts)
 
 
@@ -60,6 +64,24 @@ def _kernels(records: Sequence[Record]) -> str:
                  f"{100 * k['share_of_time']:.0f}%"]
             )  # fmt: skip
     return markdown(head, rows)
+
+
+_STEPS = (
+    "Launches of a step of a model of {parameters:.2g} parameters in {blocks} blocks, bfloat16, on "
+    "{ranks} ranks, by the codecs; torch's own kernels among them:"
+)
+
+
+def _policies(records: Sequence[Record]) -> str:
+    head = ["policy", "launches of a block", "of them torch's", "of a step"]
+    return markdown(
+        head,
+        (
+            [r["policy"], r["launches_per_block"], r["kernels_per_block"].get("torch", 0),
+             r["launches_per_step"]]
+            for r in records
+        ),
+    )  # fmt: skip
 
 
 def _short(n: int) -> str:
