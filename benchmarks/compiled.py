@@ -138,13 +138,40 @@ def compiling(
             launched(_launch(self, kernels[kernel.hash], args, kwargs, grid))
         return kernel
 
+    backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
+    make_ptx = backend.make_ptx
+
+    def with_right_lines(*args: Any, **kwargs: Any) -> str:
+        return right_lines(make_ptx(*args, **kwargs))
+
     with (
         tempfile.TemporaryDirectory() as cache,
+        mock.patch.object(backend, "make_ptx", with_right_lines),
         mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1"),
         mock.patch.object(driver, "_active", Compiler(arch)),
         mock.patch.object(JITFunction, "run", run),
     ):
         yield found
+
+
+def right_lines(ptx: str) -> str:
+    """Source lines of PTX as they are: LLVM takes every line of inline assembly, such as Triton's
+    masked loads, for another line of the source."""
+    lines: list[str] = []
+    inside = located = False
+    for line in ptx.splitlines(keepends=True):
+        if "// begin inline asm" in line:
+            inside, located = True, False
+        elif "// end inline asm" in line:
+            inside = False
+        elif inside and line.lstrip().startswith(".loc"):
+            if located:
+                continue
+            located = True
+        elif inside and line.strip():
+            located = True
+        lines.append(line)
+    return "".join(lines)
 
 
 def _launch(function: Any, kernel: Compiled, args: Any, kwargs: Any, grid: Any) -> Launch:

@@ -16,7 +16,8 @@ import time
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ..records import Record, append
+from ..records import Record, append, read
+from .compare import all_worse
 from .table import table
 
 __all__ = ["about", "add_arguments", "run", "table"]
@@ -28,7 +29,7 @@ RECORD = Path(__file__).resolve().parents[1] / "results" / "kernel-counts.jsonl"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("--quick", action="store_true", help="one case of each operator, on H100")
+    parser.add_argument("--quick", action="store_true", help="one case of each operator")
     parser.add_argument(
         "--machine", action="append", default=[], choices=("A100", "H100", "B200"),
         help="default: all three",
@@ -42,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--record", action="store_true", help=f"write benchmarks/results/{RECORD.name} anew"
     )
     parser.add_argument(
+        "--check", action="store_true", help="compare with the record; 1 if anything grew"
+    )
+    parser.add_argument(
         "--show", type=Path, metavar="FILE", help="print the table of a record, count nothing"
     )
 
@@ -49,8 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Count, print the table."""
     if args.show:
-        from ..records import read
-
         print(table(read([args.show])))
         return 0
     if importlib.util.find_spec("triton") is None:
@@ -60,29 +62,37 @@ def run(args: argparse.Namespace) -> int:
     from .machines import MACHINES
     from .variants import quick, variants
 
-    works = quick() if args.quick else variants()
-    if args.filter:
-        works = [w for w in works if any(fnmatch(w.name, f"{glob}*") for glob in args.filter)]
+    globs = args.filter or [""]
+    every = [w for w in variants() if any(fnmatch(w.name, f"{glob}*") for glob in globs)]
+    few = [w for w in quick() if w in every]
     machines = args.machine or (["H100"] if args.quick else list(MACHINES))
-    if not works:
+    # All variants on the one in the middle.
+    wanted = {m: every if m == "H100" and not args.quick else few for m in machines}
+    if not any(wanted.values()):
         print("no case matches", file=sys.stderr)
         return 1
     results: list[Record] = []
-    for work in works:
-        for name in machines:
+    for name, works in wanted.items():
+        for work in works:
             began = time.monotonic()
             results.append(count(work, MACHINES[name]))
+            if args.json:
+                append(args.json, results[-1])
             took = time.monotonic() - began
             print(f"{name} {work.name}: {took:.1f} s", file=sys.stderr, flush=True)
+    if not (args.filter or args.quick or args.machine):
+        results += (steps := _steps())
+        for result in steps if args.json else ():
+            append(args.json, result)
+    grown = all_worse(results, read([RECORD])) if args.check else []
     if args.record:
         RECORD.unlink(missing_ok=True)
-    if not (args.filter or args.quick):
-        results += _steps()
-    for file in [args.json] * bool(args.json) + [RECORD] * args.record:
         for result in results:
-            append(file, result)
+            append(RECORD, result)
     print(table(results))
-    return 0
+    for line in grown:
+        print(f"grew: {line}")
+    return 1 if grown else 0
 
 
 def _steps() -> list[Record]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import triton
 
 from ..compiled import Launch
 from ..records import Record
@@ -52,6 +53,7 @@ def count(work: Work, machine: Machine, asked: Asked | None = None) -> Record:
         "suite": "counts",
         "machine": machine.name,
         "arch": machine.arch,
+        "triton": triton.__version__,
         "case": work.name,
         **{k: v for k, v in asdict(work).items() if v is not None},
         "note": asked.note,

@@ -9,6 +9,7 @@ Slow paths of divisions, behind a call, count as never executed.
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 
 from ..compiled import Compiled
 from .follow import Followed
-from .lines import statements
+from .lines import name_of, statements
 from .pipes import passes, pipe_of
 from .sass import Block, Chain, blocks_of, disassemble
 
@@ -71,7 +72,9 @@ def frequencies(kernel: Compiled, code: list[Block], followed: Followed) -> list
 
 
 def _times(chain: Chain, executions: Mapping[Chain, float]) -> float | None:
-    """Of a statement, or of the call that it is in."""
+    """Of a statement, or of the call that it is in; None if it came from no statement."""
+    while chain and not chain[-1][1]:
+        chain = chain[:-1]
     for length in range(len(chain), 0, -1):
         if chain[:length] in executions:
             return executions[chain[:length]]
@@ -99,7 +102,7 @@ _ACCESSES = ("LDG", "STG", "RED", "REDG", "ATOM", "ATOMG", "LDS", "STS", "ATOMS"
 
 
 def _copies(kernel: Compiled, code: list[Block]) -> dict[int, float]:
-    """By cycle: copies of its body that the assembler made."""
+    """By cycle: copies of its body that it has; infinity for one that does the rest of another."""
     files: dict[str, str] = {}
     written: Counter[tuple[str, int]] = Counter()
     at = ("", 0)
@@ -111,18 +114,27 @@ def _copies(kernel: Compiled, code: list[Block]) -> dict[int, float]:
             at = (found[1], int(found[2]))
         elif _PTX_ACCESS.match(line):
             written[files.get(at[0], at[0]), at[1]] += 1
-    made: Counter[tuple[str, int]] = Counter()
-    within: dict[tuple[str, int], set[int]] = {}
+    made: defaultdict[Chain, Counter[int]] = defaultdict(Counter)
     for block in code:
         for one in block.instructions:
             if one.name in _ACCESSES and one.chain:
-                file, line = one.chain[-1]
-                key = (file.rpartition("/")[2], line)
-                made[key] += 1
-                within.setdefault(key, set()).add(block.cycle)
+                made[one.chain][block.cycle] += 1
+    # A line of a function that is inlined in several places is several chains.
+    chains = Counter(_last(chain) for chain in made)
     copies: dict[int, float] = {}
-    for key, times in made.items():
-        ratio = times / written[key] if written[key] else 1.0
-        for cycle in within[key] - {-1}:
-            copies[cycle] = max(copies.get(cycle, 1.0), ratio)
-    return copies
+    rests: set[int] = set()
+    for chain, by_cycle in made.items():
+        line = _last(chain)
+        cycles = [cycle for cycle, _ in by_cycle.most_common() if cycle >= 0]
+        if not cycles or not written[line]:
+            continue
+        ratio = by_cycle[cycles[0]] * chains[line] / written[line]
+        copies[cycles[0]] = max(copies.get(cycles[0], 1.0), ratio)
+        # What is left over of the turns, once the largest cycle has made its own.
+        rests.update(cycles[1:])
+    return copies | dict.fromkeys(rests - copies.keys(), math.inf)
+
+
+def _last(chain: Chain) -> tuple[str, int]:
+    file, line = chain[-1]
+    return name_of(file), line

@@ -55,8 +55,9 @@ def places(file: str) -> dict[int, Place]:
                 place = Place(node.body[0].lineno, inner)
             if isinstance(node, ast.For | ast.While | ast.If | ast.FunctionDef | ast.With):
                 last = max(node.lineno, node.body[0].lineno - 1)
-            for line in range(node.lineno, last + 1):
-                found[line] = place
+            if not isinstance(node, ast.FunctionDef):
+                for line in range(node.lineno, last + 1):
+                    found[line] = place
             for name in ("body", "orelse"):
                 some = getattr(node, name, None)
                 if isinstance(some, list):
@@ -79,14 +80,15 @@ def name_of(file: str) -> str:
 
 @cache
 def statements(chain: Chain) -> tuple[Chain, tuple[tuple[int, int], ...]]:
-    """A chain with every line's statement, without frames that are not ours; and the loops around,
-    each as the frame's position in the chain and the loop's line."""
+    """A chain with every line's statement (0 for none), without frames that are not ours; and the
+    loops around, each as the frame's position in the chain and the loop's line."""
     short: list[tuple[str, int]] = []
     loops: list[tuple[int, int]] = []
     for file, line in chain:
         if not ours(file):
             continue
-        place = places(file).get(line, Place(line))
+        # The head of a function is no statement: what comes of it may be executed at any time.
+        place = places(file).get(line, Place(0))
         loops += [(len(short), loop) for loop in place.loops]
         short.append((name_of(file), place.line))
     return tuple(short), tuple(loops)

@@ -28,7 +28,7 @@ _BY_NAME = {
     "shared": "LDS STS LDSM STSM ATOMS LDL STL",
     "global": "LDG STG LD ST LDGSTS LDGDEPBAR DEPBAR CCTL",
     "atomic": "ATOM ATOMG RED REDG",
-    "barrier": "BAR MEMBAR ERRBAR FENCE SYNCS",
+    "barrier": "BAR MEMBAR ERRBAR CGAERRBAR FENCE SYNCS",
     "other": "NOP S2R LDC S2UR LDCU PMTRIG R2UR ACQBULK ELECT CCTLL PREEXIT",
 }  # fmt: skip
 _PIPE = {name: pipe for pipe, names in _BY_NAME.items() for name in names.split()}
