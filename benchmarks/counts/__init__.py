@@ -20,7 +20,7 @@ from ..records import Record, append, read
 from .compare import all_worse
 from .table import table
 
-__all__ = ["about", "add_arguments", "run", "table"]
+__all__ = ["about", "add_arguments", "plots", "run", "table"]
 
 about = "what the GPU kernels execute and move, counted from machine code; needs no GPU"
 # The record that the tests compare with.
@@ -93,6 +93,11 @@ def run(args: argparse.Namespace) -> int:
     for line in grown:
         print(f"grew: {line}")
     return 1 if grown else 0
+
+
+def plots(results: list[Record], folder: Path) -> list[Path]:
+    """None: all is in the table."""
+    return []
 
 
 def _steps() -> list[Record]:

@@ -31,6 +31,8 @@ NUMEL = 1 << 28
 # Thresholds keep a little less than the capacity, which is what trimming looks at.
 _KEPT = 0.95
 _MOST_ROUNDS = 1000
+# As policies have it.
+_BLOCK = 256
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -48,7 +50,7 @@ class Work:
     residual: str | None = "bfloat16"
     rows: int = 8
     bits: int = 4
-    block: int = 256
+    block: int = _BLOCK
     group: int = 1
     density: float | None = None
     symbol: str | None = None
@@ -69,6 +71,8 @@ class Work:
             parts.append(f"group {self.group}")
         if self.average:
             parts.append("average")
+        if self.block != _BLOCK:
+            parts.append(f"block {self.block}")
         return "/".join(parts)
 
 
