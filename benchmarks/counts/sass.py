@@ -97,9 +97,13 @@ def blocks_of(text: str) -> list[Block]:
             words = found[1]
             bare = _PREDICATE.sub("", words)
             target = _TARGET.search(bare)
+            # A uniform predicate is an operand: BRA.U UP0, `(.L_x_1).
+            decided = bare != words or (
+                bare.startswith("BRA") and not re.match(r"\S+\s+`\(", bare) and target is not None
+            )
             one = Instruction(
                 opcode=bare.split()[0],
-                guarded=bare != words,
+                guarded=decided,
                 target=target[1] if target else None,
                 chain=chain,
             )

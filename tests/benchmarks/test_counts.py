@@ -204,6 +204,14 @@ def test_machine_code_is_read_by_blocks():
     assert end.next == []
 
 
+def test_a_uniform_branch_may_fall_through():
+    """sm_100's; without what follows it, loops seemed to be executed never."""
+    first, loop, end, _ = blocks_of(SASS.replace("@P1 BRA `", "BRA.U UP0, `"))
+    assert first.next == [1]
+    assert loop.next == [2, 1]
+    assert end.next == []
+
+
 def test_pipes_of_opcodes():
     pipes = {
         "FFMA": "fma", "FADD2": "fma", "IMAD.HI.U32": "imul", "LOP3.LUT": "alu",
