@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -61,6 +61,8 @@ class Compiled:
     spilled: int  # bytes, stores and loads
     shared: int  # bytes
     ptx: str
+    cubin: bytes = b""
+    warps: int = 4
 
     @property
     def variant(self) -> str:
@@ -71,6 +73,22 @@ class Compiled:
     def instructions(self) -> int:
         """PTX instructions."""
         return len(re.findall(r"^\t(?:@|[a-z])", self.ptx, re.MULTILINE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch that was asked for.
+
+    Attributes:
+        function: the Python function that Triton compiles.
+        arguments: all of them by name, tensors and constants alike.
+        grid: programs along three axes.
+    """
+
+    kernel: Compiled
+    function: Any
+    arguments: dict[str, Any]
+    grid: tuple[int, int, int]
 
 
 class Compiler:
@@ -92,8 +110,14 @@ class Compiler:
 
 
 @contextlib.contextmanager
-def compiling(arch: int) -> Iterator[list[Compiled]]:
-    """Inside, launches compile for ``arch`` and are collected, each variant of a kernel once."""
+def compiling(
+    arch: int, launched: Callable[[Launch], object] | None = None
+) -> Iterator[list[Compiled]]:
+    """Inside, launches compile for ``arch`` and are collected, each variant of a kernel once.
+
+    Args:
+        launched: is told of every launch, in their order.
+    """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -110,15 +134,52 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
         if kernel.hash not in kernels:
             kernels[kernel.hash] = _EXAMINED[kernel.hash]
             found.append(kernels[kernel.hash])
+        if launched is not None:
+            launched(_launch(self, kernels[kernel.hash], args, kwargs, grid))
         return kernel
+
+    backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
+    make_ptx = backend.make_ptx
+
+    def with_right_lines(*args: Any, **kwargs: Any) -> str:
+        return right_lines(make_ptx(*args, **kwargs))
 
     with (
         tempfile.TemporaryDirectory() as cache,
+        mock.patch.object(backend, "make_ptx", with_right_lines),
         mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1"),
         mock.patch.object(driver, "_active", Compiler(arch)),
         mock.patch.object(JITFunction, "run", run),
     ):
         yield found
+
+
+def right_lines(ptx: str) -> str:
+    """Source lines of PTX as they are: LLVM takes every line of inline assembly, such as Triton's
+    masked loads, for another line of the source."""
+    lines: list[str] = []
+    inside = located = False
+    for line in ptx.splitlines(keepends=True):
+        if "// begin inline asm" in line:
+            inside, located = True, False
+        elif "// end inline asm" in line:
+            inside = False
+        elif inside and line.lstrip().startswith(".loc"):
+            if located:
+                continue
+            located = True
+        elif inside and line.strip():
+            located = True
+        lines.append(line)
+    return "".join(lines)
+
+
+def _launch(function: Any, kernel: Compiled, args: Any, kwargs: Any, grid: Any) -> Launch:
+    names = function.arg_names
+    arguments = dict(zip(names, args, strict=False))
+    arguments |= {name: value for name, value in kwargs.items() if name in names}
+    x, y, z = (*grid, 1, 1)[:3]
+    return Launch(kernel=kernel, function=function, arguments=arguments, grid=(x, y, z))
 
 
 # Triton keeps compiled kernels, so their log can be had only once in a process.
@@ -140,6 +201,8 @@ def _examine(name: str, arch: int, kernel: Any, log: str) -> Compiled:
         spilled=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
         shared=kernel.metadata.shared,
         ptx=kernel.asm["ptx"],
+        cubin=kernel.asm["cubin"],
+        warps=kernel.metadata.num_warps,
     )
 
 

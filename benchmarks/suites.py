@@ -24,6 +24,7 @@ SUITES = {
     "network": ".network",
     "scaling": ".scaling",
     "convergence": ".convergence",
+    "counts": ".counts",
     "soak": ".soak",
     "report": ".report",
 }

@@ -1,0 +1,275 @@
+"""What is known of a value while a kernel's control flow is followed: :mod:`.follow`.
+
+Program numbers, sizes and strides are known, and all that is computed from them alone; so are
+places and masks of dense accesses, and the bounds of most loops. What comes out of memory is not
+known: such a value has a shape, and a ``share``, the fraction of its lanes that are not zero.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_RANGES = {f"{sign}int{bits}": (bits, not sign) for bits in (8, 16, 32, 64) for sign in ("", "u")}
+
+
+class UnknownError(RuntimeError):
+    """A kernel asks for a number that depends on what is in memory."""
+
+
+@dataclass(eq=False)
+class Value:
+    """A scalar or a tensor.
+
+    Attributes:
+        known: its numbers; None if they depend on memory.
+        dtype: Triton's.
+        share: fraction of the lanes that are true or not zero.
+        run: neighbouring lanes that are so together.
+        hashed: whether it is a hash, so that neighbours have nothing to do with each other.
+        listed: whether it is an entry of a list of places that lie apart.
+        bounded: whether a known condition is a part of it, so that a loop ends.
+    """
+
+    shape: tuple[int, ...]
+    known: np.ndarray | None = None
+    dtype: Any = None
+    share: float = 1.0
+    run: int = 1
+    hashed: bool = False
+    listed: bool = False
+    bounded: bool = False
+
+    @property
+    def number(self) -> Any:
+        """Of a scalar that is known.
+
+        Raises:
+            UnknownError: if it is not.
+        """
+        if self.known is None:
+            raise UnknownError(f"a number out of memory decides, at {_where()}")
+        return self.known.reshape(-1)[0].item()
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        """In another dtype; what is known of a float is not kept."""
+        known, name = self.known, str(dtype)
+        if known is not None and known.dtype.kind not in "biu" and bitcast:
+            known = None
+        if known is not None:
+            if name in _RANGES:
+                bits, signed = _RANGES[name]
+                known = known.astype(np.int64)
+                if bits < 64:
+                    known = known & ((1 << bits) - 1)
+                    if signed:
+                        known = known - ((known >> (bits - 1)) << bits)
+            elif bitcast:
+                known = None
+            else:
+                known = known.astype(np.float64)
+        return replace(self, known=known, dtype=dtype)
+
+    def __bool__(self) -> bool:
+        if self.known is None:
+            return self.bounded or _assumed()
+        return bool(self.known.all())
+
+    def __index__(self) -> int:
+        return int(self.number)
+
+    def __getitem__(self, keys: Any) -> Value:
+        keys = keys if isinstance(keys, tuple) else (keys,)
+        shape, rest = [], list(self.shape)
+        for key in keys:
+            shape.append(1 if key is None else rest.pop(0))
+        return self.reshaped((*shape, *rest))
+
+    def reshaped(self, shape: Sequence[Any]) -> Value:
+        """In another shape of as many lanes."""
+        shape = tuple(int(s) for s in shape)
+        known = None if self.known is None else np.broadcast_to(self.known, self.shape)
+        return replace(self, shape=shape, known=None if known is None else known.reshape(shape))
+
+
+def value(x: Any, dtype: Any = None) -> Value:
+    """A number as a value."""
+    if isinstance(x, Value):
+        return x
+    if hasattr(x, "value"):
+        x = x.value
+    return Value(shape=(), known=np.asarray(x), dtype=dtype)
+
+
+@dataclass(eq=False)
+class Pointer:
+    """Places in the memory of an argument.
+
+    Attributes:
+        name: of the argument.
+        offset: in elements.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    element: Any
+    offset: Value = field(default_factory=lambda: value(0))
+
+    @property
+    def dtype(self) -> Any:
+        """As Triton's pointer types have it."""
+        return _PointerType(self.element)
+
+    def __add__(self, other: Any) -> Pointer:
+        return replace(self, offset=combine(operator.add, self.offset, other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Pointer:
+        return replace(self, offset=combine(operator.sub, self.offset, other))
+
+    def __getitem__(self, keys: Any) -> Pointer:
+        return replace(self, offset=self.offset[keys])
+
+
+@dataclass(frozen=True)
+class _PointerType:
+    element_ty: Any
+
+
+def combine(how: Callable[..., Any], *operands: Any, dtype: Any = None) -> Value:
+    """Lane by lane, in the common shape; known if all of them are."""
+    values = [value(x) for x in operands]
+    shape = common_shape(*(v.shape for v in values))
+    unknown = [v for v in values if v.known is None]
+    if dtype is None:
+        dtype = _common([v.dtype for v in values if v.dtype is not None])
+    if not unknown:
+        known = how(*(v.known for v in values))
+        return Value(shape=shape, known=np.asarray(known), dtype=dtype)
+    # A mask that is false anywhere stays false, whatever else is unknown.
+    if how is operator.and_ and any(
+        v.known is not None and v.known.dtype == bool and not v.known.any() for v in values
+    ):
+        return Value(shape=shape, known=np.zeros(shape, bool), dtype=dtype)
+    shares = [v.share for v in unknown]
+    if how is operator.or_:
+        share = min(1.0, max(shares))
+    elif how is operator.eq and any(v.known is not None and not v.known.any() for v in values):
+        share = 1 - min(shares) if min(shares) < 1 else 1.0
+    elif how is operator.lt and len(unknown) == 1 and unknown[0].listed and _negative(values[-1]):
+        share = 0.0  # a place in a list is not negative, but -1 where it is done with
+    else:
+        share = min(shares)
+    run = 1
+    for v in unknown:
+        run = max(run, v.run)
+        if v.share < 1 and v.shape and shape[-1] > v.shape[-1] == 1:
+            run = max(run, v.run * shape[-1])
+    return Value(
+        shape=shape, dtype=dtype, share=share, run=run,
+        hashed=any(v.hashed for v in unknown), listed=any(v.listed for v in unknown),
+        bounded=how is operator.and_ and len(unknown) < len(values),
+    )  # fmt: skip
+
+
+def common_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """What they are broadcast to."""
+    different = {*shapes, ()}
+    if len(different) <= 2:
+        return max(different, key=len)
+    return np.broadcast_shapes(*different)
+
+
+def _negative(v: Value) -> bool:
+    return v.known is not None and bool((v.known < 0).all())
+
+
+def _common(dtypes: list[Any]) -> Any:
+    floats = [d for d in dtypes if "fp" in str(d) or "bf" in str(d)]
+    return (floats or dtypes or [None])[0]
+
+
+def _operators() -> None:
+    def both(how: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: Value, other: Any) -> Any:
+            if isinstance(other, Pointer):
+                return NotImplemented
+            return combine(how, self, other)
+
+        return forward
+
+    def swapped(how: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, other: combine(how, other, self)
+
+    # A GPU divides integers towards zero; those here are not negative.
+    names = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift",
+             "rshift")  # fmt: skip
+    for name in names:
+        how = getattr(operator, name if name not in ("and", "or") else f"{name}_")
+        setattr(Value, f"__{name}__", both(how))
+        setattr(Value, f"__r{name}__", swapped(how))
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(Value, f"__{name}__", both(getattr(operator, name)))
+    Value.__hash__ = object.__hash__
+    for name in ("neg", "invert"):
+        how = getattr(operator, name)
+        setattr(Value, f"__{name}__", lambda self, how=how: combine(how, self))
+
+
+_operators()
+
+
+# What a condition that memory decides is taken to be, by its place; a loop's, once true.
+_TURNS: dict[tuple[str, int], int] = {}
+
+
+def forget_turns() -> None:
+    """A new program begins."""
+    _TURNS.clear()
+
+
+def _assumed() -> bool:
+    frame = _caller()
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    kind = branches(file).get(line, "work")
+    if kind == "while":
+        _TURNS[file, line] = _TURNS.get((file, line), 0) + 1
+        return _TURNS[file, line] % 2 == 1
+    return kind == "work"
+
+
+@cache
+def branches(file: str) -> dict[int, str]:
+    """What the branch at a line of a kernel's file does: ``leave`` the kernel and nothing else,
+    ``while``, or ``work``."""
+    found: dict[int, str] = {}
+    for node in ast.walk(ast.parse(Path(file).read_text())):
+        if isinstance(node, ast.If | ast.While):
+            leaves = all(isinstance(x, ast.Return) for x in node.body)
+            kind = "while" if isinstance(node, ast.While) else "leave" if leaves else "work"
+            for line in range(node.test.lineno, (node.test.end_lineno or node.test.lineno) + 1):
+                found[line] = kind
+    return found
+
+
+def _caller() -> Any:
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ or "numpy" in frame.f_code.co_filename:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame
+
+
+def _where() -> str:
+    frame = _caller()
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,300 @@
+"""Counts of the GPU kernels: the counter itself on small kernels, and the committed record.
+
+A count needs Triton's compiler and no GPU. A few operators are counted anew here; all of them with
+``make test-device``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
+import triton
+import triton.language as tl
+
+from benchmarks.compiled import Launch, compiling
+from benchmarks.counts import RECORD
+from benchmarks.counts.compare import all_worse, key, worse
+from benchmarks.counts.count import count, count_launch
+from benchmarks.counts.estimate import Moved, moved, seconds
+from benchmarks.counts.follow import follow
+from benchmarks.counts.language import Hint
+from benchmarks.counts.lines import add_file
+from benchmarks.counts.machines import A100, B200, H100, MACHINES, occupancy
+from benchmarks.counts.pipes import PIPES, passes, pipe_of
+from benchmarks.counts.sass import blocks_of
+from benchmarks.counts.steps import count_step
+from benchmarks.counts.table import table
+from benchmarks.counts.variants import quick, variants
+from benchmarks.counts.work import OPS, Work
+from benchmarks.records import Record, read
+from tagc.costs.shapes import synthetic
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("counts")]
+add_file(__file__)
+N = 1 << 20
+jit: Any = triton.jit
+
+
+@jit
+def plain(x, out, n, BLOCK: tl.constexpr):
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + j, tl.load(x + j, mask=j < n, other=0) + 1, mask=j < n)
+
+
+@jit
+def repeated(x, out, n, rounds, BLOCK: tl.constexpr):
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int32)
+    for _ in range(rounds):
+        total += tl.load(x + j, mask=j < n, other=0)
+        x += n
+    tl.store(out + j, total, mask=j < n)
+
+
+@jit
+def _mixed(x):
+    for _ in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+        x = (x ^ (x >> 15)) * 0x2C1B3C6D
+    return x
+
+
+@jit
+def hashed(x, out, n, BLOCK: tl.constexpr):
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    h = _mixed(tl.load(x + j, mask=j < n, other=0).to(tl.uint32))
+    tl.atomic_add(out + tl.umulhi(h, tl.full([BLOCK], 0, tl.uint32) + n), 1, mask=j < n)
+
+
+@jit
+def guarded(x, counts, out, n, BLOCK: tl.constexpr):
+    if tl.load(counts) == 0:
+        return
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + j, tl.load(x + j, mask=j < n, other=0) + 1, mask=j < n)
+
+
+@jit
+def halves(x, out, n, half, BLOCK: tl.constexpr):
+    if tl.program_id(0) < half:
+        j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out + j, tl.load(x + j, mask=j < n, other=0) + 1, mask=j < n)
+
+
+@jit
+def chosen(x, bitmap, out, n, BLOCK: tl.constexpr):
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = tl.load(bitmap + j, mask=j < n, other=0) != 0
+    tl.store(out + j, tl.load(x + j, mask=there, other=0), mask=there)
+
+
+def counted(kernel: Any, *arguments: Any, hints: dict[str, Hint] | None = None) -> Record:
+    """One launch with a program for 1024 elements."""
+    launches: list[Launch] = []
+    with compiling(90, launches.append):
+        kernel[(N // 1024,)](*arguments, BLOCK=1024, num_warps=4, enable_fp_fusion=False)
+    (launch,) = launches
+    return count_launch(launch, follow(launch, hints or {}), H100)
+
+
+def ints(numel: int = N) -> torch.Tensor:
+    return torch.empty(numel, dtype=torch.int32)
+
+
+def test_dense_accesses_are_counted_to_the_byte():
+    one = counted(plain, ints(), ints(), N)
+    assert one["bytes"] == one["sectors"] == 2 * 4 * N
+    assert one["atomics"] == 0
+    assert one["programs"] == N // 1024
+    # 8 elements a thread, read and written 4 at a time.
+    assert one["all_pipes"]["global"] == 4 * 4 * (N // 1024)
+
+
+def test_a_loop_counts_its_turns():
+    few, many = (counted(repeated, ints(N * 64), ints(), N, rounds) for rounds in (4, 64))
+    assert few["bytes"] == 4 * N * 5
+    assert many["bytes"] == 4 * N * 65
+    # Two loads of 16 bytes in every turn, whatever the assembler made of the loop.
+    of_turns = 2 * 4 * (N // 1024) * 60
+    assert many["all_pipes"]["global"] - few["all_pipes"]["global"] == pytest.approx(of_turns)
+    assert many["instructions"] > 10 * few["instructions"] / 4
+
+
+def test_hashes_cost_instructions_and_sectors():
+    dense, apart = counted(plain, ints(), ints(), N), counted(hashed, ints(), ints(), N)
+    assert apart["atomics"] == N
+    assert apart["sectors"] == 4 * N + 2 * 32 * N
+    # Three operations each in four turns that Triton unrolls, multiplication among them.
+    assert apart["instructions"] - dense["instructions"] > 4 * 3 * N / 32 * 0.8
+    assert apart["all_pipes"]["imul"] > dense["all_pipes"].get("imul", 0) + 4 * N / 32 * 0.8
+
+
+@pytest.mark.parametrize(("number", "executed"), [(0, False), (7, True)])
+def test_hints_decide_branches_that_memory_decides(number: int, executed: bool):
+    hints = {"counts": Hint(number=lambda _: number)}
+    one = counted(guarded, ints(), ints(1), ints(), N, hints=hints)
+    assert (one["bytes"] > 4 * N) == executed
+    # Without a hint the work is done.
+    assert counted(guarded, ints(), ints(1), ints(), N)["bytes"] > 4 * N
+
+
+def test_programs_that_differ_are_found():
+    whole, part = counted(plain, ints(), ints(), N), counted(halves, ints(), ints(), N, 300)
+    assert part["bytes"] == pytest.approx(2 * 4 * 300 * 1024, rel=0.02)
+    assert part["instructions"] < whole["instructions"] / 2
+
+
+def test_of_few_lanes_the_sectors_count():
+    share = 0.05
+    hints = {"bitmap": Hint(share=share)}
+    one = counted(chosen, ints(), ints(), ints(), N, hints=hints)
+    touched = 1 - (1 - share) ** 8
+    assert one["sectors"] == pytest.approx(4 * N * (1 + 2 * touched))
+
+
+def test_a_slower_kernel_is_noticed():
+    """Planted: twice the launches, more instructions, more bytes."""
+
+    def of(kernel: Record, launches: int = 1) -> Record:
+        return {
+            "machine": "H100", "case": "planted", "triton": triton.__version__,
+            "launches": launches, "bytes": kernel["bytes"], "atomics": kernel["atomics"],
+            "per_element": kernel["instructions"] * 32 / N,
+        }  # fmt: skip
+
+    fast = counted(plain, ints(), ints(), N)
+    twice = counted(repeated, ints(2 * N), ints(), N, 2)
+    assert worse(of(fast), of(fast)) == []
+    assert [line.split()[2] for line in worse(of(fast, 2), of(fast))] == ["launches"]
+    assert {line.split()[2] for line in worse(of(twice), of(fast))} == {"bytes", "per_element"}
+    assert "atomics" in str(worse(of(counted(hashed, ints(), ints(), N)), of(fast)))
+    assert all_worse([of(fast)], []) == ["H100 planted: not in the record"]
+
+
+SASS = """
+.text.k:
+\t//## File "/a/triton_kernels/k.py", line 5
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+\t//## File "/a/triton_kernels/h.py", line 3 inlined at "/a/triton_kernels/k.py", line 7
+\t//## File "/a/triton_kernels/k.py", line 7
+        /*0010*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/               @P1 BRA `(.L_x_1) ;
+        /*0030*/                   EXIT ;
+.L_x_2:
+        /*0040*/                   BRA `(.L_x_2);
+"""
+
+
+def test_machine_code_is_read_by_blocks():
+    first, loop, end, padding = blocks_of(SASS)
+    assert [i.opcode for i in first.instructions] == ["MOV"]
+    assert [(i.opcode, i.guarded) for i in loop.instructions] == [
+        ("LDG.E.128", True),
+        ("BRA", True),
+    ]
+    assert loop.instructions[0].chain == (
+        ("/a/triton_kernels/k.py", 7), ("/a/triton_kernels/h.py", 3)
+    )  # fmt: skip
+    assert (first.depth, loop.depth, end.depth, padding.depth) == (0, 1, 0, 1)
+    assert loop.next == [2, 1]
+    assert end.next == []
+
+
+def test_a_uniform_branch_may_fall_through():
+    """sm_100's; without what follows it, loops seemed to be executed never."""
+    first, loop, end, _ = blocks_of(SASS.replace("@P1 BRA `", "BRA.U UP0, `"))
+    assert first.next == [1]
+    assert loop.next == [2, 1]
+    assert end.next == []
+
+
+def test_pipes_of_opcodes():
+    pipes = {
+        "FFMA": "fma", "FADD2": "fma", "IMAD.HI.U32": "imul", "LOP3.LUT": "alu",
+        "UIADD3": "uniform",
+        "MUFU.RCP": "xu", "I2F.S16": "xu", "I2FP.F32.S32": "alu", "POPC": "xu",
+        "LDG.E.128": "global",
+        "REDG.E.ADD.STRONG.GPU": "atomic", "SHFL.IDX": "shuffle", "LDS": "shared", "BRA": "branch",
+        "BAR.SYNC.DEFER_BLOCKING": "barrier", "S2R": "other", "DADD": "fp64",
+    }  # fmt: skip
+    assert {opcode: pipe_of(opcode) for opcode in pipes} == pipes
+    assert set(pipes.values()) == set(PIPES)
+    assert passes("FADD2.FTZ") == 2
+    with pytest.raises(ValueError, match="no pipe is known for NEWOP"):
+        pipe_of("NEWOP.X")
+    for machine in MACHINES.values():
+        assert set(machine.rates) == set(PIPES)
+
+
+def test_time_is_that_of_the_bound():
+    some = Moved(memory=H100.memory, sectors=0.0)
+    times = seconds(H100, {"alu": 1e6}, 1e6, some, 10_000)
+    assert times["memory"] == pytest.approx(1 / 0.9)
+    assert times["issue"] == pytest.approx(1e6 / 4 / H100.clock / 132 / 0.8)
+    assert times["alu"] == pytest.approx(2 * times["issue"])
+    # One program runs on one multiprocessor.
+    assert seconds(H100, {}, 1e6, some, 1)["issue"] == pytest.approx(132 * times["issue"])
+    assert (
+        seconds(A100, {"fma": 1e6}, 0, some, 10**6)["fma"]
+        > 2 * (seconds(H100, {"fma": 1e6}, 0, some, 10**6)["fma"])
+    )
+    assert moved([], {}, 1, B200.cache) == Moved()
+
+
+def test_occupancy():
+    assert occupancy(H100, registers=32, shared=0, warps=4) == 1.0
+    assert occupancy(H100, registers=64, shared=0, warps=4) == 0.5
+    assert occupancy(H100, registers=128, shared=0, warps=4) == 0.25
+    # 32 programs at most, of one warp each; then shared memory.
+    assert occupancy(H100, registers=32, shared=0, warps=1) == 0.5
+    assert occupancy(A100, registers=32, shared=81 << 10, warps=4) == 2 * 4 / 64
+
+
+@pytest.fixture(scope="module")
+def record() -> list[Record]:
+    return read([RECORD])
+
+
+def test_the_record_has_every_operator(record):
+    held = {key(r) for r in record}
+    assert {("H100", work.name) for work in quick()} <= held
+    assert {w.op for w in quick()} == set(OPS)
+    assert len({work.name for work in variants()}) == len(variants())
+    assert RECORD.stat().st_size < 200_000
+    text = table(record)
+    assert "not measured" in text
+    assert "share on H100" in text
+
+
+def recount(works: list[Work], machine: str, record: list[Record]) -> None:
+    found = [count(work, MACHINES[machine]) for work in works]
+    assert all_worse(found, record) == []
+
+
+# All that is in the record is recounted with the mark `device`; of three operators, one case here.
+def test_no_operator_got_slower(record):
+    ops = {"quantize", "dequantize", "dequantize_matrix"}
+    works = {work.op: work for work in reversed(variants()) if work.op in ops}
+    recount([*works.values()], "H100", record)
+
+
+@pytest.mark.device
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("op", OPS)
+def test_no_variant_got_slower(op, record):
+    held = {key(r) for r in record}
+    works = [work for work in variants() if work.op == op and ("H100", work.name) in held]
+    assert works
+    recount(works, "H100", record)
+
+
+def test_no_step_launches_more(record):
+    found = [count_step("loco-4bit"), count_step("packed-20")]
+    assert all_worse(found, record) == []
+    small = count_step("loco-4bit", synthetic(10_000_000))
+    assert small["blocks"] < found[0]["blocks"]
+    assert small["launches_per_block"] == found[0]["launches_per_block"]
