@@ -32,7 +32,7 @@ from support.packed_cases import (
     variants,
     written_out,
 )
-from tagc.ops.cpu.kernels import bitmap, packer, selection
+from tagc.ops.cpu.kernels import bitmap, packer, selection, unpacker
 from tagc.ops.packed import KEPT_GROUPS, POISON, plan_packed, values_of
 
 
@@ -251,7 +251,7 @@ def test_twice_the_same(ops):
 def test_prepared_is_compiled(group):
     case = make_case(500, 2, 32, (group, 8, F32, F32), "overflow", np.random.default_rng(6))
     kernels = (
-        selection.select_groups, selection.keep_largest, packer.pack_values, packer.unpack_shard,
+        selection.select_groups, selection.keep_largest, packer.pack_values, unpacker.unpack_shard,
         bitmap.keys_of, bitmap.write_index, bitmap.read_index, bitmap.write_keys,
         bitmap.write_bitmap, bitmap.count_bits,
     )  # fmt: skip

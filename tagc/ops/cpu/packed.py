@@ -13,9 +13,10 @@ from tagc.ops.cpu.arrays import NO_SUPPORT, halves_of, numpy_of, rows_of, suppor
 from tagc.ops.cpu.blocks import codes_of
 from tagc.ops.cpu.compiling import once_a_host
 from tagc.ops.cpu.kernels import bitmap as bitmaps
-from tagc.ops.cpu.kernels.packer import pack_values, unpack_shard
+from tagc.ops.cpu.kernels.packer import pack_values
 from tagc.ops.cpu.kernels.scalar import group_of
 from tagc.ops.cpu.kernels.selection import keep_largest, select_groups
+from tagc.ops.cpu.kernels.unpacker import unpack_shard
 from tagc.ops.packed import HEADER, KEPT_GROUPS, POISON, PackedLayout, index_of, values_of
 
 
@@ -143,22 +144,20 @@ def unpack(
     if headers[:, POISON].any():
         out.fill_(torch.nan)
         return
-    if support is None:
-        indexes = words_of(index_of(message, layout))
-        keys = np.empty((len(indexes), layout.capacity + bitmaps.SLACK), np.uint32)
-        counts = np.array(
-            [_read_index(*pair, layout) for pair in zip(indexes, keys, strict=True)], np.int64
-        )
-    else:
-        keys = _keys(words_of(support), layout)[None]
-        counts = np.array([keys.size])
-    wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     words, distance = rows_of(message)
+    indexes, apart, low, high, low_bits = (
+        words, distance, HEADER, HEADER + layout.low_words, layout.low_bits
+    )  # fmt: skip
+    if support is not None:  # the bitmap of all messages
+        indexes, apart, low, high, low_bits = _supports(support[None], layout)[0], 0, 0, 0, 0
+    wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     first_value = HEADER + layout.index_words
     unpack_shard(
         words, distance, message.shape[0], first_value, first_value + layout.values.scale_words,
-        layout.numel, layout.group, keys, counts, layout.values.block, codes_of(layout.values),
-        np.float32(divisor), numpy_of(wide),
+        layout.numel, layout.group, indexes, apart, low, high,
+        layout.high_words if support is None else layout.bitmap_words, low_bits,
+        layout.capacity, layout.values.block, codes_of(layout.values), np.float32(divisor),
+        numpy_of(wide),
     )  # fmt: skip
     if wide is not out:
         out.copy_(wide)
@@ -216,6 +215,7 @@ def _compile(
         select(grad.to(dtype), one, bitmap, counts, layout=layout)
     pack(grad, left, one, None, message, counts, layout=layout)
     read_index(index_of(message, layout), bitmap, layout=layout)
+    write_index(bitmap, index_of(message, layout), layout=layout)
     pack(grad, left, one, bitmap, message, counts, layout=layout)
     unpack(message, None, grad[0], layout=layout, divisor=1)
     unpack(message, bitmap[0], grad[0], layout=layout, divisor=1)

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import numpy as np
+from numba.extending import register_jitable
 
-from tagc.ops.cpu.kernels.llvm import popcount, shift_left, shift_right, trailing_zeros
+from tagc.ops.cpu.kernels.llvm import popcount, put_places, shift_left, shift_right, trailing_zeros
 from tagc.ops.cpu.kernels.scalar import N, U, compiled
 
-# How far past the last key ``write_keys`` may write.
-SLACK = 40
+# How far past the last key ``list_groups`` and ``write_keys`` may write.
+SLACK = 72
+# Places of the set bits of every byte, in as many bytes; then zeros.
+_PLACES = np.array(
+    [
+        sum(place << 8 * i for i, place in enumerate(p for p in range(8) if byte >> p & 1))
+        for byte in range(256)
+    ],
+    np.uint64,
+)
+# Set bits in 64 from which on a table of bytes is faster than a bit at a time.
+_DENSE = 5
 
 
 @compiled
@@ -18,6 +29,54 @@ def count_bits(words):
     for w in range(N(words.size)):
         total += popcount(words[w])
     return total
+
+
+@register_jitable(inline="always")
+def list_groups(words, at, w, size, dense, keys, to, t, room):
+    """List groups of a bitmap in ascending order, two words at a time, until there are enough.
+
+    Args:
+        words: ``[...]`` uint32, in which the bitmap begins at ``at``.
+        w: uint64, the word of the bitmap to begin with.
+        size: uint64, words of the bitmap.
+        dense: whether many bits are set, for speed.
+        keys: ``[...]`` uint32, in which ``room + SLACK`` are written from ``to`` on; what follows
+            the last one is garbage.
+        t: uint64, keys that are there already.
+        room: uint64, keys that are enough; fewer than 64 more may be listed.
+
+    Returns:
+        The first word that was not listed, and how many keys are there, uint64.
+    """
+    while t < room and w < size:
+        word = N(words[at + w])
+        if w + N(1) < size:
+            word |= N(words[at + w + N(1)]) << N(32)
+        first = U(w * N(32))
+        w += N(2)
+        if dense:
+            for i in range(N(8)):
+                byte = (word >> (N(8) * i)) & N(255)
+                put_places(keys, to + t, U(first + U(N(8) * i)), _PLACES[byte])
+                t += N(popcount(byte))
+        else:
+            # Four at a time without a branch; what runs past the last set bit is overwritten next.
+            end = t + N(popcount(word))
+            while True:
+                for j in range(N(4)):
+                    keys[to + t + j] = first + U(trailing_zeros(word))
+                    word &= word - N(1)
+                t += N(4)
+                if t >= end:
+                    break
+            t = end
+    return min(w, size), t
+
+
+@register_jitable(inline="always")
+def is_dense(words, count):
+    """Whether a bitmap of ``words`` words with ``count`` bits set is dense to ``list_groups``."""
+    return N(2) * N(count) >= N(_DENSE) * N(words)
 
 
 @compiled
@@ -32,23 +91,9 @@ def write_keys(words, keys, room):
     Returns:
         How many groups are listed, uint64.
     """
-    t = N(0)
-    for w in range(N(words.size)):
-        word = words[w]
-        if word == U(0):
-            continue
-        # Four at a time without a branch; what runs past the last set bit is overwritten next.
-        end = t + N(popcount(word))
-        while True:
-            for _ in range(4):
-                keys[t] = U(w) * U(32) + U(trailing_zeros(word))
-                word &= U(word - U(1))
-                t += N(1)
-            if t >= end:
-                break
-        t = end
-        if t >= N(room):
-            break
+    none, size = N(0), N(words.size)
+    dense = is_dense(words.size, count_bits(words))
+    _, t = list_groups(words, none, none, size, dense, keys, none, none, N(room))
     return min(t, N(room))
 
 

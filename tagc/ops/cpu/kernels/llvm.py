@@ -12,6 +12,8 @@ from numba.extending import intrinsic
 # numba passes its typing context first; callers do not, which type checkers cannot follow.
 _instruction: Callable[..., Any] = intrinsic
 
+_INT, _FLOAT = ir.IntType(32), ir.FloatType()
+
 
 @_instruction
 def float_bits(typingctx, x):
@@ -35,23 +37,24 @@ def bits_float(typingctx, x):
 
 @_instruction
 def trailing_zeros(typingctx, x):
-    """Index of the lowest set bit of a uint32, 32 if there is none."""
+    """Index of the lowest set bit of a uint32, 32 if there is none; of a uint64, 64."""
 
     def codegen(context, builder, signature, args):
         count = builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
-        return builder.zext(count, ir.IntType(64))
+        return count if count.type.width == 64 else builder.zext(count, ir.IntType(64))
 
-    return types.int64(types.uint32), codegen
+    return types.int64(x), codegen
 
 
 @_instruction
 def popcount(typingctx, x):
-    """Number of set bits of a uint32."""
+    """Number of set bits of a uint32 or uint64."""
 
     def codegen(context, builder, signature, args):
-        return builder.zext(builder.ctpop(args[0]), ir.IntType(64))
+        count = builder.ctpop(args[0])
+        return count if count.type.width == 64 else builder.zext(count, ir.IntType(64))
 
-    return types.int64(types.uint32), codegen
+    return types.int64(x), codegen
 
 
 @_instruction
@@ -101,13 +104,174 @@ def mask_at_least(typingctx, words, at, least):
     """Which of the 32 uint32 from ``words[at]`` on are at least so large, as bits."""
 
     def codegen(context, builder, signature, args):
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        vector, undefined = ir.VectorType(ir.IntType(32), 32), ir.Undefined
-        place = builder.bitcast(builder.gep(data, [args[1]]), vector.as_pointer())
-        first = ir.Constant(ir.IntType(32), 0)
-        one = builder.insert_element(ir.Constant(vector, undefined), args[2], first)
-        splat = builder.shuffle_vector(one, ir.Constant(vector, undefined), vector([0] * 32))
-        found = builder.icmp_unsigned(">=", builder.load(place, align=4), splat)
+        lanes = _load(builder, _address(context, builder, signature, args, 0), _INT, 32)
+        found = builder.icmp_unsigned(">=", lanes, _splat(builder, args[2], 32))
         return builder.bitcast(found, ir.IntType(32))
 
     return types.uint32(words, types.uint64, types.uint32), codegen
+
+
+@_instruction
+def mask_outside(typingctx, words, at, start, size):
+    """Which of the 32 uint32 from ``words[at]`` on are not in ``[start, start + size)``, as bits.
+
+    A number below ``start`` wraps around and is far outside.
+    """
+
+    def codegen(context, builder, signature, args):
+        lanes = _load(builder, _address(context, builder, signature, args, 0), _INT, 32)
+        away = builder.sub(lanes, _splat(builder, args[2], 32))
+        found = builder.icmp_unsigned(">=", away, _splat(builder, args[3], 32))
+        return builder.bitcast(found, ir.IntType(32))
+
+    return types.uint32(words, types.uint64, types.uint32, types.uint32), codegen
+
+
+@_instruction
+def put_places(typingctx, keys, t, first, places):
+    """Write ``first`` plus each of 8 bytes, the lowest first, to 8 uint32 from ``keys[t]`` on."""
+
+    def codegen(context, builder, signature, args):
+        lanes = builder.bitcast(args[3], ir.VectorType(ir.IntType(8), 8))
+        lanes = builder.zext(lanes, ir.VectorType(_INT, 8))
+        _store(
+            builder,
+            builder.add(lanes, _splat(builder, args[2], 8)),
+            _address(context, builder, signature, args, 0),
+        )
+        return context.get_dummy_value()
+
+    return types.void(keys, types.uint64, types.uint32, types.uint64), codegen
+
+
+@_instruction
+def put_keys(typingctx, keys, t, places, at, first, low, width, most):
+    """Write 8 keys of an Elias-Fano code.
+
+    Args:
+        keys: ``[...]`` uint32, written from ``t`` on.
+        places: ``[...]`` uint32, of which those from ``at`` on are the places of set bits.
+        first: uint32, how many set bits come before these.
+        low: uint32, 8 low parts, the lowest bits first.
+        width: uint32, bits of a low part, at most 4.
+        most: uint32, the largest high part that there can be.
+    """
+
+    def codegen(context, builder, signature, args):
+        counted = ir.Constant(ir.VectorType(_INT, 8), list(range(8)))
+        high = _load(builder, _address(context, builder, signature, args, 2), _INT, 8)
+        high = builder.sub(builder.sub(high, _splat(builder, args[4], 8)), counted)
+        most = _splat(builder, args[7], 8)
+        high = builder.select(builder.icmp_unsigned("<", high, most), high, most)
+        width = _splat(builder, args[6], 8)
+        part = builder.lshr(_splat(builder, args[5], 8), builder.mul(counted, width))
+        above = builder.shl(ir.Constant(width.type, [-1] * 8), width)
+        part = builder.and_(part, builder.not_(above))
+        _store(
+            builder,
+            builder.or_(builder.shl(high, width), part),
+            _address(context, builder, signature, args, 0),
+        )
+        return context.get_dummy_value()
+
+    index, word = types.uint64, types.uint32
+    return types.void(keys, index, places, index, word, word, word, word), codegen
+
+
+def _adds(lanes: int) -> Any:
+    """An instruction that adds ``lanes`` neighbours."""
+
+    def add(typingctx, sums, start, at, values, of):
+        def codegen(context, builder, signature, args):
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            place = builder.gep(builder.gep(data, [builder.neg(args[1])]), [args[2]])
+            x = _load(builder, _address(context, builder, signature, args, 3), _FLOAT, lanes)
+            _store(builder, builder.fadd(_load(builder, place, _FLOAT, lanes), x), place)
+            return context.get_dummy_value()
+
+        index = types.uint64
+        return types.void(sums, index, index, values, index), codegen
+
+    add.__doc__ = f"""Add {lanes} float32 from ``values[of]`` on to ``sums[at - start]``.
+
+    ``start`` stays outside of a loop over ``at``.
+    """
+    return _instruction(add)
+
+
+add_one, add_two, add_four = _adds(1), _adds(2), _adds(4)
+
+
+@_instruction
+def drain(typingctx, sums, at, factor, out, to):
+    """Move 32 bytes of the output past the caches, and leave zeros where they come from.
+
+    Args:
+        sums: ``[...]`` float32; those from ``at`` on are read, and become zeros.
+        factor: float32, by which they are multiplied.
+        out: ``[...]`` float32 or the bits of bfloat16 as uint16, written from ``to`` on, rounded to
+            nearest even. ``out[to]`` lies at a multiple of 32 bytes; no NaN becomes a bfloat16.
+    """
+    lanes = 32 // (out.dtype.bitwidth // 8)
+
+    def codegen(context, builder, signature, args):
+        source = _address(context, builder, signature, args, 0)
+        target = _address(context, builder, signature, args, 3)
+        x = _load(builder, source, _FLOAT, lanes)
+        _store(builder, ir.Constant(x.type, None), source)
+        x = builder.fmul(x, _splat(builder, args[2], lanes))
+        if lanes == 16:
+            x = _bfloat16(builder, x, lanes)
+        store = builder.store(x, builder.bitcast(target, x.type.as_pointer()), align=32)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_INT, 1)]))
+        return context.get_dummy_value()
+
+    return types.void(sums, types.uint64, types.float32, out, types.uint64), codegen
+
+
+@_instruction
+def fence(typingctx):
+    """Let other threads see what went past the caches before what is written from here on."""
+
+    def codegen(context, builder, signature, args):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+def _address(context: Any, builder: Any, signature: Any, args: Any, i: int) -> Any:
+    """Where element ``args[i + 1]`` of the array ``args[i]`` is."""
+    data = context.make_array(signature.args[i])(context, builder, args[i]).data
+    return builder.gep(data, [args[i + 1]])
+
+
+def _load(builder: Any, address: Any, dtype: Any, lanes: int) -> Any:
+    """``lanes`` neighbours, at any address."""
+    pointer = builder.bitcast(address, ir.VectorType(dtype, lanes).as_pointer())
+    return builder.load(pointer, align=4)
+
+
+def _store(builder: Any, lanes: Any, address: Any) -> None:
+    """Write a vector to any address."""
+    builder.store(lanes, builder.bitcast(address, lanes.type.as_pointer()), align=4)
+
+
+def _splat(builder: Any, x: Any, lanes: int) -> Any:
+    """A vector of one number."""
+    vector = ir.VectorType(x.type, lanes)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), x, ir.Constant(_INT, 0))
+    zeros = ir.Constant(ir.VectorType(_INT, lanes), None)
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def _bfloat16(builder: Any, x: Any, lanes: int) -> Any:
+    """The bits of float32 numbers as bfloat16, as ``_put_bfloat16`` in :mod:`.scalar`."""
+
+    def constant(n: int) -> Any:
+        return ir.Constant(ir.VectorType(_INT, lanes), [n] * lanes)
+
+    bits = builder.bitcast(x, ir.VectorType(_INT, lanes))
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    up = builder.add(builder.add(bits, constant(0x7FFF)), odd)
+    return builder.trunc(builder.lshr(up, constant(16)), ir.VectorType(ir.IntType(16), lanes))

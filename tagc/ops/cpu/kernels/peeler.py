@@ -1,0 +1,255 @@
+"""Peeling of a count sketch on a CPU: a queue of the cells with one key left.
+
+Example: keys A in cells 0 and 3, B in 0 and 4. Cell 3 has A alone, so its sum is the symbol of A;
+without A, cell 0 has B alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from tagc.ops.cpu.kernels.scalar import N, compiled, positions
+
+_BATCH = 256
+_MAX_COMPACT_KEYS = 1 << 20
+_DEGREE = np.int64((1 << 24) - 1)
+
+
+@compiled
+def recover(keys, salts, partition, cells):
+    """Peel the cells of the present groups.
+
+    Args:
+        keys: ``[count]`` uint32, ascending: the present groups.
+        salts: ``[hashes]`` uint32.
+        partition: cells of a partition.
+        cells: ``[cells]`` int32 or float32, the sums; become what is left in them.
+
+    Returns:
+        ``[count]`` of the dtype of ``cells``, the symbols by key, 0 where not recovered;
+        ``[count]`` uint8, 1 where recovered; ``[count * hashes]`` uint32, the cells of each key,
+        garbage if all were recovered; ``[cells]`` int32, how many keys are left in each cell.
+    """
+    where = np.empty(keys.size * salts.size, np.uint32)
+    values, degree = np.zeros(keys.size, cells.dtype), np.zeros(cells.size, np.int32)
+    done = np.zeros(keys.size, np.uint8)
+    _solve(keys, salts, partition, cells, where, values, done, degree)
+    return values, done, where, degree
+
+
+def _solve(keys, salts, partition, cells, where, values, done, degree):
+    """Peel as suits the dtype of the cells; writes what :func:`recover` returns.
+
+    Args:
+        keys: ``[count]`` uint32, ascending.
+        salts: ``[hashes]`` uint32.
+        partition: cells of a partition.
+        cells: ``[cells]`` int32 or float32, the sums; become what is left in them.
+        where: ``[count * hashes]`` uint32, written if a key is not recovered.
+        values: ``[count]`` of the dtype of ``cells``, zeros, written where recovered.
+        done: ``[count]`` uint8, zeros, written where recovered.
+        degree: ``[cells]`` int32, written.
+    """
+    raise NotImplementedError
+
+
+@overload(_solve)
+def _(keys, salts, partition, cells, where, values, done, degree):
+    if cells.dtype == types.float32:
+
+        def solve_float(keys, salts, partition, cells, where, values, done, degree):
+            left, exact = cells.astype(np.float64), np.zeros(values.size, np.float64)
+            _peel_rounds(keys, salts, partition, left, where, exact, done, degree)
+            values[:] = exact
+            cells[:] = left
+
+        return solve_float
+
+    def solve_integer(keys, salts, partition, cells, where, values, done, degree):
+        if keys.size <= _MAX_COMPACT_KEYS and keys.size <= cells.size:
+            _peel_compact(keys, salts, partition, cells, where, values, done, degree)
+        else:
+            _peel_rounds(keys, salts, partition, cells, where, values, done, degree)
+
+    return solve_integer
+
+
+@compiled
+def _build(keys, salts, partition, table, unit, where):
+    """Add ``unit * slot + 1`` for every key to the entry of each of its cells; note the cells.
+
+    Args:
+        keys: ``[count]`` uint32, ascending; a key's slot is its place here.
+        salts: ``[hashes]`` uint32.
+        partition: cells of a partition.
+        table: ``[cells]`` int64, the entries, added to.
+        unit: int64, a power of two: the lowest bit of an entry's sum of slots.
+        where: ``[count * hashes]`` uint32, written: the cells of each key.
+    """
+    hashes = salts.size
+    batch = np.empty((hashes, _BATCH), np.uint64)
+    for lo in range(0, keys.size, _BATCH):
+        count = min(_BATCH, keys.size - lo)
+        positions(keys[lo : lo + count], count, salts, partition, batch)
+        for i in range(hashes):
+            row, at, entry = batch[i], N(lo * hashes + i), unit * lo + 1
+            for t in range(N(count)):
+                where[at] = row[t]
+                at += N(hashes)
+                table[row[t]] += entry
+                entry += unit
+
+
+@compiled
+def _lonely(table, mask):
+    """The cells that hold one key.
+
+    Args:
+        table: ``[cells]`` int64, entries whose lowest bits are the number of keys.
+        mask: those bits.
+
+    Returns:
+        ``[cells + 1]`` uint32, a queue that begins with these cells, and how many they are, uint64.
+    """
+    queue = np.empty(table.size + 1, np.uint32)
+    tail = N(0)
+    for c in range(N(table.size)):
+        queue[tail] = c
+        tail += N(table[c] & mask == 1)
+    return queue, tail
+
+
+@compiled
+def _peel_compact(keys, salts, partition, cells, where, values, done, degree):
+    """Peel integers with a queue, all that is known of a cell in one 64-bit entry.
+
+    From the top: the sum of the symbols (32 bits, wraps), the sum of the keys' slots (26 bits),
+    the number of keys (6 bits). A key leaves a cell by one subtraction. Slots below 2**20 and
+    fewer than 64 keys in a cell keep the lower fields from running over; with no more keys than
+    cells a fuller cell has probability below 1e-40. The order does not matter to integers.
+
+    Args:
+        keys: ``[count]`` uint32, ascending; at most 2**20.
+        cells: ``[cells]`` int32, the sums; become what is left in them.
+        salts, partition, where, values, done, degree: as in :func:`_solve`.
+    """
+    hashes = N(salts.size)
+    table = np.empty(cells.size, np.int64)
+    for c in range(N(cells.size)):
+        table[c] = np.int64(cells[c]) << 32
+    at = np.empty((salts.size, _BATCH), np.uint64)
+    for lo in range(0, keys.size, _BATCH):
+        count = min(_BATCH, keys.size - lo)
+        positions(keys[lo : lo + count], count, salts, partition, at)
+        for i in range(salts.size):
+            row, entry = at[i], np.int64(64) * lo + 1
+            for t in range(N(count)):
+                table[row[t]] += entry
+                entry += np.int64(64)
+    queue, tail = _lonely(table, 63)
+    # A batch at a time: its cells are looked up, then its keys hashed together, then removed, so
+    # that no access waits for the one before.
+    chosen, owners = np.empty(_BATCH, np.uint32), np.empty(_BATCH, np.uint32)
+    head, found = N(0), N(0)
+    while head < tail:
+        count = N(0)
+        stop = min(head + N(_BATCH), tail)
+        while head < stop:
+            entry = table[queue[head]]
+            alone = entry & 63 == 1
+            chosen[count] = queue[head]
+            owners[count] = keys[N((entry >> 6) & (_MAX_COMPACT_KEYS - 1)) if alone else N(0)]
+            count += N(alone)
+            head += N(1)
+        positions(owners, count, salts, partition, at)
+        for t in range(count):
+            entry = table[chosen[t]]
+            if entry & 63 != 1:  # two cells of the batch had the same key
+                continue
+            slot = N((entry >> 6) & (_MAX_COMPACT_KEYS - 1))
+            values[slot] = entry >> 32
+            done[slot] = 1
+            found += N(1)
+            for i in range(hashes):
+                p = at[i, t]
+                rest = table[p] - entry
+                table[p] = rest
+                # Without a branch: a cell enters for good when its degree falls to one, which
+                # happens once, so the queue needs no more room than there are cells.
+                queue[tail] = p
+                tail += N(rest & 63 == 1)
+    for c in range(N(cells.size)):
+        cells[c], degree[c] = table[c] >> 32, table[c] & 63
+    if found < N(keys.size):
+        _locate(keys, salts, partition, at, where)
+
+
+@compiled
+def _locate(keys, salts, partition, at, where):
+    """Note the cells of every key.
+
+    Args:
+        keys: ``[count]`` uint32.
+        salts: ``[hashes]`` uint32.
+        partition: cells of a partition.
+        at: ``[hashes, _BATCH]`` uint64, scratch.
+        where: ``[count * hashes]`` uint32, written.
+    """
+    hashes = salts.size
+    for lo in range(0, keys.size, _BATCH):
+        count = min(_BATCH, keys.size - lo)
+        positions(keys[lo : lo + count], count, salts, partition, at)
+        for t in range(count):
+            for i in range(hashes):
+                where[(lo + t) * hashes + i] = at[i, t]
+
+
+@compiled
+def _peel_rounds(keys, salts, partition, left, where, values, done, degree):
+    """Peel round by round, any dtype and size, reading each key from its first lonely cell.
+
+    Args:
+        keys: ``[count]`` uint32, ascending.
+        left: ``[cells]`` int32 or float64, the sums; become what is left in them.
+        values: ``[count]`` of the dtype of ``left``, zeros, written where recovered.
+        salts, partition, where, done, degree: as in :func:`_solve`.
+    """
+    hashes = N(salts.size)
+    # Upper 40 bits the sum of the slots, lower 24 the number of keys.
+    table = np.zeros(left.size, np.int64)
+    _build(keys, salts, partition, table, np.int64(1 << 24), where)
+    queue, tail = _lonely(table, _DEGREE)
+    slots = np.empty(done.size, np.uint64)
+    head = N(0)
+    while head < tail:
+        found, end = N(0), tail
+        while head < end:
+            c = queue[head]
+            head += N(1)
+            if table[c] & _DEGREE != 1:
+                continue
+            slot = N(table[c] >> 24)
+            at, first = slot * hashes, c
+            for i in range(hashes):
+                if table[where[at + i]] & _DEGREE == 1:
+                    first = where[at + i]
+                    break
+            if first == c:
+                slots[found] = slot
+                values[slot] = left[c]
+                found += N(1)
+        for t in range(found):
+            slot = slots[t]
+            done[slot] = 1
+            at, entry = slot * hashes, (np.int64(slot) << 24) + 1
+            for i in range(hashes):
+                p = where[at + i]
+                left[p] -= values[slot]
+                rest = table[p] - entry
+                table[p] = rest
+                queue[tail] = p
+                tail += N(rest & _DEGREE == 1)
+    for c in range(N(left.size)):
+        degree[c] = table[c] & _DEGREE
