@@ -1,6 +1,10 @@
 """What all tests share."""
 
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,3 +40,41 @@ def runs_all(config: pytest.Config) -> bool:
     """No file was named, and tests are not only listed."""
     everywhere = config.args_source is not pytest.Config.ArgsSource.ARGS
     return everywhere and not config.getoption("collectonly")
+
+
+@pytest.fixture
+def emulation(record_property: Any) -> Callable[..., Any]:
+    """Context in which kernels are compiled and emulated, and counted for the summary; its
+    arguments are those of ``device.ptx.launch.emulated``."""
+    from device.ptx.launch import emulated
+
+    @contextlib.contextmanager
+    def counting(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with emulated(*args, **kwargs) as done:
+            try:
+                yield done
+            finally:
+                several = sum(done.several.values())
+                record_property("emulated", [sum(done.launches.values()), several])
+                record_property("variants", sorted(done.variants))
+
+    return counting
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Count what was emulated, in all processes."""
+    launches, several, variants, tests = 0, 0, set(), Counter()
+    for outcome, reports in terminalreporter.stats.items():
+        for report in reports:
+            found = dict(getattr(report, "user_properties", ()))
+            if "emulated" in found and report.when == "call":
+                tests[outcome] += 1
+                launches += found["emulated"][0]
+                several += found["emulated"][1]
+                variants.update(found["variants"])
+    if tests:
+        terminalreporter.write_line(
+            f"compiled kernels emulated: {sum(tests.values())} tests, {launches} launches, all "
+            f"checked for races, {several} of several programs, {len(variants)} variants of PTX, "
+            f"{tests['failed']} tests with a fault"
+        )

@@ -1,7 +1,9 @@
-"""Cases for Triton kernels: run interpreted in a process of their own, or natively on a GPU.
+"""Cases for Triton kernels: run interpreted in a process of their own, compiled and emulated, or
+natively on a GPU.
 
 A case is a function of a device. Triton decides when it is imported whether it interprets, so the
-interpreted ones run as ``python <test file> <results>`` and report to a file.
+interpreted ones run as ``python <test file> <results>`` and report to a file. Compiled ones run in
+the tests' own process, inside of ``device.ptx.launch.emulated``.
 """
 
 from __future__ import annotations
@@ -41,10 +43,18 @@ class Cases(dict[str, Callable[[str], None]]):
         return register
 
     def interpreted(self) -> list[Any]:
-        """Names as parameters of a test: one in four is for `make test`, all for
+        """Names as parameters of a test: one in eight is for `make test`, all for
         `make test-device`."""
         device = pytest.mark.device
-        return [pytest.param(n, marks=[device] if i % 4 else []) for i, n in enumerate(self)]
+        return [pytest.param(n, marks=[device] if i % 8 else []) for i, n in enumerate(self)]
+
+    def compiled(self, *few: str) -> list[Any]:
+        """Names and architectures as parameters of a test: ``few`` for sm_90 are for `make test`;
+        all for sm_90, and ``few`` for sm_80, for `make test-device`."""
+        assert {*few} <= {*self}, {*few} - {*self}
+        device = pytest.mark.device
+        parameters = [pytest.param(n, 90, marks=[] if n in few else [device]) for n in self]
+        return [*parameters, *(pytest.param(n, 80, marks=[device]) for n in few)]
 
     def main(self, results: Path) -> None:
         """Run the cases named in ``results``, interpreted, and write there ``{name: traceback or

@@ -359,6 +359,23 @@ def test_interpreted(outcome, name):
     assert failure is None, failure
 
 
+# --- compiled, and emulated -------------------------------------------------------------------
+
+FEW = (
+    "1 1 41 131 float32 float32 0.0 float32 1",
+    "1 32 5 450 float16 bfloat16 0.9 float16 8",
+    "2 1 10 70 float16 bfloat16 0.3 float16 2",
+    "aligned rows",
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "arch"), CASES.compiled(*FEW))
+def test_compiled(emulation, name, arch):
+    with emulation(arch):
+        CASES[name]("cpu")
+
+
 # --- natively ---------------------------------------------------------------------------------
 
 gpu = pytest.mark.gpu
@@ -407,6 +424,7 @@ def test_a_cuda_graph_holds_a_step(bits, group, average):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
+    kernels("ops").release()
     for seed in (5, 6):
         other = problem(bits, group, 100, 301, BF16, BF16, average, seed=seed)
         assert other.residual is not None

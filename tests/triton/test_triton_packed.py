@@ -193,6 +193,23 @@ def test_interpreted(outcome, name):
     assert failure is None, failure
 
 
+# --- compiled, and emulated -------------------------------------------------------------------
+
+FEW = (
+    "511 overflow 4 1 32 0 bfloat16 float32 bfloat16 2",
+    "2050 overflow 16 4 32 4 float32 bfloat16 bfloat16 5",
+    "640 usual 16 1 64 16 float32 bfloat16 float32 1, with a support",
+    "aligned rows",
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "arch"), CASES.compiled(*FEW))
+def test_compiled(emulation, name, arch):
+    with emulation(arch):
+        CASES[name]("cpu")
+
+
 # --- natively ---------------------------------------------------------------------------------
 
 gpu = pytest.mark.gpu

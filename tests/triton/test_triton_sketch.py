@@ -166,6 +166,23 @@ def test_interpreted(outcome, name):
     assert failure is None, failure
 
 
+# --- compiled, and emulated -------------------------------------------------------------------
+
+FEW = (
+    "int8x4 bfloat16 bfloat16 bfloat16 4099 overflow",
+    "int16x2 float16 bfloat16 float16 515 overflow",
+    "float32 float32 float32 float32 700 overflow",
+    "aligned rows",
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "arch"), CASES.compiled(*FEW))
+def test_compiled(emulation, name, arch):
+    with emulation(arch):
+        CASES[name]("cpu")
+
+
 def test_the_package_imports_without_triton():
     code = "import sys; sys.modules['triton'] = None; import tagc.triton_kernels"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

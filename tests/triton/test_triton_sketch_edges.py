@@ -245,6 +245,16 @@ def test_interpreted(outcome, name):
     assert failure is None, failure
 
 
+# --- compiled, and emulated -------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "arch"), CASES.compiled())
+def test_compiled(emulation, name, arch):
+    with emulation(arch):
+        CASES[name]("cpu")
+
+
 # --- natively ---------------------------------------------------------------------------------
 
 gpu = pytest.mark.gpu

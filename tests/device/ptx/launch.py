@@ -33,13 +33,13 @@ class Emulated:
 
     Attributes:
         launches: by kernel.
+        several: those of more than one program, by kernel.
         variants: hashes of compiled kernels.
-        programs: in all launches.
     """
 
     launches: Counter[str] = field(default_factory=Counter)
+    several: Counter[str] = field(default_factory=Counter)
     variants: set[str] = field(default_factory=set)
-    programs: int = 0
 
 
 _KERNELS: dict[str, tuple[Kernel, list[Step | None]]] = {}
@@ -71,11 +71,11 @@ def emulated(
             parsed = parse(ptx)
             _KERNELS[key] = parsed, control.compiled(parsed)
         whole = grid(named) if callable(grid) else grid
+        done.launches[self.__name__] += 1
+        done.several[self.__name__] += int(np.prod(whole)) > 1
+        done.variants.add(kernel.hash)
         execute(*_KERNELS[key], _arguments(kernel, named), (*whole, 1, 1)[:3],
                 32 * kernel.metadata.num_warps, kernel.metadata.shared, rng)  # fmt: skip
-        done.launches[self.__name__] += 1
-        done.variants.add(kernel.hash)
-        done.programs += int(np.prod(whole))
         return kernel
 
     with (

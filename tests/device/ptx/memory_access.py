@@ -125,9 +125,7 @@ def _cells(region: Region, place: Array, size: int) -> list[Array]:
     return [*region.cells(place, size).reshape(len(place), -1).T]
 
 
-def check(
-    t: Threads, region: Region, kind: str, cell: Array, lanes: Array, i: Instruction
-) -> None:
+def check(t: Threads, region: Region, kind: str, cell: Array, lanes: Array, i: Instruction) -> None:
     """Refuse an access that races with an earlier one."""
     found, code, same = region.watch.find(kind, cell, t.access(lanes))
     if len(found):
@@ -141,4 +139,3 @@ def check(
 
 def _who(t: Threads, lane: int) -> str:
     return f"program {int(t.number[lane])}, thread {int(t.lanes[lane] % t.threads)}"
-
