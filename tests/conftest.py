@@ -1,7 +1,6 @@
 """What all tests share."""
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,19 +61,21 @@ def emulation(record_property: Any) -> Callable[..., Any]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Count what was emulated, in all processes."""
-    launches, several, variants, tests = 0, 0, set(), Counter()
-    for outcome, reports in terminalreporter.stats.items():
+    """Count the launches of the tests without a GPU, in all processes."""
+    reports = [r for found in terminalreporter.stats.values() for r in found]
+    for layer in ("interpreted", "emulated"):
+        tests, failed, launches, several, variants = 0, 0, 0, 0, set()
         for report in reports:
             found = dict(getattr(report, "user_properties", ()))
-            if "emulated" in found and report.when == "call":
-                tests[outcome] += 1
-                launches += found["emulated"][0]
-                several += found["emulated"][1]
-                variants.update(found["variants"])
-    if tests:
-        terminalreporter.write_line(
-            f"compiled kernels emulated: {sum(tests.values())} tests, {launches} launches, all "
-            f"checked for races, {several} of several programs, {len(variants)} variants of PTX, "
-            f"{tests['failed']} tests with a fault"
-        )
+            if layer in found and report.when == "call":
+                tests += 1
+                failed += report.failed
+                launches += found[layer][0]
+                several += found[layer][1]
+                variants.update(found.get("variants", ()))
+        if tests:
+            compiled = f", {len(variants)} variants of PTX" if variants else ""
+            terminalreporter.write_line(
+                f"kernels {layer}: {tests} tests, {launches} launches checked for races, "
+                f"{several} of several programs{compiled}; {failed} tests with a fault"
+            )

@@ -132,6 +132,7 @@ def stand_ins() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in {
             "current_stream": lambda device=None: Stream(),
+            "is_current_stream_capturing": lambda: False,
             "mem_get_info": lambda device=None: (0, 0),  # so that gigantic tests are skipped
             "synchronize": lambda device=None: None,
             "set_sync_debug_mode": lambda mode: None,

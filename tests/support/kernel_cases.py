@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from device.interpreted import ORDERS, Watched
 from support import interpreter, oracle
 from support.paths import ROOT
 
@@ -57,24 +58,30 @@ class Cases(dict[str, Callable[[str], None]]):
         return [*parameters, *(pytest.param(n, 80, marks=[device]) for n in few)]
 
     def main(self, results: Path) -> None:
-        """Run the cases named in ``results``, interpreted, and write there ``{name: traceback or
-        None}``."""
+        """Run the cases named in ``results``, interpreted, and write there ``{name: outcome}``.
+
+        Programs run reversed, in random order and interleaved, by turns, never first to last.
+        """
         interpreter.prepare()
-        outcome: dict[str, str | None] = {}
+        orders = {name: ORDERS[i % len(ORDERS)] for i, name in enumerate(self)}
+        outcome: dict[str, dict[str, Any]] = {}
         for name in json.loads(results.read_text()):
             start = time.process_time()
+            watched, failure = Watched(orders[name]), None
             try:
-                self[name]("cpu")
-                outcome[name] = None
+                with watched.installed():
+                    self[name]("cpu")
             except Exception:
-                outcome[name] = traceback.format_exc()
+                failure = f"programs {orders[name]}: {traceback.format_exc()}"
+            launches = [watched.launches, watched.several]
+            outcome[name] = {"failure": failure, "launches": launches}
             print(f"{time.process_time() - start:6.1f} s  {name}", flush=True)
             results.write_text(json.dumps(outcome))
 
 
-def interpreted(file: str, request: Any, directory: Path) -> dict[str, str | None]:
+def interpreted(file: str, request: Any, directory: Path) -> dict[str, dict[str, Any]]:
     """Run in Triton's interpreter those of a test file's cases that this run of tests asks for:
-    ``{name: traceback or None}``."""
+    by name, a traceback or None as ``failure``, and ``launches``, all and of several programs."""
     results = directory / "results.json"
     asked = [
         i for i in request.session.items if i.path == Path(file) and "outcome" in i.fixturenames
