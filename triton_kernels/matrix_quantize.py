@@ -105,8 +105,8 @@ def quantize_matrix_kernel(
         said = tl.where(negative, -1.0, 1.0)
         said = tl.reshape(tl.where(hit, said, 0.0), [ROWS, SIZE])
         left = x - said * (f[:, None] * v)
-    # Lanes past a word's last are zeros, but a shift by 32 or more is undefined, and what LLVM makes
-    # of it is not a zero: all codes were garbage.
+    # Lanes past a word's last are zeros, but a shift by 32 or more is undefined, and what LLVM
+    # makes of it is not a zero: all codes were garbage.
     shift = tl.minimum(tl.arange(0, PADDED) * WIDTH, 31).to(tl.uint32)
     lanes = tl.reshape(q.to(tl.uint32, bitcast=True), [ROWS, PADDED, WORDS])
     words = tl.sum(lanes << shift[None, :, None], 1).to(tl.int32, bitcast=True)

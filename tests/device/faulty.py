@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tagc.triton_kernels.jit import jit, tl
+if TYPE_CHECKING:
+    from triton_kernels.jit import jit, tl
+else:
+    from tagc.triton_kernels.jit import jit, tl
 
 I32 = torch.int32
 _GARBAGE = -77

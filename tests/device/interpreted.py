@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from .ptx.faults import Fault, OutOfBounds, Race
+from .ptx.faults import KernelError, OutOfBoundsError, RaceError
 from .ptx.races import Access, Watch
 
 ORDERS = ("reversed", "random", "interleaved")
@@ -78,7 +78,9 @@ class Launch:
             self._check_duplicates(place, raw, where)
         for byte in range(size):
             cell = place + byte
-            self._check(watch, kind, cell[new], self._who(number, program, lanes[new], where), where)
+            self._check(
+                watch, kind, cell[new], self._who(number, program, lanes[new], where), where
+            )
             watch.record(kind, cell, self._who(number, program, lanes, where))
 
     def _region(self, at: Array, size: int, where: str) -> tuple[int, Array]:
@@ -88,7 +90,7 @@ class Launch:
         place = at - self._begins[first]
         inside &= place + size <= len(self._bytes[first])
         if not inside.all():
-            raise OutOfBounds(f"{where}: {size} bytes outside of the tensors")
+            raise OutOfBoundsError(f"{where}: {size} bytes outside of the tensors")
         return first, place
 
     def _who(self, number: int, program: Any, lanes: Array, where: str) -> Access:
@@ -102,7 +104,7 @@ class Launch:
         """Of one store, elements for the same place are the same."""
         _, first, inverse = np.unique(place, return_index=True, return_inverse=True)
         if (raw != raw[first][inverse.reshape(-1)]).any():
-            raise Race(f"{where}: a store has several values for one place")
+            raise RaceError(f"{where}: a store has several values for one place")
 
     def _check(self, watch: Watch, kind: str, cell: Array, who: Access, where: str) -> None:
         if not len(cell):
@@ -110,11 +112,13 @@ class Launch:
         found, line, same = watch.find(kind, cell, who)
         if len(found):
             how = "without a barrier in between" if same[0] else "by another program"
-            raise Race(f"{where}: {kind} races with an access at {self._lines[int(line[0])]} {how}")
+            raise RaceError(
+                f"{where}: {kind} races with an access at {self._lines[int(line[0])]} {how}"
+            )
 
 
 def _bytes(storage: Any) -> Array:
-    raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    raw: Any = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
     return np.frombuffer(raw, np.uint8)
 
 
@@ -209,7 +213,7 @@ class Watched:
                 args = {
                     n: v if n in self.constexprs else i._implicit_cvt(v) for n, v in named.items()
                 }
-                grid = self.grid(args) if callable(self.grid) else self.grid
+                grid: Any = self.grid(args) if callable(self.grid) else self.grid
                 grid = (*grid, 1, 1)[:3]
                 i.interpreter_builder.set_grid_dim(*grid)
                 watched._launch = Launch(tensors)
@@ -285,7 +289,7 @@ class _Program(threading.Thread):
         self.go.acquire()
         try:
             self._program()
-        except (Exception, Fault) as failure:
+        except (Exception, KernelError) as failure:
             self._failures.append(failure)
         self.done = True
         self._back.release()

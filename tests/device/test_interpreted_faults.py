@@ -18,7 +18,7 @@ pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 
 # What the interpreter says of each; of the others it has nothing to say.
 NAMED = {
-    "mask": "OutOfBounds faulty.py",
+    "mask": "OutOfBoundsError faulty.py",
     "grid": "AssertionError wrong results",
     "barrier": "without a barrier",
     "programs": "by another program",

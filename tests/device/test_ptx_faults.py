@@ -9,17 +9,23 @@ import pytest
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 
 from device import faulty
-from device.ptx.faults import Misaligned, OutOfBounds, Race, Uninitialized
+from device.ptx.faults import MisalignedError, OutOfBoundsError, RaceError, UninitializedError
 from device.ptx.launch import emulated
 
 # What the emulator says of each.
 NAMED = {
-    "mask": (OutOfBounds, r"faulty\.py:\d+: 16 bytes at byte \d+ of tensor 'x', which has 4000"),
+    "mask": (
+        OutOfBoundsError,
+        r"faulty\.py:\d+: 16 bytes at byte \d+ of tensor 'x', which has 4000",
+    ),
     "grid": (AssertionError, "wrong results"),
-    "barrier": (Race, r"ld\.global\S* of tensor 'out' races with st\.global.* without a barrier"),
+    "barrier": (
+        RaceError,
+        r"ld\.global\S* of tensor 'out' races with st\.global.* without a barrier",
+    ),
     "shift": (AssertionError, "wrong results"),
-    "programs": (Race, r"tensor 'x' races with .* by another program"),
-    "alignment": (Misaligned, r"faulty\.py:\d+: 16 bytes at byte 12 of tensor 'x'"),
+    "programs": (RaceError, r"tensor 'x' races with .* by another program"),
+    "alignment": (MisalignedError, r"faulty\.py:\d+: 16 bytes at byte 12 of tensor 'x'"),
 }
 
 
@@ -52,7 +58,7 @@ def without(pattern: str):
 def test_names_a_barrier_that_the_compiler_dropped():
     with (
         emulated(change=without(r"bar\.sync")),
-        pytest.raises(Race, match="shared memory races with .* without a barrier"),
+        pytest.raises(RaceError, match=r"shared memory races with .* without a barrier"),
     ):
         faulty.total()
 
@@ -60,7 +66,7 @@ def test_names_a_barrier_that_the_compiler_dropped():
 def test_names_a_store_to_shared_memory_that_the_compiler_dropped():
     with (
         emulated(change=without(r"st\.shared")),
-        pytest.raises(Uninitialized, match="nobody wrote"),
+        pytest.raises(UninitializedError, match="nobody wrote"),
     ):
         faulty.total()
 

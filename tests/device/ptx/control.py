@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .faults import Divergence
+from .faults import DivergenceError
 from .parse import Instruction, Kernel
 from .registry import Step, step
 from .threads import Threads
@@ -94,7 +94,7 @@ def _release(t: Threads, waiting: dict[int, Array], code: tuple[Instruction, ...
         lonely = each.any(1) & ~each.all(1)
         if lonely.any():
             p = int(np.nonzero(lonely)[0][0])
-            raise Divergence(
+            raise DivergenceError(
                 f"{code[place - 1].where}: {int(each[p].sum())} of {t.threads} threads of program "
                 f"{int(t.number[p * t.threads])} wait at a barrier that the others do not reach"
             )

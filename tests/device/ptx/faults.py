@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 
-class Fault(AssertionError):
+class KernelError(AssertionError):
     """A kernel did what no kernel may do; the message begins with the kernel's file and line."""
 
 
-class OutOfBounds(Fault):
+class OutOfBoundsError(KernelError):
     """An access outside of every tensor of the launch, or of the program's shared memory."""
 
 
-class Misaligned(Fault):
+class MisalignedError(KernelError):
     """An address that its access's width does not divide."""
 
 
-class Uninitialized(Fault):
+class UninitializedError(KernelError):
     """A read of shared memory that no thread of the program wrote."""
 
 
-class Race(Fault):
+class RaceError(KernelError):
     """Two accesses of one place whose order nothing decides."""
 
 
-class Divergence(Fault):
+class DivergenceError(KernelError):
     """A barrier or an exchange between lanes that not all threads reach together."""
 
 
-class NotEmulated(NotImplementedError):
+class NotEmulatedError(NotImplementedError):
     """An instruction that the emulator lacks."""

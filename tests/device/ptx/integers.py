@@ -42,25 +42,18 @@ def products(i: Instruction) -> Step:
     number, bits = type_of(i.kind, i.bits), i.bits
     if i.base in ("div", "rem"):
         return _quotient(i)
+    big, out = type_of(i.kind, min(2 * bits, 64)), bits
     if "wide" in i.parts:
-        big, out = type_of(i.kind, 2 * bits), 2 * bits
+        out = 2 * bits
 
-        def product(x, y):
-            return bits_of(x.view(number).astype(big) * y.view(number).astype(big))
-    elif "hi" in i.parts:
-        need(bits == 32, "the high half of 64 bits")
-        big, out = type_of(i.kind, 64), 32
-
-        def product(x, y):
-            high = x.view(number).astype(big) * y.view(number).astype(big) >> big(32)
-            return bits_of(high.astype(number))
-    else:
-        need("lo" in i.parts, "which half")
-        out = bits
-
-        def product(x, y):
+    def product(x, y):
+        if "lo" in i.parts:
             return x * y
+        whole = x.view(number).astype(big) * y.view(number).astype(big)
+        return bits_of(whole if "wide" in i.parts else (whole >> big(bits)).astype(number))
 
+    need(bits <= 32 or "lo" in i.parts, "the high half of 64 bits")
+    need(len({"lo", "hi", "wide"} & {*i.parts}) == 1, "which half")
     if i.base == "mul":
         return calculation(i, product, bits, bits)
     return calculation(i, lambda x, y, z: product(x, y) + z, bits, bits, out)
@@ -235,10 +228,7 @@ _COMPARE: dict[str, Any] = {
 def compare(i: Instruction) -> Step:
     """A predicate of two numbers; of floats unordered comparisons, too."""
     number, name = type_of(i.kind, i.bits), i.parts[1]
-    if number in FLOATS.values():
-        holds = floats.comparison(name)
-    else:
-        holds = _COMPARE[name]
+    holds = floats.comparison(name) if number in FLOATS.values() else _COMPARE[name]
 
     def test(x, y):
         return holds(x.view(number), y.view(number))

@@ -70,7 +70,7 @@ def emulated(
         if key not in _KERNELS:
             parsed = parse(ptx)
             _KERNELS[key] = parsed, control.compiled(parsed)
-        whole = grid(named) if callable(grid) else grid
+        whole: Any = grid(named) if callable(grid) else grid
         done.launches[self.__name__] += 1
         done.several[self.__name__] += int(np.prod(whole)) > 1
         done.variants.add(kernel.hash)

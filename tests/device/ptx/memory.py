@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .faults import Misaligned, OutOfBounds
+from .faults import MisalignedError, OutOfBoundsError
 from .numbers import BITS
 from .races import Watch
 
@@ -50,13 +50,13 @@ class Region:
         width = size * count
         if place.min() < 0 or place.max() + width > len(self._data):
             worst = int(place.max()) if place.min() >= 0 else int(place.min())
-            raise OutOfBounds(
+            raise OutOfBoundsError(
                 f"{where}: {width} bytes at byte {worst} of {self.name}, which has "
                 f"{len(self._data)}"
             )
         if (address % width).any():
-            raise Misaligned(f"{where}: {width} bytes at byte {int(place[address % width != 0][0])}"
-                             f" of {self.name}")  # fmt: skip
+            first = int(place[address % width != 0][0])
+            raise MisalignedError(f"{where}: {width} bytes at byte {first} of {self.name}")
         return place // size
 
     def cells(self, place: Array, size: int) -> Array:
@@ -85,7 +85,7 @@ class Memory:
             return 0
         if begin not in self._known:
             self._known[begin] = len(self._regions)
-            raw = (ctypes.c_uint8 * storage.nbytes()).from_address(begin)
+            raw: Any = (ctypes.c_uint8 * storage.nbytes()).from_address(begin)
             base = (len(self._regions) + 1 << _APART) + begin % 64
             data = np.frombuffer(raw, np.uint8)
             self._regions.append(Region(f"tensor {name!r}", base, data, self._granule, False))
@@ -100,10 +100,10 @@ class Memory:
         number = (address >> _APART) - 1
         first = int(number[0])
         if not 0 <= first < len(self._regions):
-            raise OutOfBounds(f"{where}: address {int(address[0]):#x} is in no tensor")
+            raise OutOfBoundsError(f"{where}: address {int(address[0]):#x} is in no tensor")
         if (number != first).any():
             other = int(address[number != first][0])
-            raise OutOfBounds(
+            raise OutOfBoundsError(
                 f"{where}: address {other:#x} is outside of {self._regions[first].name}"
             )
         return self._regions[first]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .faults import OutOfBounds, Race, Uninitialized
+from .faults import OutOfBoundsError, RaceError, UninitializedError
 from .memory import Region
 from .numbers import BITS, type_of
 from .parse import Instruction, elements
@@ -84,7 +84,9 @@ def locate(
         return region, region.places(at, size, count, i.where)
     region = t.shared
     if int(at.max()) + size * count > t.shared_size:
-        raise OutOfBounds(f"{i.where}: byte {int(at.max())} of {t.shared_size} of shared memory")
+        raise OutOfBoundsError(
+            f"{i.where}: byte {int(at.max())} of {t.shared_size} of shared memory"
+        )
     region.places(at, size, count, i.where)
     return region, at // size + t.program[lanes] * (t.shared_size // size)
 
@@ -97,7 +99,7 @@ def observe(
         if region is t.shared:
             empty = region.watch.unwritten(cell)
             if empty.any():
-                raise Uninitialized(
+                raise UninitializedError(
                     f"{i.where}: a thread reads shared memory that nobody wrote ({i.opcode})"
                 )
         check(t, region, kind, cell, lanes, i)
@@ -118,7 +120,7 @@ def change(
     lost = view[place] != value
     if lost.any():
         n = int(lanes[lost][0])
-        raise Race(f"{i.where}: threads store different values at one place ({_who(t, n)})")
+        raise RaceError(f"{i.where}: threads store different values at one place ({_who(t, n)})")
 
 
 def _cells(region: Region, place: Array, size: int) -> list[Array]:
@@ -131,7 +133,7 @@ def check(t: Threads, region: Region, kind: str, cell: Array, lanes: Array, i: I
     if len(found):
         earlier = t.kernel.code[int(code[0])]
         how = "without a barrier in between" if same[0] else "by another program"
-        raise Race(
+        raise RaceError(
             f"{i.where}: {i.opcode} of {region.name} races with {earlier.opcode} at "
             f"{earlier.where} {how} ({_who(t, int(lanes[found[0]]))})"
         )

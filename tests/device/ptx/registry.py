@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .faults import NotEmulated
+from .faults import NotEmulatedError
 from .parse import Instruction
 from .threads import Threads, operand
 
@@ -34,11 +34,13 @@ def emulates(*bases: str) -> Callable[[Callable[[Instruction], Step]], Callable[
 def step(i: Instruction) -> Step:
     """What an instruction does."""
     if i.base not in _BUILDERS:
-        raise NotEmulated(f"{i.where}: {i.opcode}")
+        raise NotEmulatedError(f"{i.where}: {i.opcode}")
     try:
         return _BUILDERS[i.base](i)
-    except NotEmulated as lacking:
-        raise NotEmulated(f"{i.where}: {i.opcode} {', '.join(i.operands)}: {lacking}") from lacking
+    except NotEmulatedError as lacking:
+        raise NotEmulatedError(
+            f"{i.where}: {i.opcode} {', '.join(i.operands)}: {lacking}"
+        ) from lacking
 
 
 def calculation(i: Instruction, function: Callable[..., Any], *widths: int) -> Step:
@@ -60,4 +62,4 @@ def calculation(i: Instruction, function: Callable[..., Any], *widths: int) -> S
 def need(condition: bool, what: str) -> None:
     """What an emulated instruction must be like."""
     if not condition:
-        raise NotEmulated(what)
+        raise NotEmulatedError(what)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .faults import NotEmulated
+from .faults import NotEmulatedError
 from .memory import Memory, Region
 from .numbers import BITS
 from .parse import Kernel
@@ -119,7 +119,7 @@ def operand(text: str, bits: int) -> Operand:
     elif re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):
         value = int(text.rstrip("U"), 0)
     else:
-        raise NotEmulated(f"operand {text!r}")
+        raise NotEmulatedError(f"operand {text!r}")
     constant = BITS[bits](value & ((1 << bits) - 1))
     return lambda t: constant
 
@@ -128,7 +128,7 @@ def address(text: str) -> Callable[[Threads], Array]:
     """Function that computes the addresses of ``[ %rd1 + 8 ]``, int64 ``[lanes]``."""
     found = re.fullmatch(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+))?\s*\]", text)
     if not found:
-        raise NotEmulated(f"address {text!r}")
+        raise NotEmulatedError(f"address {text!r}")
     offset = int(found[2] or 0)
     if found[1] == "global_smem":
         return lambda t: np.full(t.count, offset, np.int64)

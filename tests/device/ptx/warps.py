@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .faults import Divergence
+from .faults import DivergenceError
 from .memory_access import change, locate, observe
 from .parse import Instruction, elements
 from .registry import Step, emulates, need
@@ -23,7 +23,7 @@ def warps(t: Threads, mask: Array | None, i: Instruction) -> None:
         some = each.any(1)
         if (some & ~each.all(1)).any():
             lane = 32 * int(np.nonzero(some & ~each.all(1))[0][0])
-            raise Divergence(f"{i.where}: {i.opcode} without all lanes of a warp (program "
+            raise DivergenceError(f"{i.where}: {i.opcode} without all lanes of a warp (program "
                              f"{int(t.number[lane])})")  # fmt: skip
 
 
