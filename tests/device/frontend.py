@@ -5,7 +5,8 @@
 Every launch's TTIR is executed on CPU tensors. A launch fails at the kernel's line if it reads or
 writes outside of its tensors, computes something undefined, or if two of its programs race. Files
 run in processes of their own, two at a time. It takes an environment of its own, which ``make
-test-device`` makes: Python 3.12, torch 2.14, Triton 3.8. There are no CUDA graphs in it.
+test-device`` makes: Python 3.12, torch 2.14, Triton 3.8. Tests of CUDA graphs and one of 300,000
+keys are left out.
 """
 
 from __future__ import annotations
@@ -136,8 +137,8 @@ def run_one(file: str) -> int:
     sanitize: Any = importlib.import_module("ttsem.sanitize")
     races = Races()
     # Python 3.12 and torch 2.14 warn of what the project's own versions do not.
-    options = ["-o", "filterwarnings=ignore", "-p", "no:cacheprovider", "--durations=3"]
-    chosen = ["-m", "gpu or frontend", "-k", "not cuda_graph", file]
+    options = ["-o", "filterwarnings=ignore", "-o", "timeout=1200", "-p", "no:cacheprovider"]
+    chosen = ["-m", "gpu or frontend", "-k", _CHOSEN, file]
     with sanitize.session() as state, stand_ins(), races.installed():
         status = int(pytest.main([*options, *chosen]))
     print(_COUNTED, races.launches, races.checked, state.races_unchecked)
@@ -146,6 +147,8 @@ def run_one(file: str) -> int:
     return status
 
 
+# One test peels 300,000 keys, for which this is too slow.
+_CHOSEN = "not cuda_graph and not before_the_last_launch"
 _COUNTED = "launches, checked for races, too large for that:"
 
 
