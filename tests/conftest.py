@@ -1,6 +1,9 @@
 """What all tests share."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,3 +39,43 @@ def runs_all(config: pytest.Config) -> bool:
     """No file was named, and tests are not only listed."""
     everywhere = config.args_source is not pytest.Config.ArgsSource.ARGS
     return everywhere and not config.getoption("collectonly")
+
+
+@pytest.fixture
+def emulation(record_property: Any) -> Callable[..., Any]:
+    """Context in which kernels are compiled and emulated, and counted for the summary; its
+    arguments are those of ``device.ptx.launch.emulated``."""
+    from device.ptx.launch import emulated
+
+    @contextlib.contextmanager
+    def counting(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with emulated(*args, **kwargs) as done:
+            try:
+                yield done
+            finally:
+                several = sum(done.several.values())
+                record_property("emulated", [sum(done.launches.values()), several])
+                record_property("variants", sorted(done.variants))
+
+    return counting
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Count the launches of the tests without a GPU, in all processes."""
+    reports = [r for found in terminalreporter.stats.values() for r in found]
+    for layer in ("interpreted", "emulated"):
+        tests, failed, launches, several, variants = 0, 0, 0, 0, set()
+        for report in reports:
+            found = dict(getattr(report, "user_properties", ()))
+            if layer in found and report.when == "call":
+                tests += 1
+                failed += report.failed
+                launches += found[layer][0]
+                several += found[layer][1]
+                variants.update(found.get("variants", ()))
+        if tests:
+            compiled = f", {len(variants)} variants of PTX" if variants else ""
+            terminalreporter.write_line(
+                f"kernels {layer}: {tests} tests, {launches} launches checked for races, "
+                f"{several} of several programs{compiled}; {failed} tests with a fault"
+            )

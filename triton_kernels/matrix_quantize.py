@@ -52,7 +52,7 @@ def quantize_matrix_kernel(
     grad, residual, sums, tallest, message, scales, codes, rows, columns, units, kept, fresh,
     grad_stride, residual_stride, message_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
-    WORDS: tl.constexpr, ROWS: tl.constexpr, AVERAGE: tl.constexpr,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, AVERAGE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     PADDED: tl.constexpr = 8 if LANES < 8 else LANES
     STRETCH: tl.constexpr = WORDS * GROUP
@@ -118,6 +118,9 @@ def quantize_matrix_kernel(
         mask=exists[:, None] & (w < row_words)[None, :],
     )
     if residual is not None:
+        if ROWS * SIZE < THREADS:
+            # Several threads have the same element then: all of them read it before one writes.
+            tl.debug_barrier()
         left = tl.where(sends[:, None], left, x)
         if AVERAGE:
             left = kept * old + fresh * left
@@ -162,6 +165,6 @@ def quantize_matrix(
         average, 1 - average, grad.stride(0),
         0 if residual is None else residual.stride(0), message.stride(0),
         WIDTH=layout.width, GROUP=layout.group, LANES=32 // layout.width, UNIT=unit,
-        WORDS=words, ROWS=rows, AVERAGE=average != 0,
+        WORDS=words, ROWS=rows, AVERAGE=average != 0, THREADS=_ELEMENTS // _EACH,
         num_warps=_ELEMENTS // _EACH // 32, enable_fp_fusion=False,
     )  # fmt: skip

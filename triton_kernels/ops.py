@@ -3,8 +3,8 @@
 Which kernels run, with which grid and configuration, follows from the layout and dtypes alone, so
 every rank launches the same, nothing waits for the device, and a CUDA graph can hold the sequence
 (after one call outside of capture, which compiles the kernels). Buffers between the kernels are
-kept, see :mod:`.scratch`; only :func:`peel` allocates, for its results. Operators launch on the
-device of their tensors, see :mod:`.device`.
+kept, but for those of a graph, see :mod:`.scratch`; only :func:`peel` allocates, for its results.
+Operators launch on the device of their tensors, see :mod:`.device`.
 
 Everything that is an integer and every residual of integer symbols has the same bits as the
 reference on a CPU. ``float32`` symbols are summed in cells in no fixed order, as in any collective.

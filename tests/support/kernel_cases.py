@@ -1,7 +1,9 @@
-"""Cases for Triton kernels: run interpreted in a process of their own, or natively on a GPU.
+"""Cases for Triton kernels: run interpreted in a process of their own, compiled and emulated, or
+natively on a GPU.
 
 A case is a function of a device. Triton decides when it is imported whether it interprets, so the
-interpreted ones run as ``python <test file> <results>`` and report to a file.
+interpreted ones run as ``python <test file> <results>`` and report to a file. Compiled ones run in
+the tests' own process, inside of ``device.ptx.launch.emulated``.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from device.interpreted import ORDERS, Watched
 from support import interpreter, oracle
 from support.paths import ROOT
 
@@ -41,30 +44,44 @@ class Cases(dict[str, Callable[[str], None]]):
         return register
 
     def interpreted(self) -> list[Any]:
-        """Names as parameters of a test: one in four is for `make test`, all for
+        """Names as parameters of a test: one in eight is for `make test`, all for
         `make test-device`."""
         device = pytest.mark.device
-        return [pytest.param(n, marks=[device] if i % 4 else []) for i, n in enumerate(self)]
+        return [pytest.param(n, marks=[device] if i % 8 else []) for i, n in enumerate(self)]
+
+    def compiled(self, *few: str) -> list[Any]:
+        """Names and architectures as parameters of a test: ``few`` for sm_90 are for `make test`;
+        all for sm_90, and ``few`` for sm_80, for `make test-device`."""
+        assert {*few} <= {*self}, {*few} - {*self}
+        device = pytest.mark.device
+        parameters = [pytest.param(n, 90, marks=[] if n in few else [device]) for n in self]
+        return [*parameters, *(pytest.param(n, 80, marks=[device]) for n in few)]
 
     def main(self, results: Path) -> None:
-        """Run the cases named in ``results``, interpreted, and write there ``{name: traceback or
-        None}``."""
+        """Run the cases named in ``results``, interpreted, and write there ``{name: outcome}``.
+
+        Programs run reversed, in random order and interleaved, by turns, never first to last.
+        """
         interpreter.prepare()
-        outcome: dict[str, str | None] = {}
+        orders = {name: ORDERS[i % len(ORDERS)] for i, name in enumerate(self)}
+        outcome: dict[str, dict[str, Any]] = {}
         for name in json.loads(results.read_text()):
             start = time.process_time()
+            watched, failure = Watched(orders[name]), None
             try:
-                self[name]("cpu")
-                outcome[name] = None
+                with watched.installed():
+                    self[name]("cpu")
             except Exception:
-                outcome[name] = traceback.format_exc()
+                failure = f"programs {orders[name]}: {traceback.format_exc()}"
+            launches = [watched.launches, watched.several]
+            outcome[name] = {"failure": failure, "launches": launches}
             print(f"{time.process_time() - start:6.1f} s  {name}", flush=True)
             results.write_text(json.dumps(outcome))
 
 
-def interpreted(file: str, request: Any, directory: Path) -> dict[str, str | None]:
+def interpreted(file: str, request: Any, directory: Path) -> dict[str, dict[str, Any]]:
     """Run in Triton's interpreter those of a test file's cases that this run of tests asks for:
-    ``{name: traceback or None}``."""
+    by name, a traceback or None as ``failure``, and ``launches``, all and of several programs."""
     results = directory / "results.json"
     asked = [
         i for i in request.session.items if i.path == Path(file) and "outcome" in i.fixturenames

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -284,16 +285,33 @@ def _(device):
 
 
 @pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, str | None]:
+def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
     return interpreted(__file__, request, tmp_path_factory.mktemp("blocks"))
 
 
 @pytest.mark.xdist_group("interpreted blocks")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, name):
-    failure = outcome[name]
-    assert failure is None, failure
+def test_interpreted(outcome, record_property, name):
+    record_property("interpreted", outcome[name]["launches"])
+    assert not outcome[name]["failure"], outcome[name]["failure"]
+
+
+# --- compiled, and emulated -------------------------------------------------------------------
+
+FEW = (
+    "2 256 700 float16 bfloat16 0.3 float16 2",
+    "8 256 1001 float32 float32 0.0 float32 3",
+    "16 32 97 float16 None 0.0 float16 1",
+    "aligned rows",
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "arch"), CASES.compiled(*FEW))
+def test_compiled(emulation, name, arch):
+    with emulation(arch):
+        CASES[name]("cpu")
 
 
 # --- natively ---------------------------------------------------------------------------------
@@ -341,6 +359,7 @@ def test_a_cuda_graph_holds_a_step(bits, average):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
+    kernels("ops").release()
     for seed in (5, 6):
         other = problem(bits, 256, 5003, BF16, BF16, average, seed=seed)
         assert other.residual is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -347,16 +348,33 @@ def _(device):
 
 
 @pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, str | None]:
+def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
     return interpreted(__file__, request, tmp_path_factory.mktemp("matrix"))
 
 
 @pytest.mark.xdist_group("interpreted matrices")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, name):
-    failure = outcome[name]
-    assert failure is None, failure
+def test_interpreted(outcome, record_property, name):
+    record_property("interpreted", outcome[name]["launches"])
+    assert not outcome[name]["failure"], outcome[name]["failure"]
+
+
+# --- compiled, and emulated -------------------------------------------------------------------
+
+FEW = (
+    "1 1 41 131 float32 float32 0.0 float32 1",
+    "1 32 5 450 float16 bfloat16 0.9 float16 8",
+    "2 1 10 70 float16 bfloat16 0.3 float16 2",
+    "aligned rows",
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "arch"), CASES.compiled(*FEW))
+def test_compiled(emulation, name, arch):
+    with emulation(arch):
+        CASES[name]("cpu")
 
 
 # --- natively ---------------------------------------------------------------------------------
@@ -407,6 +425,7 @@ def test_a_cuda_graph_holds_a_step(bits, group, average):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
+    kernels("ops").release()
     for seed in (5, 6):
         other = problem(bits, group, 100, 301, BF16, BF16, average, seed=seed)
         assert other.residual is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -181,16 +182,33 @@ def _(device):
 
 
 @pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, str | None]:
+def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
     return interpreted(__file__, request, tmp_path_factory.mktemp("packed"))
 
 
 @pytest.mark.xdist_group("interpreted packed")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, name):
-    failure = outcome[name]
-    assert failure is None, failure
+def test_interpreted(outcome, record_property, name):
+    record_property("interpreted", outcome[name]["launches"])
+    assert not outcome[name]["failure"], outcome[name]["failure"]
+
+
+# --- compiled, and emulated -------------------------------------------------------------------
+
+FEW = (
+    "511 overflow 4 1 32 0 bfloat16 float32 bfloat16 2",
+    "2050 overflow 16 4 32 4 float32 bfloat16 bfloat16 5",
+    "640 usual 16 1 64 16 float32 bfloat16 float32 1, with a support",
+    "aligned rows",
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "arch"), CASES.compiled(*FEW))
+def test_compiled(emulation, name, arch):
+    with emulation(arch):
+        CASES[name]("cpu")
 
 
 # --- natively ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,16 +155,33 @@ def _(device):
 
 
 @pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, str | None]:
+def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
     return interpreted(__file__, request, tmp_path_factory.mktemp("triton"))
 
 
 @pytest.mark.xdist_group("interpreted sketches")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, name):
-    failure = outcome[name]
-    assert failure is None, failure
+def test_interpreted(outcome, record_property, name):
+    record_property("interpreted", outcome[name]["launches"])
+    assert not outcome[name]["failure"], outcome[name]["failure"]
+
+
+# --- compiled, and emulated -------------------------------------------------------------------
+
+FEW = (
+    "int8x4 bfloat16 bfloat16 bfloat16 4099 overflow",
+    "int16x2 float16 bfloat16 float16 515 overflow",
+    "float32 float32 float32 float32 700 overflow",
+    "aligned rows",
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "arch"), CASES.compiled(*FEW))
+def test_compiled(emulation, name, arch):
+    with emulation(arch):
+        CASES[name]("cpu")
 
 
 def test_the_package_imports_without_triton():

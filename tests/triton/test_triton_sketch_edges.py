@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -232,7 +233,7 @@ def _(device):
 
 
 @pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, str | None]:
+def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
     return interpreted(__file__, request, tmp_path_factory.mktemp("triton"))
 
 
@@ -240,9 +241,19 @@ def outcome(request, tmp_path_factory) -> dict[str, str | None]:
 @pytest.mark.device
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, name):
-    failure = outcome[name]
-    assert failure is None, failure
+def test_interpreted(outcome, record_property, name):
+    record_property("interpreted", outcome[name]["launches"])
+    assert not outcome[name]["failure"], outcome[name]["failure"]
+
+
+# --- compiled, and emulated -------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "arch"), CASES.compiled("insert and peel"))
+def test_compiled(emulation, name, arch):
+    with emulation(arch):
+        CASES[name]("cpu")
 
 
 # --- natively ---------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ def test_a_cuda_graph_holds_a_step(symbol):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
+    kernels("ops").release()
     for seed in (5, 6):
         other = problem(symbol, F32, BF16, 5003, "overflow", hashes=4, seed=seed)
         for name in ("grad", "residual", "threshold", "step", "seed"):

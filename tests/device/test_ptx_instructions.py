@@ -1,0 +1,187 @@
+"""Single instructions, emulated: what the PTX ISA says of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from device.ptx import control
+from device.ptx.faults import DivergenceError, NotEmulatedError, RaceError
+from device.ptx.launch import execute
+from device.ptx.parse import parse
+
+pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
+HEAD = """
+.visible .entry k(
+	.param .u64 .ptr .global .align 1 k_param_0
+)
+{
+	.reg .pred %p<9>;
+	.reg .b16 %rs<9>;
+	.reg .b32 %r<99>;
+	.reg .b64 %rd<9>;
+	ld.param.b64 %rd1, [k_param_0];
+	mov.u32 %r90, %tid.x;
+	mul.wide.u32 %rd2, %r90, 4;
+	add.s64 %rd3, %rd1, %rd2;
+"""
+
+
+def launch(
+    body: str, out: Tensor, *, threads: int = 32, shared: int = 0, programs: int = 1
+) -> None:
+    """Run lines of PTX; %rd1 is the address of ``out``, %rd3 that of the thread's element, %r90 the
+    thread."""
+    lines = "".join(f"\t{line.strip()}\n" for line in body.strip().splitlines())
+    kernel = parse(HEAD + lines + "\tret;\n}\n")
+    execute(
+        kernel, control.compiled(kernel), [("out", "*i32", out)], (programs, 1, 1), threads, shared,
+        np.random.default_rng(0),
+    )  # fmt: skip
+
+
+def ran(body: str, **options: int) -> list[int]:
+    """What each thread has in %r1, as unsigned."""
+    out = torch.zeros(options.get("threads", 32), dtype=torch.int32)
+    launch(body + "\nst.global.b32 [ %rd3 + 0 ], { %r1 };", out, **options)
+    return [x & 0xFFFFFFFF for x in out.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("line", "want"),
+    [
+        ("shl.b32 %r1, 1, 32;", 0),  # defined in PTX; not so in LLVM
+        ("shr.s32 %r1, -8, 40;", 0xFFFFFFFF),
+        ("shr.u32 %r1, -8, 32;", 0),
+        ("shf.l.wrap.b32 %r1, 0x80000001, 0x0000000F, 4;", 0xF8),
+        ("shf.r.wrap.b32 %r1, 0x80000001, 0x0000000F, 4;", 0xF8000000),
+        ("bfe.u32 %r1, 0xABCD1234, 8, 8;", 0x12),
+        ("bfe.s32 %r1, 0x0000F000, 12, 4;", 0xFFFFFFFF),
+        ("bfe.s32 %r1, 0x80000000, 28, 16;", 0xFFFFFFF8),
+        ("bfi.b32 %r1, 0xFF, 0x12345678, 8, 8;", 0x1234FF78),
+        ("popc.b32 %r1, 0xF000000F;", 8),
+        ("clz.b32 %r1, 1;", 31),
+        ("brev.b32 %r1, 1;", 0x80000000),
+        ("prmt.b32 %r1, 0x33221100, 0x77665544, 0x5410;", 0x55441100),
+        ("prmt.b32 %r1, 0x00000080, 0, 0x0008;", 0x808080FF),
+        ("lop3.b32 %r1, 12, 10, 9, 0x96;", 12 ^ 10 ^ 9),
+        ("mul.hi.u32 %r1, -1, -1;", 0xFFFFFFFE),
+        ("mul.hi.s32 %r1, -1, 2;", 0xFFFFFFFF),
+        ("div.s32 %r1, -7, 2;", 0xFFFFFFFD),
+        ("rem.s32 %r1, -7, 2;", 0xFFFFFFFF),
+        ("min.f32 %r1, 0f80000000, 0f00000000;", 0x80000000),
+        ("max.f32 %r1, 0f7FC00000, 0f3F800000;", 0x3F800000),
+        ("add.rn.f32 %r1, 0f7F800000, 0fFF800000;", 0x7FFFFFFF),
+        ("mul.rn.f32 %r1, 0f00800000, 0f3F000000;", 0x00400000),  # subnormals are not flushed
+        ("cvt.rzi.s32.f32 %r1, 0fC0300000;", 0xFFFFFFFE),
+        ("cvt.rzi.s32.f32 %r1, 0f7FC00000;", 0),
+        ("cvt.rzi.s32.f32 %r1, 0f7F000000;", 0x7FFFFFFF),
+        ("cvt.rn.f32.s32 %r1, 16777217;", 0x4B800000),
+    ],
+)
+def test_one_number(line, want):
+    assert ran(line) == [want] * 32
+
+
+def test_exchanges_between_lanes():
+    lanes = [*range(32)]
+    assert ran("shfl.sync.bfly.b32 %r1, %r90, 3, 31, -1;") == [x ^ 3 for x in lanes]
+    assert ran("shfl.sync.up.b32 %r1, %r90, 4, 0, -1;") == [max(x - 4, x % 4) for x in lanes]
+    assert ran("shfl.sync.idx.b32 %r1, %r90, 5, 31, -1;") == [5] * 32
+    assert ran("redux.sync.add.s32 %r1, %r90, -1;") == [sum(lanes)] * 32
+    assert ran("redux.sync.max.u32 %r1, %r90, -1;") == [31] * 32
+
+
+def test_branches_come_together_again():
+    body = """
+        setp.lt.u32 %p1, %r90, 8;
+        @%p1 bra $few;
+        mov.u32 %r1, 100;
+        bra.uni $end;
+        $few:
+        mov.u32 %r1, 7;
+        $end:
+        shfl.sync.idx.b32 %r2, %r1, 0, 31, -1;
+        add.s32 %r1, %r1, %r2;
+    """
+    assert ran(body) == [14] * 8 + [107] * 24
+
+
+def test_a_loop_ends_for_each_thread_by_itself():
+    body = """
+        mov.u32 %r1, 0;
+        $again:
+        add.s32 %r1, %r1, 3;
+        setp.lt.u32 %p1, %r1, %r90;
+        @%p1 bra $again;
+    """
+    assert ran(body) == [max(3, -(-x // 3) * 3) for x in range(32)]
+
+
+def test_atomic_operations_with_a_result():
+    out = torch.zeros(1 + 64, dtype=torch.int32)
+    launch("""
+        atom.global.gpu.relaxed.add.u32 %r1, [ %rd1 + 0 ], 2;
+        st.global.b32 [ %rd3 + 4 ], { %r1 };
+    """, out, threads=64)  # fmt: skip
+    assert out[0] == 128
+    assert sorted(out[1:].tolist()) == [*range(0, 128, 2)]
+    out = torch.full((1,), 5, dtype=torch.int32)
+    launch("atom.global.gpu.relaxed.cas.b32 %r1, [ %rd1 + 0 ], 5, 6;", out)
+    assert out[0] == 6
+    launch("atom.global.gpu.relaxed.exch.b32 %r1, [ %rd1 + 0 ], 9;", out)
+    assert out[0] == 9
+
+
+def test_atomic_additions_flush_subnormal_floats():
+    tiny = torch.tensor([1.0, 2.0**-127])
+    launch("red.global.gpu.relaxed.add.f32 [ %rd1 + 4 ], 0f00000001;", tiny)
+    assert tiny.tolist() == [1.0, 0.0]
+
+
+def test_a_volatile_read_may_meet_an_atomic_update():
+    out = torch.zeros(1, dtype=torch.int32)
+    body = "{} %r1, [ %rd1 + 0 ];\nred.global.gpu.relaxed.add.u32 [ %rd1 + 0 ], 1;"
+    launch(body.format("ld.volatile.global.b32"), out, programs=3)
+    assert out[0] == 96
+    with pytest.raises(RaceError, match=r"by another program|without a barrier"):
+        launch(body.format("ld.global.b32"), out, programs=3)
+
+
+def test_matrices_go_through_shared_memory():
+    body = """
+        shl.b32 %r5, %r90, 4;
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [ %r5 + 0 ], { %r90, %r90, %r90, %r90 };
+        bar.sync 0;
+        shl.b32 %r6, %r90, 2;
+        ld.shared.b32 %r1, [ %r6 + 0 ];
+        bar.sync 0;
+        ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %r7, %r8, %r9, %r10 }, [ %r5 + 0 ];
+        sub.s32 %r7, %r7, %r90;
+        sub.s32 %r10, %r10, %r90;
+        add.s32 %r1, %r1, %r7;
+        add.s32 %r1, %r1, %r10;
+    """
+    # Lane l holds row l // 4, place l % 4 of a matrix, whose rows are 16 bytes.
+    assert ran(body, shared=512) == [*range(32)]
+
+
+def test_not_all_threads_reach_a_barrier():
+    body = "setp.lt.u32 %p1, %r90, 40;\n@%p1 bra $end;\nbar.sync 0;\n$end:"
+    with pytest.raises(DivergenceError, match="24 of 64 threads of program 0"):
+        launch(body, torch.zeros(64, dtype=torch.int32), threads=64)
+
+
+def test_not_all_lanes_take_part():
+    body = "setp.lt.u32 %p1, %r90, 4;\n@%p1 shfl.sync.bfly.b32 %r1, %r90, 1, 31, -1;"
+    with pytest.raises(DivergenceError, match="without all lanes"):
+        launch(body, torch.zeros(32, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("line", ["ex2.approx.f32 %r1, %r2;", "add.rn.ftz.f32 %r1, %r2, %r2;",
+                                  "div.full.f32 %r1, %r2, %r2;"])  # fmt: skip
+def test_what_is_not_emulated_is_refused(line):
+    with pytest.raises(NotEmulatedError):
+        launch(line, torch.zeros(1, dtype=torch.int32))
