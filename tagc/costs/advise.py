@@ -323,8 +323,8 @@ def verdict(advisor: Advisor) -> list[str]:
         lines.append("No policy pays at any bandwidth.")
     elif last[1] == math.inf:
         lines.append(
-            f"{last[0]} pays at any bandwidth: there is no compute or codec time to set against "
-            "the bytes."
+            "Up to which bandwidth it pays cannot be said without a compute time (--step-time) to "
+            "set against the bytes."
         )
     else:
         lines.append(
