@@ -216,7 +216,7 @@ def _(device):
     for bits, group in ((1, 1), (4, 1), (1, 8)):
         x = torch.full((4, 40), -0.0)
         x[0], x[1, ::3], x[2, 1::2] = 1.0, 0.0, 1e-30
-        check(filled(x, bits, group, residual=-0.0 * x), device)
+        check(filled(x, bits, group, residual=x.clone()), device)
 
 
 @case("as many messages as are in flight at a time, and some more")
