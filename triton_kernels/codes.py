@@ -10,8 +10,11 @@ Worked example (bits 4, levels 7): m = 3.5 gives s = 0.5; x = (-3.5, 0.8, 0.25) 
 
 from __future__ import annotations
 
-from .jit import jit, tl
-from .scalar import bfloat16_bits, magnitude, rint
+from .jit import constant, jit, tl
+from .scalar import bfloat16_bits, magnitude
+
+# Added to a float32 below 2**22, its integer is in the lowest bits.
+_INTEGER = constant(1.5 * 2**23)
 
 
 def blocks_and_warps(block: int, each: int = 16) -> tuple[int, int]:
@@ -41,13 +44,18 @@ def quantize_tile(x, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constex
     s = (scale << 16).to(tl.float32, bitcast=True)
     one = tl.full(s.shape, 1.0, tl.float32)
     inverse = tl.div_rn(one, tl.where(scale != 0, s, one))
-    q = rint(tl.minimum(tl.maximum(x * inverse[:, None], -LEVELS), LEVELS))
-    q = tl.where(scale[:, None] != 0, q, 0.0)
-    left = x - q * s[:, None]
-    code = q.to(tl.int32).to(tl.uint32, bitcast=True) & ((1 << BITS) - 1)
+    y = tl.minimum(tl.maximum(x * inverse[:, None], -LEVELS), LEVELS)
+    # Rounded to nearest even by what a float32 has no bits for; the lowest bits are the code then,
+    # in two's complement.
+    rounded = y + _INTEGER
+    code = rounded.to(tl.uint32, bitcast=True) & ((1 << BITS) - 1)
+    left = x - (rounded - _INTEGER) * s[:, None]
+    # A code of minus zero, which x = -0 has where there is a scale, leaves +0; this one is +0.
+    left += tl.where(scale != 0, 0.0, -0.0)[:, None]
     shift = (tl.arange(0, LANES) * BITS).to(tl.uint32)
     lanes = tl.reshape(code, [BLOCKS, LANES, WORDS]) << shift[None, :, None]
     words = tl.sum(lanes, 1).to(tl.int32, bitcast=True)
+    words = tl.where(scale[:, None] != 0, words, 0)
     scale = tl.where(finite, scale, 0x7FC0).to(tl.uint16).to(tl.int16, bitcast=True)
     return scale, words, left, finite
 
@@ -78,3 +86,33 @@ def scale_of(half):
 def code_of(word, lane, BITS: tl.constexpr):
     """Code of a lane of an int32 word, as float32."""
     return ((word << (32 - BITS - lane * BITS)) >> (32 - BITS)).to(tl.float32)
+
+
+@jit
+def codes_of(words, mask, BITS: tl.constexpr):
+    """Codes of int32 words ``[N, WORDS]``, as float32 ``[N, LANES, WORDS]``.
+
+    Codes of few bits need no shift and no conversion each: a float32 with the exponent ``23 - p``
+    counts in units of its bit ``p``, so a code becomes a part of its mantissa where it is in the
+    word, and what the exponent stands for is subtracted, exactly. In two's complement, a code with
+    its sign bit flipped is the code plus half its span. Lanes too high for a mantissa's 23 bits
+    come down together.
+
+    Args:
+        mask: int32 scalar ``(1 << BITS) - 1``, an argument of the kernel. Were it a constant, every
+            use of it in a loop would be an instruction more.
+    """
+    LANES: tl.constexpr = 32 // BITS
+    LOW: tl.constexpr = 23 // BITS  # lanes that fit
+    lane = tl.arange(0, LANES)[None, :, None]
+    if BITS >= 8:
+        return code_of(words[:, None, :], lane, BITS)
+    else:
+        down = (lane // LOW) * (LOW * BITS)
+        place = lane * BITS - down
+        moved = words[:, None, :].to(tl.uint32, bitcast=True) >> down.to(tl.uint32)
+        code = moved & (mask.to(tl.uint32, bitcast=True) << place.to(tl.uint32))
+        exponent = (127 + 23 - place) << 23
+        half = 1 << (place + BITS - 1)
+        m = (code ^ (exponent + half).to(tl.uint32)).to(tl.float32, bitcast=True)
+        return m - ((1 << (23 - place)) + (1 << (BITS - 1))).to(tl.float32)

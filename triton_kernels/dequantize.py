@@ -13,44 +13,50 @@ A program owns whole blocks, reads their codes and scales of one message after t
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
 
-from .codes import blocks_and_warps, code_of, scale_of
+from .codes import blocks_and_warps, codes_of, scale_of
 from .device import on_device_of
 from .jit import jit, tl
 from .scalar import narrow
 
+# Messages whose loads are in flight at a time.
+_STEPS = 4
 # Arguments whose alignment makes no difference.
-_PLAIN = ["R", "blocks", "divisor", "scales", "scales_stride", "scales_next"]
+_PLAIN = ["R", "blocks", "divisor", "mask", "scales", "scales_stride", "scales_next"]
 
 
 @jit(do_not_specialize=_PLAIN)
 def dequantize_kernel(
-    scales, codes, out, n, blocks, R, divisor,
+    scales, codes, out, n, blocks, R, divisor, mask,
     scales_stride, scales_next, codes_stride, codes_next, out_stride,
     BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DIVIDE: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = BLOCK // LANES
     k = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     b = tl.arange(0, BLOCKS)
-    lane = tl.arange(0, LANES)[None, :, None]
     word = b[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     scales += k * scales_stride + first
     codes += k * codes_stride + first * WORDS
     # Minus zero: the sum starts from the first product, whatever its sign.
     total = tl.full([BLOCKS, LANES, WORDS], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
-    for _ in range(R):
-        s = scale_of(tl.load(scales + b, mask=b < blocks - first, other=0))
-        w = tl.load(codes + word, mask=b[:, None] < blocks - first, other=0)
-        total += code_of(w[:, None, :], lane, BITS) * s[:, None, None]
-        scales += scales_next
-        codes += codes_next
+    exists = b < blocks - first
+    for _ in range(0, R, STEPS):
+        for _ in tl.static_range(STEPS):
+            s = scale_of(tl.load(scales + b, mask=exists, other=0))
+            w = tl.load(codes + word, mask=exists[:, None], other=0)
+            total += codes_of(w, mask, BITS) * s[:, None, None]
+            scales += scales_next
+            codes += codes_next
     total = tl.div_rn(total, tl.zeros_like(total) + divisor) if DIVIDE else total * divisor
     start = first * BLOCK
     j = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -64,13 +70,14 @@ def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: in
     if layout.blocks == 0:
         return
     K, R, _ = message.shape
-    blocks, warps = blocks_and_warps(layout.block)
+    blocks, warps = blocks_and_warps(layout.block, 32 if layout.bits < 8 else 16)
     scales, codes = message.view(torch.int16), message[..., layout.scale_words :]
     divide = divisor & (divisor - 1) != 0
     dequantize_kernel[(triton.cdiv(layout.blocks, blocks), K)](
         scales, codes, out, layout.numel, layout.blocks, R,
-        float(divisor) if divide else 1.0 / divisor,
+        float(divisor) if divide else 1.0 / divisor, (1 << layout.bits) - 1,
         scales.stride(0), scales.stride(1), codes.stride(0), codes.stride(1), out.stride(0),
         BITS=layout.bits, BLOCKS=blocks, BLOCK=layout.block, DIVIDE=divide,
+        STEPS=math.gcd(R, _STEPS),
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -18,11 +18,14 @@ from tagc.ops.matrix import COLUMN_LANES, MatrixLayout
 from .jit import jit, tl
 from .matrix_numbers import bounded, column_upper, load_x, pairs
 
-# Columns of a program: 128 bytes of bfloat16.
-COLUMNS = 64
-# Loads in flight hide latency: so many steps' come before the first addition.
-_STEPS = 4
-_WARPS = 2
+# Columns of a program, 64 or 128 bytes of bfloat16; the fewer, the more programs. Lanes are chains
+# of additions, so columns and lanes are all there is to divide among threads.
+_COLUMNS = 32, 64
+# Programs that an H100's 132 processors can do with, 8 each.
+_PROGRAMS = 1056
+# Elements of a thread whose loads come before the first addition; loads in flight hide latency.
+_IN_FLIGHT = 64
+_WARPS = 1
 _LOG = COLUMN_LANES.bit_length() - 1
 
 
@@ -59,10 +62,22 @@ def sum_columns(
     Args:
         grad, residual: as :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`.
         sums: ``[D, columns]`` float32.
-        tops: ``[D, ceil(columns / COLUMNS)]`` int32.
+        tops: ``[D, column_tiles(layout, D)]`` int32.
     """
-    matrix_columns_kernel[(triton.cdiv(layout.columns, COLUMNS), grad.shape[0])](
+    columns = _columns(layout, grad.shape[0])
+    matrix_columns_kernel[(tops.shape[1], grad.shape[0])](
         grad, residual, sums, tops, layout.rows, layout.columns, grad.stride(0),
         0 if residual is None else residual.stride(0),
-        LOG=_LOG, COLUMNS=COLUMNS, STEPS=_STEPS, num_warps=_WARPS, enable_fp_fusion=False,
+        LOG=_LOG, COLUMNS=columns, STEPS=32 * _IN_FLIGHT // (columns * COLUMN_LANES),
+        num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def column_tiles(layout: MatrixLayout, D: int) -> int:
+    """Programs of :func:`sum_columns` per destination."""
+    return triton.cdiv(layout.columns, _columns(layout, D))
+
+
+def _columns(layout: MatrixLayout, D: int) -> int:
+    few, many = _COLUMNS
+    return many if D * layout.columns >= _PROGRAMS * many else few

@@ -13,7 +13,7 @@ and 12, which are the scales 1 and 0.375 with the inverses 1 and 2.6666667.
 
 from __future__ import annotations
 
-from tagc.ops.matrix import COLUMN_BIAS, LARGEST, MatrixLayout
+from tagc.ops.matrix import COLUMN_BIAS, LARGEST
 
 from .jit import constant, jit, tl
 from .scalar import magnitude, widen
@@ -23,18 +23,6 @@ _BIAS = constant(COLUMN_BIAS)
 _INFINITY = constant(0x7F800000)
 _LARGEST = constant((127 << 23) + ((int(LARGEST).bit_length() - 1) << 23))
 _CHUNK = constant(64)
-
-
-def tile_of(layout: MatrixLayout, elements: int) -> tuple[int, int]:
-    """Words of a row, and rows, of a tile of about so many elements."""
-    each = (32 // layout.width) * layout.group  # elements of a word
-    words = 1
-    while 2 * words * each <= 1024 and words < layout.row_words:
-        words *= 2
-    rows = 1
-    while 2 * rows * words * each <= elements and rows < layout.rows:
-        rows *= 2
-    return words, rows
 
 
 def unit_of(count: int) -> int:

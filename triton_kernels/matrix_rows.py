@@ -49,8 +49,11 @@ def matrix_rows_kernel(
 ):  # fmt: skip
     LANES: tl.constexpr = 1 << LOG
     CODES: tl.constexpr = LANES // GROUP
-    d = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * ROWS
+    # From the end: what the columns' kernel read last may be in the cache still. The codes' kernel
+    # begins where this one ends.
+    d = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    first = tile.to(tl.int64) * ROWS
     r = tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
     turn = tl.arange(0, GROUP)[None, :, None]
@@ -105,8 +108,8 @@ def matrix_rows_kernel(
     fit = ((fit * distance).to(tl.int32, bitcast=True) + (1 << 19)) >> 20
     tl.store(fits + d * rows + first + r, tl.where(finite, fit, NO_FIT), mask=exists)
     row_sum = tl.where(finite, row_sum, 0.0).to(tl.int32, bitcast=True)
-    tl.store(largest + d * tl.num_programs(0) + tl.program_id(0), tl.max(row_sum, 0))
-    if tl.program_id(0) == 0:
+    tl.store(largest + d * tl.num_programs(0) + tile, tl.max(row_sum, 0))
+    if tile == 0:
         tl.store(norms + d + tl.arange(0, 1), norm)
 
 

@@ -7,7 +7,8 @@ upper bits of its scale minus the base, at most 254, and ``NOTHING`` below 1.
 Worked example: a = 5 has the biased exponent 129 and the base 832; a row with the scale 3, of which
 the upper 12 bits are 1028, has the byte 196.
 
-A program writes some words, of the columns' scales and of the rows', whichever there are.
+A program writes some words, of the columns' scales and of the rows', whichever there are. The
+columns' scales and their inverses are written as float32 as well, for every element needs them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from tagc.ops.matrix import CENTRE, MIN_MEAN, NOT_FINITE, NOTHING, MatrixLayout
 
 from .jit import constant, jit, tl
-from .matrix_numbers import column_code, largest_of
+from .matrix_numbers import column_code, column_inverse, column_scale, largest_of
 from .matrix_rows import NO_FIT
 
 _CENTRE = constant(CENTRE)
@@ -29,14 +30,14 @@ _NOT_FINITE = constant(NOT_FINITE)
 _WORDS = 128
 _WARPS = 4
 _PLAIN = [
-    "sums", "tops", "fits", "largest", "norms", "message", "tallest", "rows", "columns",
+    "sums", "tops", "fits", "largest", "norms", "message", "v", "inverse_v", "rows", "columns",
     "column_tiles", "row_tiles", "message_stride",
 ]  # fmt: skip
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_scales_kernel(
-    sums, tops, fits, largest, norms, message, tallest, rows, columns, column_tiles, row_tiles,
+    sums, tops, fits, largest, norms, message, v, inverse_v, rows, columns, column_tiles, row_tiles,
     message_stride, WORDS: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
@@ -50,12 +51,14 @@ def matrix_scales_kernel(
     base = tl.where(mean < _MIN_MEAN, 0, base)
     if tl.program_id(0) == 0:
         tl.store(message + tl.arange(0, 1), base)
-        tl.store(tallest + d, top)
 
     lane = tl.arange(0, 8)[None, :]
     j = word[:, None] * 8 + lane
     total = tl.load(sums + d * columns + j, mask=j < columns, other=0.0)
-    code = tl.where(j < columns, column_code(total, top), 0).to(tl.uint32, bitcast=True)
+    code = tl.where(j < columns, column_code(total, top), 0)
+    tl.store(v + d * columns + j, column_scale(code), mask=j < columns)
+    tl.store(inverse_v + d * columns + j, column_inverse(code), mask=j < columns)
+    code = code.to(tl.uint32, bitcast=True)
     words = tl.sum(code << (4 * lane).to(tl.uint32), 1).to(tl.int32, bitcast=True)
     column_words = (columns + 7) // 8
     tl.store(message + 1 + word, words, mask=word < column_words)
@@ -77,18 +80,19 @@ def write_scales(
     largest: Tensor,
     norms: Tensor,
     message: Tensor,
-    tallest: Tensor,
+    v: Tensor,
+    inverse_v: Tensor,
     *,
     layout: MatrixLayout,
 ) -> None:
-    """Write the head of ``message`` ``[D, words]`` int32, and ``tallest`` ``[D]`` int32, the
-    largest of ``tops``.
+    """Write the head of ``message`` ``[D, words]`` int32, and the columns' scales ``v`` and their
+    inverses, both ``[D, columns]`` float32.
 
     The others are from :func:`.matrix_columns.sum_columns` and :func:`.matrix_rows.fit_rows`.
     """
     words = max(layout.head)
     matrix_scales_kernel[(triton.cdiv(words, _WORDS), message.shape[0])](
-        sums, tops, fits, largest, norms, message, tallest, layout.rows, layout.columns,
+        sums, tops, fits, largest, norms, message, v, inverse_v, layout.rows, layout.columns,
         tops.shape[1], largest.shape[1], message.stride(0),
         WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -138,8 +138,10 @@ def test_matrices_are_read_and_written_16_bytes_at_a_time(compiled):
             # A thread has eight elements of a step, 16 of a tile.
             assert wide(k, "ld") == k.constants["STEPS"] * read // 2, k.variant
         else:
-            assert wide(k, "ld") >= read, k.variant
-            assert wide(k, "st") == size(k, "residual"), k.variant
+            # A thread has eight elements of a step; the columns' scales are read besides, some at
+            # a time.
+            assert wide(k, "ld") >= k.constants["STEPS"] * read // 2, k.variant
+            assert wide(k, "st") == k.constants["STEPS"] * size(k, "residual") // 2, k.variant
     assert len(found) == 3
 
 
@@ -161,13 +163,18 @@ def test_values_move_whole_groups(compiled):
 
 
 def test_arithmetic_is_ieee(compiled):
-    """No division by an approximate reciprocal, nothing flushed to zero, no contraction."""
+    """No division by an approximate reciprocal, nothing flushed to zero, no contraction.
+
+    Codec matrix asks for fused additions itself, of products that are exact.
+    """
     kernels = [k for k in compiled if k.name in BLOCKS | MATRIX | PACKED]
     assert {"quantize_kernel", "quantize_matrix_kernel", "values_kernel"} <= {
         k.name for k in kernels if "div.rn.f32" in k.ptx
     }
     for k in kernels:
-        wrong = re.findall(r"\b(?:div\.full|div\.approx|rcp|fma)\S*f32|\S+\.ftz\S*", k.ptx)
+        fused = k.name in {"quantize_matrix_kernel", "dequantize_matrix_kernel"}
+        ptx = k.ptx.replace("fma.rn.f32", "") if fused else k.ptx
+        wrong = re.findall(r"\b(?:div\.full|div\.approx|rcp|fma)\S*f32|\S+\.ftz\S*", ptx)
         assert not wrong, (k.name, k.variant, wrong)
 
 

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -190,6 +191,44 @@ def _(device):
     for rows, columns in ((1, 1), (1, 5), (3, 1), (4, 8), (5, 17)):
         check(problem(4, 1, rows, columns, D=1), device)
         check(problem(1, 16, rows, columns, D=1), device)
+
+
+@case("one row and one column")
+def _(device):
+    for bits, group in ((1, 1), (2, 1), (1, 8), (1, 32)):
+        check(problem(bits, group, 1, 300, BF16, BF16, D=1), device, dtype=BF16)
+        check(problem(bits, group, 70, 1, F32, BF16, 0.5, D=1), device)
+
+
+@case("rows longer than a program's tile")
+def _(device):
+    # Smaller tiles instead of rows of thousands.
+    with (
+        mock.patch.object(kernels("matrix_quantize"), "_ELEMENTS", 64),
+        mock.patch.object(kernels("matrix_dequantize"), "_COLUMNS", 64),
+        mock.patch.object(kernels("matrix_columns"), "_PROGRAMS", 1),
+    ):
+        for bits, group, columns in ((1, 1, 170), (4, 1, 300), (1, 8, 200), (1, 32, 400)):
+            check(problem(bits, group, 3, columns, BF16, BF16, D=1), device, dtype=BF16)
+
+
+@case("rows that send nothing keep the sign of a zero")
+def _(device):
+    for bits, group in ((1, 1), (4, 1), (1, 8)):
+        x = torch.full((4, 40), -0.0)
+        x[0], x[1, ::3], x[2, 1::2] = 1.0, 0.0, 1e-30
+        check(filled(x, bits, group, residual=x.clone()), device)
+
+
+@case("as many messages as are in flight at a time, and some more")
+def _(device):
+    for bits, group in ((1, 1), (2, 1), (4, 1), (1, 16)):
+        for D in (1, 3, 4, 8):
+            p = problem(bits, group, 5, 70, residual=None, D=D)
+            p.grad[-1, 75] = float("nan")
+            message = quantized(reference, p, "cpu")["message"]
+            assert message is not None
+            check_sum(message.contiguous(), p.layout, device, divisor=D)
 
 
 @case("nothing at all")

@@ -53,6 +53,25 @@ def _least(x, y, largest: bool):
     return computed(got)
 
 
+@emulates("fma")
+def fused(i: Instruction) -> Step:
+    """A product and a sum, rounded once."""
+    need(list(i.parts[1:]) == ["rn", "f32"], "modifiers")
+
+    def function(x, y, z):
+        x, y, z = (operand.view(np.float32).astype(np.float64) for operand in (x, y, z))
+        product = x * y  # of 48 bits at most
+        total = product + z
+        # What that left out, exactly; rounded to odd, the second rounding is as good as one.
+        back = total - product
+        left = (product - (total - back)) + (z - back)
+        even = total.view(np.uint64) % 2 == 0
+        odd = np.where(even & (left != 0), np.nextafter(total, np.copysign(np.inf, left)), total)
+        return computed(np.where(np.isfinite(total), odd, total).astype(np.float32))
+
+    return calculation(i, function, 32, 32, 32)
+
+
 @emulates("sqrt")
 def root(i: Instruction) -> Step:
     """Correctly rounded."""
