@@ -75,6 +75,12 @@ def ran(body: str, **options: int) -> list[int]:
         ("max.f32 %r1, 0f7FC00000, 0f3F800000;", 0x3F800000),
         ("add.rn.f32 %r1, 0f7F800000, 0fFF800000;", 0x7FFFFFFF),
         ("mul.rn.f32 %r1, 0f00800000, 0f3F000000;", 0x00400000),  # subnormals are not flushed
+        # (1 + 2**-23)**2 - (1 + 2**-22) is 2**-46; next to a half, only one rounding is right.
+        ("fma.rn.f32 %r1, 0f3F800001, 0f3F800001, 0fBF800002;", 0x28800000),
+        ("fma.rn.f32 %r1, 0f3F7FFFFE, 0f33800001, 0f3F800001;", 0x3F800001),
+        ("fma.rn.f32 %r1, 0f3F800001, 0f33800001, 0f3F800000;", 0x3F800001),
+        ("fma.rn.f32 %r1, 0f2E800000, 0f2E800000, 0f3F800001;", 0x3F800001),
+        ("fma.rn.f32 %r1, 0f7F7FFFFF, 0f40000000, 0fFF7FFFFF;", 0x7F7FFFFF),
         ("cvt.rzi.s32.f32 %r1, 0fC0300000;", 0xFFFFFFFE),
         ("cvt.rzi.s32.f32 %r1, 0f7FC00000;", 0),
         ("cvt.rzi.s32.f32 %r1, 0f7F000000;", 0x7FFFFFFF),
