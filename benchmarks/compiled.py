@@ -34,8 +34,8 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ARCHITECTURES = (80, 90)
 SKETCH = {
     "select_kernel", "count_kernel", "drop_kernel", "emit_kernel", "insert_kernel", "union_kernel",
-    "keys_kernel", "peel_kernel", "finish_kernel", "clear_kernel", "estimate_kernel",
-    "write_kernel", "expand_kernel",
+    "keys_kernel", "singles_kernel", "peel_kernel", "finish_kernel", "clear_kernel",
+    "estimate_kernel", "write_kernel", "expand_kernel",
 }  # fmt: skip
 BLOCKS = {"quantize_kernel", "dequantize_kernel"}
 MATRIX = {

@@ -11,14 +11,15 @@ one key each. Whoever takes A out of cell 2 leaves (7, 1) there; whoever takes B
 leaves (0, 0). If both are under way, cell 2 is found to hold B by the first, who finds the bit of B
 cleared by the second, or clears it first.
 
-A program is one warp. It looks through its share of the cells, works off what it finds and what
-that frees from a stash of its own, 32 cells a step, and ends when there is nothing left. Only the
-balance between programs needs more than one launch: with few keys left to start from, few
-programs would do all that follows. So after some steps programs hand what they have to the next
-launch, which shares it among all. The number of launches comes from the rounds that peeling takes
-if each sees the result of the last, measured at the sizes of ``plan_layout``; the last one has no
-limit. What does not fit a stash goes to the next launch, too, and at last to one program, which
-takes it from a list until there is none: normally nothing.
+First, a kernel lists the cells that hold one key. Then, programs of one warp take their shares of
+the list, and work off what they have and what that frees from a stash of their own, 32 cells a
+step, until there is nothing left. Only the balance between programs needs more than one
+launch: with few keys left to start from, few programs would do all that follows. So after some
+steps programs hand what they have to the next launch, which shares it among all. The number of
+launches comes from the rounds that peeling takes if each sees the result of the last, measured at
+the sizes of ``plan_layout``; the last one has no limit. What does not fit a stash goes to the next
+launch, too, and at last to one program, which goes through its list until there is none: normally
+nothing. A cell comes to hold one key once only, so a list has room for all.
 
 With split entries, a value is taken out before the degree, which the addition to the degree
 releases; so who finds degree one finds the value, too.
@@ -38,8 +39,9 @@ from .jit import jit, tl
 from .keys import contribution
 from .scalar import lane_sums, narrow
 from .stash import LANES_OF_A_STEP, pop, push
-from .table import LISTS, ROOM, TILE, Table, packed, peeling_programs
+from .table import LISTS, ROOM, Table, packed, peeling_programs
 
+SCAN_BLOCK, SCAN_WARPS = 1024, 4
 FINISH_BLOCK, FINISH_WARPS = 512, 16
 # Steps of a program before it hands over.
 _STEPS = 64
@@ -143,44 +145,45 @@ def _number(freed, HASHES: tl.constexpr):
     return tl.sum(number, 0)
 
 
+@jit(do_not_specialize=["cells"])
+def singles_kernel(
+    entry, lists, pending, cells, BLOCK: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seen = tl.load(entry + cell, mask=cell < cells, other=0)
+    single = ((seen & (0xFFFF if PACKED else 0xFFFFFFFF)) == 1).to(tl.int32)
+    total = tl.sum(single, 0)
+    if total > 0:
+        place = lists + tl.atomic_add(pending, total, sem="relaxed")
+        tl.store(place + tl.cumsum(single, 0) - single, cell, mask=single != 0)
+
+
 @jit(do_not_specialize=_PLAIN)
 def peel_kernel(
     entry, value, marks, stash, lists, pending, seed, step, out, launch, limit, partition, inverse,
     cells, n, words, divisor,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, FIRST: tl.constexpr,
-    HASHES: tl.constexpr, LANES: tl.constexpr, PACKED: tl.constexpr, RAW: tl.constexpr,
-    DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr, ROOM: tl.constexpr, HASHES: tl.constexpr, LANES: tl.constexpr,
+    PACKED: tl.constexpr, RAW: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    programs = tl.num_programs(0)
-    if FIRST:
-        begin = tl.program_id(0) * TILE
-        end = cells
-    else:
-        size = tl.load(pending + launch - 1)
-        share = tl.cdiv(size, programs)
-        begin = tl.minimum(tl.program_id(0) * share, size)
-        end = tl.minimum(begin + share, size)
-        if begin == end:
-            return
-    source = lists + ((launch + 1) % 2).to(tl.int64) * cells
-    target = lists + (launch % 2).to(tl.int64) * cells
+    size = tl.load(pending + launch)
+    share = tl.cdiv(size, tl.num_programs(0))
+    begin = tl.minimum(tl.program_id(0) * share, size)
+    end = tl.minimum(begin + share, size)
+    if begin == end:
+        return
+    source = lists + (launch % 2).to(tl.int64) * cells
+    target = lists + ((launch + 1) % 2).to(tl.int64) * cells
+    pending += launch + 1
     mine = stash + tl.program_id(0) * ROOM
     seed_value = tl.load(seed)
     count = tl.zeros([], tl.int32)
     steps = tl.zeros([], tl.int32)
     while (begin < end) | ((count > 0) & (steps < limit)):
         if (begin < end) & (count < BLOCK):
-            if FIRST:
-                cell = begin + tl.arange(0, TILE)
-                seen = tl.load(entry + cell, mask=cell < end, other=0, volatile=True)
-                single = (seen & (0xFFFF if PACKED else 0xFFFFFFFF)) == 1
-                begin += programs * TILE
-            else:
-                at = begin + tl.arange(0, BLOCK)
-                cell = tl.load(source + at, mask=at < end, other=-1)
-                single = at < end
-                begin += BLOCK
-            count = push(mine, count, cell, single)
+            at = begin + tl.arange(0, BLOCK)
+            cell = tl.load(source + at, mask=at < end, other=-1)
+            count = push(mine, count, cell, at < end)
+            begin += BLOCK
             tl.debug_barrier()
         else:
             item = pop(mine, count, BLOCK)
@@ -198,12 +201,12 @@ def peel_kernel(
                 _push_freed(mine + count, freed, key, seed_value, partition, HASHES)
                 count += more
             else:
-                place = target + tl.atomic_add(pending + launch, more, sem="relaxed")
+                place = target + tl.atomic_add(pending, more, sem="relaxed")
                 _push_freed(place, freed, key, seed_value, partition, HASHES)
             tl.debug_barrier()
             steps += 1
     if count > 0:
-        place = target + tl.atomic_add(pending + launch, count, sem="relaxed")
+        place = target + tl.atomic_add(pending, count, sem="relaxed")
         for start in range(0, count, BLOCK):
             at = start + tl.arange(0, BLOCK)
             item = tl.load(mine + at, mask=at < count, other=-1, volatile=True)
@@ -217,14 +220,14 @@ def finish_kernel(
     BLOCK: tl.constexpr, HASHES: tl.constexpr, LANES: tl.constexpr, PACKED: tl.constexpr,
     RAW: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    size = tl.load(pending + launch - 1)
+    size = tl.load(pending + launch)
     if size == 0:
         return
     seed_value = tl.load(seed)
     turn = launch.to(tl.int64)
     while size > 0:
-        source = lists + (turn + 1) % 2 * cells
-        target = lists + turn % 2 * cells
+        source = lists + turn % 2 * cells
+        target = lists + (turn + 1) % 2 * cells
         count = tl.zeros([], tl.int32)
         for start in range(0, size, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -271,11 +274,15 @@ def peel_table(
         "HASHES": layout.hashes, "LANES": layout.symbol.lanes, "PACKED": packed(layout),
         "RAW": raw, "DIVIDE": divide, "enable_fp_fusion": False,
     }  # fmt: skip
+    singles_kernel[(triton.cdiv(layout.cells, SCAN_BLOCK),)](
+        t.entry, t.lists, t.pending, layout.cells,
+        BLOCK=SCAN_BLOCK, PACKED=packed(layout), num_warps=SCAN_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     for launch in range(last):
         peel_kernel[(peeling_programs(layout),)](
             t.entry, t.value, t.open, t.stash, t.lists, t.pending, seed, step, out,
             launch, _STEPS if launch < last - 1 else _NO_LIMIT, *numbers,
-            BLOCK=LANES_OF_A_STEP, TILE=TILE, ROOM=ROOM, FIRST=launch == 0, num_warps=1, **shape,
+            BLOCK=LANES_OF_A_STEP, ROOM=ROOM, num_warps=1, **shape,
         )  # fmt: skip
     finish_kernel[(1,)](
         t.entry, t.value, t.open, t.lists, t.pending, seed, step, out, last, *numbers,

@@ -29,8 +29,8 @@ from .stash import PROGRAMS, STASH, STASH_WORDS
 
 # Launches of peeling that can hand work to the next.
 LISTS = 32
-# Cells that a program of peeling looks at between two steps, and the most that it stashes.
-TILE, ROOM = 128, 256
+# The most cells that a program of peeling stashes, and cells of the table per program.
+ROOM, _CELLS = 256, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Table:
         entry: ``[cells]`` int64.
         value: ``[cells]`` int32 or float64; None where it is in the entry.
         stash: int32, a piece for every program.
-        lists: ``[2, cells]`` int32, cells that a launch of peeling leaves to the next, in turns.
-        pending: ``[LISTS]`` int32, how many launch by launch.
+        lists: ``[2, cells]`` int32, cells to peel; one that a launch reads, one for the next.
+        pending: ``[LISTS]`` int32, how many each launch has to read.
     """
 
     open: Tensor
@@ -67,7 +67,7 @@ def listing_programs(words: int, rows: int) -> int:
 
 def peeling_programs(layout: SketchLayout) -> int:
     """Programs of a launch of peeling."""
-    return min(PROGRAMS, triton.cdiv(layout.cells, TILE))
+    return min(PROGRAMS, triton.cdiv(layout.cells, _CELLS))
 
 
 def table_of(layout: SketchLayout, device: torch.device) -> Table:
