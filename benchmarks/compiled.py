@@ -34,8 +34,8 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ARCHITECTURES = (80, 90)
 SKETCH = {
     "select_kernel", "count_kernel", "drop_kernel", "emit_kernel", "insert_kernel", "union_kernel",
-    "keys_kernel", "peel_kernel", "finish_kernel", "find_kernel", "remove_kernel",
-    "finish_float_kernel", "estimate_kernel", "write_kernel", "expand_kernel",
+    "keys_kernel", "singles_kernel", "peel_kernel", "finish_kernel", "clear_kernel",
+    "estimate_kernel", "write_kernel", "expand_kernel",
 }  # fmt: skip
 BLOCKS = {"quantize_kernel", "dequantize_kernel"}
 MATRIX = {
@@ -212,8 +212,9 @@ def _constants(kernel: Any) -> dict[str, Any]:
 
 
 def layout_of(symbol: Symbol, hashes: int, numel: int = 4096) -> SketchLayout:
+    """Three hashes: entries of the peeling table are packed; one: direct."""
     groups = -(-numel // symbol.lanes)
-    partition = groups if hashes == 1 else 64
+    partition = {1: groups, 3: 1 << 17}.get(hashes, 64)
     return SketchLayout(numel=numel, symbol=symbol, keys=100, hashes=hashes, partition=partition)
 
 
@@ -343,6 +344,9 @@ def compile_all(
             encode(*arguments)
         for arguments in DECODES[turn::share]:
             decode(*arguments)
+        if share > 1:
+            for hashes in (3, 1):
+                decode(SYMBOLS["int8x4"], F32, BF16, hashes, 3)
         for arguments in CODECS[:codecs]:
             codec(*arguments)
         # Fewer of these; strides that take turns with all that varies.

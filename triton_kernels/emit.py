@@ -3,31 +3,33 @@
 Per kept element ``q = rint(clip(x / step, -levels, levels))``; the residual becomes
 ``x - q * step`` and the group's symbol ``v = Σ qᵢ · 2^(bits·i)`` is added to its cells. The step is
 a power of two, so products with it and with its inverse are exact. ``float32`` symbols send x
-itself and leave 0.
+itself and leave 0, unless x is subnormal: then they send 0 and leave x, since the GPU's float32
+atomics would take it for 0.
 
 Worked example (int8x4, step 0.5, levels 3): x = (-0.5, 0.9, 9, 0) gives q = (-1, 2, 3, 0), the
 residual (0, -0.1, 7.5, 0) and v = -1 + 2·2^8 + 3·2^16 = 197119, added to one cell per partition;
 the group counts as saturated.
 
-The pass reads the bitmap and touches elements and cells of kept groups only. Cells are added to
-by reductions without a result, in no fixed order: the same bits for integers, but sums of
-``float32`` symbols may differ in their last bits from run to run.
+A program lists the groups of its words first (see :mod:`.stash`); so the work is one of kept
+groups, and nothing else is touched. Cells are added to by reductions without a result, in no fixed
+order: the same bits for integers, but sums of ``float32`` symbols may differ in their last bits
+from run to run.
 """
 
 from __future__ import annotations
 
-import triton
+import torch
 from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
-from .marked import load_marked
-from .scalar import load_words, narrow_finite, rint
+from .scalar import magnitude, narrow_finite, rint, widen
 from .scatter import scatter
+from .scratch import buffer
+from .stash import LANES_OF_A_STEP, STASH, STASH_WORDS, pop, push_bits
+from .table import listing_programs
 
-_WORDS = 16
-_WARPS = 4
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     *("words", "partition", "capacity", "step", "seed", "counts"),
@@ -37,13 +39,13 @@ _PLAIN = [
 
 @jit(do_not_specialize=_PLAIN)
 def emit_kernel(
-    grad, residual, step, seed, index, cells, counts, n, words, partition, capacity, levels,
+    grad, residual, step, seed, index, cells, counts, stash, n, words, partition, capacity, levels,
     grad_stride, residual_stride, index_stride, cells_stride, counts_stride,
-    LANES: tl.constexpr, WORDS: tl.constexpr, HASHES: tl.constexpr, EVERY: tl.constexpr,
-    COUNTED: tl.constexpr,
+    LANES: tl.constexpr, WORDS: tl.constexpr, STASH: tl.constexpr, BLOCK: tl.constexpr,
+    HASHES: tl.constexpr, EVERY: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * WORDS
+    programs = tl.num_programs(0)
     row = counts + d * counts_stride
     if not COUNTED:  # noqa: SIM102 - one is static
         if tl.program_id(0) == 0:
@@ -51,34 +53,47 @@ def emit_kernel(
             tl.store(row + 2, tl.minimum(selected, capacity))
     grad += d * grad_stride
     index += d * index_stride
+    cells += d * cells_stride
     if residual is not None:
         residual += d * residual_stride
-    w = tl.arange(0, WORDS)
-    word = load_words(index + first + w, w < words - first)
-    if tl.max((word != 0).to(tl.int32), 0) == 0:
-        return
-    kept, x, j, inside = load_marked(grad, residual, index, first, n, words, LANES, WORDS)
-    if cells.dtype.element_ty == tl.float32:
-        left = tl.zeros_like(x)
-        symbol = tl.sum(x, 2)
-    else:
-        unit = tl.load(step + d)
-        # The inverse of 2^k, by negating the exponent.
-        inverse = (0x7F000000 - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        scaled = x * inverse
-        q = rint(tl.minimum(tl.maximum(scaled, -levels), levels))
-        clipped = tl.max((tl.abs(scaled) > levels).to(tl.int32), 2)  # [WORDS, 32]
-        saturated = tl.sum(tl.sum(clipped, 1), 0)
-        if saturated > 0:
-            tl.atomic_add(row + 3, saturated, sem="relaxed")
-        left = x - q * unit
-        symbol = tl.sum(q.to(tl.int32) << (tl.arange(0, LANES) * (32 // LANES)), 2)
-    if residual is not None:
-        place = residual + first * (32 * LANES) + j
-        tl.store(place, narrow_finite(left, residual.dtype.element_ty), mask=inside)
-    group = tl.expand_dims(w, 1) * 32 + tl.arange(0, 32)  # [WORDS, 32]
-    key = (first * 32).to(tl.uint32) + group.to(tl.uint32)
-    scatter(cells + d * cells_stride, key, symbol, kept, tl.load(seed), partition, HASHES)
+    mine = stash + (d * programs + tl.program_id(0)) * STASH
+    seed_value = tl.load(seed)
+    unit = tl.load(step + d)
+    # The inverse of 2^k, by negating the exponent.
+    inverse = (0x7F000000 - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    saturated = tl.zeros([BLOCK], tl.int32)
+    count = tl.zeros([], tl.int32)
+    for first in range(tl.program_id(0) * WORDS, words, programs * WORDS):
+        count = push_bits(mine, count, index, first, words, WORDS)
+        flush = first + programs * WORDS >= words
+        while (count >= BLOCK) | (flush & (count > 0)):
+            key = pop(mine, count, BLOCK)
+            count = tl.maximum(count - BLOCK, 0)
+            j = tl.expand_dims(key.to(tl.int64), 1) * LANES + tl.arange(0, LANES)  # [BLOCK, LANES]
+            inside = tl.expand_dims(key >= 0, 1) & (j < n)
+            if residual is not None and residual.dtype.element_ty == tl.float32:
+                x = tl.load(residual + j, mask=inside, other=0.0)  # x since the selection
+            else:
+                x = widen(tl.load(grad + j, mask=inside, other=0.0))
+                if residual is not None:
+                    x += widen(tl.load(residual + j, mask=inside, other=0.0))
+            if cells.dtype.element_ty == tl.float32:
+                subnormal = magnitude(x) < 0x00800000
+                left = tl.where(subnormal & (x != 0.0), x, 0.0)
+                symbol = tl.sum(tl.where(subnormal, 0.0, x), 1)
+            else:
+                scaled = x * inverse
+                q = rint(tl.minimum(tl.maximum(scaled, -levels), levels))
+                saturated += tl.max((tl.abs(scaled) > levels).to(tl.int32), 1)
+                left = x - q * unit
+                symbol = tl.sum(q.to(tl.int32) << (tl.arange(0, LANES) * (32 // LANES)), 1)
+            if residual is not None:
+                place = residual + j
+                tl.store(place, narrow_finite(left, residual.dtype.element_ty), mask=inside)
+            scatter(cells, key, symbol, key >= 0, seed_value, partition, HASHES)
+    clipped = tl.sum(saturated, 0)
+    if clipped > 0:
+        tl.atomic_add(row + 3, clipped, sem="relaxed")
 
 
 def emit(
@@ -103,13 +118,15 @@ def emit(
     cells.zero_()
     if layout.numel == 0:
         return
-    lanes = layout.symbol.lanes
-    grid = (triton.cdiv(layout.words, _WORDS), grad.shape[0])
-    emit_kernel[grid](
-        grad, residual, step, seed, index, cells, counts, layout.numel, layout.words,
+    W = grad.shape[0]
+    programs = listing_programs(layout.words, W)
+    stash = buffer("emit", (W * programs * STASH,), torch.int32, grad.device, layout)
+    emit_kernel[(programs, W)](
+        grad, residual, step, seed, index, cells, counts, stash, layout.numel, layout.words,
         layout.partition, capacity, float(levels), grad.stride(0),
         0 if residual is None else residual.stride(0), index.stride(0), cells.stride(0),
         counts.stride(0),
-        LANES=lanes, WORDS=_WORDS, HASHES=layout.hashes, EVERY=capacity >= layout.groups,
-        COUNTED=counted, num_warps=_WARPS, enable_fp_fusion=False,
+        LANES=layout.symbol.lanes, WORDS=STASH_WORDS, STASH=STASH, BLOCK=LANES_OF_A_STEP,
+        HASHES=layout.hashes, EVERY=capacity >= layout.groups, COUNTED=counted,
+        num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

@@ -4,6 +4,9 @@ An unresolved key's estimate is the mean over its cells of what is left in the c
 among the keys left in it: ``Σᵢ (left[cᵢ] * step / degree[cᵢ]) / hashes``, in float32, in the order
 of the partitions, and is added to the owner's residual.
 
+Of packed entries, the first kernel takes the hashes of the keys left, so that what is left of an
+entry is value and degree, without carries between them.
+
 Worked example (2 hashes, step 1): keys 0 and 1, symbols 5 and 7, share cells 0 and 2, both of which
 keep (12, 2). Each key's estimate is (12 / 2 + 12 / 2) / 2 = 6.
 """
@@ -15,43 +18,83 @@ from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
+from .hashing import cell_at, hash_of
 from .jit import jit, tl
-from .peel import PROGRAMS
-from .scalar import cell_of, lane_sums, magnitude, narrow, narrow_finite, widen
-from .table import Table
+from .keys import contribution
+from .scalar import (
+    bits_of,
+    lane_sums,
+    load_words,
+    magnitude,
+    narrow,
+    narrow_finite,
+    popcount,
+    widen,
+)
+from .table import Table, packed
 
-_BLOCK = 128
+# Words that a program looks at, and those of which it takes up the keys at once.
+_BLOCK, _WORDS = 1024, 4
 _WARPS = 4
 
 
-@jit(do_not_specialize=["partition", "n", "seed", "step", "stats"])
-def estimate_kernel(
-    entry, degree, keys, stats, seed, step, residual, n, partition,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, HASHES: tl.constexpr,
+@jit
+def _keys(marks, first, words, WORDS: tl.constexpr):
+    """Groups of ``WORDS`` words, int32, and which are marked; ``[WORDS * 32]``."""
+    w = first + tl.arange(0, WORDS)
+    marked = bits_of(load_words(marks + w, w < words))
+    key = tl.expand_dims(w, 1) * 32 + tl.arange(0, 32)
+    return tl.reshape(key, [WORDS * 32]), tl.reshape(marked, [WORDS * 32])
+
+
+@jit(do_not_specialize=["words", "partition", "seed"])
+def clear_kernel(
+    entry, marks, seed, words, partition,
+    BLOCK: tl.constexpr, WORDS: tl.constexpr, HASHES: tl.constexpr,
 ):  # fmt: skip
-    total = tl.load(stats)
-    seed_value = tl.load(seed)
-    unit = tl.load(step)
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    for start in range(begin, total, tl.num_programs(0) * BLOCK):
-        slot = start + tl.arange(0, BLOCK)
-        key = tl.load(keys + slot, mask=slot < total, other=-1)
-        stuck = key >= 0
-        count = tl.sum(stuck.to(tl.int32), 0)
-        if count > 0:
-            tl.atomic_add(stats + 1, count, sem="relaxed")
-            if residual is not None:
-                share = tl.zeros([BLOCK, LANES], tl.float32)
+    begin = tl.program_id(0) * BLOCK
+    w = begin + tl.arange(0, BLOCK)
+    if tl.max((load_words(marks + w, w < words) != 0).to(tl.int32), 0) > 0:
+        seed_value = tl.load(seed)
+        for first in range(begin, tl.minimum(begin + BLOCK, words), WORDS):
+            key, stuck = _keys(marks, first, words, WORDS)
+            for i in tl.static_range(HASHES):
+                h = hash_of(key.to(tl.uint32, bitcast=True), seed_value, i)
+                taken = 1 - contribution(key, h, True)
+                cell = cell_at(h, partition, i)
+                tl.atomic_add(entry + cell, taken, mask=stuck, sem="relaxed")
+
+
+@jit(do_not_specialize=["words", "partition", "seed", "step", "stats"])
+def estimate_kernel(
+    entry, value, marks, stats, seed, step, residual, n, words, partition,
+    BLOCK: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, HASHES: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * BLOCK
+    w = begin + tl.arange(0, BLOCK)
+    count = tl.sum(popcount(load_words(marks + w, w < words)), 0)
+    if count > 0:
+        tl.atomic_add(stats + 1, count, sem="relaxed")
+        if residual is not None:
+            seed_value = tl.load(seed)
+            unit = tl.load(step)
+            for first in range(begin, tl.minimum(begin + BLOCK, words), WORDS):
+                key, stuck = _keys(marks, first, words, WORDS)
+                share = tl.zeros([WORDS * 32, LANES], tl.float32)
                 for i in tl.static_range(HASHES):
-                    cell = cell_of(key.to(tl.uint32, bitcast=True), seed_value, partition, i)
-                    left = tl.load(entry + cell, mask=stuck, other=0)
-                    if degree is None:
-                        sharing = left.to(tl.int32).to(tl.float32)
-                        x = lane_sums((left >> 32).to(tl.int32), LANES).to(tl.float32) * unit
+                    h = hash_of(key.to(tl.uint32, bitcast=True), seed_value, i)
+                    cell = cell_at(h, partition, i)
+                    seen = tl.load(entry + cell, mask=stuck, other=1)
+                    if value is None:
+                        left = (seen >> 32).to(tl.int32)
                     else:
-                        sharing = tl.load(degree + cell, mask=stuck, other=1).to(tl.float32)
+                        left = tl.load(value + cell, mask=stuck, other=0)
+                    if left.dtype == tl.int32:
+                        x = lane_sums(left, LANES).to(tl.float32) * unit
+                    else:
                         x = tl.expand_dims(left.to(tl.float32), 1)
-                    share += tl.div_rn(x, tl.zeros_like(x) + tl.expand_dims(sharing, 1))
+                    degree = seen.to(tl.int32).to(tl.float32)
+                    share += tl.div_rn(x, tl.zeros_like(x) + tl.expand_dims(degree, 1))
                 share = tl.div_rn(share, tl.zeros_like(share) + HASHES)
                 j = tl.expand_dims(key.to(tl.int64), 1) * LANES + tl.arange(0, LANES)
                 owed = tl.expand_dims(stuck, 1) & (j < n)
@@ -74,9 +117,14 @@ def estimate(
     """Write ``stats[1]``, the number of unresolved keys; add their estimates to ``residual``."""
     if layout.groups == 0:
         return
-    programs = min(PROGRAMS, max(1, triton.cdiv(layout.keys, _BLOCK)))
-    estimate_kernel[(programs,)](
-        table.entry, table.degree, table.keys, stats, seed, step, residual, layout.numel,
-        layout.partition, BLOCK=_BLOCK, LANES=layout.symbol.lanes, HASHES=layout.hashes,
-        num_warps=_WARPS, enable_fp_fusion=False,
+    t, grid = table, (triton.cdiv(layout.words, _BLOCK),)
+    shape = {
+        "BLOCK": _BLOCK, "WORDS": _WORDS, "HASHES": layout.hashes,
+        "num_warps": _WARPS, "enable_fp_fusion": False,
+    }  # fmt: skip
+    if residual is not None and packed(layout):
+        clear_kernel[grid](t.entry, t.open, seed, layout.words, layout.partition, **shape)
+    estimate_kernel[grid](
+        t.entry, t.value, t.open, stats, seed, step, residual, layout.numel, layout.words,
+        layout.partition, LANES=layout.symbol.lanes, **shape,
     )  # fmt: skip

@@ -1,7 +1,6 @@
-"""Expand: recovered symbols from slots to groups, with a mark on the unresolved ones.
+"""Expand: marks on the groups that were not recovered; in a direct layout, symbols of the others.
 
-Worked example: the present groups 0, 2, 3 with values (5, 0, 7) and keys (-1, 2, -1) become symbols
-(5, 0, 0, 7) and marks (0, 0, 1, 0).
+Worked example: of the present groups 0, 2, 3 the bitmap 0b0100 is left: the marks are (0, 0, 1, 0).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from torch import Tensor
 from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
-from .scalar import bits_of, load_words, slot_of
+from .scalar import bits_of, load_words
 from .table import Table
 
 _WORDS = 16
@@ -21,35 +20,28 @@ _WARPS = 4
 
 @jit(do_not_specialize=["words"])
 def expand_kernel(
-    union, first_slot, values, keys, symbols, stuck, groups, words, WORDS: tl.constexpr
+    marks, cells, symbols, stuck, groups, words, WORDS: tl.constexpr, DIRECT: tl.constexpr
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * WORDS
     w = tl.arange(0, WORDS)
-    word = load_words(union + first + w, w < words - first)
-    present = bits_of(word)  # [WORDS, 32]
+    marked = bits_of(load_words(marks + first + w, w < words - first))  # [WORDS, 32]
     group = tl.expand_dims(w, 1) * 32 + tl.arange(0, 32)
     inside = group < groups - first * 32
-    symbols += first * 32
-    stuck += first * 32
-    if first_slot is None:
-        value = tl.load(values + first * 32 + group, mask=present, other=0)
-        mark = tl.zeros([WORDS, 32], tl.int8)
+    if DIRECT:
+        symbol = tl.load(cells + first * 32 + group, mask=marked, other=0)
+        tl.store(symbols + first * 32 + group, symbol, mask=inside)
+        tl.store(stuck + first * 32 + group, tl.zeros([WORDS, 32], tl.int8), mask=inside)
     else:
-        slot = slot_of(word, tl.load(first_slot + first + w, mask=w < words - first, other=0))
-        value = tl.load(values + slot, mask=present, other=0)
-        mark = (tl.load(keys + slot, mask=present, other=-1) >= 0).to(tl.int8)
-    tl.store(symbols + group, value, mask=inside)
-    tl.store(stuck + group, mark, mask=inside)
+        tl.store(stuck + first * 32 + group, marked.to(tl.int8), mask=inside)
 
 
 def expand(
     cells: Tensor, symbols: Tensor, stuck: Tensor, table: Table, *, layout: SketchLayout
 ) -> None:
-    """Write ``symbols`` and ``stuck`` (int8), both ``[groups]``."""
+    """Write ``stuck`` (int8) and, if the layout is direct, ``symbols``, both ``[groups]``."""
     if layout.groups == 0:
         return
     expand_kernel[(triton.cdiv(layout.words, _WORDS),)](
-        table.union, table.first_slot, cells if layout.direct else table.values, table.keys,
-        symbols, stuck, layout.groups, layout.words,
-        WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,
+        table.open, cells, symbols, stuck, layout.groups, layout.words,
+        WORDS=_WORDS, DIRECT=layout.direct, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

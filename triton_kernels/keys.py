@@ -1,67 +1,91 @@
-"""Keys: list the groups of the union in ascending order and count them into their cells.
+"""Keys: count the keys of the union into their cells, and clear the output meanwhile.
 
-A key's slot is the number of present groups before it: the totals of whole blocks of words, plus
-those of the words before its own within the block (from the union), plus the set bits below its
-own. Slots do not depend on the order in which programs run.
+The first axis of the grid shares the words, the second the partitions of the table, so that
+programs that run at the same time hit one partition, which fits the cache where a table does not.
+The additions to entries keep the cache busy and the memory idle; so the same programs fill the
+output with zeros, or, if any rank's poison word is set, with NaN, for :mod:`.peel` to write the
+keys it recovers.
 
-Worked example: words 0b101, 0b10 have keys 0, 2, 33 in slots 0, 1, 2; offsets are 0 and 2.
+Worked example (2 hashes): key 2 with the hashes 0x11112222 and 0x33334444 adds 0x2222_0001 to one
+packed entry and 0x4444_0001 to another, 0x2_00000001 to both of split ones.
 """
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
+from .hashing import cell_at, hash_of
 from .jit import jit, tl
-from .scalar import bits_of, cell_of, load_words, slot_of
-from .table import UNION_BLOCK, Table
+from .scalar import narrow
+from .stash import LANES_OF_A_STEP, STASH, STASH_WORDS, pop, push_bits
+from .table import Table, listing_programs, packed
 
-_WORDS = 16
-_TILES = 8
-_WARPS = 4
+# Elements that a program clears at a time.
+_FILL = 1024
 
 
-@jit(do_not_specialize=["words", "partition", "seed"])
+@jit
+def contribution(key, h, PACKED: tl.constexpr):
+    """What a key with the hash ``h`` adds to an entry; int64."""
+    if PACKED:
+        return ((h & 0xFFFF).to(tl.int64) << 16) + 1
+    else:
+        return (key.to(tl.int64) << 32) + 1
+
+
+@jit(do_not_specialize=["words", "partition", "seed", "stats"])
 def keys_kernel(
-    union, offset, blocks, first_slot, keys, values, entry, degree, seed, words, partition,
-    WORDS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, HASHES: tl.constexpr,
+    union, entry, stash, stats, seed, out, n, words, partition,
+    WORDS: tl.constexpr, STASH: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr,
+    PACKED: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    begin = tl.program_id(0) * (WORDS * TILES)
-    before = tl.zeros([BLOCK], tl.int32)
-    b = tl.arange(0, BLOCK)
-    for block in range(0, begin // BLOCK, BLOCK):
-        before += tl.load(blocks + block + b, mask=block + b < begin // BLOCK, other=0)
-    base = tl.sum(before, 0)
+    i = tl.program_id(1)
+    programs = tl.num_programs(0)
+    turn = (tl.program_id(0) + i * programs).to(tl.int64)
+    fill = tl.zeros([FILL], tl.float32)
+    if not RAW:
+        fill = tl.where(tl.load(union + words) != 0, float("nan"), fill)
+    dtype: tl.constexpr = out.dtype.element_ty
+    for start in range(turn * FILL, n, programs * tl.num_programs(1) * FILL):
+        j = start + tl.arange(0, FILL)
+        tl.store(out + j, fill.to(dtype) if RAW else narrow(fill, dtype), mask=j < n)
+
     seed_value = tl.load(seed)
-    for first in range(begin, tl.minimum(begin + WORDS * TILES, words), WORDS):
-        w = first + tl.arange(0, WORDS)
-        word = load_words(union + w, w < words)
-        start = base + tl.load(offset + w, mask=w < words, other=0)
-        tl.store(first_slot + w, start, mask=w < words)
-        present = bits_of(word)  # [WORDS, 32]
-        slot = slot_of(word, start)
-        key = tl.expand_dims(w, 1) * 32 + tl.arange(0, 32)
-        tl.store(keys + slot, key, mask=present)
-        tl.store(values + slot, tl.zeros(slot.shape, values.dtype.element_ty), mask=present)
-        for i in tl.static_range(HASHES):
-            cell = cell_of(key.to(tl.uint32), seed_value, partition, i)
-            if degree is None:
-                one = tl.full(slot.shape, 1, tl.int64)
-                tl.atomic_add(entry + cell, one, mask=present, sem="relaxed")
-            else:
-                tl.atomic_add(degree + cell, 1, mask=present, sem="relaxed")
+    mine = stash + turn * STASH
+    count = tl.zeros([], tl.int32)
+    total = tl.zeros([], tl.int32)
+    for first in range(tl.program_id(0) * WORDS, words, programs * WORDS):
+        before = count
+        count = push_bits(mine, count, union, first, words, WORDS)
+        total += count - before
+        flush = first + programs * WORDS >= words
+        while (count >= BLOCK) | (flush & (count > 0)):
+            item = pop(mine, count, BLOCK)
+            count = tl.maximum(count - BLOCK, 0)
+            key = item.to(tl.uint32, bitcast=True)
+            h = hash_of(key, seed_value, i)
+            more = contribution(key, h, PACKED)
+            tl.atomic_add(entry + cell_at(h, partition, i), more, mask=item >= 0, sem="relaxed")
+    if (i == 0) & (total > 0):
+        tl.atomic_add(stats, total, sem="relaxed")
 
 
-def list_keys(seed: Tensor, table: Table, *, layout: SketchLayout) -> None:
-    """Write keys, slots and degrees; values become 0."""
+def count_keys(
+    seed: Tensor, stats: Tensor, out: Tensor, table: Table, *, layout: SketchLayout, raw: bool
+) -> None:
+    """Count keys into ``table.entry`` and ``stats[0]``; clear ``out``.
+
+    Args:
+        out: ``[n]`` elements, or ``[groups]`` symbols.
+        raw: whether ``out`` takes symbols.
+    """
     if layout.groups == 0:
         return
-    assert UNION_BLOCK % (_WORDS * _TILES) == 0, "a program's words must lie in one block"
-    keys_kernel[(triton.cdiv(layout.words, _WORDS * _TILES),)](
-        table.union, table.offset, table.blocks, table.first_slot, table.keys, table.values,
-        table.entry, table.degree, seed, layout.words, layout.partition,
-        WORDS=_WORDS, TILES=_TILES, BLOCK=UNION_BLOCK, HASHES=layout.hashes,
-        num_warps=_WARPS, enable_fp_fusion=False,
+    programs = listing_programs(layout.words, layout.hashes)
+    keys_kernel[(programs, layout.hashes)](
+        table.open, table.entry, table.stash, stats, seed, out, out.shape[0], layout.words,
+        layout.partition, WORDS=STASH_WORDS, STASH=STASH, BLOCK=LANES_OF_A_STEP, FILL=_FILL,
+        PACKED=packed(layout), RAW=raw, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,21 +1,28 @@
-"""Peel integer symbols: a cell with one key left is that key's symbol; take it out everywhere.
+"""Peel: a cell with one key left is that key's symbol; take it out of its other cells.
 
-A table entry is ``value << 32 | degree``, so one 64-bit load sees value and degree of the same
-moment and one atomic addition of ``-(symbol << 32) - 1`` removes a key from a cell. A degree of one
-read at any time says that the value beside it is the symbol: whatever order programs run in, the
-same keys are recovered with the same symbols. Each key belongs to one thread.
+An entry with one key left says which key, and its symbol (see :mod:`.table`). Whoever clears the
+key's bit has it: writes its elements, and takes it out of its other cells, by atomic additions
+whose results say which of these have one key left now. So the work is a step per cell that ever
+comes to hold one key, however many rounds peeling takes; every such cell is found by exactly one
+program, and what is left is what no order of peeling can recover, and has the same symbols.
 
-Worked example (2 hashes): keys A = 5 in cells 0 and 2, B = 7 in cells 1 and 2. Entries (5, 1),
-(7, 1), (12, 2): both are found in one sweep. With B in cells 0 and 2 instead, entries (12, 2),
-(0, 0), (12, 2) have no single key: both stay unresolved.
+Worked example (2 hashes): keys A = 5 in cells 0 and 2, B = 7 in cells 1 and 2. Cells 0 and 1 have
+one key each. Whoever takes A out of cell 2 leaves (7, 1) there; whoever takes B out of it then
+leaves (0, 0). If both are under way, cell 2 is found to hold B by the first, who finds the bit of B
+cleared by the second, or clears it first.
 
-A launch sweeps over its keys several times, so that it follows what other programs free meanwhile,
-and raises a flag for the next launch if it recovered any; launches after the last progress only
-read that flag. The number of launches comes from the rounds that peeling takes if each one sees the
-result of the last, measured at the sizes of ``plan_layout``: at most 2 more than 2.3 times the
-fourth root of the number of keys (20 for 4096 keys, 72 for a million). Half of the sweeps are
-expected to be as good as such a round. Should that not be enough, one program finishes the rest,
-however many rounds it takes: what stays unresolved is what no order of peeling can recover.
+First, a kernel lists the cells that hold one key. Then, programs of one warp take their shares of
+the list, and work off what they have and what that frees from a stash of their own, 32 cells a
+step, until there is nothing left. Only the balance between programs needs more than one
+launch: with few keys left to start from, few programs would do all that follows. So after some
+steps programs hand what they have to the next launch, which shares it among all. The number of
+launches comes from the rounds that peeling takes if each sees the result of the last, measured at
+the sizes of ``plan_layout``; the last one has no limit. What does not fit a stash goes to the next
+launch, too, and at last to one program, which goes through its list until there is none: normally
+nothing. A cell comes to hold one key once only, so a list has room for all.
+
+With split entries, a value is taken out before the degree, which the addition to the degree
+releases; so who finds degree one finds the value, too.
 """
 
 from __future__ import annotations
@@ -27,15 +34,20 @@ from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
+from .hashing import cell_at, hash_of, key_of
 from .jit import jit, tl
-from .scalar import cell_of
-from .table import FLAGS, Table
+from .keys import contribution
+from .scalar import lane_sums, narrow
+from .stash import LANES_OF_A_STEP, pop, push
+from .table import LISTS, ROOM, Table, packed, peeling_programs
 
-# One key per thread: with more, Triton moves them between threads at every step.
-BLOCK, WARPS = 128, 4
+SCAN_BLOCK, SCAN_WARPS = 1024, 4
 FINISH_BLOCK, FINISH_WARPS = 512, 16
-PROGRAMS = 2048
-_SWEEPS = 8
+# Steps of a program before it hands over.
+_STEPS = 64
+_NO_LIMIT = (1 << 31) - 1
+# Arguments whose alignment makes no difference.
+_PLAIN = ["launch", "limit", "partition", "inverse", "words", "divisor", "seed", "step"]
 
 
 def synchronous_rounds(layout: SketchLayout) -> int:
@@ -45,109 +57,234 @@ def synchronous_rounds(layout: SketchLayout) -> int:
 
 def launches(layout: SketchLayout) -> int:
     """Wide launches before one program finishes the rest."""
-    return min(FLAGS - 1, 2 + triton.cdiv(2 * synchronous_rounds(layout), _SWEEPS))
+    return min(LISTS - 1, max(1, triton.cdiv(3 * synchronous_rounds(layout), 2 * _STEPS)))
 
 
 @jit
-def _sweep(entry, slot, key, values, keys, seed, partition, HASHES: tl.constexpr):
-    """Recover those of ``key`` (-1 for none) that lie alone in a cell; which ones."""
-    todo = key >= 0
-    found = key < -1
-    value = tl.zeros(key.shape, tl.int64)
-    for i in tl.static_range(HASHES):
-        cell = cell_of(key.to(tl.uint32, bitcast=True), seed, partition, i)
-        # Volatile reads go to where the atomics of all programs land.
-        seen = tl.load(entry + cell, mask=todo, other=0, volatile=True)
-        alone = todo & ((seen & 0xFFFFFFFF) == 1)
-        value = tl.where(alone, seen >> 32, value)
-        found = found | alone
-    taken = -(value << 32) - 1
-    for i in tl.static_range(HASHES):
-        cell = cell_of(key.to(tl.uint32, bitcast=True), seed, partition, i)
-        tl.atomic_add(entry + cell, taken, mask=found, sem="relaxed")
-    tl.store(values + slot, value.to(tl.int32), mask=found)
-    tl.store(keys + slot, tl.full(key.shape, -1, tl.int32), mask=found)
-    return found
-
-
-@jit
-def _pass(
-    entry, keys, values, begin, total, stride, seed, partition,
-    BLOCK: tl.constexpr, HASHES: tl.constexpr,
+def _recover(
+    entry, value, marks, out, item, seed, step, partition, inverse, n, words, divisor,
+    HASHES: tl.constexpr, LANES: tl.constexpr, PACKED: tl.constexpr, RAW: tl.constexpr,
+    DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sweep once over the keys from ``begin``, ``BLOCK`` in every ``stride``.
+    """Write the keys alone in the cells ``item`` (-1 for none), unless somebody else does.
 
-    Returns: keys recovered, keys still open.
+    Returns: which are ours, bool; the keys, uint32; their symbols.
     """
-    recovered = tl.zeros([], tl.int32)
-    still_open = tl.zeros([], tl.int32)
-    for start in range(begin, total, stride):
-        slot = start + tl.arange(0, BLOCK)
-        key = tl.load(keys + slot, mask=slot < total, other=-1, volatile=True)
-        todo = tl.sum((key >= 0).to(tl.int32), 0)
-        if todo > 0:
-            found = _sweep(entry, slot, key, values, keys, seed, partition, HASHES)
-            done = tl.sum(found.to(tl.int32), 0)
-            recovered += done
-            still_open += todo - done
-    return recovered, still_open
+    # Volatile reads go to where the atomics of all programs land.
+    seen = tl.load(entry + item, mask=item >= 0, other=0, volatile=True)
+    if PACKED:
+        alone = (seen & 0xFFFF) == 1
+        key = key_of(item, (seen >> 16).to(tl.uint32), seed, partition, inverse, HASHES)
+        symbol = (seen >> 32).to(tl.int32)
+    else:
+        alone = (seen & 0xFFFFFFFF) == 1
+        key = (seen >> 32).to(tl.uint32)
+        symbol = tl.load(value + item, mask=alone, other=0, volatile=True)
+    bit = (tl.full(item.shape, 1, tl.uint32) << (key & 31)).to(tl.int32, bitcast=True)
+    was = tl.atomic_and(marks + (key >> 5).to(tl.int64), ~bit, mask=alone, sem="relaxed")
+    ours = alone & ((was & bit) != 0)
+    if RAW:
+        tl.store(out + key.to(tl.int64), symbol.to(out.dtype.element_ty), mask=ours)
+    else:
+        if symbol.dtype == tl.float64:
+            x = tl.expand_dims(symbol.to(tl.float32), 1)  # [BLOCK, LANES]
+        else:
+            x = lane_sums(symbol, LANES).to(tl.float32) * tl.load(step)
+        x = tl.div_rn(x, tl.zeros_like(x) + divisor) if DIVIDE else x * divisor
+        j = tl.expand_dims(key.to(tl.int64), 1) * LANES + tl.arange(0, LANES)
+        # Where a rank sent poison, all is NaN, and stays it.
+        there = tl.expand_dims(ours, 1) & (j < tl.where(tl.load(marks + words) == 0, n, 0))
+        tl.store(out + j, narrow(x, out.dtype.element_ty), mask=there)
+    return ours, key, symbol
 
 
-@jit(do_not_specialize=["launch", "partition", "seed", "stats"])
+@jit
+def _remove(
+    entry, value, item, ours, key, symbol, seed, partition,
+    HASHES: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Take keys out of their cells but ``item``; bit ``i`` set where one key is left in cell i."""
+    freed = tl.zeros(item.shape, tl.int32)
+    for i in tl.static_range(HASHES):
+        h = hash_of(key, seed, i)
+        cell = cell_at(h, partition, i)
+        other = ours & (cell != item)
+        taken = -contribution(key, h, PACKED)
+        if PACKED:
+            taken -= symbol.to(tl.int64) << 32
+            left = tl.atomic_add(entry + cell, taken, mask=other, sem="relaxed") + taken
+            single = other & ((left & 0xFFFF) == 1)
+        else:
+            tl.atomic_add(value + cell, -symbol, mask=other, sem="relaxed")
+            left = tl.atomic_add(entry + cell, taken, mask=other, sem="acq_rel") + taken
+            single = other & ((left & 0xFFFFFFFF) == 1)
+        freed |= single.to(tl.int32) << i
+    return freed
+
+
+@jit
+def _push_freed(place, freed, key, seed, partition, HASHES: tl.constexpr):
+    """Store the cells of ``key`` whose bits are set in ``freed``, one after the other."""
+    number = tl.zeros(freed.shape, tl.int32)
+    for i in tl.static_range(HASHES):
+        number += (freed >> i) & 1
+    slot = tl.cumsum(number, 0) - number
+    for i in tl.static_range(HASHES):
+        some = ((freed >> i) & 1) != 0
+        cell = cell_at(hash_of(key, seed, i), partition, i)
+        tl.store(place + slot, cell, mask=some)
+        slot += (freed >> i) & 1
+
+
+@jit
+def _number(freed, HASHES: tl.constexpr):
+    """Bits set in ``freed``, all together."""
+    number = tl.zeros(freed.shape, tl.int32)
+    for i in tl.static_range(HASHES):
+        number += (freed >> i) & 1
+    return tl.sum(number, 0)
+
+
+@jit(do_not_specialize=["cells"])
+def singles_kernel(
+    entry, lists, pending, cells, BLOCK: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seen = tl.load(entry + cell, mask=cell < cells, other=0)
+    single = ((seen & (0xFFFF if PACKED else 0xFFFFFFFF)) == 1).to(tl.int32)
+    total = tl.sum(single, 0)
+    if total > 0:
+        place = lists + tl.atomic_add(pending, total, sem="relaxed")
+        tl.store(place + tl.cumsum(single, 0) - single, cell, mask=single != 0)
+
+
+@jit(do_not_specialize=_PLAIN)
 def peel_kernel(
-    entry, keys, values, flags, stats, seed, launch, partition,
-    BLOCK: tl.constexpr, SWEEPS: tl.constexpr, HASHES: tl.constexpr,
+    entry, value, marks, stash, lists, pending, seed, step, out, launch, limit, partition, inverse,
+    cells, n, words, divisor,
+    BLOCK: tl.constexpr, ROOM: tl.constexpr, HASHES: tl.constexpr, LANES: tl.constexpr,
+    PACKED: tl.constexpr, RAW: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(flags + launch) == 0:
+    size = tl.load(pending + launch)
+    share = tl.cdiv(size, tl.num_programs(0))
+    begin = tl.minimum(tl.program_id(0) * share, size)
+    end = tl.minimum(begin + share, size)
+    if begin == end:
         return
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    stride = tl.num_programs(0) * BLOCK
-    total = tl.load(stats)
+    source = lists + (launch % 2).to(tl.int64) * cells
+    target = lists + ((launch + 1) % 2).to(tl.int64) * cells
+    pending += launch + 1
+    mine = stash + tl.program_id(0) * ROOM
     seed_value = tl.load(seed)
-    recovered = tl.zeros([], tl.int32)
-    still_open = tl.full([], 1, tl.int32)
-    sweep = 0
-    while (sweep < SWEEPS) & (still_open > 0):
-        done, still_open = _pass(
-            entry, keys, values, begin, total, stride, seed_value, partition, BLOCK, HASHES
-        )
-        recovered += done
-        sweep += 1
-    if recovered > 0:
-        tl.store(flags + launch + 1, 1)
+    count = tl.zeros([], tl.int32)
+    steps = tl.zeros([], tl.int32)
+    while (begin < end) | ((count > 0) & (steps < limit)):
+        if (begin < end) & (count < BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            cell = tl.load(source + at, mask=at < end, other=-1)
+            count = push(mine, count, cell, at < end)
+            begin += BLOCK
+            tl.debug_barrier()
+        else:
+            item = pop(mine, count, BLOCK)
+            count = tl.maximum(count - BLOCK, 0)
+            ours, key, symbol = _recover(
+                entry, value, marks, out, item, seed_value, step, partition, inverse, n, words,
+                divisor, HASHES, LANES, PACKED, RAW, DIVIDE,
+            )  # fmt: skip
+            freed = _remove(
+                entry, value, item, ours, key, symbol, seed_value, partition, HASHES, PACKED
+            )
+            more = _number(freed, HASHES)
+            tl.debug_barrier()
+            if count + more <= ROOM:
+                _push_freed(mine + count, freed, key, seed_value, partition, HASHES)
+                count += more
+            else:
+                place = target + tl.atomic_add(pending, more, sem="relaxed")
+                _push_freed(place, freed, key, seed_value, partition, HASHES)
+            tl.debug_barrier()
+            steps += 1
+    if count > 0:
+        place = target + tl.atomic_add(pending, count, sem="relaxed")
+        for start in range(0, count, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            item = tl.load(mine + at, mask=at < count, other=-1, volatile=True)
+            tl.store(place + at, item, mask=at < count)
 
 
-@jit(do_not_specialize=["launch", "partition", "seed", "stats"])
+@jit(do_not_specialize=_PLAIN)
 def finish_kernel(
-    entry, keys, values, flags, stats, seed, launch, partition,
-    BLOCK: tl.constexpr, HASHES: tl.constexpr,
+    entry, value, marks, lists, pending, seed, step, out, launch, partition, inverse,
+    cells, n, words, divisor,
+    BLOCK: tl.constexpr, HASHES: tl.constexpr, LANES: tl.constexpr, PACKED: tl.constexpr,
+    RAW: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    begin = tl.zeros([], tl.int64)
-    total = tl.load(stats)
+    size = tl.load(pending + launch)
+    if size == 0:
+        return
     seed_value = tl.load(seed)
-    recovered = tl.load(flags + launch)
-    while recovered > 0:
-        recovered, _still_open = _pass(
-            entry, keys, values, begin, total, BLOCK, seed_value, partition, BLOCK, HASHES
-        )
-        # No progress means none is possible only if this pass saw all of the last one's work.
+    turn = launch.to(tl.int64)
+    while size > 0:
+        source = lists + turn % 2 * cells
+        target = lists + (turn + 1) % 2 * cells
+        count = tl.zeros([], tl.int32)
+        for start in range(0, size, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            item = tl.load(source + at, mask=at < size, other=-1, volatile=True)
+            ours, key, symbol = _recover(
+                entry, value, marks, out, item, seed_value, step, partition, inverse, n, words,
+                divisor, HASHES, LANES, PACKED, RAW, DIVIDE,
+            )  # fmt: skip
+            freed = _remove(
+                entry, value, item, ours, key, symbol, seed_value, partition, HASHES, PACKED
+            )
+            _push_freed(target + count, freed, key, seed_value, partition, HASHES)
+            count += _number(freed, HASHES)
         tl.debug_barrier()
+        size = count
+        turn += 1
 
 
-def peel_integers(seed: Tensor, stats: Tensor, table: Table, *, layout: SketchLayout) -> None:
-    """Recover what can be recovered: ``table.values`` by slot, ``table.keys`` -1 where done."""
+def peel_table(
+    seed: Tensor,
+    step: Tensor,
+    out: Tensor,
+    table: Table,
+    *,
+    layout: SketchLayout,
+    divisor: int,
+    raw: bool,
+) -> None:
+    """Write the keys that can be recovered to ``out``; the bits of the others stay set.
+
+    Args:
+        out: ``[n]`` elements, or ``[groups]`` symbols; cleared before.
+        raw: whether ``out`` takes symbols.
+    """
     if layout.groups == 0:
         return
-    last = launches(layout)
-    programs = min(PROGRAMS, max(1, triton.cdiv(layout.keys, BLOCK)))
-    arguments = (table.entry, table.keys, table.values, table.flags, stats, seed)
+    divide = divisor & (divisor - 1) != 0
+    t, last = table, launches(layout)
+    numbers = (
+        layout.partition, (1 << 63) // layout.partition if packed(layout) else 1 << 40,
+        layout.cells, out.shape[0], layout.words, float(divisor) if divide else 1.0 / divisor,
+    )  # fmt: skip
+    shape = {
+        "HASHES": layout.hashes, "LANES": layout.symbol.lanes, "PACKED": packed(layout),
+        "RAW": raw, "DIVIDE": divide, "enable_fp_fusion": False,
+    }  # fmt: skip
+    singles_kernel[(triton.cdiv(layout.cells, SCAN_BLOCK),)](
+        t.entry, t.lists, t.pending, layout.cells,
+        BLOCK=SCAN_BLOCK, PACKED=packed(layout), num_warps=SCAN_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     for launch in range(last):
-        peel_kernel[(programs,)](
-            *arguments, launch, layout.partition,
-            BLOCK=BLOCK, SWEEPS=_SWEEPS, HASHES=layout.hashes,
-            num_warps=WARPS, enable_fp_fusion=False,
+        peel_kernel[(peeling_programs(layout),)](
+            t.entry, t.value, t.open, t.stash, t.lists, t.pending, seed, step, out,
+            launch, _STEPS if launch < last - 1 else _NO_LIMIT, *numbers,
+            BLOCK=LANES_OF_A_STEP, ROOM=ROOM, num_warps=1, **shape,
         )  # fmt: skip
     finish_kernel[(1,)](
-        *arguments, last, layout.partition, BLOCK=FINISH_BLOCK, HASHES=layout.hashes,
-        num_warps=FINISH_WARPS, enable_fp_fusion=False,
+        t.entry, t.value, t.open, t.lists, t.pending, seed, step, out, last, *numbers,
+        BLOCK=FINISH_BLOCK, num_warps=FINISH_WARPS, **shape,
     )  # fmt: skip

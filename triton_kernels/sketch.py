@@ -2,17 +2,16 @@
 
 Encode: :mod:`.select` (the one dense pass) marks groups and accumulates the residual, :mod:`.trim`
 clears marks beyond the capacity, :mod:`.emit` quantizes what is left and adds it to the cells.
-Decode: :mod:`.union` ORs the bitmaps and makes the peeling table, :mod:`.keys` lists the keys,
-:mod:`.peel` or :mod:`.peel_float` recovers their symbols, :mod:`.estimate` owes what was not
-recovered through the residual, :mod:`.write` dequantizes; a direct layout needs only the first and
-the last of these. Insert and peel are the same table without a gradient: :mod:`.scatter` fills the
-cells, :mod:`.expand` writes what peeling recovered.
+Decode: :mod:`.union` ORs the bitmaps and makes the peeling table, :mod:`.keys` counts the keys into
+it and clears the output, :mod:`.peel` writes what it recovers, :mod:`.estimate` owes the rest
+through the residual; for a direct layout :mod:`.write` takes the place of all but the first. Insert
+and peel are the same table without a gradient: :mod:`.scatter` fills the cells, :mod:`.expand` says
+what peeling did not recover.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
@@ -21,20 +20,15 @@ from .device import on_device_of
 from .emit import emit
 from .estimate import estimate
 from .expand import expand
-from .keys import list_keys
-from .peel import peel_integers
-from .peel_float import peel_floats
-from .scatter import insert_kernel
+from .keys import count_keys
+from .peel import peel_table
+from .scatter import insert_symbols
 from .scratch import buffer
 from .select import select
-from .table import Table, table_of
+from .table import table_of
 from .trim import trim
 from .union import unite
 from .write import write
-
-# Words of the bitmap per program of insert, and its warps.
-_WORDS = 16
-_WARPS = 4
 
 
 @on_device_of("grad")
@@ -83,10 +77,13 @@ def decode(
 ) -> None:
     """See :meth:`tagc.ops.sketch.SketchOps.decode`."""
     table = table_of(layout, cells.device)
-    _recover(index, cells, seed, stats, table, layout)
-    if not layout.direct:
-        estimate(step, seed, residual, stats, table, layout=layout)
-    write(cells, step, out, table, layout=layout, divisor=divisor)
+    unite(index, cells, stats, table, layout=layout)
+    if layout.direct:
+        write(cells, step, out, stats, table, layout=layout, divisor=divisor)
+        return
+    count_keys(seed, stats, out, table, layout=layout, raw=False)
+    peel_table(seed, step, out, table, layout=layout, divisor=divisor, raw=False)
+    estimate(step, seed, residual, stats, table, layout=layout)
 
 
 @on_device_of("cells")
@@ -94,13 +91,7 @@ def insert(
     symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
 ) -> None:
     """See :meth:`tagc.ops.sketch.SketchOps.insert`."""
-    cells.zero_()
-    if layout.groups == 0:
-        return
-    insert_kernel[(triton.cdiv(layout.words, _WORDS),)](
-        symbols, index, seed, cells, layout.groups, layout.words, layout.partition,
-        WORDS=_WORDS, HASHES=layout.hashes, num_warps=_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+    insert_symbols(symbols, index, seed, cells, layout=layout)
 
 
 @on_device_of("cells")
@@ -112,20 +103,10 @@ def peel(
     stuck = torch.empty(layout.groups, dtype=torch.int8, device=cells.device)
     table = table_of(layout, cells.device)
     stats = buffer("stats", (2,), torch.int32, cells.device, layout)
-    _recover(index[None], cells, seed, stats, table, layout)
+    unite(index[None], cells, stats, table, layout=layout)
+    if not layout.direct:
+        count_keys(seed, stats, symbols, table, layout=layout, raw=True)
+        # Symbols stay as they are: neither step nor divisor matters.
+        peel_table(seed, seed, symbols, table, layout=layout, divisor=1, raw=True)
     expand(cells, symbols, stuck, table, layout=layout)
     return symbols, stuck.view(torch.bool)
-
-
-def _recover(
-    index: Tensor, cells: Tensor, seed: Tensor, stats: Tensor, table: Table, layout: SketchLayout
-) -> None:
-    """Fill ``table`` from the bitmaps ``[W, ...]`` and the summed ``cells``, and peel it."""
-    unite(index, cells, stats, table, layout=layout)
-    if layout.direct:
-        return
-    list_keys(seed, table, layout=layout)
-    if layout.symbol.integer:
-        peel_integers(seed, stats, table, layout=layout)
-    else:
-        peel_floats(seed, stats, table, layout=layout)

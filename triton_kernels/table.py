@@ -1,4 +1,18 @@
-"""The buffers of one decode: union bitmap, present keys with their values, peeling table."""
+"""The buffers of one decode: bitmap, peeling table, work lists.
+
+An entry of the table says which key is left in its cell, if there is only one, in one 64-bit word
+that an atomic addition changes. All fields are sums over the keys left, so when one is left, the
+word is that key's, whatever was carried between fields before. There are two formats:
+
+* *packed*: ``value << 32 | (Σ low 16 bits of hashes) << 16 | degree``, for integer symbols. A cell
+  has at most ``ceil(2^32 / partition)`` keys (see :mod:`.hashing`); where that is at most 0xFFFE,
+  the degree never leaves its 16 bits, and 16 bits of its hash name a key.
+* *split*: ``(Σ keys) << 32 | degree``, and the value in a table of its own (float64 for ``float32``
+  symbols). Degrees stay below 2^31, as groups do.
+
+Worked example (packed): a cell with the value -2 and the hashes 0x12345678 and 0x12348888 has
+0xfffffffe_00000000 + 0x5678_0000 + 0x8888_0000 + 2 = 0xfffffffe_df000002.
+"""
 
 from __future__ import annotations
 
@@ -11,64 +25,68 @@ from torch import Tensor
 from tagc.ops.sketch import SketchLayout
 
 from .scratch import buffer
+from .stash import PROGRAMS, STASH, STASH_WORDS
 
-# Words per program of the union, and per partial sum of the number of keys.
-UNION_BLOCK = 1024
-# Launches of peeling that can hand a flag to the next.
-FLAGS = 512
+# Launches of peeling that can hand work to the next.
+LISTS = 32
+# The most cells that a program of peeling stashes, and cells of the table per program.
+ROOM, _CELLS = 256, 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Device buffers; all but the first are None in a direct layout.
 
-    ``keys`` and ``values`` have room for every group, not only for the ``layout.keys`` that the
-    sketch is sized for, so that an overfull union is peeled as far as it goes and nothing is lost.
-
     Attributes:
-        union: ``[words + 1]`` int32 bitmap, then the poison word.
-        offset: ``[words]`` int32, keys before each word in its block.
-        blocks: int32, keys per ``UNION_BLOCK`` words.
-        first_slot: ``[words]`` int32, slot of the first key of each word.
-        keys: ``[groups]`` int32, present groups in ascending order; -1 once recovered.
-        values: ``[groups]`` recovered symbols by slot, 0 where not recovered.
-        exact: ``[groups]`` float64 values by slot, for ``float32`` symbols only.
-        entry: ``[cells]`` int64 (value and degree) or float64 (value).
-        degree: ``[cells]`` int32, for ``float32`` symbols only.
-        flags: ``[FLAGS]`` int32, 1 where a launch of peeling has work to look for.
+        open: ``[words + 1]`` int32 bitmap, first the union, then the keys not recovered; then the
+            poison word.
+        entry: ``[cells]`` int64.
+        value: ``[cells]`` int32 or float64; None where it is in the entry.
+        stash: int32, a piece for every program.
+        lists: ``[2, cells]`` int32, cells to peel; one that a launch reads, one for the next.
+        pending: ``[LISTS]`` int32, how many each launch has to read.
     """
 
-    union: Tensor
-    offset: Tensor | None = None
-    blocks: Tensor | None = None
-    first_slot: Tensor | None = None
-    keys: Tensor | None = None
-    values: Tensor | None = None
-    exact: Tensor | None = None
+    open: Tensor
     entry: Tensor | None = None
-    degree: Tensor | None = None
-    flags: Tensor | None = None
+    value: Tensor | None = None
+    stash: Tensor | None = None
+    lists: Tensor | None = None
+    pending: Tensor | None = None
+
+
+def packed(layout: SketchLayout) -> bool:
+    """Whether an entry holds value, hash and degree."""
+    return layout.symbol.integer and -(-(1 << 32) // layout.partition) <= 0xFFFE
+
+
+def listing_programs(words: int, rows: int) -> int:
+    """Programs per row that list the bits of ``rows`` bitmaps of so many words."""
+    return min(max(1, PROGRAMS // rows), triton.cdiv(words, STASH_WORDS))
+
+
+def peeling_programs(layout: SketchLayout) -> int:
+    """Programs of a launch of peeling."""
+    return min(PROGRAMS, triton.cdiv(layout.cells, _CELLS))
 
 
 def table_of(layout: SketchLayout, device: torch.device) -> Table:
     """The buffers for this layout, kept between calls."""
 
-    def take(purpose: str, numel: int, dtype: torch.dtype) -> Tensor:
-        return buffer(purpose, (numel,), dtype, device, layout)
+    def take(purpose: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return buffer(purpose, shape, dtype, device, layout)
 
-    union = take("union", layout.index_words, torch.int32)
+    marks = take("open", (layout.index_words,), torch.int32)
     if layout.direct:
-        return Table(union=union)
-    integer = layout.symbol.integer
+        return Table(open=marks)
+    value = torch.int32 if layout.symbol.integer else torch.float64
+    listing = layout.hashes * listing_programs(layout.words, layout.hashes) * STASH
+    peeling = peeling_programs(layout) * ROOM
     return Table(
-        union=union,
-        offset=take("offset", layout.words, torch.int32),
-        blocks=take("blocks", triton.cdiv(layout.words, UNION_BLOCK), torch.int32),
-        first_slot=take("first_slot", layout.words, torch.int32),
-        keys=take("keys", layout.groups, torch.int32),
-        values=take("values", layout.groups, layout.symbol.dtype),
-        exact=None if integer else take("exact", layout.groups, torch.float64),
-        entry=take("entry", layout.cells, torch.int64 if integer else torch.float64),
-        degree=None if integer else take("degree", layout.cells, torch.int32),
-        flags=take("flags", FLAGS, torch.int32),
+        open=marks,
+        entry=take("entry", (layout.cells,), torch.int64),
+        value=None if packed(layout) else take("value", (layout.cells,), value),
+        stash=take("stash", (max(listing, peeling),), torch.int32),
+        lists=take("lists", (2, layout.cells), torch.int32),
+        pending=take("pending", (LISTS,), torch.int32),
     )

@@ -1,12 +1,9 @@
-"""Union: OR the ranks' bitmaps, count the keys, put the summed cells into the peeling table.
+"""Union: OR the ranks' bitmaps, put the summed cells into the peeling table.
 
-For integer symbols a table entry is one 64-bit word, ``value << 32 | degree``: the sum of the
-symbols left in a cell modulo 2^32 and the number of keys left in it, which one atomic changes and
-one load reads together. Values go in here, degrees with the keys. For ``float32`` symbols the two
-have tables of their own, and values are float64.
+Entries get their values here, keys and degrees with the keys (:mod:`.keys`).
 
-Worked example (2 ranks, one word each): bitmaps 0b0101 and 0b0110 have the union 0b0111, with 3
-keys, the first of which has slot 0; a cell -2 becomes 0xfffffffe_00000000.
+Worked example (2 ranks, one word each): bitmaps 0b0101 and 0b0110 have the union 0b0111; a cell -2
+becomes the packed entry 0xfffffffe_00000000.
 """
 
 from __future__ import annotations
@@ -17,17 +14,18 @@ from torch import Tensor
 from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
-from .scalar import load_words, popcount
-from .table import FLAGS, UNION_BLOCK, Table
+from .scalar import load_words
+from .table import LISTS, Table
 
+_BLOCK = 1024
 _WARPS = 4
 
 
 @jit(do_not_specialize=["W", "index_stride", "groups", "words", "length", "numel", "stats"])
 def union_kernel(
-    index, cells, union, offset, blocks, entry, degree, flags, stats,
+    index, cells, union, entry, value, pending, stats,
     W, index_stride, groups, words, length, numel,
-    BLOCK: tl.constexpr, FLAGS: tl.constexpr,
+    BLOCK: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0).to(tl.int64)
     w = p * BLOCK + tl.arange(0, BLOCK)
@@ -41,43 +39,35 @@ def union_kernel(
         cut = (w == words - 1) & (tail != 0)
         word = tl.where(cut, word & ((tl.full([], 1, tl.uint32) << tail) - 1), word)
         tl.store(union + w, word.to(tl.int32, bitcast=True), mask=w < length)
-        count = tl.where(w < words, popcount(word), 0)
-        total = tl.sum(count, 0)
-        tl.atomic_add(stats, total, sem="relaxed")
-        if offset is not None:
-            tl.store(offset + w, tl.cumsum(count, 0) - count, mask=w < words)
-            tl.store(blocks + p, total)
+    if p == 0:
+        two = tl.arange(0, 2)
+        tl.store(stats + two, tl.zeros([2], tl.int32))
     if entry is not None:
-        value = tl.load(cells + w, mask=w < numel, other=0)
-        if degree is None:
-            tl.store(entry + w, value.to(tl.int64) << 32, mask=w < numel)
+        cell = tl.load(cells + w, mask=w < numel, other=0)
+        if value is None:
+            tl.store(entry + w, cell.to(tl.int64) << 32, mask=w < numel)
         else:
-            tl.store(entry + w, value.to(tl.float64), mask=w < numel)
-            tl.store(degree + w, tl.zeros([BLOCK], tl.int32), mask=w < numel)
+            tl.store(entry + w, tl.zeros([BLOCK], tl.int64), mask=w < numel)
+            tl.store(value + w, cell.to(value.dtype.element_ty), mask=w < numel)
         if p == 0:
-            r = tl.arange(0, FLAGS)
-            tl.store(flags + r, (r == 0).to(tl.int32))
+            tl.store(pending + tl.arange(0, LISTS), tl.zeros([LISTS], tl.int32))
 
 
 def unite(
     index: Tensor, cells: Tensor, stats: Tensor, table: Table, *, layout: SketchLayout
 ) -> None:
-    """Write union, number of keys and table.
+    """Write union and table; nothing is pending, and ``stats`` are 0.
 
     Args:
         index: ``[W, length]`` int32, bitmaps, with a poison word (``index_words``) or without
             (``words``).
         cells: ``[cells]``, summed; not needed for a direct layout.
-        stats: ``[2]`` int32, written: keys in the union, 0.
+        stats: ``[2]`` int32, written.
     """
-    stats.zero_()
     W, length = index.shape
     entries = 0 if layout.direct else layout.cells
-    programs = triton.cdiv(max(length, entries), UNION_BLOCK)
-    if programs == 0:
-        return
-    union_kernel[(programs,)](
-        index, cells, table.union, table.offset, table.blocks, table.entry, table.degree,
-        table.flags, stats, W, index.stride(0), layout.groups, layout.words, length, entries,
-        BLOCK=UNION_BLOCK, FLAGS=FLAGS, num_warps=_WARPS, enable_fp_fusion=False,
+    union_kernel[(max(1, triton.cdiv(max(length, entries), _BLOCK)),)](
+        index, cells, table.open, table.entry, table.value, table.pending, stats,
+        W, index.stride(0), layout.groups, layout.words, length, entries,
+        BLOCK=_BLOCK, LISTS=LISTS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Write: dequantize the recovered symbols into this rank's shard, front to back.
+"""Write: dequantize the cells of a direct layout into this rank's shard, front to back.
 
-Elements are ``float32(sum of q) * step / divisor``, 0 in groups that are absent or unresolved. The
-step is a power of two, so the product is exact and the division rounds once; where the divisor is a
-power of two as well, multiplying by its inverse gives the same bits. If any rank's poison word is
-set, everything is NaN.
+Elements are ``float32(sum of q) * step / divisor``, 0 in groups that are absent. The step is a
+power of two, so the product is exact and the division rounds once; where the divisor is a power of
+two as well, multiplying by its inverse gives the same bits. If any rank's poison word is set,
+everything is NaN.
 
 Worked example (int8x4, step 0.5, divisor 2): symbol 511 has the lanes (-1, 2, 0, 0), which become
 (-0.25, 0.5, 0, 0).
@@ -17,29 +17,27 @@ from torch import Tensor
 from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
-from .scalar import bits_of, lane_sums, load_words, narrow, slot_of
+from .scalar import bits_of, lane_sums, load_words, narrow, popcount
 from .table import Table
 
 _WORDS = 16
 _WARPS = 4
 
 
-@jit(do_not_specialize=["words", "divisor", "step"])
+@jit(do_not_specialize=["words", "divisor", "step", "stats"])
 def write_kernel(
-    union, first_slot, values, step, out, n, words, divisor,
+    union, cells, step, out, stats, n, words, divisor,
     LANES: tl.constexpr, WORDS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * WORDS
     w = tl.arange(0, WORDS)
     word = load_words(union + first + w, w < words - first)
-    present = bits_of(word)  # [WORDS, 32]
-    group = tl.expand_dims(w, 1) * 32 + tl.arange(0, 32)
-    if first_slot is None:
-        value = tl.load(values + first * 32 + group, mask=present, other=0)
-    else:
-        start = tl.load(first_slot + first + w, mask=w < words - first, other=0)
-        value = tl.load(values + slot_of(word, start), mask=present, other=0)
-    if values.dtype.element_ty == tl.float32:
+    total = tl.sum(popcount(word), 0)
+    if total > 0:
+        tl.atomic_add(stats, total, sem="relaxed")
+    group = tl.expand_dims(w, 1) * 32 + tl.arange(0, 32)  # [WORDS, 32]
+    value = tl.load(cells + first * 32 + group, mask=bits_of(word), other=0)
+    if cells.dtype.element_ty == tl.float32:
         x = tl.expand_dims(value, 2)  # [WORDS, 32, LANES]
     else:
         x = lane_sums(value, LANES).to(tl.float32) * tl.load(step)
@@ -52,15 +50,22 @@ def write_kernel(
 
 
 def write(
-    cells: Tensor, step: Tensor, out: Tensor, table: Table, *, layout: SketchLayout, divisor: int
+    cells: Tensor,
+    step: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    table: Table,
+    *,
+    layout: SketchLayout,
+    divisor: int,
 ) -> None:
-    """Write ``out`` ``[n]`` from ``table``, or from ``cells`` if the layout is direct."""
+    """Write ``out`` ``[n]``, and the number of keys to ``stats[0]``."""
     if layout.numel == 0:
         return
     divide = divisor & (divisor - 1) != 0
     write_kernel[(triton.cdiv(layout.words, _WORDS),)](
-        table.union, table.first_slot, cells if layout.direct else table.values, step, out,
-        layout.numel, layout.words, float(divisor) if divide else 1.0 / divisor,
+        table.open, cells, step, out, stats, layout.numel, layout.words,
+        float(divisor) if divide else 1.0 / divisor,
         LANES=layout.symbol.lanes, WORDS=_WORDS, DIVIDE=divide,
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

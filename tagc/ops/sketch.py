@@ -152,9 +152,14 @@ class SketchOps(Protocol):
         2. a group with a non-finite ``x`` is never selected, its residual stays as it was and the
            poison word of the destination is set;
         3. a kept element sends ``q = rint(clip(x / step[d], -levels, levels))`` and leaves
-           ``x - q * step[d]`` in the residual (``float32`` symbols send ``x`` and leave 0), every
-           other element leaves ``x``, rounded to nearest even in the residual's dtype (finite
-           stays finite).
+           ``x - q * step[d]`` in the residual (``float32`` symbols send ``x`` and leave 0, but
+           of a subnormal ``x``, below ``2**-126``, send 0 and leave ``x``), every other element
+           leaves ``x``, rounded to nearest even in the residual's dtype (finite stays finite).
+
+        Atomic additions of GPUs take subnormal float32 numbers for 0, which is why ``float32``
+        symbols do not send them. Sums of normal numbers that come out subnormal in a cell are
+        beyond the sender's knowledge: they may become 0, so a sum may be off by up to ``2**-126``
+        for every addition to its cells.
 
         Args:
             grad: ``[W, n]`` float32, bfloat16 or float16.

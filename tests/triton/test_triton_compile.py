@@ -98,9 +98,10 @@ def test_select_reads_and_writes_16_bytes_at_a_time(compiled):
         assert stores == expected, k.variant
 
 
-def test_write_stores_vectors(compiled):
-    kernels = [k for k in compiled if k.name == "write_kernel" and k.signature["out"] == "*fp32"]
-    assert any("st.global.v4.b32" in k.ptx for k in kernels)
+def test_decoding_stores_vectors(compiled):
+    for name in ("write_kernel", "keys_kernel"):
+        kernels = [k for k in compiled if k.name == name and k.signature["out"] == "*fp32"]
+        assert any("st.global.v4.b32" in k.ptx for k in kernels), name
 
 
 def test_quantize_reads_and_writes_16_bytes_at_a_time(compiled):
@@ -179,8 +180,13 @@ def test_arithmetic_is_ieee(compiled):
 
 
 def test_atomics_return_nothing(compiled):
-    """Else a warp waits for each of them; Triton 3.6 leaves it to ptxas to see that it need not."""
+    """Else a warp waits for each of them; Triton 3.6 leaves it to ptxas to see that it need not.
+
+    Peeling follows what its atomics return, which spares it looking for what it freed."""
     for k in compiled:
+        if k.name in ("singles_kernel", "peel_kernel", "finish_kernel"):
+            assert "atom.global" in k.ptx
+            continue
         for result in re.findall(r"\batom\.global\S* (%\w+),", k.ptx):
             mentions = re.findall(rf"^.*{result}\b.*$", k.ptx, re.MULTILINE)
             uses = [line for line in mentions if "atom." not in line and ", 0x0;" not in line]
@@ -227,7 +233,7 @@ def test_sizes_of_one_compile():
         encode(SYMBOLS["int8x4"], BF16, BF16, 3, "some", numel=1, W=1)
         decode(SYMBOLS["float32"], F32, BF16, 3, 3, numel=1, W=1)
     assert {k.name for k in found} == SKETCH - {
-        "insert_kernel", "expand_kernel", "peel_kernel", "finish_kernel", "count_kernel",
+        "insert_kernel", "expand_kernel", "clear_kernel", "write_kernel", "count_kernel",
         "drop_kernel",
     }  # fmt: skip
     check_memory(found)

@@ -5,8 +5,11 @@ Every case runs interpreted on the CPU and, where there is a GPU, natively (``-m
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,12 +19,13 @@ import pytest
 import torch
 
 from support import oracle
-from support.kernel_cases import Cases, interpreted, kernels, same
+from support.kernel_cases import Cases, canonical, interpreted, kernels, same
 from support.sketch_kernels import (
     BF16,
     F16,
     F32,
     I32,
+    Problem,
     check,
     check_codec,
     problem,
@@ -29,6 +33,8 @@ from support.sketch_kernels import (
     run_encode,
 )
 from tagc.ops import reference
+from tagc.ops.bitmap import to_bitmap
+from tagc.ops.reference.sketch import positions as reference_positions
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.symbols import SYMBOLS
 
@@ -208,15 +214,145 @@ def _(device):
         check_codec(layout, present, symbols, device)
 
 
-@case("one program can finish peeling alone")
+@case("peeling in few steps: handed over, spilt, finished by one program")
 def _(device):
-    for wide, symbol in itertools.product((0, 1), ("int8x4", "float32")):
+    peel, table = kernels("peel"), kernels("table")
+    # Steps of all launches but the last, of the last, launches, room: 63 are the least.
+    for limits, symbol in itertools.product(
+        ((1, 1, 1, 256), (1, 1, 4, 256), (2, 3, 3, 63), (1, 0, 1, 63)), ("int8x4", "float32")
+    ):
+        steps, last, launches, room = limits
         with (
-            mock.patch.object(kernels("peel"), "launches", return_value=wide),
-            mock.patch.object(kernels("peel_float"), "launches", return_value=wide),
-        ):
+            mock.patch.object(peel, "launches", return_value=launches),
+            mock.patch.object(peel, "_STEPS", steps), mock.patch.object(peel, "_NO_LIMIT", last),
+            mock.patch.object(peel, "ROOM", room), mock.patch.object(table, "_CELLS", 512),
+        ):  # fmt: skip
             p = problem(symbol, F32, F32, 1200, "all above", hashes=3, room=1.3)
-            assert check(p, device)["stats"][0] > 100
+            stats = check(p, device)["stats"]
+            assert stats[0] > 100
+            assert stats[1] < stats[0] // 2
+
+
+def same_cells(layout: SketchLayout, seed: int, pairs: int) -> torch.Tensor:
+    """Keys of ``pairs`` pairs that share all their cells."""
+    every = torch.arange(layout.groups)
+    where = reference_positions(every, torch.tensor([seed], dtype=I32), layout)
+    code = (where * torch.tensor([1 << 20, 1])).sum(1)
+    order = code.argsort()
+    twice = (code[order][1:] == code[order][:-1]).nonzero().flatten()[:pairs]
+    assert len(twice) == pairs
+    return torch.cat((order[twice], order[twice + 1]))
+
+
+@contextlib.contextmanager
+def wide_programs() -> Iterator[None]:
+    """When interpreted, few programs that do much at once; compiled, they would not fit."""
+    table, peel, keys = kernels("table"), kernels("peel"), kernels("keys")
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            for module, name, value in (
+                (table, "_CELLS", 1 << 13), (peel, "SCAN_BLOCK", 1 << 15),
+                (table, "PROGRAMS", 60), (keys, "_FILL", 1 << 14),
+            ):  # fmt: skip
+                stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+@case("packed entries: hashes name the keys, carries between fields do no harm")
+def _(device):
+    table = kernels("table")
+    rng = np.random.default_rng(5)
+    for symbol, hashes, partition, keys, pairs in (
+        ("int8x4", 3, 65539, 1500, 0), ("int32x1", 2, 65539, 999, 7), ("int16x2", 2, 70001, 40, 10),
+    ):  # fmt: skip
+        lanes = SYMBOLS[symbol].lanes
+        layout = SketchLayout(
+            numel=200_000 * lanes - 1, symbol=SYMBOLS[symbol], keys=keys, hashes=hashes,
+            partition=partition,
+        )  # fmt: skip
+        assert table.packed(layout)
+        present = torch.zeros(layout.groups, dtype=torch.bool)
+        present[rng.choice(layout.groups, keys, replace=False)] = True
+        present[[0, layout.groups - 1]] = True
+        if pairs:
+            present[same_cells(layout, 8, pairs)] = True
+        symbols = torch.from_numpy(rng.integers(-(2**31), 2**31, layout.groups)).to(I32)
+        # Half of them in the second rank's bitmap, some in both.
+        turn = torch.from_numpy(rng.integers(1, 4, layout.groups))
+        index = torch.zeros(2, layout.index_words, dtype=I32)
+        for rank in (0, 1):
+            index[rank, :-1] = to_bitmap(present & ((turn & (1 << rank)) != 0))
+        cells = torch.zeros(layout.cells, dtype=I32)
+        seed = torch.tensor([8], dtype=I32)
+        reference.insert(symbols, to_bitmap(present), seed, cells, layout=layout)
+        p = Problem(
+            torch.zeros(2, 0), torch.full((2, layout.numel), 0.25), torch.ones(2),
+            torch.full((2,), 0.5), seed, layout, 1, keys,
+        )  # fmt: skip
+        want = run_decode(reference, index, cells, p, BF16, 2, "cpu", False)
+        with wide_programs():
+            got = run_decode(kernels("ops"), index, cells, p, BF16, 2, device, False)
+        for name, tensor in want.items():
+            same(name, canonical(got[name]), canonical(tensor))
+        stats = want["stats"]
+        assert stats is not None
+        assert stats[0] == present.sum()
+        assert (stats[1] >= 2 * pairs) if pairs else (stats[1] == 0)
+
+
+@case("the least partition of packed entries")
+def _(device):
+    for symbol, partition, expected in (
+        ("int8x4", 65539, True), ("int8x4", 65538, False), ("float32", 1 << 20, False)
+    ):  # fmt: skip
+        layout = SketchLayout(
+            numel=1000, symbol=SYMBOLS[symbol], keys=9, hashes=3, partition=partition
+        )
+        assert kernels("table").packed(layout) is expected
+        # The most hashes of a cell, and 2 by which the first may be missed.
+        assert expected is False or -(-(2**32) // partition) + 2 <= 2**16
+
+
+@case("no group, and every group of many ranks")
+def _(device):
+    for symbol, hashes in (("int8x4", 3), ("int32x1", 6), ("float32", 4), ("int16x2", 1)):
+        lanes = SYMBOLS[symbol].lanes
+        n = 400 * lanes - (lanes - 1)
+        for W, every in ((5, True), (1, False), (5, False)):
+            partition = -(-n // lanes) if hashes == 1 else 64
+            layout = SketchLayout(
+                numel=n, symbol=SYMBOLS[symbol], keys=20, hashes=hashes, partition=partition
+            )
+            p = Problem(
+                torch.full((W, n), 3.0 if every else 0.0), torch.zeros(W, n), torch.ones(W),
+                torch.ones(W), torch.tensor([W], dtype=I32), layout, layout.symbol.levels(W),
+                layout.groups,
+            )  # fmt: skip
+            done = check(p, device, divisor=W)
+            keys = layout.groups if every else 0
+            assert done["stats"][0] == keys
+            assert done["counts"][:, 2].tolist() == [keys] * W
+            if hashes == 3 and every:  # 400 keys in 192 cells
+                assert done["stats"][1] > 300
+
+
+@case("subnormal float32 symbols stay in the residual")
+def _(device):
+    least = 2.0**-126
+    for residual in (F32, BF16, None):
+        p = problem("float32", F32, residual, 300, "all above", hashes=4, room=6.0)
+        p.grad.zero_()
+        sizes = (least / 2, -(2.0**-133), least, -least, 4 * least)
+        p.grad[:, ::3] = torch.tensor(sizes).repeat(20)
+        if residual is not None:
+            p.residual = torch.zeros_like(p.grad).to(residual)
+        p.threshold, p.capacity = torch.full((2,), 2.0**-149), 200
+        done = check(p, device, divisor=1)
+        assert done["counts"][:, 2].tolist() == [100, 100]
+        if residual is not None:
+            assert done["residual"][0, :15:3].tolist() == [least / 2, -(2.0**-133), 0, 0, 0]
+        assert done["stats"].tolist() == [100, 0]
+        assert done["out"][:15:3].tolist() == [0, 0, 2 * least, -2 * least, 8 * least]
 
 
 @case("the same launches give the same bits")

@@ -73,7 +73,9 @@ def encode(
             clipped = (scaled.abs() > levels).any(-1) & kept
             symbols, sent = pack(q.nan_to_num(0.0).to(torch.int64), layout.symbol), q * step[d]
         else:
-            symbols, sent, clipped = groups[:, 0], groups, torch.zeros_like(kept)
+            tiny = torch.finfo(torch.float32).smallest_normal
+            sent = groups.masked_fill((groups != 0) & (groups.abs() < tiny), 0.0)
+            symbols, clipped = sent[:, 0], torch.zeros_like(kept)
         if residual is not None:
             left = torch.where(kept[:, None], groups - sent, groups).flatten()[: layout.numel]
             stay = (~finite)[:, None].expand_as(groups).flatten()[: layout.numel]

@@ -13,6 +13,7 @@ from tagc.ops.cpu.kernels.scalar import N, U, compiled, positions, salts_of, sto
 from tagc.ops.cpu.kernels.selection import keep_largest, select_groups
 
 _BATCH = 256
+_SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 @compiled
@@ -157,6 +158,10 @@ def _(x, first, e, at, size, group, step, inverse, limit, cells):
     if cells.dtype == types.float32:
 
         def whole(x, first, e, at, size, group, step, inverse, limit, cells):
+            # A subnormal number stays: GPUs add it to a cell as 0.
+            if x[first] != np.float32(0.0) and abs(x[first]) < _SMALLEST_NORMAL:
+                store_finite(e, at, x[first])
+                return np.float32(0.0), False
             store_finite(e, at, np.float32(0.0))
             return x[first], False
 
