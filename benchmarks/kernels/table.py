@@ -47,7 +47,8 @@ def table(results: Sequence[Record]) -> str:
         ]
         for record in results
     ]  # fmt: skip
-    head = ["case", "floor", "copy", OURS, "of copy", *(f"{n}; speed of {OURS} to it" for n in others)]
+    to_others = (f"{name}; speed of {OURS} to it" for name in others)
+    head = ["case", "floor", "copy", OURS, "of copy", *to_others]
     notes = [f"[{number}] no speedup: {why}" for why, number in reasons.items()]
     return "\n\n".join([machine, markdown(head, rows), "  \n".join(notes + failed)]).strip()
 

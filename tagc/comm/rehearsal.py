@@ -28,7 +28,7 @@ def rehearse(plan: Plan, ops: Ops) -> None:
     """Call the operators of ``ops`` as the steps of a model will, on ``meta`` tensors.
 
     Args:
-        ops: must write nothing, see :meth:`tagc.ops.Ops.compiling_only`.
+        ops: must write nothing, as :meth:`tagc.ops.implementations.DeviceOps.compiling_only` does.
     """
     workspace = Workspace(_META)
     for unit in (*plan.units, *plan.replicas):

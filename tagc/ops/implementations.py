@@ -7,7 +7,7 @@ import importlib.util
 import os
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Protocol, cast
+from typing import Protocol, TypeGuard, cast
 
 import torch
 
@@ -29,20 +29,23 @@ _LEAST_CAPABILITY = (8, 0)
 class Ops(SketchOps, BlockOps, MatrixOps, PackedOps, Protocol):
     """All operators of an implementation."""
 
-    def compiling_only(self) -> AbstractContextManager[None]:
-        """Inside, operators compile what they would run, and run nothing: on tensors of the device
-        ``meta``, whose shapes, strides and offsets are those of a step. Only where
-        :func:`compiles_ahead` says so."""
-        ...
-
     def release(self) -> None:
         """Let go of the buffers that are kept between calls; the next call makes them anew."""
         ...
 
 
-def compiles_ahead(ops: Ops) -> bool:
-    """Whether the operators can be compiled by calling them, and are to be checked on their device
-    (see :mod:`tagc.selfcheck`): where no test of this project has run."""
+class DeviceOps(Ops, Protocol):
+    """Operators for a device on which no test of this project has run: they can be compiled by
+    calling them, and are to be checked there, see :mod:`tagc.selfcheck`."""
+
+    def compiling_only(self) -> AbstractContextManager[None]:
+        """Inside, operators compile what they would run, and run nothing: on tensors of the device
+        ``meta``, whose shapes, strides and offsets are those of a step."""
+        ...
+
+
+def compiles_ahead(ops: Ops) -> TypeGuard[DeviceOps]:
+    """Whether these are :class:`DeviceOps`."""
     return hasattr(ops, "compiling_only")
 
 

@@ -46,14 +46,14 @@ EXEMPT = (
     Exempt(
         kernel="peel_kernel",
         line="seen = tl.load(entry + item",
-        reason="an entry is one 64-bit word, read and updated whole; that one key is left in it stays "
-        "true until that key is taken out, and of all who see it one wins the key's bit",
+        reason="an entry is one 64-bit word, read and updated whole; that one key is left in it "
+        "stays true until that key is taken out, and of all who see it one wins the key's bit",
     ),
     Exempt(
         kernel="peel_kernel",
         line="symbol = tl.load(value + item",
-        reason="read where the entry said that one key is left: what others took out of the cell they "
-        "took before they counted it, and nobody else changes it until that key is taken out",
+        reason="read where the entry said that one key is left: what others took out of the cell "
+        "they took before they counted it, and nobody changes it until that key is taken out",
     ),
 )
 
