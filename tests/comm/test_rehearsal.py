@@ -19,7 +19,7 @@ from support.small_net import loss_of, sharded
 from tagc.codecs.workspace import Workspace
 from tagc.comm import UnitReducer, rehearse
 from tagc.comm.lockstep import STAMP_WORDS
-from tagc.ops import Ops, get_ops
+from tagc.ops import Ops, compiles_ahead, get_ops
 from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.selfcheck import Call, Recorder
 from tagc.selfcheck.calls import OPERATORS
@@ -137,6 +137,8 @@ def test_what_a_rehearsal_compiles_is_all_that_a_step_launches(name):
     reducer = UnitReducer(unit, ops, torch.device("cpu"), Workspace(torch.device("cpu")), seed=0)
     send = torch.empty(2, unit.words + STAMP_WORDS, dtype=torch.int32)
     grad = torch.empty(2, unit.columns, dtype=torch.bfloat16)
+
+    assert compiles_ahead(ops)
 
     def rehearsal() -> None:
         with ops.compiling_only():
