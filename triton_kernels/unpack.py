@@ -138,7 +138,7 @@ def places(halves, lower, upper, begin, SLOTS: tl.constexpr, GROUP: tl.constexpr
     for i in tl.static_range(HALF):
         here = ((halves >> i) & 0x10001) * BYTES
         at += here
-        first = (tl.minimum((at & 0xFFFF) - back, LAST) >> 2).to(tl.int32)
+        first = (tl.minimum((at & 0xFFFC) - back, LAST) >> 2).to(tl.int32)
         second = (tl.minimum((at >> 16) - back, LAST) >> 2).to(tl.int32)
         for lane in tl.static_range(GROUP):
             low = low + (first + lane,)
@@ -161,26 +161,29 @@ def unpack_kernel(
     entries = capacity.to(tl.int64) * GROUP
     total = tl.zeros([TILE], tl.float32)
     poisoned = tl.zeros([], tl.int32)
-    r, begin = tl.zeros([], tl.int64), tl.zeros([], tl.int32)
+    left, begin = R, tl.zeros([], tl.int32)
     # Turns of messages in one loop: of a loop in a loop, the compiler keeps all places at hand.
-    while r < R:
-        poisoned |= tl.load(poison + r * poison_stride)
-        ranks = starts + r * starts_stride
-        start = run_start(offset + r * offset_stride, ranks, tile, RUNS)
-        slots = run_start(offset + r * offset_stride, ranks, tile + 1, RUNS) - start
-        halves = load_halves(bitmap + r * bitmap_stride, tile, groups, GROUP, EACH, THREADS)
+    while left > 0:
+        poisoned |= tl.load(poison)
+        start = run_start(offset, starts, tile, RUNS)
+        slots = run_start(offset, starts, tile + 1, RUNS) - start
+        halves = load_halves(bitmap, tile, groups, GROUP, EACH, THREADS)
         below, above = count_halves(halves)
         upper = tl.cumsum(below + above, 0) - above
-        values = decode(
-            scales + r * scales_stride, codes + r * codes_stride,
-            (start + begin).to(tl.int64) * GROUP, entries, BITS, BLOCK, VALUES,
-        )  # fmt: skip
+        first = (start + begin).to(tl.int64) * GROUP
+        values = decode(scales, codes, first, entries, BITS, BLOCK, VALUES)
         place = places(halves, upper - below, upper, begin, SLOTS, GROUP, EACH)
         total += tl.gather(beside_zeros(values, GROUP), place, 0)
         begin += SLOTS
-        done = begin >= slots
-        r += done.to(tl.int64)
-        begin = tl.where(done, 0, begin)
+        if begin >= slots:
+            begin = tl.zeros([], tl.int32)
+            left -= 1
+            poison += poison_stride
+            bitmap += bitmap_stride
+            offset += offset_stride
+            starts += starts_stride
+            scales += scales_stride
+            codes += codes_stride
     total = tl.div_rn(total, tl.zeros_like(total) + divisor) if DIVIDE else total * divisor
     total = tl.where(poisoned != 0, float("nan"), total)
     start = tile.to(tl.int64) * TILE
