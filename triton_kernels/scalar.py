@@ -68,7 +68,10 @@ def bits_of(word):
 @jit
 def word_of(bits):
     """``[N, 32]`` bool to ``[N]`` int32."""
-    word = tl.sum(bits.to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :], 1)
+    # By bytes, of which a thread often has all bits: their shifts are constants then.
+    bits = tl.reshape(bits.to(tl.uint32), [bits.shape[0], 4, 8])
+    byte = tl.sum(bits << tl.arange(0, 8).to(tl.uint32), 2)
+    word = tl.sum(byte << (tl.arange(0, 4).to(tl.uint32) * 8), 1)
     return word.to(tl.int32, bitcast=True)
 
 
