@@ -1,8 +1,8 @@
 """Read an index: the bitmap of an Elias-Fano code, see :mod:`tagc.ops.packed`.
 
 A set bit ``p`` of the high bitmap whose number among the set bits is ``i`` stands for the group
-``(p - i) << low_bits | low part i``, whose bit an atomic OR sets in the bitmap, zeroed before. A thread owns a word of the high bitmap
-and takes its lowest set bit until none is left.
+``(p - i) << low_bits | low part i``, whose bit an atomic OR sets in the bitmap, zeroed before. A
+thread owns a word of the high bitmap and takes its lowest set bit until none is left.
 
 Worked example (2 low bits): the high bits 0, 3, 4 less their numbers 0, 1, 2 are the high parts
 0, 2, 2; with the low parts 3, 1, 2 the groups are 3, 9, 10.
@@ -72,7 +72,8 @@ def read_index(index: Tensor, bitmap: Tensor, *, layout: PackedLayout) -> None:
     ranks = rank(high, 32 * layout.high_words, "high", layout=layout, step=_WORDS)
     read_kernel[(triton.cdiv(layout.high_words, _WORDS), index.shape[0])](
         low, high, ranks.offset, ranks.starts, bitmap, layout.groups, layout.high_words,
-        triton.cdiv(layout.high_words, RANK_BLOCK), layout.capacity, index.stride(0), bitmap.stride(0),
+        triton.cdiv(layout.high_words, RANK_BLOCK), layout.capacity,
+        index.stride(0), bitmap.stride(0),
         LOW=layout.low_bits, WORDS=_WORDS, BLOCK=RANK_BLOCK, num_warps=_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip

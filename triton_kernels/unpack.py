@@ -6,10 +6,10 @@ divisor is a power of two, multiplying by its inverse gives the same bits. If an
 set, all is NaN.
 
 A program owns a tile of the output. The groups that a message has there are neighbours in its
-values, from the rank of the tile on: they are decoded once, and put into shared memory beside zeros.
-A thread owns 32 neighbouring elements: it walks over their groups' bits, counts up its slot, and
-adds the slot's values, or its zeros, which change nothing, since a total is never -0. A tile with
-more values than are decoded at once takes several turns.
+values, from the rank of the tile on: they are decoded once, and put into shared memory, beside
+zeros. A thread owns 32 neighbouring elements: it walks over their groups' bits, counts up its slot,
+and adds the slot's values, or its zeros, which change nothing, since a total is never -0. A tile
+with more values than are decoded at once takes several turns.
 
 Worked example (groups of 2, two messages, divisor 2): group 3 is the second group of the first
 message, which has the entries 2 and 3 for it, say 0.5 and -1, and the first of the second, with
@@ -77,7 +77,7 @@ def in_order(parts, N: tl.constexpr):
         HALF: tl.constexpr = N // 2
         joined = ()
         for i in tl.static_range(HALF):
-            joined = joined + (tl.join(parts[i], parts[i + HALF]),)
+            joined += (tl.join(parts[i], parts[i + HALF]),)
         return in_order(joined, HALF)
 
 
@@ -141,8 +141,8 @@ def places(halves, lower, upper, begin, SLOTS: tl.constexpr, GROUP: tl.constexpr
         first = (tl.minimum((at & 0xFFFC) - back, LAST) >> 2).to(tl.int32)
         second = (tl.minimum((at >> 16) - back, LAST) >> 2).to(tl.int32)
         for lane in tl.static_range(GROUP):
-            low = low + (first + lane,)
-            high = high + (second + lane,)
+            low += (first + lane,)
+            high += (second + lane,)
         at += here
     return in_order(low + high if GROUP < EACH else low, EACH)
 
