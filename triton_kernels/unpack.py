@@ -192,9 +192,10 @@ def unpack_kernel(
 
 
 def _values(layout: PackedLayout) -> int:
-    """Values of a message and a tile that are decoded at once: those of a usual tile, and more."""
-    usual = _TILE * layout.capacity / max(1, layout.groups)
-    return min(_TILE, max(32 * _WARPS, triton.next_power_of_2(int(1.2 * usual) + layout.group)))
+    """Values of a message and a tile that are decoded at once: those of a usual tile, and more, as
+    far as the registers go."""
+    usual = int(1.2 * _TILE * layout.capacity / max(1, layout.groups)) + layout.group
+    return min(_TILE // 2, max(32 * _WARPS, triton.next_power_of_2(usual)))
 
 
 @on_device_of("out")
