@@ -129,7 +129,7 @@ def places(halves, lower, upper, begin, SLOTS: tl.constexpr, GROUP: tl.constexpr
     Returns:
         ``[T * EACH]`` int32.
     """
-    HALF: tl.constexpr = tl.constexpr(max(1, EACH // GROUP // 2))
+    HALF: tl.constexpr = (EACH // GROUP + 1) // 2
     BYTES: tl.constexpr = 4 * GROUP
     LAST: tl.constexpr = 2 * SLOTS * BYTES
     at = ((upper << 16) | lower).to(tl.uint32, bitcast=True) * (2 * BYTES)
