@@ -12,7 +12,7 @@ are the groups 1 and 3; groups 2 and 4 go.
 
 Nothing is known on the host: all five kernels are launched every time, and leave at once where
 the count is within the capacity. Otherwise each reads the bitmap and the marked groups: a thread
-owns a word, and takes its lowest set bit until none is left. Most groups agree in their top digit,
+has a word, and takes its lowest set bit until none is left. Most groups agree in their top digit,
 so its histogram has copies, between which the programs take turns: else all of them would wait for
 a few addresses. A group that goes leaves x in a bfloat16 residual; a float32 residual holds it
 since the selection.
@@ -30,8 +30,8 @@ from .jit import constant, jit, tl
 from .scalar import load_words, lowest_bit, magnitude, narrow_finite, popcount
 from .scratch import buffer
 
-# Words at once, one per thread.
-_WORDS = 128
+# Words at once; with one for each thread, ptxas spills in some variants.
+_WORDS = 64
 _WARPS = 4
 # Programs of all rows together, as far as that goes.
 _PROGRAMS = 1024
