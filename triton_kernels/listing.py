@@ -1,6 +1,9 @@
 """Listing: the groups that a bitmap marks, in ascending order.
 
-Worked example: the words 0b101, 0b10 list the groups 0, 2, 33.
+A thread owns a word and takes its lowest set bit until none is left, so that a pass costs as many
+turns as the fullest word of a program has bits, not 32.
+
+Worked example: the words 0b101, 0b10 list the groups 0, 2, 33, in two turns: 0 and 33, then 2.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ import triton
 from torch import Tensor
 
 from .jit import jit, tl
-from .rank import RANK_BLOCK, Ranks
-from .scalar import bits_of, load_bitmap, slot_of
+from .rank import RANK_BLOCK, Ranks, run_start
+from .scalar import load_bitmap, lowest_bit, popcount
 from .scratch import buffer
 
-_WORDS = 32
+# Words per program, one per thread.
+LIST_WORDS = 128
 _WARPS = 4
 
 
@@ -26,27 +30,35 @@ def list_kernel(
     WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * WORDS
-    w = first + tl.arange(0, WORDS)
+    run = tl.program_id(0)
+    w = run * WORDS + tl.arange(0, WORDS)
     word = load_bitmap(bitmap + r * bitmap_stride, w, groups)
-    start = tl.load(starts + r * blocks + first // BLOCK)
-    start += tl.load(offset + r * words + w, mask=w < words, other=0)
-    slot = slot_of(word, start)
-    key = w[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(keys + r * capacity + slot, key, mask=bits_of(word) & (slot < capacity))
+    count = popcount(word)
+    runs = tl.cdiv(words, WORDS)
+    first = run_start(offset + r * (runs + 1), starts + r * (blocks + 1), run, BLOCK // WORDS)
+    slot = first + tl.cumsum(count, 0) - count
+    row = keys + r * capacity
+    for _ in range(tl.max(count, 0)):
+        tl.store(row + slot, w * 32 + lowest_bit(word), mask=(word != 0) & (slot < capacity))
+        word &= word - 1
+        slot += 1
 
 
 def list_groups(
     bitmap: Tensor, ranks: Ranks, groups: int, *, capacity: int, layout: Hashable
 ) -> Tensor:
-    """Keys ``[R, capacity]`` int32, in a scratch buffer; what follows the last one is garbage."""
+    """Keys ``[R, capacity]`` int32, in a scratch buffer; what follows the last one is garbage.
+
+    Args:
+        ranks: of the bitmap, in runs of ``LIST_WORDS``.
+    """
     R, words = bitmap.shape
-    assert RANK_BLOCK % _WORDS == 0, "a program's words must lie in one block"
+    assert ranks.step == LIST_WORDS, "a program's words must be a run"
     keys = buffer("keys", (R, capacity), torch.int32, bitmap.device, layout)
     if capacity:
-        list_kernel[(triton.cdiv(words, _WORDS), R)](
-            bitmap, ranks.offset, ranks.starts, keys, groups, words, ranks.starts.shape[1],
+        list_kernel[(triton.cdiv(words, LIST_WORDS), R)](
+            bitmap, ranks.offset, ranks.starts, keys, groups, words, triton.cdiv(words, RANK_BLOCK),
             capacity, bitmap.stride(0),
-            WORDS=_WORDS, BLOCK=RANK_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+            WORDS=LIST_WORDS, BLOCK=RANK_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return keys

@@ -20,7 +20,7 @@ from tagc.ops import ABOVE, KEPT, NONZERO
 from tagc.ops.packed import KEPT_GROUPS, POISON, PackedLayout, index_of
 
 from .device import on_device_of
-from .listing import list_groups
+from .listing import LIST_WORDS, list_groups
 from .rank import rank
 from .scratch import buffer
 from .select import select as select_groups
@@ -59,7 +59,7 @@ def pack(
             lanes=layout.group, capacity=layout.capacity, layout=layout,
         )  # fmt: skip
     ranks = rank(
-        bitmap, layout.groups, "bitmap", layout=layout,
+        bitmap, layout.groups, "bitmap", layout=layout, step=LIST_WORDS,
         counts=counts[:, KEPT], header=message[:, KEPT_GROUPS],
     )  # fmt: skip
     keys = list_groups(bitmap, ranks, layout.groups, capacity=layout.capacity, layout=layout)

@@ -1,11 +1,12 @@
-"""Rank: how many set bits of a bitmap come before each of its words.
+"""Rank: how many set bits of a bitmap come before each run of its words.
 
-Two kernels: one counts per word and per block of words, and one program per row adds up the
-blocks. A bit's slot, its number among the set bits, is ``starts[block] + offset[word]`` plus the
-set bits below its own in its word; no atomics, so it does not depend on which program runs first.
+Two kernels: one counts per run of ``step`` words and per block of words, and one program per row
+adds up the blocks. A run's first slot, the number of set bits before it, is ``starts[block] +
+offset[run]``; no atomics, so it does not depend on which program runs first. Who needs the slots
+inside of a run counts its words, which is cheaper than to write and to read an offset per word.
 
-Worked example (blocks of two words): words 0b101, 0b10, 0b1 have the offsets 0, 2, 0, the blocks'
-totals 3 and 1 and starts 0 and 3; the row's total is 4.
+Worked example (blocks of two words, runs of one): words 0b101, 0b10, 0b1 have the offsets 0, 2, 0,
+the blocks' totals 3 and 1 and starts 0 and 3; the row's total is 4.
 """
 
 from __future__ import annotations
@@ -34,26 +35,46 @@ class Ranks:
     """Device buffers.
 
     Attributes:
-        offset: ``[R, words]`` int32, set bits before each word in its block.
-        starts: ``[R, blocks]`` int32, set bits before each block.
+        offset: ``[R, runs + 1]`` int32, set bits before each run of ``step`` words in its block;
+            the last one is past the last run, and garbage where that ends a block.
+        starts: ``[R, blocks + 1]`` int32, set bits before each block, and all of them.
         total: ``[R]`` int32, set bits.
+        step: words of a run.
     """
 
     offset: Tensor
     starts: Tensor
     total: Tensor
+    step: int
 
 
 @jit(do_not_specialize=_PLAIN)
 def rank_kernel(
-    bitmap, offset, totals, groups, words, blocks, bitmap_stride, BLOCK: tl.constexpr
+    bitmap, offset, totals, groups, words, blocks, bitmap_stride,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    RUNS: tl.constexpr = BLOCK // STEP
     r = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0).to(tl.int64)
-    w = block * BLOCK + tl.arange(0, BLOCK)
-    count = popcount(load_bitmap(bitmap + r * bitmap_stride, w, groups))
-    tl.store(offset + r * words + w, tl.cumsum(count, 0) - count, mask=w < words)
+    run = block * RUNS + tl.arange(0, RUNS)
+    w = run[:, None] * STEP + tl.arange(0, STEP)[None, :]
+    count = tl.sum(popcount(load_bitmap(bitmap + r * bitmap_stride, w, groups)), 1)  # [RUNS]
+    runs = tl.cdiv(words, STEP)
+    place = offset + r * (runs + 1) + run
+    tl.store(place, tl.cumsum(count, 0) - count, mask=run <= runs)
     tl.store(totals + r * blocks + block, tl.sum(count, 0))
+
+
+@jit
+def run_start(offset, starts, run, RUNS: tl.constexpr):
+    """Set bits before a run of words, or, past the last run, all of them.
+
+    Args:
+        offset, starts: first element of the row.
+        run: scalar.
+        RUNS: runs per block.
+    """
+    return tl.load(starts + run // RUNS) + tl.load(offset + run, mask=run % RUNS != 0, other=0)
 
 
 @jit(do_not_specialize=[*_PLAIN, "counts_stride", "header_stride"])
@@ -66,8 +87,10 @@ def scan_kernel(
     for first in range(0, blocks, CHUNK):
         b = first + tl.arange(0, CHUNK)
         count = tl.load(totals + r * blocks + b, mask=b < blocks, other=0)
-        tl.store(starts + r * blocks + b, before + tl.cumsum(count, 0) - count, mask=b < blocks)
+        place = starts + r * (blocks + 1) + b
+        tl.store(place, before + tl.cumsum(count, 0) - count, mask=b < blocks)
         before += tl.sum(count, 0)
+    tl.store(starts + r * (blocks + 1) + blocks, before)
     tl.store(total + r, before)
     if counts is not None:
         tl.store(counts + r * counts_stride, before)
@@ -83,6 +106,7 @@ def rank(
     layout: Hashable,
     counts: Tensor | None = None,
     header: Tensor | None = None,
+    step: int = 1,
 ) -> Ranks:
     """Rank the bits of bitmaps.
 
@@ -92,20 +116,22 @@ def rank(
         purpose: two ranks of the same purpose share buffers.
         layout: whose scratch buffers to use.
         counts, header: ``[R]`` int32, where else to write the total.
+        step: words of a run, which divide a block's.
     """
     R, words = bitmap.shape
-    blocks = triton.cdiv(words, RANK_BLOCK)
+    assert RANK_BLOCK % step == 0, "a run must lie in one block"
+    blocks, runs = triton.cdiv(words, RANK_BLOCK), triton.cdiv(words, step)
 
     def take(name: str, *shape: int) -> Tensor:
         return buffer(f"{purpose} {name}", shape, torch.int32, bitmap.device, layout)
 
-    ranks = Ranks(offset=take("offset", R, words), starts=take("starts", R, blocks),
-                  total=take("total", R))  # fmt: skip
+    ranks = Ranks(offset=take("offset", R, runs + 1), starts=take("starts", R, blocks + 1),
+                  total=take("total", R), step=step)  # fmt: skip
     totals = take("totals", R, blocks)
     if blocks:
         rank_kernel[(blocks, R)](
             bitmap, ranks.offset, totals, groups, words, blocks, bitmap.stride(0),
-            BLOCK=RANK_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+            BLOCK=RANK_BLOCK, STEP=step, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     scan_kernel[(R,)](
         totals, ranks.starts, ranks.total, counts, header, blocks,

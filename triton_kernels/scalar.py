@@ -53,11 +53,10 @@ def load_words(pointer, mask):
 @jit
 def load_bitmap(row, w, groups):
     """Words ``w`` of a bitmap as uint32; bits past the last of ``groups`` groups are 0."""
-    left = groups - w.to(tl.int64) * 32
-    word = load_words(row + w, left > 0)
-    last = tl.minimum(tl.maximum(left, 0), 31).to(tl.uint32)
-    cut = (tl.full(w.shape, 1, tl.uint32) << last) - 1
-    return tl.where(left < 32, word & cut, word)
+    whole = groups // 32
+    tail = ((tl.full([], 1, tl.int64) << (groups % 32)) - 1).to(tl.uint32)
+    word = load_words(row + w, w < (groups + 31) // 32)
+    return tl.where(w == whole, word & tail, word)
 
 
 @jit
@@ -69,7 +68,10 @@ def bits_of(word):
 @jit
 def word_of(bits):
     """``[N, 32]`` bool to ``[N]`` int32."""
-    word = tl.sum(bits.to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :], 1)
+    # By bytes, of which a thread often has all bits: their shifts are constants then.
+    bits = tl.reshape(bits.to(tl.uint32), [bits.shape[0], 4, 8])
+    byte = tl.sum(bits << tl.arange(0, 8).to(tl.uint32), 2)
+    word = tl.sum(byte << (tl.arange(0, 4).to(tl.uint32) * 8), 1)
     return word.to(tl.int32, bitcast=True)
 
 
@@ -78,6 +80,14 @@ def slot_of(word, first):
     """Position of each bit among all set bits, ``[N, 32]``; ``first`` ``[N]`` is that of bit 0."""
     below = (tl.full([32], 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)) - 1
     return first[:, None] + popcount(word[:, None] & below[None, :])
+
+
+@jit
+def lowest_bit(word):
+    """Place of the lowest set bit of uint32 values, int32; negative where there is none."""
+    # A power of two is exact in float32, and its exponent is the place.
+    bit = (word & (~word + 1)).to(tl.float32)
+    return (bit.to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @jit

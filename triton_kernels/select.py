@@ -25,9 +25,9 @@ import triton
 from torch import Tensor
 
 from .jit import jit, tl
-from .scalar import bits_of, load_bitmap, magnitude, narrow_finite, widen, word_of
+from .scalar import bits_of, load_bitmap, magnitude, narrow_finite, popcount, widen, word_of
 
-# Elements per program: 16 per thread keep enough loads in flight.
+# Elements per program: 16 per thread keep enough loads in flight. Counts of theirs fit 12 bits.
 _TILE = 2048
 _WARPS = 4
 
@@ -59,19 +59,22 @@ def select_kernel(
     w = tl.arange(0, WORDS)
     size = tl.max(tl.reshape(magnitude(x), [WORDS, 32, LANES]), 2)  # [WORDS, 32]
     finite = size < 0x7F800000
-    some = finite & (size > 0)
     if support is not None:
-        row = support + d * support_stride
-        given = bits_of(load_bitmap(row, first + w, tl.cdiv(n, LANES)))
+        given = load_bitmap(support + d * support_stride, first + w, tl.cdiv(n, LANES))
     if index is None:
-        above = given
-        chosen = given
+        chosen = bits_of(given)
+        count = popcount(given)
     else:
         above = finite & (size >= tl.load(threshold + d).to(tl.int32, bitcast=True))
-        chosen = some if EVERY else above
+        chosen = above
         if support is not None:
-            chosen = given & finite
-        tl.store(index + (d * index_stride + first) + w, word_of(chosen), mask=w < words - first)
+            chosen = bits_of(given) & finite
+        elif EVERY:
+            chosen = finite & (size > 0)
+        word = word_of(chosen)
+        tl.store(index + (d * index_stride + first) + w, word, mask=w < words - first)
+        marked = popcount(word.to(tl.uint32, bitcast=True))
+        count = tl.sum(above.to(tl.int32), 1) if EVERY or support is not None else marked
 
     if residual is not None:
         holds_x: tl.constexpr = residual.dtype.element_ty == tl.float32 and index is not None
@@ -80,23 +83,20 @@ def select_kernel(
         new = narrow_finite(x, residual.dtype.element_ty)
         tl.store(place, tl.where(tl.reshape(replace, j.shape), new, old), mask=inside)
 
-    # The counts share their reductions: 8 bits each within a word, then 16 bits each.
-    packed = above.to(tl.int32) | (some.to(tl.int32) << 8) | ((finite == 0).to(tl.int32) << 16)
-    if support is not None and index is not None:
-        packed |= chosen.to(tl.int32) << 24
-    packed = tl.sum(packed, 1).to(tl.int64)  # [WORDS]
-    total = (packed & 0xFF) | ((packed & 0xFF00) << 8) | ((packed & 0xFF0000) << 16)
-    if support is not None and index is not None:
-        total |= (packed & 0xFF000000) << 24
-    total = tl.sum(total, 0)
+    # The counts, and that of words with a group that is not finite, share a reduction.
+    nonzero = tl.sum(tl.minimum(size, 1), 1)  # [WORDS]
+    infinite = (tl.max(size, 1) >= 0x7F800000).to(tl.int32)
+    total = tl.sum(count | (nonzero << 12) | (infinite << 24), 0)
+    nonzero = (total >> 12) & 0xFFF
     row = counts + d * counts_stride
-    tl.atomic_add(row, (total & 0xFFFF).to(tl.int32), sem="relaxed")
-    tl.atomic_add(row + 1, ((total >> 16) & 0xFFFF).to(tl.int32), sem="relaxed")
-    if support is not None and index is not None:
-        tl.atomic_add(row + 2, (total >> 48).to(tl.int32), sem="relaxed")
-    if poison is not None:  # noqa: SIM102 - one is static
-        if ((total >> 32) & 0xFFFF) > 0:
+    if (total >> 24) > 0:  # seldom
+        nonzero -= tl.sum(tl.sum((finite == 0).to(tl.int32), 1), 0)
+        if poison is not None:
             tl.store(poison + d * poison_stride, 1)
+    tl.atomic_add(row, total & 0xFFF, sem="relaxed")
+    tl.atomic_add(row + 1, nonzero, sem="relaxed")
+    if support is not None and index is not None:
+        tl.atomic_add(row + 2, tl.sum(marked, 0), sem="relaxed")
 
 
 def select(

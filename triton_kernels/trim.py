@@ -11,8 +11,11 @@ Their low digits 11, 10, 10, 10 have (0, 0, 3, 1): one is larger, two of the thr
 are the groups 1 and 3; groups 2 and 4 go.
 
 Nothing is known on the host: all five kernels are launched every time, and leave at once where
-the count is within the capacity. Otherwise each reads the bitmap and the marked groups. A group
-that goes leaves x in a bfloat16 residual; a float32 residual holds it since the selection.
+the count is within the capacity. Otherwise each reads the bitmap and the marked groups: a thread
+has a word, and takes its lowest set bit until none is left. Most groups agree in their top digit,
+so its histogram has copies, between which the programs take turns: else all of them would wait for
+a few addresses. A group that goes leaves x in a bfloat16 residual; a float32 residual holds it
+since the selection.
 """
 
 from __future__ import annotations
@@ -22,109 +25,145 @@ from collections.abc import Hashable
 import triton
 from torch import Tensor
 
-from .jit import jit, tl
-from .marked import load_marked
-from .scalar import magnitude, narrow_finite, word_of
+from .gather import load_groups
+from .jit import constant, jit, tl
+from .scalar import load_words, lowest_bit, magnitude, narrow_finite, popcount
 from .scratch import buffer
 
-# Most elements and words at once.
-_TILE, _WORDS = 2048, 16
+# Words at once; with one for each thread, ptxas spills in some variants.
+_WORDS = 64
 _WARPS = 4
-_PROGRAMS = 256
-# Where the counts of ties, one place per program, follow the three histograms of a row.
-_TIES = 2048 + 1024 + 1024
-# Per pass: bits below the digits found so far, bits below this digit, largest digit, where its
-# histogram starts. The last one counts ties.
-_PASSES = ((31, 20, 0x7FF, 0), (20, 10, 0x3FF, 2048), (10, 0, 0x3FF, 3072), (0, 0, 0, _TIES))
+# Programs of all rows together, as far as that goes.
+_PROGRAMS = 1024
+# Copies of the first histogram, and where the second, the third, and the counts of ties, one
+# per program, begin in a row's buffer.
+_COPIES = constant(8)
+_SECOND = constant(8 * 2048)
+_THIRD = constant(8 * 2048 + 1024)
+_TIES = constant(8 * 2048 + 2 * 1024)
 # Arguments whose alignment makes no difference.
 _PLAIN = ["words", "capacity", "counts", "index_stride", "counts_stride", "histogram_stride"]
 
 
 @jit
-def _pick(histogram, need, BINS: tl.constexpr):
+def _pick(count, need):
     """Bin of the ``need``-th largest, and how many of that bin are among the ``need`` largest."""
-    count = tl.load(histogram + tl.arange(0, BINS))
-    larger = tl.sum(count, 0) - tl.cumsum(count, 0)  # [BINS], falls to 0
+    larger = tl.sum(count, 0) - tl.cumsum(count, 0)  # [bins], falls to 0
     digit = tl.sum((larger >= need).to(tl.int32), 0)
     return digit, need - tl.max(tl.where(larger < need, larger, 0), 0)
 
 
 @jit
-def _prefix(histogram, capacity, digits):
-    """The first ``digits`` of the last size to stay, and how many groups that have them stay."""
+def _prefix(histogram, capacity, DIGITS: tl.constexpr):
+    """The first digits of the last size to stay, and how many groups that have them stay."""
     prefix = tl.zeros([], tl.int32)
     need = tl.maximum(capacity, 1)
-    if digits > 0:
-        prefix, need = _pick(histogram, need, 2048)
-    if digits > 1:
-        digit, need = _pick(histogram + 2048, need, 1024)
+    if DIGITS > 0:
+        count = tl.zeros([2048], tl.int32)
+        for copy in range(_COPIES):
+            count += tl.load(histogram + copy * 2048 + tl.arange(0, 2048))
+        prefix, need = _pick(count, need)
+    if DIGITS > 1:
+        digit, need = _pick(tl.load(histogram + _SECOND + tl.arange(0, 1024)), need)
         prefix = (prefix << 10) | digit
-    if digits > 2:
-        digit, need = _pick(histogram + 3072, need, 1024)
+    if DIGITS > 2:
+        digit, need = _pick(tl.load(histogram + _THIRD + tl.arange(0, 1024)), need)
         prefix = (prefix << 10) | digit
     return prefix, need - (capacity == 0).to(tl.int32)
 
 
-@jit(do_not_specialize=[*_PLAIN, "level", "known_shift", "shift", "largest", "base"])
+@jit(do_not_specialize=_PLAIN)
 def count_kernel(
     grad, residual, index, counts, histograms, n, words, capacity,
     grad_stride, residual_stride, index_stride, counts_stride, histogram_stride,
-    level, known_shift, shift, largest, base,
-    LANES: tl.constexpr, WORDS: tl.constexpr,
+    DIGITS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
+    p = tl.program_id(0)
     if tl.load(counts + d * counts_stride) <= capacity:
         return
     row = histograms + d * histogram_stride
-    known, _places = _prefix(row, capacity, level)
-    row += base + tl.where(level == 3, tl.program_id(0), 0)
+    known, _places = _prefix(row, capacity, DIGITS)
     index += d * index_stride
     grad += d * grad_stride
     if residual is not None:
         residual += d * residual_stride
-    share = tl.cdiv(tl.cdiv(words, WORDS), tl.num_programs(0)) * WORDS
-    begin = tl.program_id(0).to(tl.int64) * share
-    for first in range(begin, tl.minimum(begin + share, words), WORDS):
-        marked, x, _j, _inside = load_marked(grad, residual, index, first, n, words, LANES, WORDS)
-        size = tl.max(magnitude(x), 2)  # [WORDS, 32]
-        same = marked & ((size >> known_shift) == known)
-        tl.atomic_add(row + ((size >> shift) & largest), 1, mask=same, sem="relaxed")
+    ties = tl.zeros([WORDS], tl.int32)
+    share = tl.cdiv(tl.cdiv(words, WORDS), tl.num_programs(0))
+    for tile in range(p * share, tl.minimum((p + 1) * share, tl.cdiv(words, WORDS))):
+        w = tile * WORDS + tl.arange(0, WORDS)
+        word = load_words(index + w, w < words)
+        for _ in range(tl.max(popcount(word), 0)):
+            there = word != 0
+            key = w * 32 + lowest_bit(word)
+            x, _j, _inside = load_groups(grad, residual, key, there, n, LANES, False)
+            size = tl.max(magnitude(x), 1)
+            if DIGITS == 0:
+                bin = row + (p % _COPIES) * 2048 + (size >> 20)
+                tl.atomic_add(bin, 1, mask=there, sem="relaxed")
+            elif DIGITS == 1:
+                there = there & ((size >> 20) == known)
+                tl.atomic_add(row + _SECOND + ((size >> 10) & 0x3FF), 1, mask=there, sem="relaxed")
+            elif DIGITS == 2:
+                there = there & ((size >> 10) == known)
+                tl.atomic_add(row + _THIRD + (size & 0x3FF), 1, mask=there, sem="relaxed")
+            else:
+                ties += (there & (size == known)).to(tl.int32)
+            word &= word - 1
+    if DIGITS == 3:
+        tl.store(row + _TIES + p, tl.sum(ties, 0))
 
 
 @jit(do_not_specialize=_PLAIN)
 def drop_kernel(
     grad, residual, index, counts, histograms, n, words, capacity,
     grad_stride, residual_stride, index_stride, counts_stride, histogram_stride,
-    LANES: tl.constexpr, WORDS: tl.constexpr, PROGRAMS: tl.constexpr, TIES: tl.constexpr,
+    LANES: tl.constexpr, WORDS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
+    p = tl.program_id(0)
     if tl.load(counts + d * counts_stride) <= capacity:
         return
     row = histograms + d * histogram_stride
     last, places = _prefix(row, capacity, 3)
-    p = tl.arange(0, PROGRAMS)
-    taken = tl.sum(tl.load(row + TIES + p, mask=p < tl.program_id(0), other=0), 0)
+    before = tl.arange(0, PROGRAMS)
+    taken = tl.sum(tl.load(row + _TIES + before, mask=before < p, other=0), 0)
     index += d * index_stride
     grad += d * grad_stride
     if residual is not None:
         residual += d * residual_stride
-    share = tl.cdiv(tl.cdiv(words, WORDS), tl.num_programs(0)) * WORDS
-    begin = tl.program_id(0).to(tl.int64) * share
-    w = tl.arange(0, WORDS)
-    for first in range(begin, tl.minimum(begin + share, words), WORDS):
-        marked, x, j, inside = load_marked(grad, residual, index, first, n, words, LANES, WORDS)
-        size = tl.max(magnitude(x), 2)  # [WORDS, 32]
-        tie = tl.reshape((marked & (size == last)).to(tl.int32), [WORDS * 32])
-        turn = tl.reshape(taken + tl.cumsum(tie, 0) - tie, [WORDS, 32])
-        taken += tl.sum(tie, 0)
-        stays = marked & ((size > last) | ((size == last) & (turn < places)))
-        # Several warps read the words; none may be late.
-        tl.debug_barrier()
-        tl.store(index + first + w, word_of(stays), mask=w < words - first)
+    share = tl.cdiv(tl.cdiv(words, WORDS), tl.num_programs(0))
+    for tile in range(p * share, tl.minimum((p + 1) * share, tl.cdiv(words, WORDS))):
+        w = tile * WORDS + tl.arange(0, WORDS)
+        marked = load_words(index + w, w < words)
+        stays = tl.zeros([WORDS], tl.uint32)
+        tied = tl.zeros([WORDS], tl.uint32)
+        word = marked
+        for _ in range(tl.max(popcount(word), 0)):
+            key = w * 32 + lowest_bit(word)
+            x, _j, _inside = load_groups(grad, residual, key, word != 0, n, LANES, False)
+            size = tl.max(magnitude(x), 1)
+            bit = word & (~word + 1)
+            stays |= tl.where(size > last, bit, 0)
+            tied |= tl.where(size == last, bit, 0)
+            word ^= bit
+        # Of the ties, as many as there are places left, from the lowest on.
+        ties = popcount(tied)
+        turn = taken + tl.cumsum(ties, 0) - ties
+        taken += tl.sum(ties, 0)
+        for _ in range(tl.max(ties, 0)):
+            bit = tied & (~tied + 1)
+            stays |= tl.where(turn < places, bit, 0)
+            tied ^= bit
+            turn += 1
+        tl.store(index + w, stays.to(tl.int32, bitcast=True), mask=w < words)
         if residual is not None and residual.dtype.element_ty != tl.float32:
-            goes = inside & tl.expand_dims(stays == 0, 2)
-            place = residual + first * (32 * LANES) + j
-            tl.store(place, narrow_finite(x, residual.dtype.element_ty), mask=goes)
+            word = marked ^ stays
+            for _ in range(tl.max(popcount(word), 0)):
+                key = w * 32 + lowest_bit(word)
+                x, j, goes = load_groups(grad, residual, key, word != 0, n, LANES, False)
+                tl.store(residual + j, narrow_finite(x, residual.dtype.element_ty), mask=goes)
+                word &= word - 1
 
 
 def trim(
@@ -149,17 +188,17 @@ def trim(
     W, numel = grad.shape
     if capacity >= triton.cdiv(numel, lanes):
         return
-    wide = min(_WORDS, _TILE // (32 * lanes))
-    programs = min(_PROGRAMS, triton.cdiv(index.shape[1], wide))
-    histograms = buffer("histograms", (W, _TIES + _PROGRAMS), counts.dtype, grad.device, layout)
+    programs = min(triton.cdiv(_PROGRAMS, W), triton.cdiv(index.shape[1], _WORDS))
+    shape = (W, _TIES.value + programs)
+    histograms = buffer("histograms", shape, counts.dtype, grad.device, layout)
     histograms.zero_()
     arguments = (
         grad, residual, index, counts, histograms, numel, index.shape[1], capacity,
         grad.stride(0), 0 if residual is None else residual.stride(0), index.stride(0),
         counts.stride(0), histograms.stride(0),
     )  # fmt: skip
-    shape = {"LANES": lanes, "WORDS": wide}
-    options = {"num_warps": _WARPS, "enable_fp_fusion": False}
-    for level, digit in enumerate(_PASSES):
-        count_kernel[(programs, W)](*arguments, level, *digit, **shape, **options)
-    drop_kernel[(programs, W)](*arguments, PROGRAMS=_PROGRAMS, TIES=_TIES, **shape, **options)
+    options = {"LANES": lanes, "WORDS": _WORDS, "num_warps": _WARPS, "enable_fp_fusion": False}
+    for digits in range(4):
+        count_kernel[(programs, W)](*arguments, DIGITS=digits, **options)
+    most = triton.next_power_of_2(programs)
+    drop_kernel[(programs, W)](*arguments, PROGRAMS=most, **options)

@@ -17,9 +17,10 @@ from torch import Tensor
 from tagc.ops.packed import PackedLayout, values_of
 
 from .codes import blocks_and_warps, quantize_tile, store_message
+from .gather import load_groups
 from .jit import jit, tl
 from .rank import Ranks
-from .scalar import magnitude, narrow_finite, widen
+from .scalar import magnitude, narrow_finite
 
 # Elements per thread; each may need an address of its own.
 _EACH = 8
@@ -39,16 +40,9 @@ def values_kernel(
     slot = first * (BLOCK // GROUP) + tl.arange(0, BLOCKS * BLOCK // GROUP)
     listed = slot < tl.minimum(tl.load(total + r), capacity)
     key = tl.load(keys + r * capacity + slot, mask=listed, other=0)
-    j = key.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = listed[:, None] & (j < n)
     if residual is not None:
-        place = residual + r * residual_stride + j
-    if residual is not None and residual.dtype.element_ty == tl.float32 and not GIVEN:
-        x = tl.load(place, mask=inside, other=0.0)  # x since the selection
-    else:
-        x = widen(tl.load(grad + r * grad_stride + j, mask=inside, other=0.0))
-        if residual is not None:
-            x += widen(tl.load(place, mask=inside, other=0.0))
+        residual += r * residual_stride
+    x, j, inside = load_groups(grad + r * grad_stride, residual, key, listed, n, GROUP, GIVEN)
     if GIVEN:
         finite = tl.max(magnitude(x), 1) < 0x7F800000
         x = tl.where(finite[:, None], x, 0.0)
@@ -60,7 +54,7 @@ def values_kernel(
     )  # fmt: skip
     if residual is not None:
         left = tl.reshape(left, [BLOCKS * BLOCK // GROUP, GROUP])
-        tl.store(place, narrow_finite(left, residual.dtype.element_ty), mask=inside)
+        tl.store(residual + j, narrow_finite(left, residual.dtype.element_ty), mask=inside)
 
 
 def quantize_values(

@@ -16,7 +16,7 @@ from tagc.ops.packed import PackedLayout
 
 from .device import on_device_of
 from .jit import jit, tl
-from .listing import list_groups
+from .listing import LIST_WORDS, list_groups
 from .rank import Ranks, rank
 
 # Entries per program.
@@ -64,6 +64,6 @@ def write_index(bitmap: Tensor, index: Tensor, *, layout: PackedLayout) -> None:
     if not layout.low_bits:
         index.copy_(bitmap)
         return
-    ranks = rank(bitmap, layout.groups, "bitmap", layout=layout)
+    ranks = rank(bitmap, layout.groups, "bitmap", layout=layout, step=LIST_WORDS)
     keys = list_groups(bitmap, ranks, layout.groups, capacity=layout.capacity, layout=layout)
     encode_index(keys, ranks, index, layout=layout)

@@ -140,6 +140,8 @@ def test_what_a_rehearsal_compiles_is_all_that_a_step_launches(name):
 
     assert compiles_ahead(ops)
 
+    assert compiles_ahead(ops)
+
     def rehearsal() -> None:
         with ops.compiling_only():
             rehearse(plan, ops)

@@ -143,7 +143,7 @@ def _(device):
 
 @case("a program that trims several tiles")
 def _(device):
-    with mock.patch.object(kernels("trim"), "_PROGRAMS", 2):
+    with mock.patch.multiple(kernels("trim"), _PROGRAMS=2, _WORDS=4):
         p = problem(5000, "overflow", group=8, low=2, grad=BF16, residual=BF16, R=1)
         p.grad.clamp_(-1, 1)
         assert p.residual is not None

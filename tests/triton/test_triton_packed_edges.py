@@ -117,6 +117,41 @@ def _(device):
         assert dtype != F32 or not torch.equal(forth, back)
 
 
+@case("tiles of the output: borders, empty rows, and more values than are decoded at once")
+def _(device):
+    tile = kernels("unpack")._TILE
+    for n, group, low in ((tile - 1, 1, 0), (2 * tile, 1, 2), (2 * tile + 3, 4, 1),
+                          (3 * tile + 32, 32, 0)):  # fmt: skip
+        p = problem(n, "empty", group=group, grad=BF16, R=3)
+        capacity = -(-n // group) // 10
+        p.layout = replace(plan_packed(n, capacity=capacity, group=group, block=64), low_bits=low)
+        assert p.residual is not None
+        p.grad.clamp_(-0.5, 0.5)
+        p.residual.zero_()
+        p.grad[0, group : (capacity + 1) * group] = 2.0  # neighbours: all that fits
+        p.grad[1, tile - 2 * group : tile + 2 * group] = -3.0
+        p.threshold.fill_(1.0)
+        counts = check(p, device)["counts"]
+        assert counts[0, 2] == capacity
+        assert counts[2, 2] == 0
+        usual = kernels("unpack")._values(p.layout)
+        assert n < 2 * tile or min(capacity * group, tile) > usual
+
+
+@case("tiles that are full, and blocks of ranks that are")
+def _(device):
+    p = problem(2 * kernels("unpack")._TILE, "room for all", R=2, residual=None)
+    p.grad[p.grad == 0] = 1.0
+    assert (check(p, device)["counts"][:, 2] == p.layout.groups).all()
+    # As many words as a block of ranks has, and its last group.
+    n = 32 * kernels("rank").RANK_BLOCK
+    p = problem(n, "empty", R=1, residual=None, given=True)
+    p.layout = plan_packed(n, capacity=3)
+    assert p.support is not None
+    p.support[0, 0], p.support[0, -1] = 5, -(2**31)
+    assert check(p, device)["counts"][0, 2] == 3
+
+
 @case("any rank's poison word")
 def _(device):
     p = problem(130, "usual", R=3)

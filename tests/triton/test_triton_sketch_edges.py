@@ -61,7 +61,7 @@ def _(device):
 
 @case("a program that trims several tiles")
 def _(device):
-    with mock.patch.object(kernels("trim"), "_PROGRAMS", 2):
+    with mock.patch.multiple(kernels("trim"), _PROGRAMS=2, _WORDS=4):
         for symbol, residual in (("int32x1", BF16), ("int8x4", F32)):
             n = 3000 * SYMBOLS[symbol].lanes
             p = problem(symbol, BF16, residual, n, "usual", W=1, hashes=4, seed=4)
