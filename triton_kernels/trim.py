@@ -162,6 +162,8 @@ def drop_kernel(
             for _ in range(tl.max(popcount(word), 0)):
                 key = w * 32 + lowest_bit(word)
                 x, j, goes = load_groups(grad, residual, key, word != 0, n, LANES, False)
+                # Several threads may have the same word: all of them read before one writes.
+                tl.debug_barrier()
                 tl.store(residual + j, narrow_finite(x, residual.dtype.element_ty), mask=goes)
                 word &= word - 1
 
