@@ -7,7 +7,7 @@ says what has to come out.
 
 from __future__ import annotations
 
-import getpass
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +52,9 @@ def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> st
 
 
 def _folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"tagc-{getpass.getuser()}"
+    """A place of this user's: containers may have a number for one, and no name."""
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    return Path(tempfile.gettempdir()) / f"tagc-{user}"
 
 
 @contextmanager

@@ -121,10 +121,11 @@ def wrap(
     levels = agree_on(groups, {"hosts": lambda: (Levels(units, hosts, said), "")})["hosts"]
     # Where nothing runs, nothing has to be compiled for it.
     made_with = "reference" if disabled else ops
+    alone = all(u.info.world_size == 1 for u in units) and replica_group is None
 
     def make() -> tuple[tuple[Plan, Collectives], str]:
         plan = _plan(units, loaded, replica_group, levels, choose)
-        if not disabled:
+        if not disabled and not alone:
             plan = _with_kernels(units, plan, ops)
         return (plan, _make(units, plan, levels, made_with)), plan.fingerprint[:12]
 
@@ -133,7 +134,7 @@ def wrap(
             levels.open()
         choose = _chooser(units, loaded, ops, replica_group, levels)
         plan, collectives = agree_on(groups, {"plan": make})["plan"]
-        if alone := all(u.info.world_size == 1 for u in units) and replica_group is None:
+        if alone:
             collectives.clear()
         if not disabled:
             _install(units, collectives, replica_group)
