@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from tagc.comm import UnitReducer
+from tagc.plan import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Counts of one rank since ``tagc.wrap``.
+    """Counts of one rank since ``tagc.wrap``. ``str(metrics)`` is a table, :meth:`as_dict` is for
+    loggers.
 
     Bytes are what this rank handed to collectives for other ranks: gradients in the
     reduce-scatter, unless the name says otherwise; where ranks of a host add up first, those for
@@ -22,6 +24,7 @@ class Metrics:
 
     Attributes:
         steps: reductions per unit (the largest).
+        warming_up: reductions that still go dense before the last unit is compressed; 0 after that.
         wire_bytes: bytes sent, all parameters.
         compressed_wire_bytes: bytes sent for compressed parameters, index and counts included.
         dense_bytes: what dense reduce-scatters would have sent, all parameters: as many of them, in
@@ -46,6 +49,7 @@ class Metrics:
     """
 
     steps: int
+    warming_up: int
     wire_bytes: int
     compressed_wire_bytes: int
     dense_bytes: int
@@ -62,6 +66,45 @@ class Metrics:
     union_density: float
     unresolved: int
     residual_norm: float
+
+    def as_dict(self) -> dict[str, float]:
+        """All of them by name, as loggers take them: ``wandb.log(metrics.as_dict())``."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [
+            ("gradients", self.wire_bytes, self.dense_bytes),
+            ("- compressed", self.compressed_wire_bytes, self.compressed_dense_bytes),
+            ("parameters", self.parameter_wire_bytes, self.parameter_dense_bytes),
+            ("replicas", self.replica_wire_bytes, self.replica_dense_bytes),
+        ]
+        lines = [f"{'steps ' + str(self.steps):<14}{'sent':>12}{'dense':>12}{'ratio':>9}"]
+        lines += [
+            f"{name:<14}{format_bytes(sent):>12}{format_bytes(dense):>12}{_ratio(dense, sent):>9}"
+            for name, sent, dense in rows
+            if dense
+        ]
+        if self.warming_up:
+            lines.append(
+                f"warming up: {self.warming_up} more reductions go dense before all is compressed"
+            )
+        inside = self.inside_wire_bytes + self.parameter_inside_wire_bytes
+        if inside:
+            lines.append(f"inside hosts: {format_bytes(inside)}")
+        if self.density_target < 1:
+            union = "" if math.isnan(self.union_density) else f", union {self.union_density:.1%}"
+            lines.append(
+                f"density {self.density:.1%} of {self.density_target:.1%} asked for{union}; "
+                f"{self.unresolved} groups unresolved"
+            )
+        lines.append(f"residual norm {self.residual_norm:.3g}")
+        if self.parameter_error:
+            lines[-1] += f"; parameters off by {self.parameter_error:.2%}"
+        return "\n".join(lines)
+
+
+def _ratio(dense: float, sent: float) -> str:
+    return f"{dense / sent:.2f}x" if sent else ""
 
 
 @dataclass
@@ -113,6 +156,7 @@ def collect(
     nothing = math.nan if selected.planned else 1.0
     return Metrics(
         steps=max((r.steps for r in reducers), default=0),
+        warming_up=max((_dense_steps_left(r) for r in (*reducers, *replicas)), default=0),
         wire_bytes=sum(r.wire_bytes for r in reducers),
         compressed_wire_bytes=sum(r.compressed_wire_bytes for r in reducers),
         dense_bytes=_dense_bytes(reducers),
@@ -130,6 +174,11 @@ def collect(
         unresolved=selected.unresolved,
         residual_norm=math.hypot(*norms),
     )
+
+
+def _dense_steps_left(reducer: UnitReducer) -> int:
+    done = reducer.earlier_steps + reducer.steps
+    return max(0, reducer.plan.warmup_steps - done) if reducer.plan.compressed else 0
 
 
 def _dense_bytes(reducers: Sequence[UnitReducer], *, compressed: bool = False) -> int:

@@ -1,0 +1,54 @@
+"""What `metrics()` prints, and hands to loggers."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import tagc
+from support.distributed import run_ranks
+from support.small_net import loss_of, sharded
+
+POLICY = {
+    "schema": 1,
+    "gradients": [
+        {
+            "when": {"name": ["first*weight", "second*weight"]},
+            "codec": {"kind": "sketch", "density": 0.3, "symbol": "int8x4", "warmup_steps": 2},
+            "feedback": {"kind": "residual"},
+        }
+    ],
+}
+
+
+def printed(rank: int) -> list[str]:
+    model = sharded()
+    with warnings.catch_warnings():
+        # Such small units pay with no codec.
+        warnings.simplefilter("ignore", UserWarning)
+        tagc.wrap(model, POLICY)
+    compressor = tagc.compressor(model)
+    assert compressor is not None
+    said = []
+    for step in range(4):
+        said.append(str(compressor.metrics()))
+        loss_of(model, rank, step).backward()
+    metrics = compressor.metrics()
+    assert json.loads(json.dumps(metrics.as_dict()))["wire_bytes"] == metrics.wire_bytes
+    return [*said, str(metrics)]
+
+
+def test_metrics_say_what_still_warms_up_and_how_much_less_is_sent():
+    for said in run_ranks(printed, 2):
+        assert "warming up: 2 more reductions go dense" in said[0]
+        assert "warming up: 1 more reductions" in said[1]
+        assert not any("warming up" in text for text in said[2:])
+        head, gradients, compressed, density, residual = said[-1].splitlines()
+        assert head.split() == ["steps", "4", "sent", "dense", "ratio"]
+        assert gradients.split()[0] == "gradients"
+        # Two of four steps were dense.
+        assert compressed.startswith("- compressed")
+        assert compressed.endswith("x")
+        assert density.startswith("density ")
+        assert "of 30.0% asked for" in density
+        assert residual.startswith("residual norm ")
