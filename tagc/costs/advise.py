@@ -331,7 +331,7 @@ def verdict(advisor: Advisor) -> list[str]:
             f"Compression stops paying at {format_bandwidth(last[1])}{advisor.proviso}: above that "
             f"no policy saves {PAYS:.0%} of the {step} ({last[0]} is the last that does)."
         )
-    lines.append("This is about time; what a policy does to the loss is in the README.")
+    lines.append("This is about time; what a policy does to the loss is in docs/quality.md.")
     return lines
 
 
