@@ -85,6 +85,7 @@ def ran(body: str, **options: int) -> list[int]:
         ("cvt.rzi.s32.f32 %r1, 0f7FC00000;", 0),
         ("cvt.rzi.s32.f32 %r1, 0f7F000000;", 0x7FFFFFFF),
         ("cvt.rn.f32.s32 %r1, 16777217;", 0x4B800000),
+        ("cvt.rn.f16x2.f32 %r1, 0f3F800000, 0f477FF000;", 0x3C007C00),  # the lower overflows
     ],
 )
 def test_one_number(line, want):

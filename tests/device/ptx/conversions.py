@@ -50,6 +50,8 @@ def to_space(i: Instruction) -> Step:
 def convert(i: Instruction) -> Step:
     """Between integers and floats of all widths, with the rounding that the opcode names."""
     to, source = i.parts[-2], i.parts[-1]
+    if to == "f16x2":
+        return _convert_pair(i)
     rounding = i.parts[1] if len(i.parts) == 4 else ""
     need(len(i.parts) <= 4 and all(x[1:] in ("8", "16", "32", "64") for x in (to, source)), "what")
     wide, narrow = int(source[1:]), int(to[1:])
@@ -82,3 +84,13 @@ def convert(i: Instruction) -> Step:
     need(source[0] != "f" or to[0] == "f" or rounding in _INTEGRAL, "how it rounds")
     need(wide in FLOATS or source[0] != "f", "a float")
     return calculation(i, converted, 16 if wide == 8 else wide)
+
+
+def _convert_pair(i: Instruction) -> Step:
+    """Two floats to halves of a register, the first to the upper one."""
+    need(i.parts[1:] == ("rn", "f16x2", "f32"), "how it rounds")
+
+    def half(x):
+        return computed(x.view(np.float32).astype(np.float16)).astype(np.uint32)
+
+    return calculation(i, lambda high, low: half(high) << np.uint32(16) | half(low), 32, 32)

@@ -56,7 +56,7 @@ def _least(x, y, largest: bool):
 @emulates("fma")
 def fused(i: Instruction) -> Step:
     """A product and a sum, rounded once."""
-    need(list(i.parts[1:]) == ["rn", "f32"], "modifiers")
+    need(i.parts[1:] == ("rn", "f32"), "modifiers")
 
     def function(x, y, z):
         x, y, z = (operand.view(np.float32).astype(np.float64) for operand in (x, y, z))
