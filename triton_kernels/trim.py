@@ -30,9 +30,10 @@ from .jit import constant, jit, tl
 from .scalar import load_words, lowest_bit, magnitude, narrow_finite, popcount
 from .scratch import buffer
 
-# Words at once; with one for each thread, ptxas spills in some variants.
+# Words at once, one for each thread. (In four warps, two threads for each, ptxas spills in some
+# variants.)
 _WORDS = 64
-_WARPS = 4
+_WARPS = 2
 # Programs of all rows together, as far as that goes.
 _PROGRAMS = 1024
 # Copies of the first histogram, and where the second, the third, and the counts of ties, one
@@ -156,6 +157,8 @@ def drop_kernel(
             stays |= tl.where(turn < places, bit, 0)
             tied ^= bit
             turn += 1
+        # Several warps may have read the words; none may be late.
+        tl.debug_barrier()
         tl.store(index + w, stays.to(tl.int32, bitcast=True), mask=w < words)
         if residual is not None and residual.dtype.element_ty != tl.float32:
             word = marked ^ stays

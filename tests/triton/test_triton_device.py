@@ -31,7 +31,7 @@ TENSORS = {
 
 
 def test_all_that_launch_are_here():
-    names = set(kernels("ops").__all__) - {"release"}
+    names = set(kernels("ops").__all__) - {"release", "compiling_only"}
     assert {name for name in names if not name.startswith("prepare")} == set(TENSORS)
 
 
