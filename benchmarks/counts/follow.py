@@ -145,7 +145,7 @@ def _known(
 
         return known
 
-    here = {"popcount": _popcount}
+    here: dict[str, Callable[[tuple[Any, ...], Any], Any]] = {"popcount": _popcount}
     for name, result in results.items():
         owner, _, function = name.partition(".")
         if owner == kernel:

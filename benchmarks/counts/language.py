@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from .values import Bits, Pointer, Value, combine, common_shape, value
-
 
 # Turns that are less probable are left out.
 _LEAST = 1e-3
@@ -172,8 +171,15 @@ class Language:
         if not shape and hint.number is not None and offset.known is not None:
             return value(hint.number(int(offset.number)), pointer.element)
         run = 1 if mask is None else value(mask).run
-        return Value(shape=shape, dtype=pointer.element, share=share, run=run, listed=hint.listed,
-                     hashed=hint.hashed, bits=Bits(density=hint.share) if hint.bits else None)
+        return Value(
+            shape=shape,
+            dtype=pointer.element,
+            share=share,
+            run=run,
+            listed=hint.listed,
+            hashed=hint.hashed,
+            bits=Bits(density=hint.share) if hint.bits else None,
+        )
 
     def _store(self, pointer: Pointer, content: Any, mask: Any = None, **_: Any) -> None:
         self._access("store", pointer, mask, value(content).shape)

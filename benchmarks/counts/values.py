@@ -243,6 +243,10 @@ def combine(how: Callable[..., Any], *operands: Any, dtype: Any = None) -> Value
         share = 1 - min(shares) if min(shares) < 1 else 1.0
     elif how is operator.lt and len(unknown) == 1 and unknown[0].listed and _negative(values[-1]):
         share = 0.0  # a place in a list is not negative, but -1 where it is done with
+    elif (
+        how in (operator.lt, operator.le) and values[-1].known is not None and _positive(values[-1])
+    ):
+        share = 1.0  # a bound; what was not loaded is 0
     else:
         share = min(shares)
     run = 1
@@ -287,6 +291,10 @@ def common_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     if len(different) <= 2:
         return max(different, key=len)
     return np.broadcast_shapes(*different)
+
+
+def _positive(v: Value) -> bool:
+    return v.known is not None and bool((v.known > 0).all())
 
 
 def _negative(v: Value) -> bool:

@@ -362,7 +362,7 @@ def _union(work: Work, layout: SketchLayout, capacity: int, asked: Asked) -> int
     planned."""
     keys = min(layout.groups, int(_KEPT * capacity) * work.rows)
     asked.hints = {"union": _bits(keys, layout.groups)}
-    asked.note = f"{100 * keys / layout.groups:.3g}% of the groups in the union, evenly: {keys} keys"
+    asked.note = f"{100 * keys / layout.groups:.3g}% of the groups in the union, evenly"
     if not layout.direct:
         _peeling(layout, keys, asked)
     return keys
@@ -413,8 +413,8 @@ def _peeling(layout: SketchLayout, keys: int, asked: Asked) -> None:
         "finish_kernel._number": lambda call: value(0),
     }
     asked.note += (
-        f", of which {found.sizes[0] / found.scale / layout.cells:.2g} of the cells hold one at first;"
-        f" {found.taken / found.recovered:.3g} cells are looked at for a key"
+        f": {keys} keys, peeled from {found.sizes[0] / found.scale:.0f} cells on, "
+        f"{found.taken / found.recovered:.3g} cells a key"
     )
 
 
