@@ -252,6 +252,8 @@ def combine(how: Callable[..., Any], *operands: Any, dtype: Any = None) -> Value
     run = 1
     for v in unknown:
         run = max(run, v.run)
+        if v.bits is not None:
+            continue  # its bits are set independently
         if (v.share < 1 or v.listed or v.hashed) and v.shape and shape[-1] > v.shape[-1] == 1:
             run = max(run, v.run * shape[-1])
     return Value(
