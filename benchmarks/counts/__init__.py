@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..records import Record, append, read
 from .compare import all_worse
-from .table import table
+from .table import beside, table
 
 __all__ = ["about", "add_arguments", "plots", "run", "table"]
 
@@ -48,10 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--show", type=Path, metavar="FILE", help="print the table of a record, count nothing"
     )
+    parser.add_argument(
+        "--before", type=Path, metavar="FILE", help="with --show: an older record, beside that one"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Count, print the table."""
+    if args.show and args.before:
+        print(beside(read([args.show]), read([args.before])))
+        return 0
     if args.show:
         print(table(read([args.show])))
         return 0

@@ -34,7 +34,7 @@ def count(work: Work, machine: Machine, asked: Asked | None = None) -> Record:
         key = (work, number)
         # The same on all machines.
         if key not in _FOLLOWED or launch.kernel.name != _FOLLOWED[key][0]:
-            _FOLLOWED[key] = (launch.kernel.name, follow(launch, asked.hints))
+            _FOLLOWED[key] = (launch.kernel.name, follow(launch, asked.hints, asked.results))
         one = count_launch(launch, _FOLLOWED[key][1], machine)
         name = launch.kernel.name.removesuffix("_kernel")
         took += one["seconds"]

@@ -63,7 +63,7 @@ def moved(
         both = 2 if access.kind == "atomic" else 1
         run = access.run * size
         if access.apart == "hashed":
-            moves = max(1, size // _SECTOR) * _SECTOR * made * both
+            moves = -(-run // _SECTOR) * _SECTOR * made / access.run * both
             sectors += moves
             if sizes[access.name] / rows <= cache:
                 dense[access.name, access.kind] += moves

@@ -3,8 +3,10 @@
 The kernel's Python function runs, for a few programs of the grid at the size that is asked for,
 with a stand-in for ``triton.language`` (:mod:`.language`): loops and branches that depend on
 program numbers and sizes go as they would; a branch that depends on what is in memory is taken,
-unless all that it does is leave the kernel; and a loop that nothing else ends is run once. Hints
-say what counters in memory hold. Scalar control flow is the only one that Triton has, so what is
+unless all that it does is leave the kernel or its line says that it is ``# seldom`` taken; and a
+loop that nothing else ends is run once. A loop over the set bits of words is run as often as the
+fullest word is expected to have bits. Hints say what counters in memory hold, and results what
+device functions return. Scalar control flow is the only one that Triton has, so what is
 counted for a program holds for each of its warps.
 """
 
@@ -13,21 +15,23 @@ from __future__ import annotations
 import itertools
 import sys
 import types
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..compiled import Launch
-from .language import Access, Hint, Language
+from .language import Access, Call, Hint, Language, Result
 from .lines import name_of, ours, places
 from .sass import Chain
-from .values import Pointer, forget_turns, value
+from .values import Pointer, Value, ask_chances, forget_turns, value
 
 # How often the programs of a launch are halved at most.
 _HALVED = 6
+# The most turns of a loop of which all are followed where each depends on the last.
+_WHOLE = 64
 
 
 @dataclass
@@ -43,7 +47,9 @@ class Followed:
     accesses: list[tuple[Access, float]] = field(default_factory=list)
 
 
-def follow(launch: Launch, hints: Mapping[str, Hint]) -> Followed:
+def follow(
+    launch: Launch, hints: Mapping[str, Hint], results: Mapping[str, Result] | None = None
+) -> Followed:
     """Follow some programs of a launch, each for its share of all.
 
     The first axis is halved where the programs at its ends do not execute the same, the longest
@@ -54,7 +60,7 @@ def follow(launch: Launch, hints: Mapping[str, Hint]) -> Followed:
 
     def run(x: int) -> dict[Chain, float]:
         if x not in ran:
-            ran[x] = _program(launch, (x, Y // 2, Z // 2), hints)
+            ran[x] = _program(launch, (x, Y // 2, Z // 2), hints, results or {})
         return ran[x][0]
 
     # The first and the last program often have more to do than all between.
@@ -85,7 +91,10 @@ def follow(launch: Launch, hints: Mapping[str, Hint]) -> Followed:
 
 
 def _program(
-    launch: Launch, program: tuple[int, int, int], hints: Mapping[str, Hint]
+    launch: Launch,
+    program: tuple[int, int, int],
+    hints: Mapping[str, Hint],
+    results: Mapping[str, Result],
 ) -> tuple[dict[Chain, float], list[tuple[Access, float]]]:
     accesses: list[tuple[Access, float]] = []
 
@@ -97,13 +106,17 @@ def _program(
     here = {k: v for k, v in hints.items() if "." not in k}
     here |= {k.partition(".")[2]: v for k, v in hints.items() if k.partition(".")[0] == name}
     language = Language(program, launch.grid, here, note)
-    made: dict[int, Any] = {}
-    kernel = _bound(launch.function, language, made)
+    # Whoever stashes does as much in a turn as earlier ones have left.
+    if "stash" in launch.arguments:
+        language.whole = _WHOLE
+    known = _known(launch, program[0], results)
+    kernel = _bound(launch.function, language, {}, known)
     constants = _constants(launch.function)
     arguments = {
         name: _argument(name, x, name in constants) for name, x in launch.arguments.items()
     }
     forget_turns()
+    ask_chances(language.goes_on)
     tracer = _Tracer(language)
     before = sys.gettrace()
     sys.settrace(tracer.call)
@@ -112,6 +125,39 @@ def _program(
     finally:
         sys.settrace(before)
     return tracer.executions(), accesses
+
+
+def _known(
+    launch: Launch, program: int, results: Mapping[str, Result]
+) -> dict[str, Callable[[tuple[Any, ...], Any], Any]]:
+    """What is said of this kernel's device functions, to be called with arguments and result."""
+    kernel = launch.function.__name__
+    before: Counter[str] = Counter()
+
+    def made(name: str, result: Result) -> Callable[[tuple[Any, ...], Any], Any]:
+        def known(arguments: tuple[Any, ...], found: Any) -> Any:
+            call = Call(
+                kernel=kernel, scalars=launch.arguments, program=program, before=before[name],
+                arguments=arguments, result=found,
+            )  # fmt: skip
+            before[name] += 1
+            return result(call)
+
+        return known
+
+    here: dict[str, Callable[[tuple[Any, ...], Any], Any]] = {"popcount": _popcount}
+    for name, result in results.items():
+        owner, _, function = name.partition(".")
+        if owner == kernel:
+            here[function] = made(function, result)
+    return here
+
+
+def _popcount(arguments: tuple[Any, ...], found: Value) -> Value:
+    word = arguments[0]
+    if word.bits is None or word.less:
+        return found
+    return replace(found, bits=word.bits, counted=True, share=word.share)
 
 
 def _constants(function: Any) -> set[str]:
@@ -135,7 +181,12 @@ def _element(dtype: torch.dtype) -> Any:
     return getattr(tl, names[dtype])
 
 
-def _bound(function: Any, language: Language, made: dict[int, Any]) -> Any:
+def _bound(
+    function: Any,
+    language: Language,
+    made: dict[int, Any],
+    known: Mapping[str, Callable[[tuple[Any, ...], Any], Any]],
+) -> Any:
     """The function that Triton would compile, and all that it calls, in our language."""
     python = function.fn
     if id(python) in made:
@@ -145,20 +196,26 @@ def _bound(function: Any, language: Language, made: dict[int, Any]) -> Any:
         python.__code__, scope, python.__name__, python.__defaults__, python.__closure__
     )
     bound.__kwdefaults__ = python.__kwdefaults__
-    made[id(python)] = bound
+    made[id(python)] = called = bound
+    if python.__name__ in known:
+
+        def called(*arguments: Any, **more: Any) -> Any:
+            return known[python.__name__](arguments, bound(*arguments, **more))
+
+        made[id(python)] = called
     tl = language.namespace()
     for name, x in python.__globals__.items():
         if name == "tl":
             scope[name] = tl
         elif hasattr(x, "fn") and hasattr(x, "arg_names"):
             if name in python.__code__.co_names:
-                scope[name] = _bound(x, language, made)
+                scope[name] = _bound(x, language, made, known)
         elif type(x).__name__ == "constexpr":
             scope[name] = x.value
         else:
             scope[name] = x
     scope["range"] = language._range
-    return bound
+    return called
 
 
 class _Tracer:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from .values import Pointer, Value, combine, common_shape, value
+from .values import Bits, Pointer, Value, combine, common_shape, value
+
+# Turns that are less probable are left out.
+_LEAST = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +24,40 @@ class Hint:
     Attributes:
         number: what a scalar there is, given its place.
         share: fraction of the bits, and so of the lanes that a mask made of them lets through.
-        listed: whether entries are places that lie apart in other arguments.
+        bits: whether entries are words of a bitmap, so that ``share`` is one of their bits.
+        listed: whether entries are places that lie apart in other arguments, in ascending order.
+        hashed: whether they are such places in no order.
     """
 
-    number: Callable[[int], int] | None = None
+    number: Callable[[int], float] | None = None
     share: float = 1.0
+    bits: bool = False
     listed: bool = False
+    hashed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a device function.
+
+    Attributes:
+        kernel: its name.
+        scalars: that the kernel was given.
+        program: that calls.
+        before: calls of this function by this program.
+        result: as it follows from what is known.
+    """
+
+    kernel: str
+    scalars: Mapping[str, Any]
+    program: int
+    before: int
+    arguments: tuple[Any, ...]
+    result: Any
+
+
+# What is known of a device function's result.
+Result = Callable[[Call], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +103,18 @@ class Language:
     turns: list[int] = field(default_factory=list)
     # How many turns of the device's loops this one stands for.
     weight: float = 1.0
+    # The most turns of a loop of which all are followed, not some for all.
+    whole: int = 4
+    # Weights outside of the loops that go on by chance, by their places.
+    _outside: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def goes_on(self, place: tuple[str, int], chance: float) -> bool:
+        """Whether a loop of which only the chance is known has one more turn, and its weight."""
+        outside = self._outside.setdefault(place, self.weight)
+        self.weight = outside * chance
+        if chance < _LEAST:
+            self.weight = self._outside.pop(place)
+        return chance >= _LEAST
 
     def namespace(self) -> SimpleNamespace:
         """What kernels know as ``tl``."""
@@ -98,10 +142,19 @@ class Language:
         self.turns.pop()
 
     def _range(self, *bounds: Any, **_: Any) -> Iterator[Value]:
-        turns = range(*(int(value(b).number) for b in bounds))
+        chance = bounds[0].chance if isinstance(bounds[0], Value) else None
+        if chance is not None:
+            outside, turn = self.weight, 0
+            while chance(turn) >= _LEAST:
+                self.weight = outside * chance(turn)
+                yield value(turn, _dtype("int32"))
+                turn += 1
+            self.weight = outside
+            return
+        turns = range(*(math.ceil(value(b).number) for b in bounds))
         # Of many turns the first, one in the middle, which stands for all others, and the last.
         chosen = {0: 1.0, len(turns) // 2: len(turns) - 2.0, len(turns) - 1: 1.0}
-        if len(turns) < 5:
+        if len(turns) <= self.whole:
             chosen = dict.fromkeys(range(len(turns)), 1.0)
         outside = self.weight
         for at, weight in chosen.items():
@@ -114,11 +167,19 @@ class Language:
         hint = self.hints.get(pointer.name, Hint())
         offset = pointer.offset
         shape = common_shape(offset.shape, () if mask is None else value(mask).shape)
-        share = hint.share if mask is None else min(hint.share, _share(mask))
+        share = hint.share if mask is None else hint.share * _share(mask)
         if not shape and hint.number is not None and offset.known is not None:
             return value(hint.number(int(offset.number)), pointer.element)
         run = 1 if mask is None else value(mask).run
-        return Value(shape=shape, dtype=pointer.element, share=share, run=run, listed=hint.listed)
+        return Value(
+            shape=shape,
+            dtype=pointer.element,
+            share=share,
+            run=run,
+            listed=hint.listed,
+            hashed=hint.hashed,
+            bits=Bits(density=hint.share) if hint.bits else None,
+        )
 
     def _store(self, pointer: Pointer, content: Any, mask: Any = None, **_: Any) -> None:
         self._access("store", pointer, mask, value(content).shape)
@@ -226,6 +287,13 @@ class Language:
         known = None if x.known is None else np.broadcast_to(x.known, x.shape).T
         return Value(shape=shape, known=known, dtype=x.dtype, share=x.share)
 
+    def _permute(self, x: Value, *axes: Any) -> Value:
+        axes = axes[0] if len(axes) == 1 else axes
+        order = [int(_plain(axis)) for axis in axes]
+        known = None if x.known is None else np.broadcast_to(x.known, x.shape).transpose(order)
+        shape = tuple(x.shape[axis] for axis in order)
+        return Value(shape=shape, known=known, dtype=x.dtype, share=x.share)
+
     def _join(self, x: Value, y: Value) -> Value:
         return Value(shape=(*x.shape, 2), dtype=x.dtype, share=max(x.share, y.share))
 
@@ -257,9 +325,13 @@ class Language:
         return Value(shape=shape, dtype=x.dtype, hashed=x.hashed, listed=x.listed)
 
     def _sum(self, x: Value, axis: Any = None, keep_dims: bool = False, **_: Any) -> Value:
+        if x.counted and x.bits is not None and len(x.shape) == 1 and not x.bits.taken:
+            return value(32 * x.bits.density * x.shape[0], x.dtype)
         return self._fold(np.sum, x, axis, keep_dims)
 
     def _max(self, x: Value, axis: Any = None, keep_dims: bool = False, **_: Any) -> Any:
+        if x.bits is not None and x.share > 0 and len(x.shape) == 1:
+            return Value(shape=(), dtype=x.dtype, chance=x.bits.fullest(x.shape[0]))
         return self._fold(np.max, x, axis, keep_dims)
 
     def _min(self, x: Value, axis: Any = None, keep_dims: bool = False, **_: Any) -> Value:
@@ -310,7 +382,7 @@ class Language:
 _FUNCTIONS = [
     name[1:] for name, made in vars(Language).items()
     if name.startswith("_") and not name.startswith("__") and callable(made)
-    and name not in ("_access", "_fold", "_atomic")
+    and name not in ("_access", "_fold", "_atomic", "_outside")
 ]  # fmt: skip
 
 

@@ -66,6 +66,44 @@ def _kernels(records: Sequence[Record]) -> str:
     return markdown(head, rows)
 
 
+def beside(records: Iterable[Record], before: Iterable[Record]) -> str:
+    """What every operator and every policy's step was before, and is now, on H100.
+
+    A kernel that takes a tenth of the operator's time or more is named with what bounds it.
+    """
+    records, old = list(records), list(before)
+    counts = {r["case"]: r for r in old if r.get("machine") == "H100"}
+    rows = []
+    for now in (r for r in records if r.get("machine") == "H100"):
+        was = counts.get(now["case"])
+        bounds = [
+            f"{name}: {k['bound']}" for name, k in now["kernels"].items()
+            if k["share_of_time"] >= _WORTH_NAMING
+        ]  # fmt: skip
+        row: list[object] = [now["case"]]
+        for said in (
+            lambda r: f"{100 * r['share_of_copy']:.0f}%", lambda r: f"{r['per_element']:.1f}",
+            lambda r: f"{r['bytes'] / r['floor_bytes']:.2f}", lambda r: str(r["launches"]),
+        ):  # fmt: skip
+            row += ["" if was is None else said(was), said(now)]
+        rows.append([*row, ", ".join(bounds)])
+    head = ["operator", "share before", "now", "instructions before", "now", "bytes / must before",
+            "now", "launches before", "now", "bound by, now"]  # fmt: skip
+    parts = [CAVEAT, markdown(head, rows)]
+    policies = {r["policy"]: r for r in old if "policy" in r}
+    steps = [r for r in records if "policy" in r and r["policy"] in policies]
+    if steps:
+        found = [
+            [r["policy"], *(p[k] for k in ("launches_per_block", "launches_per_step")
+                            for p in (policies[r["policy"]], r))]
+            for r in steps
+        ]  # fmt: skip
+        head = ["policy", "launches of a block before", "now", "of a step before", "now"]
+        parts += [_STEPS.format(**steps[0]), markdown(head, found)]
+    return "\n\n".join(parts)
+
+
+_WORTH_NAMING = 0.1
 _STEPS = (
     "Launches of a step of a model of {parameters:.2g} parameters in {blocks} blocks, bfloat16, on "
     "{ranks} ranks, by the codecs; torch's own kernels among them:"

@@ -8,6 +8,7 @@ known: such a value has a shape, and a ``share``, the fraction of its lanes that
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +27,49 @@ class UnknownError(RuntimeError):
     """A kernel asks for a number that depends on what is in memory."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bits:
+    """Words of 32 bits, of which each is set with the same chance, on its own.
+
+    Attributes:
+        density: that chance.
+        taken: lowest set bits that were taken out of every word that had them.
+    """
+
+    density: float
+    taken: int = 0
+
+    @property
+    def some(self) -> float:
+        """How probable it is that a word has a bit left."""
+        return self.fullest(1)(0)
+
+    def fullest(self, lanes: int) -> Callable[[int], float]:
+        """How probable it is that the fullest of so many words has more than ``turn`` bits left."""
+
+        def more(turn: int) -> float:
+            return 1 - binomial_at_most(self.taken + turn, 32, self.density) ** lanes
+
+        return more
+
+
+@cache
+def binomial_at_most(most: int, number: int, chance: float) -> float:
+    """How probable it is that of so many events, each with this chance, at most ``most`` occur."""
+    if chance in (0.0, 1.0) or most >= number:
+        return float(chance == 0 or most >= number)
+    odds = math.log(chance) - math.log1p(-chance)
+    first = number * math.log1p(-chance)
+    choices = math.lgamma(number + 1)
+    return min(
+        1.0,
+        sum(
+            math.exp(first + k * odds + choices - math.lgamma(k + 1) - math.lgamma(number - k + 1))
+            for k in range(most + 1)
+        ),
+    )
+
+
 @dataclass(eq=False)
 class Value:
     """A scalar or a tensor.
@@ -38,6 +82,13 @@ class Value:
         hashed: whether it is a hash, so that neighbours have nothing to do with each other.
         listed: whether it is an entry of a list of places that lie apart.
         bounded: whether a known condition is a part of it, so that a loop ends.
+        bits: of words of a bitmap, see :class:`Bits`.
+        less: whether it is such a word less one, which clears its lowest bit.
+        counted: whether it is the number of bits of such a word.
+        chance: of a condition, or of a number of turns that is tested turn by turn: how probable it
+            is to go on; None if nothing is known.
+        place: of an entry of a list of lengths: the sum of those before it, see :mod:`.work`.
+        apart: whether the lanes that it lets through have nothing to do with other conditions.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +99,12 @@ class Value:
     hashed: bool = False
     listed: bool = False
     bounded: bool = False
+    bits: Bits | None = None
+    less: bool = False
+    counted: bool = False
+    chance: Callable[[int], float] | None = None
+    place: float | None = None
+    apart: bool = False
 
     @property
     def number(self) -> Any:
@@ -59,6 +116,11 @@ class Value:
         if self.known is None:
             raise UnknownError(f"a number out of memory decides, at {_where()}")
         return self.known.reshape(-1)[0].item()
+
+    @property
+    def numel(self) -> int:
+        """Lanes."""
+        return math.prod(self.shape)
 
     def to(self, dtype: Any, bitcast: bool = False) -> Value:
         """In another dtype; what is known of a float is not kept."""
@@ -80,6 +142,9 @@ class Value:
         return replace(self, known=known, dtype=dtype)
 
     def __bool__(self) -> bool:
+        if self.known is None and self.chance is not None:
+            frame = _caller()
+            return _CHANCES[-1]((frame.f_code.co_filename, frame.f_lineno), self.chance(0))
         if self.known is None:
             return self.bounded or _assumed()
         return bool(self.known.all())
@@ -162,24 +227,64 @@ def combine(how: Callable[..., Any], *operands: Any, dtype: Any = None) -> Value
     ):
         return Value(shape=shape, known=np.zeros(shape, bool), dtype=dtype)
     shares = [v.share for v in unknown]
-    if how is operator.or_:
+    lone = [v.share for v in unknown if v.apart]
+    if how is operator.sub and all(v.place is not None for v in values):
+        return value(values[0].place - values[1].place, dtype)  # pyright: ignore[reportOperatorIssue, reportOptionalOperand]
+    bits, less = _bits(how, values, unknown)
+    if bits is not None and how is operator.ne:
+        share = bits.some
+    elif lone and how is operator.ne:
+        share = lone[0]
+    elif lone and how is operator.and_:
+        share = min([v.share for v in unknown if not v.apart] or [1.0]) * min(lone)
+    elif how is operator.or_:
         share = min(1.0, max(shares))
     elif how is operator.eq and any(v.known is not None and not v.known.any() for v in values):
         share = 1 - min(shares) if min(shares) < 1 else 1.0
     elif how is operator.lt and len(unknown) == 1 and unknown[0].listed and _negative(values[-1]):
         share = 0.0  # a place in a list is not negative, but -1 where it is done with
+    elif (
+        how in (operator.lt, operator.le) and values[-1].known is not None and _positive(values[-1])
+    ):
+        share = 1.0  # a bound; what was not loaded is 0
     else:
         share = min(shares)
     run = 1
     for v in unknown:
         run = max(run, v.run)
-        if v.share < 1 and v.shape and shape[-1] > v.shape[-1] == 1:
+        if v.bits is not None:
+            continue  # its bits are set independently
+        if (v.share < 1 or v.listed or v.hashed) and v.shape and shape[-1] > v.shape[-1] == 1:
             run = max(run, v.run * shape[-1])
     return Value(
         shape=shape, dtype=dtype, share=share, run=run,
         hashed=any(v.hashed for v in unknown), listed=any(v.listed for v in unknown),
         bounded=how is operator.and_ and len(unknown) < len(values),
+        bits=bits, less=less, apart=bool(lone) and how is operator.ne,
+        chance=unknown[0].chance if how is operator.gt and len(unknown) == 1 else None,
     )  # fmt: skip
+
+
+def _bits(
+    how: Callable[..., Any], values: list[Value], unknown: list[Value]
+) -> tuple[Bits | None, bool]:
+    """Of words of a bitmap, what an operation leaves of them, and whether that is one less."""
+    words = [v for v in unknown if v.bits is not None]
+    if not words or any(v.counted for v in words):
+        return None, False
+    bits = words[-1].bits
+    if how is operator.and_ and len(words) == 2 and words[0].less != words[1].less:
+        assert bits is not None
+        return replace(bits, taken=bits.taken + 1), False
+    if len(unknown) == len(words) and (how is np.where or how is operator.ne):
+        return bits, False
+    if len(words) == 1 and len(values) == 2 and not words[0].less:
+        # Of the word without the bits past the bitmap's end; and of the word less one.
+        if how is operator.and_ and len(unknown) == 1 and not _negative(values[-1]):
+            return bits, False
+        if how is operator.sub and len(unknown) == 1 and values[0] is words[0]:
+            return bits, True
+    return None, False
 
 
 def common_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
@@ -188,6 +293,10 @@ def common_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     if len(different) <= 2:
         return max(different, key=len)
     return np.broadcast_shapes(*different)
+
+
+def _positive(v: Value) -> bool:
+    return v.known is not None and bool((v.known > 0).all())
 
 
 def _negative(v: Value) -> bool:
@@ -229,6 +338,15 @@ def _operators() -> None:
 _operators()
 
 
+# Of the program that runs: what is asked about a condition, with its place, and how probable it is.
+_CHANCES: list[Callable[[tuple[str, int], float], bool]] = []
+
+
+def ask_chances(asked: Callable[[tuple[str, int], float], bool]) -> None:
+    """From now on, ``asked`` decides conditions of which only the chance is known."""
+    _CHANCES[:] = [asked]
+
+
 # What a condition that memory decides is taken to be, by its place; a loop's, once true.
 _TURNS: dict[tuple[str, int], int] = {}
 
@@ -251,12 +369,16 @@ def _assumed() -> bool:
 @cache
 def branches(file: str) -> dict[int, str]:
     """What the branch at a line of a kernel's file does: ``leave`` the kernel and nothing else,
-    ``while``, or ``work``."""
+    ``while``, or ``work``; or it is ``seldom`` taken, which a comment of its line says."""
     found: dict[int, str] = {}
-    for node in ast.walk(ast.parse(Path(file).read_text())):
+    text = Path(file).read_text()
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.If | ast.While):
             leaves = all(isinstance(x, ast.Return) for x in node.body)
             kind = "while" if isinstance(node, ast.While) else "leave" if leaves else "work"
+            if lines[node.test.lineno - 1].endswith("# seldom"):
+                kind = "seldom"
             for line in range(node.test.lineno, (node.test.end_lineno or node.test.lineno) + 1):
                 found[line] = kind
     return found

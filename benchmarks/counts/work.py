@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 
 from ..compiled import Launch, compiling
-from .language import Hint
+from .language import Call, Hint, Result
+from .peeling import simulate
+from .values import binomial_at_most, value
 
 NUMEL = 1 << 28
 # Thresholds keep a little less than the capacity, which is what trimming looks at.
 _KEPT = 0.95
-_MOST_ROUNDS = 1000
 # As policies have it.
 _BLOCK = 256
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,7 +85,8 @@ class Asked:
         launches: of kernels, in their order.
         torch: bytes that each of torch's own kernels moves.
         floor: bytes that any implementation moves.
-        hints: see :class:`.language.Hint`.
+        hints: see :class:`.language.Hint`; by the name of an argument, or by ``kernel.argument``.
+        results: what is known of device functions, by ``kernel.function``.
         note: what is assumed of the input.
     """
 
@@ -92,6 +94,7 @@ class Asked:
     torch: list[float] = field(default_factory=list)
     floor: float = 0.0
     hints: Mapping[str, Hint] = field(default_factory=dict)
+    results: Mapping[str, Result] = field(default_factory=dict)
     note: str = ""
 
 
@@ -119,7 +122,11 @@ class _Noted(TorchDispatchMode):
 
 
 def ask(work: Work, arch: int) -> Asked:
-    """Run an operator, compiling for ``arch`` and launching nothing."""
+    """Run an operator, compiling for ``arch`` and launching nothing.
+
+    Raises:
+        ValueError: for a hint or a result that fits no kernel that is launched.
+    """
     ops = importlib.import_module("tagc.triton_kernels.ops")
     asked = Asked()
     try:
@@ -129,7 +136,46 @@ def ask(work: Work, arch: int) -> Asked:
                 call()
     finally:
         ops.release()
+    check(asked)
     return asked
+
+
+def check(asked: Asked) -> None:
+    """Every hint must have its argument, and every result its function; else it was renamed.
+
+    Raises:
+        ValueError: if one has not.
+    """
+    arguments: set[str] = set()
+    functions: set[str] = set()
+    for launch in asked.launches:
+        name = launch.function.__name__
+        for argument in launch.arguments:
+            arguments |= {argument, f"{name}.{argument}"}
+        functions |= {f"{name}.{called}" for called in _called(launch.function)}
+    for what, given, there in (
+        ("argument", asked.hints, arguments),
+        ("function", asked.results, functions),
+    ):
+        if lost := sorted(given.keys() - there):
+            raise ValueError(
+                f"no kernel that is launched has {' or '.join(lost)}: was the {what} renamed? see "
+                "benchmarks/counts/work.py"
+            )
+
+
+def _called(kernel: Any) -> set[str]:
+    """Device functions that a kernel calls, and those that these call."""
+    found: dict[str, Any] = {}
+    todo = [kernel.fn]
+    while todo:
+        function = todo.pop()
+        for name in function.__code__.co_names:
+            called = function.__globals__.get(name)
+            if hasattr(called, "arg_names") and called.fn.__name__ not in found:
+                found[called.fn.__name__] = called
+                todo.append(called.fn)
+    return set(found)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -200,15 +246,17 @@ def _packed_layout(work: Work) -> PackedLayout:
     return plan_packed(n, capacity=capacity, group=work.group, bits=work.bits, block=work.block)
 
 
-def _kept(kept: int, density: float) -> dict[str, Hint]:
-    """Hints for what selects: the counters say ``kept``, bitmaps have so many bits set."""
-    number = Hint(number=lambda _: kept)
-    bits = Hint(share=density)
-    return {
-        "counts": number, "total": number,
-        "index": bits, "bitmap": bits, "union": bits, "support": bits, "marks": bits,
-        "keys": Hint(listed=True),
-    }  # fmt: skip
+def _selecting(layout: PackedLayout | SketchLayout, kept: int) -> dict[str, Hint]:
+    """Hints for what selects and trims: so many groups are above the threshold, and all stay."""
+    return {"counts": Hint(number=lambda _: kept), "count_kernel.index": _bits(kept, layout.groups)}
+
+
+def _bits(kept: int, groups: int) -> Hint:
+    return Hint(share=min(1.0, kept / groups), bits=True)
+
+
+def _of_high(layout: PackedLayout, kept: int) -> Hint:
+    return _bits(kept, 32 * max(1, layout.high_words))
 
 
 def _pack(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
@@ -219,7 +267,11 @@ def _pack(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     threshold = _empty(R, dtype=torch.float32)
     asked.floor = R * (n * (each + left) + 4 * layout.words)
     kept = int(_KEPT * layout.capacity)
-    asked.hints = _kept(kept, kept / layout.groups)
+    asked.hints = _selecting(layout, kept) | {
+        "total": Hint(number=lambda _: kept),
+        "bitmap": _bits(kept, layout.groups),
+        "keys": Hint(listed=True),
+    }
     asked.note = f"{100 * kept / layout.groups:.3g}% of the groups above the threshold, evenly"
     return lambda: ops.pack(x, residual, threshold, None, message, counts, layout=layout)
 
@@ -230,9 +282,36 @@ def _unpack(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     message, out = _empty(R, layout.words), _empty(n, dtype=_DTYPES[work.gradient])
     asked.floor = n * each + 4 * R * layout.words
     kept = int(_KEPT * layout.capacity)
-    asked.hints = _kept(kept, kept / layout.groups)
+    asked.hints = {"bitmap": _bits(kept, layout.groups)}
+    if layout.low_bits:
+        asked.hints = dict(asked.hints) | {"read_kernel.high": _of_high(layout, kept)}
+    turns, slots = _turns(layout, kept), _values(layout) // layout.group - 1
+
+    def start(call: Call) -> Any:
+        offset, _, run, _ = call.arguments
+        before = int(offset.offset.number) + int(run.number)
+        # So many slots that messages and tiles together take as many turns as expected.
+        return replace(call.result, place=math.floor(turns * before) * slots)
+
+    asked.results = {"unpack_kernel.run_start": start}
     asked.note = f"{100 * kept / layout.groups:.3g}% of the groups in every message, evenly"
     return lambda: ops.unpack(message, None, out, layout=layout, divisor=R)
+
+
+def _values(layout: PackedLayout) -> int:
+    return importlib.import_module("tagc.triton_kernels.unpack")._values(layout)
+
+
+def _turns(layout: PackedLayout, kept: int) -> float:
+    """How many turns a tile takes for a message, on average: its groups are marked with the same
+    chance, each on its own."""
+    unpack = importlib.import_module("tagc.triton_kernels.unpack")
+    groups, slots = unpack._TILE // layout.group, _values(layout) // layout.group - 1
+    mean = kept / layout.groups
+    turns = 1.0
+    for turn in range(1, groups // max(1, slots) + 1):
+        turns += 1 - binomial_at_most(turn * slots, groups, mean)
+    return turns
 
 
 def _select(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
@@ -243,7 +322,7 @@ def _select(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     threshold = _empty(R, dtype=torch.float32)
     asked.floor = R * (n * each + 4 * layout.bitmap_words)
     kept = int(_KEPT * layout.capacity)
-    asked.hints = _kept(kept, kept / layout.groups)
+    asked.hints = _selecting(layout, kept)
     asked.note = f"{100 * kept / layout.groups:.3g}% of the groups above the threshold, evenly"
     return lambda: ops.select(x, threshold, bitmap, counts, layout=layout)
 
@@ -267,7 +346,10 @@ def _encode(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     seed = _empty(1)
     asked.floor = R * (n * (each + left) + 4 * layout.index_words + 4 * layout.cells)
     kept = int(_KEPT * capacity)
-    asked.hints = _kept(kept, kept / layout.groups)
+    asked.hints = _selecting(layout, kept) | {
+        "emit_kernel.index": _bits(kept, layout.groups),
+        "emit_kernel.stash": Hint(listed=True),
+    }
     asked.note = f"{100 * kept / layout.groups:.3g}% of the groups above the threshold, evenly"
     return lambda: ops.encode(
         x, residual, scales[0], scales[1], seed, index, cells, counts,
@@ -275,44 +357,65 @@ def _encode(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     )  # fmt: skip
 
 
-def _union(work: Work, layout: SketchLayout, capacity: int, asked: Asked) -> None:
-    """Hints for what peels: no group is kept by two ranks, so the table is as full as planned."""
+def _union(work: Work, layout: SketchLayout, capacity: int, asked: Asked) -> int:
+    """Hints for what peels; the keys: no group is kept by two ranks, so the table is as full as
+    planned."""
     keys = min(layout.groups, int(_KEPT * capacity) * work.rows)
-    share = keys / layout.groups
-    left = peeling(layout, keys)
-    rounds = len(left)
-    # Over all sweeps, the share of keys that one still finds, and that one recovers.
-    still = sum(left) / max(1, rounds)
-    asked.hints = _kept(keys, share) | {
-        "index": Hint(share=_KEPT * capacity / layout.groups),
-        "stats": Hint(number=lambda _: keys),
-        # A launch of integer symbols sweeps eight times, of floats once.
-        "flags": Hint(number=lambda at: int(at * (8 if layout.symbol.integer else 1) < rounds)),
-        "keys": Hint(listed=True, share=still),
-        "entry": Hint(share=1 / max(1, rounds)),
-        # Nothing is left over.
-        "estimate_kernel.keys": Hint(share=0.0),
-        "expand_kernel.keys": Hint(),
+    asked.hints = {"union": _bits(keys, layout.groups)}
+    asked.note = f"{100 * keys / layout.groups:.3g}% of the groups in the union, evenly"
+    if not layout.direct:
+        _peeling(layout, keys, asked)
+    return keys
+
+
+def _peeling(layout: SketchLayout, keys: int, asked: Asked) -> None:
+    """Hints and results for what peels, as :mod:`.peeling` simulates it."""
+    peel = importlib.import_module("tagc.triton_kernels.peel")
+    table = importlib.import_module("tagc.triton_kernels.table")
+    stash = importlib.import_module("tagc.triton_kernels.stash")
+    programs = table.peeling_programs(layout)
+    found = simulate(
+        keys=keys, cells=layout.cells, hashes=layout.hashes, programs=programs,
+        launches=peel.launches(layout), limit=peel._STEPS, room=table.ROOM,
+        block=stash.LANES_OF_A_STEP,
+    )  # fmt: skip
+    # Of the cells that hold one key when they are listed, those whose key nobody else took; and of
+    # the other cells of a key, those that then hold one.
+    ours = found.recovered / found.taken
+    freed = 1 - found.sizes[0] / found.taken
+    asked.hints = dict(asked.hints) | {
+        "pending": Hint(number=lambda at: round(found.sizes[at] / found.scale)),
+        "entry": Hint(share=ours),
+        "peel_kernel.stash": Hint(hashed=True),
+        "finish_kernel.lists": Hint(hashed=True),
+        # Symbols and bits of keys: one at a time. Nothing is left over.
+        "peel_kernel.marks": Hint(),
+        "finish_kernel.marks": Hint(),
     }
-    asked.note = (
-        f"{100 * share:.3g}% of the groups in the union, evenly: {keys} keys, peeled in {rounds} "
-        "sweeps over all of them"
+
+    def number(call: Call) -> Any:
+        launch, program = int(call.scalars["launch"]), call.program * found.programs // programs
+        steps = found.freed[launch][program]
+        return value(steps[call.before] if call.before < len(steps) else 0)
+
+    def other(call: Call) -> Any:
+        share = (layout.hashes - 1) / layout.hashes
+        return replace(call.result, share=share, apart=True)
+
+    def removed(call: Call) -> Any:
+        return replace(call.result, share=freed / layout.hashes)
+
+    asked.results = {
+        "peel_kernel._number": number,
+        "peel_kernel.cell_at": other,
+        "peel_kernel._remove": removed,
+        # Nothing is left for it.
+        "finish_kernel._number": lambda call: value(0),
+    }
+    asked.note += (
+        f": {keys} keys, peeled from {found.sizes[0] / found.scale:.0f} cells on, "
+        f"{found.taken / found.recovered:.3g} cells a key"
     )
-
-
-def peeling(layout: SketchLayout, keys: int) -> list[float]:
-    """Share of the keys left before each round of peeling, by density evolution: with ``h`` hashes
-    and ``c`` cells for each key, ``x^h`` after ``x <- 1 - exp(-h / c * x^(h-1))`` from 1 on, until
-    less than one key is left (M. Molloy, "Cores in random hypergraphs and Boolean formulas",
-    Random Structures and Algorithms 27, 2005)."""
-    left: list[float] = []
-    if layout.direct:
-        return left
-    x, ratio = 1.0, layout.hashes * keys / layout.cells
-    while keys * x**layout.hashes >= 1 and len(left) < _MOST_ROUNDS:
-        left.append(x**layout.hashes)
-        x = 1 - math.exp(-ratio * x ** (layout.hashes - 1))
-    return left
 
 
 def _decode(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
@@ -324,6 +427,12 @@ def _decode(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     residual = None if work.residual is None else _empty(n, dtype=_DTYPES[work.residual])
     asked.floor = n * each + 4 * R * layout.index_words + 4 * layout.cells
     _union(work, layout, capacity, asked)
+    if not layout.direct:
+        # Nothing is left over.
+        nothing = Hint(share=0.0, bits=True)
+        asked.hints = dict(asked.hints) | {"estimate_kernel.marks": nothing}
+        if residual is not None:
+            asked.hints = dict(asked.hints) | {"clear_kernel.marks": nothing}
     return lambda: ops.decode(
         index, cells, step, seed, out, residual, stats, layout=layout, divisor=R
     )
@@ -335,9 +444,10 @@ def _insert(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     index, seed = _empty(layout.words), _empty(1)
     cells = _empty(layout.cells, dtype=layout.symbol.dtype)
     # Of the symbols, the sectors that have one.
-    _union(work, layout, capacity, asked)
-    share = asked.hints["bitmap"].share
-    asked.hints = dict(asked.hints) | {"index": Hint(share=share)}
+    keys = min(layout.groups, int(_KEPT * capacity) * work.rows)
+    share = keys / layout.groups
+    asked.hints = {"index": _bits(keys, layout.groups), "stash": Hint(listed=True)}
+    asked.note = f"{100 * share:.3g}% of the groups, evenly: {keys} keys"
     asked.floor = 4 * (layout.words + layout.cells + layout.groups * (1 - (1 - share) ** 8))
     return lambda: ops.insert(symbols, index, seed, cells, layout=layout)
 
@@ -347,7 +457,7 @@ def _peel(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     cells = _empty(layout.cells, dtype=layout.symbol.dtype)
     index, seed = _empty(layout.words), _empty(1)
     _union(work, layout, capacity, asked)
-    asked.hints = dict(asked.hints) | {"index": Hint(share=asked.hints["bitmap"].share)}
+    asked.hints = dict(asked.hints) | {"expand_kernel.marks": Hint(share=0.0)}
     asked.floor = 4 * (layout.words + layout.cells) + 5 * layout.groups
     return lambda: ops.peel(cells, index, seed, layout=layout)
 

@@ -6,8 +6,11 @@ A count needs Triton's compiler and no GPU. A few operators are counted anew her
 
 from __future__ import annotations
 
+import importlib
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,12 +27,14 @@ from benchmarks.counts.follow import follow
 from benchmarks.counts.language import Hint
 from benchmarks.counts.lines import add_file
 from benchmarks.counts.machines import A100, B200, H100, MACHINES, occupancy
+from benchmarks.counts.peeling import simulate
 from benchmarks.counts.pipes import PIPES, passes, pipe_of
 from benchmarks.counts.sass import blocks_of
 from benchmarks.counts.steps import count_step
-from benchmarks.counts.table import table
+from benchmarks.counts.table import beside, table
 from benchmarks.counts.variants import quick, variants
-from benchmarks.counts.work import OPS, Work
+from benchmarks.counts.work import _OPS as OPERATORS
+from benchmarks.counts.work import OPS, Asked, Work, ask
 from benchmarks.records import Record, read
 from tagc.costs.shapes import synthetic
 
@@ -37,6 +42,10 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("counts")]
 add_file(__file__)
 N = 1 << 20
 jit: Any = triton.jit
+scalar: Any = importlib.import_module("tagc.triton_kernels.scalar")
+stash: Any = importlib.import_module("tagc.triton_kernels.stash")
+load_words, popcount = scalar.load_words, scalar.popcount
+push_bits, pop = stash.push_bits, stash.pop
 
 
 @jit
@@ -89,6 +98,43 @@ def chosen(x, bitmap, out, n, BLOCK: tl.constexpr):
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = tl.load(bitmap + j, mask=j < n, other=0) != 0
     tl.store(out + j, tl.load(x + j, mask=there, other=0), mask=there)
+
+
+@jit
+def rarely(x, out, n, BLOCK: tl.constexpr):
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.sum(tl.load(x + j, mask=j < n, other=0), 0) > 9:  # pyright: ignore[reportOperatorIssue]  # seldom
+        tl.store(out + j, j, mask=j < n)
+
+
+@jit
+def each_bit(bitmap, out, n, BLOCK: tl.constexpr):
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = load_words(bitmap + j, j < n)
+    for _ in range(tl.max(popcount(word), 0)):  # pyright: ignore[reportArgumentType]
+        tl.atomic_add(out + j, 1, mask=word != 0)
+        word &= word - 1
+
+
+@jit
+def each_bit_while(bitmap, out, n, BLOCK: tl.constexpr):
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = load_words(bitmap + j, j < n)
+    while tl.max((word != 0).to(tl.int32), 0) > 0:  # pyright: ignore[reportOperatorIssue]
+        tl.atomic_add(out + j, 1, mask=word != 0)
+        word = word & (word - 1)
+
+
+@jit
+def stashed(bitmap, stash, out, n, BLOCK: tl.constexpr):
+    """One program: lists all bits, works on 32 of them at a time."""
+    count = tl.zeros([], tl.int32)
+    for first in range(0, n, 32):
+        count = push_bits(stash, count, bitmap, first, n, 32)
+        while (count >= 32) | ((first + 32 >= n) & (count > 0)):
+            item = pop(stash, count, 32)
+            count = tl.maximum(count - 32, 0)
+            tl.atomic_add(out + item, 1, mask=item >= 0)
 
 
 def counted(kernel: Any, *arguments: Any, hints: dict[str, Hint] | None = None) -> Record:
@@ -153,6 +199,97 @@ def test_of_few_lanes_the_sectors_count():
     one = counted(chosen, ints(), ints(), ints(), N, hints=hints)
     touched = 1 - (1 - share) ** 8
     assert one["sectors"] == pytest.approx(4 * N * (1 + 2 * touched))
+
+
+def test_a_table_has_both_sides():
+    slow = {"suite": "counts", "machine": "H100", "case": "planted", "share_of_copy": 0.25,
+            "per_element": 40.0, "launches": 7, "bytes": 30, "floor_bytes": 10,
+            "kernels": {"a": {"bound": "alu", "share_of_time": 0.7},
+                        "b": {"bound": "L2", "share_of_time": 0.3}}}  # fmt: skip
+    fast = slow | {"share_of_copy": 0.5, "per_element": 8.0, "launches": 2, "bytes": 20}
+    steps = [{"policy": "all", "launches_per_block": n, "launches_per_step": 32 * n,
+              "blocks": 32, "ranks": 8, "parameters": 7e9} for n in (9, 4)]  # fmt: skip
+    text = beside([fast, steps[1]], [slow, steps[0], slow | {"machine": "A100"}])
+    assert "| planted | 25% | 50% | 40.0 | 8.0 | 3.00 | 2.00 | 7 | 2 | a: alu, b: L2 |" in text
+    assert "| all | 9 | 4 | 288 | 128 |" in text
+    assert "new | " not in text
+    assert "| other |  | 50% |" in beside([fast | {"case": "other"}], [slow])
+
+
+def test_what_is_seldom_is_not_counted():
+    assert counted(rarely, ints(), ints(), N)["bytes"] == 4 * N
+
+
+@pytest.mark.parametrize("kernel", [each_bit, each_bit_while])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+def test_a_loop_over_bits_has_a_turn_for_each_of_the_fullest_word(kernel: Any, share: float):
+    one = counted(kernel, ints(), ints(), N, hints={"bitmap": Hint(share=share, bits=True)})
+    assert one["atomics"] == pytest.approx(32 * share * N, rel=0.01)
+    # The fullest of 1024 words, sampled.
+    words = np.random.default_rng(0).binomial(32, share, (2000, 1024))
+    turns = words.max(1).mean()
+    # Four warps with eight elements a thread; the assembler unrolls.
+    made = one["all_pipes"].get("atomic", 0) / (N // 1024 * 4 * 8)
+    assert turns * 0.98 <= made <= turns * 1.02 + 3
+
+
+def test_what_is_stashed_is_worked_off():
+    """Each bit once, 32 at a time, and nothing is left."""
+    hints = {"bitmap": Hint(share=0.05, bits=True), "stash": Hint(listed=True)}
+    launches: list[Launch] = []
+    with compiling(90, launches.append):
+        stashed[(1,)](
+            ints(1024), ints(), ints(), 1024, BLOCK=32, num_warps=1, enable_fp_fusion=False
+        )
+    one = count_launch(launches[0], follow(launches[0], hints), H100)
+    assert one["atomics"] == pytest.approx(32 * 1024 * 0.05, rel=0.02)
+    steps = 32 * 1024 * 0.05 / 32
+    assert one["all_pipes"]["atomic"] == pytest.approx(steps, abs=2)
+
+
+def test_peeling_by_lists():
+    keys, cells, hashes = 20_000, 27_000, 4
+    some = {"keys": keys, "cells": cells, "hashes": hashes, "room": 256, "block": 32}
+    found = simulate(**some, programs=64, launches=3, limit=64)
+    assert found.recovered == keys
+    assert found.sizes[-1] == 0
+    # A cell is looked at once: those that hold one key at first, and those that are freed.
+    freed = sum(sum(map(sum, launch)) for launch in found.freed)
+    assert found.sizes[0] + freed == found.taken
+    assert 1 < found.taken / keys < 1.4
+    # A key alone in a cell at first: of a Poisson number of keys, one.
+    mean = keys * hashes / cells
+    assert found.sizes[0] == pytest.approx(cells * mean * math.exp(-mean), rel=0.03)
+    # Whatever the limit makes of it, it is the same work.
+    short = simulate(**some, programs=64, launches=8, limit=2)
+    assert max(short.steps[:-1]) <= 64 // 4
+    assert short.sizes[1] > 0
+    assert (short.recovered, short.sizes[-1]) == (keys, 0)
+    assert short.taken == pytest.approx(found.taken, rel=0.03)
+
+
+def test_a_hint_without_its_argument_is_an_error(monkeypatch):
+    """As one that was renamed would be."""
+
+    def launched(said: dict[str, Any]) -> Any:
+        def operator(ops: Any, work: Work, asked: Asked) -> Any:
+            for field, names in said.items():
+                setattr(asked, field, dict.fromkeys(names, Hint()))
+            return lambda: hashed[(1,)](
+                ints(), ints(), N, BLOCK=1024, num_warps=4, enable_fp_fusion=False
+            )
+
+        return operator
+
+    def asked(said: dict[str, Any]) -> Asked:
+        monkeypatch.setitem(OPERATORS, "select", launched(said))
+        return ask(Work(op="select"), 90)
+
+    assert asked({"hints": ["x", "hashed.out"], "results": ["hashed._mixed"]}).launches
+    for field, name in (("hints", "y"), ("hints", "plain.x"), ("results", "hashed._mixes"),
+                        ("results", "_mixed")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"no kernel that is launched has {name}: "):
+            asked({field: [name]})
 
 
 def test_a_slower_kernel_is_noticed():
@@ -268,6 +405,16 @@ def test_the_record_has_every_operator(record):
     text = table(record)
     assert "not measured" in text
     assert "share on H100" in text
+
+
+def test_every_key_is_counted_and_peeled_once(record):
+    """An addition for each of its cells; then a bit and an addition for each but one."""
+    (one,) = [r for r in record if r.get("case") == "decode/bfloat16/float32/2 rows/5%/int8x4"
+              and r["machine"] == "H100"]  # fmt: skip
+    keys, hashes = int(one["note"].split(": ")[1].split()[0]), 4
+    assert one["kernels"]["keys"]["atomics"] == pytest.approx(hashes * keys, rel=0.01)
+    assert one["kernels"]["peel"]["atomics"] == pytest.approx(hashes * keys, rel=0.03)
+    assert one["kernels"]["estimate"]["atomics"] == 0
 
 
 def recount(works: list[Work], machine: str, record: list[Record]) -> None:
