@@ -74,12 +74,13 @@ class _Maker:
 
     def values(self, *shape: int, dtype: torch.dtype, whole: bool = False) -> Tensor:
         """Normal numbers of very different sizes with a few zeros; or small integers."""
-        x = torch.randn(*shape, generator=self._generator)
+        x = torch.randn(*shape, dtype=torch.float32, generator=self._generator)
         if whole:
             return (4 * x).round().to(dtype)
-        rows = torch.exp(2 * torch.randn(*shape[:-1], 1, generator=self._generator))
-        x *= rows
-        x[torch.rand(*shape, generator=self._generator) < 0.05] = 0
+        rows = torch.randn(*shape[:-1], 1, dtype=torch.float32, generator=self._generator)
+        x *= torch.exp(2 * rows)
+        zeros = torch.rand(*shape, dtype=torch.float32, generator=self._generator) < 0.05
+        x[zeros] = 0
         return x.to(dtype)
 
     def optional(
@@ -96,7 +97,8 @@ class _Maker:
 
     def bits(self, rows: int, groups: int, marked: int) -> Tensor:
         """Bitmaps ``[rows, ...]`` with ``marked`` of ``groups`` bits each."""
-        order = torch.rand(rows, groups, generator=self._generator).argsort(-1)
+        random = torch.rand(rows, groups, dtype=torch.float32, generator=self._generator)
+        order = random.argsort(-1)
         return to_bitmap(order < marked)
 
     def garbage(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -43,7 +43,9 @@ def test_the_contract_is_found():
 
 
 def test_has_the_operators_and_nothing_else(ops):
-    assert ops.__all__ == sorted(CONTRACT)
+    # Those for devices can be compiled ahead, see `DeviceOps`.
+    ahead = ["compiling_only"] if ops not in (cpu, reference) else []
+    assert ops.__all__ == sorted([*CONTRACT, *ahead])
 
 
 @pytest.mark.parametrize("name", CONTRACT)
