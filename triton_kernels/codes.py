@@ -50,8 +50,10 @@ def quantize_tile(x, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constex
     rounded = y + _INTEGER
     code = rounded.to(tl.uint32, bitcast=True) & ((1 << BITS) - 1)
     left = x - (rounded - _INTEGER) * s[:, None]
-    # A code of minus zero, which x = -0 has where there is a scale, leaves +0; this one is +0.
-    left += tl.where(scale != 0, 0.0, -0.0)[:, None]
+    # A code of minus zero, which x = -0 has where there is a scale, leaves +0; this one is +0. To
+    # add minus zero changes nothing; spelled in bits, since Triton before 3.9 takes -0.0 for 0.
+    minus_zero = tl.full(scale.shape, -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+    left += tl.where(scale != 0, 0.0, minus_zero)[:, None]
     shift = (tl.arange(0, LANES) * BITS).to(tl.uint32)
     lanes = tl.reshape(code, [BLOCKS, LANES, WORDS]) << shift[None, :, None]
     words = tl.sum(lanes, 1).to(tl.int32, bitcast=True)
