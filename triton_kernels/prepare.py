@@ -1,4 +1,4 @@
-"""Preparations: nothing yet. Kernels compile at their first launch, seconds in the first step."""
+"""Preparations: nothing. Kernels compile where :func:`.jit.compiling_only` rehearses the steps."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tagc.ops.sketch import SketchLayout
 
 
 def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.prepare`; nothing yet."""
+    """See :meth:`tagc.ops.sketch.SketchOps.prepare`."""
 
 
 def prepare_blocks(
     layout: BlockLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
 ) -> None:
-    """See :meth:`tagc.ops.blocks.BlockOps.prepare_blocks`; nothing yet."""
+    """See :meth:`tagc.ops.blocks.BlockOps.prepare_blocks`."""
 
 
 def prepare_matrix(
     layout: MatrixLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
 ) -> None:
-    """See :meth:`tagc.ops.matrix.MatrixOps.prepare_matrix`; nothing yet."""
+    """See :meth:`tagc.ops.matrix.MatrixOps.prepare_matrix`."""
 
 
 def prepare_packed(
     layout: PackedLayout, gradient: torch.dtype, residual: torch.dtype | None
 ) -> None:
-    """See :meth:`tagc.ops.packed.PackedOps.prepare_packed`; nothing yet."""
+    """See :meth:`tagc.ops.packed.PackedOps.prepare_packed`."""

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tagc.ops import COUNTS, Ops, get_ops
 from tagc.ops.bitmap import to_bitmap
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.matrix import MatrixLayout
 from tagc.ops.packed import PackedLayout, index_of
 from tagc.ops.sketch import SketchLayout
 from tagc.selfcheck.calls import Call
@@ -116,7 +118,14 @@ class _Maker:
 
 
 def _quantize(m: _Maker) -> Case:
-    layout = small_blocks(m.call.option("layout"))
+    return _elementwise(m, small_blocks(m.call.option("layout")))
+
+
+def _quantize_matrix(m: _Maker) -> Case:
+    return _elementwise(m, small_matrix(m.call.option("layout")))
+
+
+def _elementwise(m: _Maker, layout: BlockLayout | MatrixLayout) -> Case:
     shape = (_DESTINATIONS, layout.numel)
     tensors = {
         "grad": m.spoilt(m.values(*shape, dtype=m.call.dtype("grad"))),
@@ -135,17 +144,6 @@ def _dequantize(m: _Maker) -> Case:
     out = m.garbage(K, layout.numel, dtype=m.call.dtype("out"))
     tensors: dict[str, Tensor | None] = {"message": message.view(K, R, -1), "out": out}
     return m.case(tensors, ["out"], layout=layout)
-
-
-def _quantize_matrix(m: _Maker) -> Case:
-    layout = small_matrix(m.call.option("layout"))
-    shape = (_DESTINATIONS, layout.numel)
-    tensors = {
-        "grad": m.spoilt(m.values(*shape, dtype=m.call.dtype("grad"))),
-        "residual": m.optional(*shape, dtype=m.call.given("residual")),
-        "message": m.garbage(_DESTINATIONS, layout.words),
-    }
-    return m.case(tensors, ["residual", "message"], layout=layout)
 
 
 def _dequantize_matrix(m: _Maker) -> Case:
