@@ -1,0 +1,152 @@
+"""The keys of a policy, as Markdown: ``python docs/site/reference.py`` prints them.
+
+They are read from the model that checks policies (its JSON Schema), so that a key that is added
+there appears here: its type, default and range as the model has them. Its meaning is the key's
+description, else that of ``meanings.py``, else the sentences of its part's docstring that name it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from tagc.policy import Policy
+
+sys.path.insert(0, str(Path(__file__).parent))
+from meanings import MEANINGS
+
+# What a part is called, where its name in the model says less. Other parts keep theirs.
+_TITLES = {
+    "Policy": "The file",
+    "Rule": "A rule for gradients or replicas",
+    "ParameterRule": "A rule for parameters",
+    "When": "`when`",
+    "FeedbackConfig": "`feedback`",
+}
+_NO_LIMIT = 2**31 - 1  # what a count may be at most, for its own sake
+
+
+def policy_reference() -> str:
+    """A section for every part of a policy, in the order in which a reader meets them."""
+    schema = Policy.model_json_schema(by_alias=True)
+    parts: dict[str, dict[str, Any]] = schema.pop("$defs")
+    titles = {"Policy": _TITLES["Policy"]}
+    _walk("Policy", schema, parts, titles)
+    lines: list[str] = []
+    for name, title in titles.items():
+        lines += _section(name, title, schema if name == "Policy" else parts[name], titles)
+    return "\n".join(lines)
+
+
+def _walk(name: str, part: dict[str, Any], parts: dict[str, Any], titles: dict[str, str]) -> None:
+    """Titles of all parts that are below this one."""
+    found = []
+    for key, field in part["properties"].items():
+        for below in _parts_of(field):
+            if below not in titles:
+                kind = parts[below].get("properties", {}).get("kind", {}).get("const")
+                of = " of parameters" if kind and name == "ParameterRule" else ""
+                titles[below] = _TITLES.get(below) or (
+                    f"`codec: {{kind: {kind}}}`{of}" if kind and key == "codec" else f"`{key}`"
+                )
+                found.append(below)
+    for below in found:
+        _walk(below, parts[below], parts, titles)
+
+
+def _parts_of(field: dict[str, Any]) -> list[str]:
+    """The parts that a key's value may be, or a list or mapping of such."""
+    found = [field["$ref"].rpartition("/")[2]] if "$ref" in field else []
+    below = [*field.get("oneOf", ()), *field.get("anyOf", ()), *field.get("allOf", ())]
+    for inner in (*below, field.get("items"), field.get("additionalProperties")):
+        if isinstance(inner, dict):
+            found += _parts_of(inner)
+    return found
+
+
+def _section(name: str, title: str, part: dict[str, Any], titles: dict[str, str]) -> list[str]:
+    about = _plain(part.get("description", ""))
+    required = part.get("required", ())
+    lines = [f"## {title}", "", about, ""]
+    if part.get("properties"):
+        lines += ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for key, field in part.get("properties", {}).items():
+        default = "required" if key in required else _default(field)
+        if "const" in field and key == "kind":
+            default = "required"  # it is what chooses this part
+        meaning = _plain(field.get("description", "")) or MEANINGS.get(f"{name}.{key}")
+        meaning = meaning or MEANINGS.get(key) or _about(key, about)
+        cells = (f"`{key}`", _value(field, titles), default, " ".join(meaning.split()))
+        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    return [*lines, ""]
+
+
+def _value(field: dict[str, Any], titles: dict[str, str]) -> str:
+    """What a key's value may be."""
+    if "$ref" in field:
+        return _link(titles[field["$ref"].rpartition("/")[2]])
+    if "const" in field:
+        return f"`{field['const']}`"
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    options = [o for o in (*field.get("oneOf", ()), *field.get("anyOf", ())) if not _is_null(o)]
+    if options:
+        return ", ".join(_value(option, titles) for option in options)
+    kind = field.get("type")
+    if kind == "array":
+        items = field.get("items") or next(iter(field.get("prefixItems", ())), {})
+        pair = "maxItems" in field and field["maxItems"] == 2
+        return ("two of: " if pair else "list of: ") + _value(items, titles)
+    if kind == "object":
+        values = field.get("additionalProperties")
+        return "mapping to: " + _value(values, titles) if isinstance(values, dict) else "mapping"
+    names = {"integer": "whole number", "boolean": "`true`, `false`", "string": "text"}
+    return names.get(str(kind), str(kind or "any")) + _range(field)
+
+
+def _is_null(field: dict[str, Any]) -> bool:
+    return field.get("type") == "null"
+
+
+def _range(field: dict[str, Any]) -> str:
+    low, above = field.get("minimum"), field.get("exclusiveMinimum")
+    high, below = field.get("maximum"), field.get("exclusiveMaximum")
+    words = [
+        f"at least {low}" if low is not None else "",
+        f"above {above}" if above is not None else "",
+        f"at most {high}" if high is not None and high < _NO_LIMIT else "",
+        f"below {below}" if below is not None else "",
+    ]
+    said = " ".join(word for word in words if word)
+    return f", {said}" if said else ""
+
+
+def _default(field: dict[str, Any]) -> str:
+    value = field.get("default")
+    if value is None or value in ("", []):
+        return "none"
+    return f"`{str(value).lower()}`" if isinstance(value, bool) else f"`{value}`"
+
+
+def _link(title: str) -> str:
+    anchor = re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+    return f"[{title}](#{anchor})"
+
+
+def _plain(text: str) -> str:
+    """A docstring with its roles and double backticks as Markdown spells them."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
+    return text.replace("``", "`").strip()
+
+
+def _about(key: str, docstring: str) -> str:
+    """The sentences of a docstring that name the key."""
+    sentences = re.split(r"(?<=[.;])\s+(?=[A-Z`])", " ".join(docstring.split()))
+    found = [sentence for sentence in sentences if f"`{key}`" in sentence]
+    return " ".join(found)
+
+
+if __name__ == "__main__":
+    print(policy_reference())
