@@ -1,0 +1,93 @@
+"""Every code block of the documentation is run, and what it says that is printed is."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.distributed import run_ranks
+from support.doc_pages import run_page
+from support.markdown import Block, blocks, pages, without_code
+from support.paths import ROOT
+from tagc.cli import main
+from tagc.policy import Policy
+
+ALL = {page.relative_to(ROOT).as_posix(): blocks(page) for page in pages()}
+# In this process; the others on two ranks.
+ALONE = {"docs/how-it-works.md", "docs/walk.md"}
+LANGUAGES = {"python", "bash", "yaml", "text"}
+
+
+def of(language: str) -> list[Block]:
+    return [b for found in ALL.values() for b in found if b.language == language]
+
+
+def test_every_block_says_what_it_is_in() -> None:
+    for found in ALL.values():
+        for block in found:
+            assert block.language in LANGUAGES, block.where
+
+
+def test_few_blocks_are_not_run() -> None:
+    reasons = {b.where.partition(":")[0]: b.not_run for f in ALL.values() for b in f if b.not_run}
+    assert reasons == {
+        "docs/architecture.md": "a drawing",
+        "docs/extending.md": "lines of two places in one class",
+    }
+
+
+def test_nothing_is_indented_in_place_of_a_fence() -> None:
+    for page in pages():
+        text = without_code(page.read_text(encoding="utf-8"))
+        assert not re.search(r"\n\n    (?![-*|]|\d+\. )\S", text), page
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=lambda block: block.where)
+def test_policies(block: Block) -> None:
+    Policy.load(yaml.safe_load(block.text))
+
+
+@pytest.mark.parametrize("page", [p for p, f in ALL.items() if any(b.language == "python" for b in f)])
+def test_python(page: str, tmp_path: Path) -> None:
+    if page in ALONE:
+        printed = run_page(0, page, str(tmp_path))
+    else:
+        printed = run_ranks(run_page, 2, page, str(tmp_path))[0]
+    check_printed(page, printed + printed_by_commands(page))
+
+
+def test_printed_by_commands_alone() -> None:
+    for page, found in ALL.items():
+        if not any(b.language == "python" for b in found):
+            check_printed(page, printed_by_commands(page))
+
+
+def printed_by_commands(page: str) -> str:
+    """What the page's ``tagc explain`` print, if any of it is shown."""
+    if not shown(page):
+        return ""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for line in re.findall(r"^tagc (explain .*)$|`tagc (explain [^`]*)`", text, re.MULTILINE):
+            assert main("".join(line).split()) == 0, line
+    return printed.getvalue()
+
+
+def shown(page: str) -> list[Block]:
+    return [b for b in ALL[page] if b.language == "text" and not b.not_run]
+
+
+def check_printed(page: str, printed: str) -> None:
+    """Each line of the page's text blocks is one that was printed; ``...`` is for any part of it."""
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    for block in shown(page):
+        for line in filter(None, block.text.splitlines()):
+            parts = [re.escape(" ".join(part.split())) for part in line.split("...")]
+            pattern = re.compile(".*".join(parts))
+            assert any(pattern.search(said) for said in lines), f"{block.where}: {line}"

@@ -1,0 +1,243 @@
+"""Running the Python of a page, with what its blocks take for granted."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import tagc
+from support.markdown import Block, blocks
+from support.paths import ROOT
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Linear(128, 128)
+        self.mlp = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(torch.tanh(self.attn(x)))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _model() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"model": _Model(), "hosts": 2, "ranks_per_host": 1}
+
+
+def _sharded_model() -> dict[str, Any]:
+    names = _model()
+    model = names["model"]
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+    def swap(model: nn.Module, others: list[Tensor]) -> None:
+        for mine, other in zip(model.parameters(), others, strict=True):
+            kept = mine.detach().clone()
+            mine.copy_(other)
+            other.copy_(kept)
+
+    batch = torch.randn(4, 128)
+    return names | {
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "micro_batches": [batch, batch],
+        "loss": lambda y: y.square().mean(),
+        "average": [p.detach().clone() for p in model.parameters()],
+        "swap": swap,
+        "evaluate": lambda model: model(batch),
+    }
+
+
+def _wrapped_model() -> dict[str, Any]:
+    names = _sharded_model()
+    tagc.wrap(names["model"], policy="hybrid")
+    names["loss"](names["model"](names["micro_batches"][0])).backward()
+    names["optimizer"].step()
+    compressor = tagc.compressor(names["model"])
+    return names | {"compressor": compressor, "old_scale": 1024.0, "new_scale": 512.0}
+
+
+def _exchanges() -> dict[str, Any]:
+    """What the file has into which the block goes, and a reducer's arguments for the next one."""
+    from support.units import codec_plan
+    from tagc.codecs.workspace import Workspace
+    from tagc.comm import UnitReducer, exchanges
+    from tagc.ops import get_ops
+
+    device = torch.device("cpu")
+    return dict(vars(exchanges)) | {
+        "plan": codec_plan(dist.get_world_size(), {"kind": "quantized"}),
+        "ops": get_ops(device, "reference"),
+        "device": device,
+        "workspace": Workspace(device),
+        "seed": 7,
+        "UnitReducer": UnitReducer,
+    }
+
+
+GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
+    "a model": _model,
+    "a sharded model": _sharded_model,
+    "a wrapped model": _wrapped_model,
+    "the names of tagc/comm/exchanges.py": _exchanges,
+}
+
+
+def run_page(rank: int, page: str, folder: str) -> str:
+    """Run the Python blocks of a page on this rank, one after another; what they printed.
+
+    Its YAML blocks whose first line is a comment with a file's name are files in ``folder``, where
+    it runs. A block that the text before calls a file of the library is a module of that name.
+
+    Args:
+        rank: this one, in the default group.
+        page: the page's path in the repository.
+        folder: an empty one, the same on all ranks.
+    """
+    found = blocks(ROOT / page)
+    printed = io.StringIO()
+    names: dict[str, Any] = {"tagc": tagc, "folder": "checkpoint", "__name__": "page", "rank": rank}
+    with _surroundings(Path(folder), found), contextlib.redirect_stdout(printed):
+        for block in found:
+            if block.language == "python" and not block.not_run:
+                if block.given:
+                    names.update(GIVEN[block.given]())
+                _run(block, names)
+        for name, test in names.items():
+            if name.startswith("test_"):
+                test.body(rank, dist.get_world_size())
+        _CHECKS.get(page, lambda names: None)(names)
+    return printed.getvalue()
+
+
+def _run(block: Block, names: dict[str, Any]) -> None:
+    # There is no GPU, and there are other lines around those of a class.
+    source = textwrap.dedent(block.text).replace('"cuda"', '"cpu"')
+    code = compile(source, block.where, "exec")
+    path = _file_of(block)
+    if path is None:
+        exec(code, names)
+        return
+    module = sys.modules[_module(path)]
+    exec(code, vars(module))
+    names.update({k: v for k, v in vars(module).items() if not k.startswith("__")})
+
+
+def _file_of(block: Block) -> str | None:
+    """``tagc/codecs/float8/plan.py``, where the text says that the block is this new file."""
+    said = block.before.lstrip().removeprefix("`").partition("`")[0]
+    new = said.startswith("tagc/") and said.endswith(".py") and not (ROOT / said).exists()
+    return said if new else None
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@contextlib.contextmanager
+def _surroundings(folder: Path, found: list[Block]) -> Iterator[None]:
+    """In ``folder``, with the page's files and modules, and a process group that is there."""
+    for block in found:
+        name = block.text.partition("\n")[0].removeprefix("# ")
+        if block.language == "yaml" and name.endswith(".yaml"):
+            (folder / name).write_text(block.text, encoding="utf-8")
+    if dist.is_initialized():
+        dist.barrier()
+    files = [path for path in map(_file_of, found) if path is not None]
+    modules = {_module(path): ModuleType(_module(path)) for path in files} | _stand_ins()
+    for path in files:
+        if path.endswith("/__init__.py"):
+            modules[_module(path)].__path__ = []
+    before = Path.cwd()
+    sys.modules.update(modules)
+    with contextlib.ExitStack() as stack:
+        if dist.is_initialized():
+            for name in ("init_process_group", "destroy_process_group"):
+                stack.enter_context(mock.patch.object(dist, name))
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+            for name in modules:
+                del sys.modules[name]
+
+
+def _stand_ins() -> dict[str, ModuleType]:
+    """Libraries that are not installed, or do not exist, as far as pages use them."""
+    evenly, titan, trainer = (
+        ModuleType("evenly"), ModuleType("torchtitan"), ModuleType("torchtitan.trainer")
+    )  # fmt: skip
+
+    class Sharded(nn.Module):
+        reduce_hook = None
+
+    class Trainer:
+        def __init__(self, config: Any) -> None:
+            self.model_parts = [_sharded_model()["model"]]
+            self.checkpointer = mock.Mock(states={})
+
+    vars(evenly)["Sharded"] = Sharded
+    vars(trainer)["Trainer"] = Trainer
+    return {"evenly": evenly, "torchtitan": titan, "torchtitan.trainer": trainer}
+
+
+def _check_recipes(names: dict[str, Any]) -> None:
+    """The trainer has the compressor among what it saves."""
+    trainer = names["CompressedTrainer"](None)
+    assert trainer.checkpointer.states["tagc"] is tagc.compressor(trainer.model_parts[0])
+
+
+def _check_parts(names: dict[str, Any]) -> None:
+    """The new codec loses nothing, and the new exchange brings what the library's own does."""
+    x = torch.randn(2, 1001)
+    residual = torch.zeros(2, 1001, dtype=torch.float32)
+    config, request = names["Float8Config"](), mock.Mock(columns=1001, feedback=None)
+    plan = names["plan_float8"](config, request)
+    message = torch.empty(2, plan.words, dtype=torch.int32)
+    names["quantize"](x, residual, message)
+    for row in range(2):
+        said = torch.empty(1001)
+        names["dequantize"](message[row : row + 1], said, 1)
+        assert torch.equal(said + residual[row], x[row])
+    kind = importlib.import_module("tagc.codecs.kind").CodecKind
+    assert isinstance(names["FLOAT8"], kind)
+
+    from support.units import normal, reduce, unit_reducer
+
+    buffers = normal(2, names["plan"].columns, step=0)
+    rank = dist.get_rank()
+    wanted = reduce(unit_reducer(names["plan"]), buffers[rank])
+    assert torch.equal(reduce(names["reducer"], buffers[rank]), wanted)
+
+
+_CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "docs/recipes.md": _check_recipes,
+    "docs/extending.md": _check_parts,
+}

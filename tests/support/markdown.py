@@ -1,0 +1,67 @@
+"""The pages of the documentation, and the code blocks in them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.paths import ROOT
+
+DOCS = ROOT / "docs"
+# A fence, perhaps after a comment that says what the block needs, or why it is not run.
+_BLOCK = re.compile(
+    r"(?:^<!-- (?P<key>given|not run): (?P<value>.*?) -->\n)?"
+    r"^(?P<fence>```+)(?P<language>\w*)\n(?P<text>.*?)^(?P=fence)$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One code block.
+
+    Attributes:
+        where: page and line, for people.
+        language: as the fence has it.
+        before: the paragraph before it.
+        given: what it takes for granted; empty if nothing new.
+        not_run: why it is not run; empty if it is.
+    """
+
+    where: str
+    language: str
+    text: str
+    before: str
+    given: str
+    not_run: str
+
+
+def pages() -> list[Path]:
+    """All pages, the README first."""
+    return [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+def blocks(page: Path) -> list[Block]:
+    """The code blocks of a page, in its order."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in _BLOCK.finditer(text):
+        comment = {match["key"]: match["value"]}
+        line = text.count("\n", 0, match.start("fence")) + 1
+        found.append(
+            Block(
+                where=f"{page.relative_to(ROOT)}:{line}",
+                language=match["language"],
+                text=match["text"],
+                before=text[: match.start()].rstrip().rpartition("\n\n")[2],
+                given=comment.get("given", ""),
+                not_run=comment.get("not run", ""),
+            )
+        )
+    return found
+
+
+def without_code(text: str) -> str:
+    """A page without its code, neither blocks nor in the line."""
+    return re.sub(r"`[^`\n]*`", "", _BLOCK.sub("", text))
