@@ -21,7 +21,7 @@ PYTHON312 ?= $(shell for p in python3.12 python3.13 $(HOME)/.pyenv/versions/3.12
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-device test-gpu test-network test-recipes parity lint bench bench-network gpu clean
+.PHONY: help demo test test-slow test-device test-gpu test-network test-recipes parity lint docs bench bench-network gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -73,6 +73,11 @@ lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
+
+docs: $(INSTALLED) ## build the documentation's site in build/docs/site; any warning is an error
+	$(BIN)/python -m pip install -e '.[docs]'
+	$(BIN)/python docs/site/stage.py build/docs
+	$(BIN)/zensical build --strict --config-file build/docs/mkdocs.yml
 
 bench: $(INSTALLED) ## run the kernel benchmark
 	$(BIN)/python -m benchmarks kernels

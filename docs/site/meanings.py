@@ -45,8 +45,8 @@ MEANINGS = {
     "messages.",
     "keep_for_backward": "Keep the messages of the forward, and gather nothing in backward.",
     "FeedbackConfig.kind": "`residual`: what was not sent is added to the next gradient. "
-    "`average`: a moving average of it is (LoCo). `momentum`: the moving average of the gradient is "
-    "sent, and the optimizer needs none. `none`: it is lost.",
+    "`average`: a moving average of it is (LoCo). `momentum`: a moving average of the gradient "
+    "is sent, and the optimizer needs none. `none`: it is lost.",
     "dtype": "In which residuals are stored; `int8` has a scale for every 256 elements.",
     "beta": "Only `average`: the share of the old in the moving average.",
     "reset_steps": "Only `average`: the moving average starts from zero every so many steps.",

@@ -8,14 +8,12 @@ description, else that of ``meanings.py``, else the sentences of its part's docs
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
-from tagc.policy import Policy
+from pydantic import BaseModel
 
-sys.path.insert(0, str(Path(__file__).parent))
 from meanings import MEANINGS
+from tagc.policy import Policy
 
 # What a part is called, where its name in the model says less. Other parts keep theirs.
 _TITLES = {
@@ -28,9 +26,13 @@ _TITLES = {
 _NO_LIMIT = 2**31 - 1  # what a count may be at most, for its own sake
 
 
-def policy_reference() -> str:
-    """A section for every part of a policy, in the order in which a reader meets them."""
-    schema = Policy.model_json_schema(by_alias=True)
+def policy_reference(model: type[BaseModel] = Policy) -> str:
+    """A section for every part of a policy, in the order in which a reader meets them.
+
+    Args:
+        model: what checks policies.
+    """
+    schema = model.model_json_schema(by_alias=True)
     parts: dict[str, dict[str, Any]] = schema.pop("$defs")
     titles = {"Policy": _TITLES["Policy"]}
     _walk("Policy", schema, parts, titles)
@@ -119,8 +121,7 @@ def _range(field: dict[str, Any]) -> str:
         f"at most {high}" if high is not None and high < _NO_LIMIT else "",
         f"below {below}" if below is not None else "",
     ]
-    said = " ".join(word for word in words if word)
-    return f", {said}" if said else ""
+    return "".join(f", {word}" for word in words if word)
 
 
 def _default(field: dict[str, Any]) -> str:

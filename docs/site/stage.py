@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from reference import policy_reference
 
 ROOT = Path(__file__).parents[2]

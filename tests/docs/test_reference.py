@@ -1,0 +1,79 @@
+"""The reference of a policy's keys is what the model says."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pytest
+from pydantic import Field
+
+from meanings import MEANINGS
+from reference import policy_reference
+from tagc.codecs.config import Strict
+from tagc.codecs.feedback import FeedbackConfig
+from tagc.policy import Policy
+from tagc.policy.conditions import When
+from tagc.policy.configs import GRADIENT_CONFIGS, PARAMETER_CONFIGS
+from tagc.policy.rules import ParameterRule, Rule
+
+PARTS = (Policy, Rule, ParameterRule, When, FeedbackConfig, *GRADIENT_CONFIGS, *PARAMETER_CONFIGS)
+REFERENCE = policy_reference()
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+
+
+def test_every_key_has_a_row_and_a_meaning() -> None:
+    keys = {row[0].strip("`") for row in rows(REFERENCE)}
+    for part in PARTS:
+        assert {field.alias or name for name, field in part.model_fields.items()} <= keys, part
+    for row in rows(REFERENCE):
+        assert len(row) == 4, row
+        assert len(row[3]) > 5, row
+    # A row for each key of each part that a file can have.
+    assert len(rows(REFERENCE)) >= sum(len(part.model_fields) for part in set(PARTS))
+
+
+def test_meanings_are_of_keys_that_exist() -> None:
+    names = {part.__name__: part for part in PARTS}
+    for key in MEANINGS:
+        part, dot, name = key.rpartition(".")
+        of = [names[part]] if dot else PARTS
+        spelled = {f.alias or n for model in of for n, f in model.model_fields.items()}
+        assert name in spelled, key
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `schema` | `1` | required |",
+        "| `lead` | number, at least 0.05, at most 1 | `1` |",
+        "| `beta` | number, above 0, below 1 | `0.8` |",
+        "| `density` | number, above 0, at most 1 | required |",
+        "| `reset_steps` | whole number, at least 1 | `1024` |",
+        "| `keep_for_backward` | `true`, `false` | `false` |",
+        "| `group` | `1`, `8`, `16`, `32` | `1` |",
+        "| `parameters` | list of: [A rule for parameters](#a-rule-for-parameters) | none |",
+    ],
+)
+def test_rows(row: str) -> None:
+    assert row in REFERENCE
+
+
+def test_a_new_key_appears_by_itself() -> None:
+    class Budget(Strict):
+        """How much. The `bytes` are those of a step."""
+
+        bytes: Annotated[int, Field(ge=3)] = 4
+
+    class More(Policy):
+        budget: Budget = Field(default=Budget(), description="What a step may send.")
+        named: dict[str, Budget] = {}  # noqa: RUF012
+
+    text = policy_reference(More)
+    assert "| `budget` | [`budget`](#budget) |" in text
+    assert "| What a step may send. |" in text
+    assert "| `named` | mapping to: [`budget`](#budget) |" in text
+    assert "## `budget`" in text
+    assert "| `bytes` | whole number, at least 3 | `4` | The `bytes` are those of a step. |" in text
