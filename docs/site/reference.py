@@ -133,7 +133,8 @@ def _default(field: dict[str, Any]) -> str:
 
 def _link(title: str) -> str:
     anchor = re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
-    return f"[{title}](#{anchor})"
+    kind = re.match(r"`codec: \{kind: (\w+)\}`", title)
+    return f"[`{kind[1]}`](#{anchor})" if kind else f"[{title}](#{anchor})"
 
 
 def _plain(text: str) -> str:
