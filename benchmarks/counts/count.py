@@ -11,11 +11,12 @@ import triton
 
 from ..compiled import Launch
 from ..records import Record
+from .ask import ask
 from .estimate import copy_seconds, moved, seconds
 from .follow import Followed, follow
 from .instructions import executed
 from .machines import Machine, occupancy
-from .work import Asked, Work, ask
+from .work import Asked, Work
 
 
 def count(work: Work, machine: Machine, asked: Asked | None = None) -> Record:

@@ -71,10 +71,9 @@ def test_messages_are_right(op, gradient):
 @pytest.mark.parametrize("code", [c if c in ("int1", "group16") else slow(c) for c in CODES])
 def test_every_code_of_a_matrix_is_right(code):
     n = 1 << 13
-    for residual in ("float32", "bfloat16"):
-        record = measured(Case(op="quantize_matrix", numel=n, residual=residual, code=code))
-        check_messages(record)
-        assert (record["rows"], record["columns"]) == (64, 128)
+    record = measured(Case(op="quantize_matrix", numel=n, residual="float32", code=code))
+    check_messages(record)
+    assert (record["rows"], record["columns"]) == (64, 128)
     check_messages(measured(Case(op="dequantize_matrix", numel=n, code=code)))
 
 
@@ -147,8 +146,8 @@ def test_bytes_of_the_floor_of_messages():
 def test_bytes_of_the_floor_of_a_matrix():
     # 64 rows of 128 columns: the base, 4 bits a column, 8 a row.
     n, head = 1 << 13, 1 + 128 // 8 + 64 // 4
-    half = Case(op="quantize_matrix", numel=n, gradient="bfloat16", residual="float32", code="int1")
-    assert measured(half)["floor_bytes"] == 10 * n + 4 * (head + n // 32)
+    sent = Case(op="quantize_matrix", numel=n, residual="float32", code="int1")
+    assert measured(sent)["floor_bytes"] == 12 * n + 4 * (head + n // 32)
     # 16 codes of 4 bits.
     added = Case(op="dequantize_matrix", numel=n, code="group8")
     assert measured(added)["floor_bytes"] == 4 * n + 8 * (head + 64 * 2)

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from benchmarks.compiled import Launch, compiling
 from benchmarks.counts import RECORD
+from benchmarks.counts.ask import ask
 from benchmarks.counts.compare import all_worse, key, worse
 from benchmarks.counts.count import count, count_launch
 from benchmarks.counts.estimate import Moved, moved, seconds
@@ -27,14 +28,14 @@ from benchmarks.counts.follow import follow
 from benchmarks.counts.language import Hint
 from benchmarks.counts.lines import add_file
 from benchmarks.counts.machines import A100, B200, H100, MACHINES, occupancy
+from benchmarks.counts.operators import OPERATORS
 from benchmarks.counts.peeling import simulate
 from benchmarks.counts.pipes import PIPES, passes, pipe_of
 from benchmarks.counts.sass import blocks_of
 from benchmarks.counts.steps import count_step
 from benchmarks.counts.table import beside, table
 from benchmarks.counts.variants import quick, variants
-from benchmarks.counts.work import _OPS as OPERATORS
-from benchmarks.counts.work import OPS, Asked, Work, ask
+from benchmarks.counts.work import Asked, Work
 from benchmarks.records import Record, read
 from tagc.costs.shapes import synthetic
 
@@ -399,7 +400,7 @@ def record() -> list[Record]:
 def test_the_record_has_every_operator(record):
     held = {key(r) for r in record}
     assert {("H100", work.name) for work in quick()} <= held
-    assert {w.op for w in quick()} == set(OPS)
+    assert {w.op for w in quick()} == set(OPERATORS)
     assert len({work.name for work in variants()}) == len(variants())
     assert RECORD.stat().st_size < 200_000
     text = table(record)
@@ -431,7 +432,7 @@ def test_no_operator_got_slower(record):
 
 @pytest.mark.device
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPERATORS)
 def test_no_variant_got_slower(op, record):
     held = {key(r) for r in record}
     works = [work for work in variants() if work.op == op and ("H100", work.name) in held]

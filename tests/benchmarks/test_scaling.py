@@ -135,6 +135,7 @@ def test_a_wrong_sum_is_no_result(name: str) -> None:
         simulate(name, setting(2), broken)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_quick_run(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "scaling.jsonl"
     command = ["scaling", "--quick", "--densities", "0.05", "--json", str(file)]

@@ -13,6 +13,7 @@ import tagc
 from support.distributed import on_ranks, run_ranks
 from support.exact import equal
 from support.gathering import recorded
+from support.marks import slow
 from support.small_net import local_weights, loss_of
 from support.states import (
     POLICIES,
@@ -109,7 +110,7 @@ def loads_as_others(rank: int, folder: Path, hosts: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [((3, None), (4, 2)), ((4, 2), (2, None)), ((4, 2), (4, None))]
+    ("old", "new"), [((3, None), (4, 2)), slow((4, 2), (2, None)), slow((4, 2), (4, None))]
 )
 def test_other_ranks_begin_with_exact_parameters(
     tmp_path: Path, old: tuple[int, int | None], new: tuple[int, int | None]

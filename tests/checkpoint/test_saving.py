@@ -15,6 +15,7 @@ import torch.distributed as dist
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
+from support.marks import covering
 from support.states import POLICIES, run, shared_folder, wrapped
 from tagc.checkpoint import StateError, files, folders
 from tagc.checkpoint.files import check_save, write_rank
@@ -107,8 +108,7 @@ STEPS = {"write_rank": 1, "check_save": 0, "commit": 0, "is_committed": 1}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("done", [False, True])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("step", "done"), covering(STEPS, [False, True]))
 def test_every_step_can_fail(rank: int, world_size: int, step: str, done: bool) -> None:
     """Before it did anything, or after; with a former save, or without one."""
     real: Callable[..., Any] = getattr(folders, step)

@@ -195,7 +195,7 @@ def test_it_stores_the_last_sum_too() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("codec", ["matrix 1 of 16", "quantized 4"])
+@pytest.mark.parametrize("codec", ["matrix 1 of 16", slow("quantized 4")])
 def test_copies_keep_the_same(rank: int, world_size: int, codec: str) -> None:
     """Across replicas everybody hands out, and alike."""
     rule = {"when": {"name": ["first.*.weight", "second.*.weight"]}, "codec": CODECS[codec]}

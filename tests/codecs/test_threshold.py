@@ -50,7 +50,7 @@ class Run:
         self.capacity = int(SLACK * density * GROUPS) + 1
         self.layout = plan_layout(COLUMNS, SYMBOL, W * self.capacity)
         self.levels = SYMBOL.levels(W)
-        self.residual = torch.zeros(W, W, COLUMNS) if feedback else None
+        self.feedback, self.residual = feedback, torch.zeros(W, W, COLUMNS)
         self.index = torch.empty(W, self.layout.index_words, dtype=torch.int32)
         self.cells = torch.empty(W, self.layout.cells, dtype=torch.int32)
         self.counts = torch.empty(W, 1, W, 4, dtype=torch.int32)
@@ -77,10 +77,12 @@ class Run:
         seed = torch.tensor([self.steps], dtype=torch.int32)
         for rank, grad in enumerate(grads):
             OPS.encode(
-                grad, None if self.residual is None else self.residual[rank], self.threshold[0],
+                grad, self.residual[rank], self.threshold[0],
                 quantum, seed, self.index, self.cells, self.counts[rank, 0],
                 layout=self.layout, levels=self.levels, capacity=self.capacity,
             )  # fmt: skip
+        if not self.feedback:
+            self.residual.zero_()
         self.steps += 1
         assert MIN_THRESHOLD <= self.threshold.min() <= self.threshold.max() <= MAX_THRESHOLD
         share = self.counts.sum(0)[0] / self.target

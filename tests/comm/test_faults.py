@@ -26,6 +26,7 @@ from support.block_net import net, sharded, wrap
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.failing import fails
+from support.marks import slow
 from support.paths import EXAMPLES
 from support.small_net import local_grads, local_weights
 
@@ -192,7 +193,9 @@ def test_every_replica_learns_of_a_loss_that_overflows(
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("codec", WITH_RESIDUAL)
+@pytest.mark.parametrize(
+    "codec", [c if c in ("quantized", "sketch") else slow(c) for c in WITH_RESIDUAL]
+)
 def test_residuals_follow_the_loss_scale(rank: int, world_size: int, codec: str) -> None:
     """Scales are powers of two, so unscaled gradients have the bits of a run without a scale."""
     scales = (1.0, 1.0, 4.0, 4.0, 0.5, 1.0)

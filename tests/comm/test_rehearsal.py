@@ -15,6 +15,7 @@ from torch import Tensor
 import tagc
 from benchmarks.compiled import compiling
 from support.distributed import run_ranks
+from support.marks import slow
 from support.small_net import loss_of, sharded
 from tagc.codecs.workspace import Workspace
 from tagc.comm import UnitReducer, rehearse
@@ -118,7 +119,7 @@ def launched(step: Any) -> set[tuple[str, str]]:
     return {(k.name, k.ptx) for k in found}
 
 
-@pytest.mark.parametrize("name", ["packed", "groups"])
+@pytest.mark.parametrize("name", ["packed", slow("groups")])
 def test_what_a_rehearsal_compiles_is_all_that_a_step_launches(name):
     """Kernels differ by what is aligned: rows and messages of all segments lie as they will."""
     gradients, feedback, _ = RULES[name]

@@ -18,6 +18,7 @@ from support.changes import Descent, delta, hosts_of, wrapped
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.gathering import gathering, recorded
+from support.marks import covering, slow
 from support.small_net import local_weights, loss_of, sharded, train
 from support.units import gathered
 from tagc.comm import CopyGatherer
@@ -34,9 +35,10 @@ def changed_rows(rows: Tensor, shards: Tensor, bits: int) -> Tensor:
     return now
 
 
-@on_ranks(3, 4)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "bits", "dtype"), covering((3, 4), (4, 8), (torch.float32, torch.bfloat16))
+)
 def test_every_rank_has_the_copy_that_messages_make(
     rank: int, world_size: int, bits: int, dtype: torch.dtype
 ) -> None:
@@ -67,8 +69,8 @@ def test_every_rank_has_the_copy_that_messages_make(
     assert any(lags)
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@on_ranks(2, slow(4))
+@pytest.mark.parametrize("bits", [1, 2, 4, slow(8)])
 def test_what_a_message_leaves_out_comes_with_the_next(
     rank: int, world_size: int, bits: int
 ) -> None:
@@ -111,7 +113,7 @@ def test_bytes_are_those_of_the_plan(rank: int, world_size: int, reshard: bool) 
     assert sum(row.stored_bytes for row in rows) == stored > 0
 
 
-@on_ranks(2, 4)
+@on_ranks(slow(2), 4)
 def test_micro_batches_and_evaluations_send_nothing_more(rank: int, world_size: int) -> None:
     """Three backwards that all reduce, and forwards between them, but one optimizer step."""
     model = wrapped(delta(), hosts_of(world_size))

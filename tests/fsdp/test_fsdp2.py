@@ -21,7 +21,7 @@ import tagc
 from support.counting import counted_bytes
 from support.distributed import on_ranks
 from support.exact import EXACT
-from support.marks import slow
+from support.marks import covering, slow
 from support.paths import EXAMPLES
 from support.small_net import EVERYTHING, local_grads, local_weights, loss_of, net, sharded, train
 from support.units import gathered, policy
@@ -31,8 +31,6 @@ from tagc.policy import Policy
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 INTEGER = ("int8x4", "int16x2", "int32x1")
-
-OPS_ON_RANKS = "cpu"
 
 
 @contextmanager
@@ -76,16 +74,16 @@ def native_and_wrapped(variant: str, chosen: str | Policy) -> tuple[Any, Any]:
     return native, tagc.wrap(wrapped, chosen)
 
 
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("variant", NATIVE)
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "variant"), covering((2, 3, 4), NATIVE))
 def test_dense_is_native(rank: int, world_size: int, variant: str) -> None:
     native, wrapped = native_and_wrapped(variant, "dense")
     torch.testing.assert_close(train(wrapped, rank, 3), train(native, rank, 3), **EXACT)
     torch.testing.assert_close(local_weights(wrapped), local_weights(native), **EXACT)
 
 
-@on_ranks(2, slow(3), 4)
-@pytest.mark.parametrize("variant", NATIVE)
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "variant"), covering((2, 3, 4), NATIVE))
 def test_unselected_columns_are_native(rank: int, world_size: int, variant: str) -> None:
     native, wrapped = native_and_wrapped(variant, policy(({"name": "second.0.weight"}, 0.1)))
     (mine,), (theirs,) = train(wrapped, rank, 1), train(native, rank, 1)
@@ -144,7 +142,7 @@ def test_one_rank_warns_and_changes_nothing(rank: int, world_size: int) -> None:
 # The reduction of one unit, against formulas
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, slow(3), 4)
 def test_units_are_handed_the_columns_of_their_parameters(rank: int, world_size: int) -> None:
     """What FSDP hands to a unit are this rank's own gradients where the plan says; what the unit
     returns are the gradients that the optimizer sees."""
@@ -182,7 +180,7 @@ def check_columns(calls: list, alone: nn.Module, mine: dict[str, Tensor], world_
     assert seen == set(grads)
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(slow(2), 3, slow(4))
 def test_accumulated_micro_batches_are_reduced_once(rank: int, world_size: int) -> None:
     calls: list[tuple[UnitReducer, Tensor, Tensor]] = []
     alone, model = net(), sharded()
@@ -201,7 +199,7 @@ def test_accumulated_micro_batches_are_reduced_once(rank: int, world_size: int) 
         assert tagc.compressor(model).metrics().steps == step + 1
 
 
-@on_ranks(2, 3, slow(4))
+@on_ranks(slow(2), 3, slow(4))
 def test_training_is_reproducible(rank: int, world_size: int) -> None:
     """Two runs, and two implementations, give the same weights to the last bit; and the ranks
     keep equal thresholds and seeds."""
@@ -226,7 +224,7 @@ def test_training_is_reproducible(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("density", [slow(0.02), 0.1, slow(0.2)])
+@pytest.mark.parametrize("density", [slow(0.02), slow(0.1), slow(0.2)])
 def test_density_follows_the_target(rank: int, world_size: int, density: float) -> None:
     sys.path.insert(0, str(EXAMPLES))
     from gpt import GPT, GPTConfig  # pyright: ignore[reportMissingImports]

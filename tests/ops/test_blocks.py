@@ -156,7 +156,7 @@ def test_what_is_not_finite_shows_and_stays_out_of_the_residual(bits, ops):
         assert bool(left.isfinite().all())
         assert oracle.same_bits(left[block], residual[block])
         assert not torch.equal(left[~block], residual[~block])
-        for dtype in (F32, BF16, F16):
+        for dtype in (F32,) if ops is CPU else (F32, BF16, F16):
             out = dequantize(ops, message[None], case.layout, dtype)
             assert torch.equal(out[0].isnan(), block[1])
 

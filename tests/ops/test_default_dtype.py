@@ -107,7 +107,7 @@ def packed(mode: str) -> Callable[[Any], Outputs]:
 
 
 def index() -> Callable[[Any], Outputs]:
-    rng, layout = np.random.default_rng(5), plan_packed(3000, capacity=100, group=2)
+    rng, layout = np.random.default_rng(5), plan_packed(3000, capacity=100, group=1)
     x, threshold = oracle.values((2, 3000), rng), torch.ones(2)
     assert layout.low_bits
 

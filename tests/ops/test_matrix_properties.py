@@ -17,7 +17,7 @@ from support.matrix_cases import (
     dequantize,
     make_case,
     quantize,
-    sizes,
+    sizes_on_both,
 )
 from tagc.ops.matrix import MatrixLayout
 
@@ -109,8 +109,7 @@ def test_equal_magnitudes_are_sent_whole(ops):
     assert torch.equal(dequantize(ops, message, layout), signs[0].float() * 1.5)
 
 
-@both
-@sizes
+@sizes_on_both
 def test_sums_of_messages(bits, group, ops):
     """In float64 the sum of what single messages say, within roundings of float32."""
     rng = np.random.default_rng(5)

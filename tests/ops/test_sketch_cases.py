@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support import oracle
+from support.marks import slow
 from tagc.ops import get_ops
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.sketch import plan_layout
@@ -68,7 +69,7 @@ def campaign(cases, seed):
 
 
 # Four parts, so that a failure names a smaller haystack.
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, slow(1), slow(2), slow(3)])
 def test_random_cases(part):
     cases = CASES // 4
     failed = campaign(cases, part)

@@ -4,9 +4,8 @@ The processes are kept for the whole session, and every call gets a process grou
 that a test costs milliseconds instead of an import of torch. After any failure they are killed and
 the next call starts new ones.
 
-Ranks run the eager operators, unless a test asks for others, or its module says
-``OPS_ON_RANKS = "cpu"``: all operators give the same bits, which `tests/ops` shows, but every
-combination of dtypes that is compiled costs seconds.
+Ranks run the eager operators, unless a test asks for others: all operators give the same bits,
+which `tests/ops` shows, but every combination of dtypes that is compiled costs seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +40,14 @@ _GROUP_SHARE = 1 / 3
 # What the other ranks get to fail by themselves once one has failed.
 _GRACE = 5
 # Once, for all ranks that are forked: a second each, or several.
-_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor.debug", "tagc.ops.cpu"]
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.debug",
+    "tagc.ops.cpu",
+    "tagc.wrapper",
+    "pytest",
+    "hypothesis",
+]
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -69,7 +75,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 def on_ranks(*world_sizes: Any, timeout: float = 60) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of ``body(rank, world_size, ...)``, run on all ranks of each world size.
+    """Make a test of ``body(rank, world_size, ...)``, run on all ranks of each world size; of those
+    that ``parametrize`` gives it, if there are none here.
 
     Further parameters of the body are parameters of the test. Asserts in it are plain ones: pytest
     does not rewrite modules that the ranks import.
@@ -86,7 +93,7 @@ def on_ranks(*world_sizes: Any, timeout: float = 60) -> Callable[[Callable[..., 
         for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
             setattr(test, attribute, getattr(body, attribute))
         test.__dict__.update(pytestmark=getattr(body, "pytestmark", []))
-        return pytest.mark.parametrize("world_size", world_sizes)(test)
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
 
     return decorate
 
@@ -114,10 +121,9 @@ class _Pool:
 
     def run(self, fn: Callable[..., Any], world_size: int, args: tuple, timeout: float) -> list:
         self._jobs += 1
-        ops = vars(sys.modules[fn.__module__]).get("OPS_ON_RANKS", "reference")
         store = str(Path(self._folder.name) / f"store{self._jobs}")
         for rank, pipe in enumerate(self._pipes[:world_size]):
-            pipe.send_bytes(pickle.dumps((fn, args, rank, world_size, store, timeout, ops)))
+            pipe.send_bytes(pickle.dumps((fn, args, rank, world_size, store, timeout)))
         answers = self._collect(world_size, timeout)
         if all(ok for ok, _ in answers):
             return [result for _, result in answers]
@@ -220,7 +226,6 @@ def _run(
     world_size: int,
     store: str,
     timeout: float,
-    ops: str,
 ) -> Any:
     dist.init_process_group(
         "gloo",
@@ -231,7 +236,7 @@ def _run(
     )
     try:
         torch.manual_seed(0)
-        os.environ["TAGC_OPS"] = ops
+        os.environ["TAGC_OPS"] = "reference"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             body = getattr(fn, "body", None)

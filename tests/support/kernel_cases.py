@@ -44,10 +44,10 @@ class Cases(dict[str, Callable[[str], None]]):
         return register
 
     def interpreted(self) -> list[Any]:
-        """Names as parameters of a test: one in eight is for `make test`, all for
+        """Names as parameters of a test: one in 16 is for `make test`, all for
         `make test-device`."""
         device = pytest.mark.device
-        return [pytest.param(n, marks=[device] if i % 8 else []) for i, n in enumerate(self)]
+        return [pytest.param(n, marks=[device] if i % 16 else []) for i, n in enumerate(self)]
 
     def compiled(self, *few: str) -> list[Any]:
         """Names and architectures as parameters of a test: ``few`` for sm_90 are for `make test`;

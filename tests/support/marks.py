@@ -12,6 +12,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def named(value: Any) -> str:
+    """A parameter in the name of its test: modules of operators, and dtypes, without dots."""
+    return getattr(value, "__name__", str(value)).rpartition(".")[2]
+
+
 def covering(*axes: Iterable[Any]) -> list[Any]:
     """All combinations, of which all but a few are for `make test-slow`: the others have every
     value of every axis among them, in turn."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from support import oracle
-from support.marks import slow
+from support.marks import named, slow
 from tagc.ops import get_ops
 from tagc.ops.matrix import MatrixLayout
 
@@ -19,7 +19,6 @@ OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 both = pytest.mark.parametrize("ops", OPS, ids=["cpu", "reference"])
 SIZES = [(1, 1), (2, 1), (4, 1), (1, 8), (1, 16), (1, 32)]
-sizes = pytest.mark.parametrize(("bits", "group"), SIZES)
 # bits, group, gradient, residual. Each row but those of float16, which the CPU widens first, costs
 # a compilation of many seconds: the rarer ones are for `make test-slow`. Groups of 8 have codes of
 # 4 bits, and share most of it with those.
@@ -37,6 +36,17 @@ variants = pytest.mark.parametrize(
     ("bits", "group", "grad_dtype", "residual_dtype"),
     [*VARIANTS, *(slow(*rarer) for rarer in RARER)],
     ids=lambda v: str(v).removeprefix("torch."),
+)
+# All sizes, gradients and residuals in float32: the CPU's are compiled for some of them.
+sizes_on_both = pytest.mark.parametrize(
+    ("ops", "bits", "group"),
+    [
+        param if ops is REFERENCE or (*size, F32, F32) in VARIANTS else slow(*param)
+        for ops in OPS
+        for size in SIZES
+        for param in [(ops, *size)]
+    ],
+    ids=named,
 )
 SHAPES = [(1, 1), (3, 1), (1, 33), (5, 8), (9, 40), (4, 129)]
 

@@ -41,7 +41,7 @@ from benchmarks.compiled import (
 )
 from benchmarks.compiled_table import table
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.device]
 # Few of the combinations that have among them every kernel, symbol, residual and choice of groups.
 FEW = {80: {"share": 10, "turn": 2}, 90: {"share": 11, "turn": 0}}
 tile = importlib.import_module("tagc.triton_kernels.codes").blocks_and_warps
@@ -56,7 +56,7 @@ def kernel(name: str) -> Any:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(80, marks=[pytest.mark.xdist_group("compiled for 80"), pytest.mark.device]),
+        pytest.param(80, marks=pytest.mark.xdist_group("compiled for 80")),
         pytest.param(90, marks=pytest.mark.xdist_group("compiled for 90")),
     ],
 )
@@ -82,7 +82,6 @@ def test_no_spills_and_no_local_memory(compiled):
     check_memory(compiled)
 
 
-@pytest.mark.device
 def test_select_reads_and_writes_16_bytes_at_a_time(compiled):
     kernels = [k for k in compiled if k.name == "select_kernel"]
     assert kernels
@@ -226,7 +225,6 @@ def test_offsets_above_two_to_the_31_are_64_bits_wide():
     assert {k.signature.get("n", "i64") for k in found} == {"i64"}
 
 
-@pytest.mark.device
 def test_sizes_of_one_compile():
     """Triton makes an argument that is 1 a constant, which knows less than a tensor."""
     with compiling(90) as found:
@@ -247,7 +245,6 @@ def test_sizes_of_one_compile():
     check_memory(found)
 
 
-@pytest.mark.device
 def test_rows_that_are_not_aligned_compile_without_spills():
     with compiling(90) as found:
         encode(SYMBOLS["int8x4"], F32, BF16, 3, "some", numel=4095)

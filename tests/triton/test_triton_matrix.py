@@ -6,7 +6,7 @@ Every case runs interpreted on the CPU and, where there is a GPU, natively (``-m
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,126 +14,26 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from support import oracle
-from support.kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
-from support.sync import synchronizing_raises
+from support.kernel_cases import Cases, interpreted, kernels, same
+from support.matrix_kernels import (
+    BF16,
+    F16,
+    F32,
+    Problem,
+    check,
+    check_sum,
+    filled,
+    on_edge,
+    problem,
+    quantized,
+    row_bytes,
+)
 from tagc.ops import reference
-from tagc.ops.matrix import GROUPS, MIN_MEAN, MatrixLayout
+from tagc.ops.matrix import GROUPS, MIN_MEAN
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
-F32, BF16, F16, I32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
 LARGEST = torch.finfo(F32).max
-
-
-@dataclass
-class Problem:
-    """Arguments of quantize_matrix, on the CPU."""
-
-    grad: Tensor
-    residual: Tensor | None
-    layout: MatrixLayout
-    average: float = 0.0
-
-
-def random(D: int, layout: MatrixLayout, rng: np.random.Generator) -> Tensor:
-    """Heavy-tailed, with zeros and ties; rows and columns have scales of their own."""
-    rows, columns = (torch.from_numpy(rng.normal(size=n)) for n in (layout.rows, layout.columns))
-    x = oracle.values((D, layout.rows, layout.columns), rng)
-    return (x * rows.exp()[:, None] * columns.exp()).float().flatten(1)
-
-
-def problem(
-    bits: int,
-    group: int,
-    rows: int,
-    columns: int,
-    grad: torch.dtype = F32,
-    residual: torch.dtype | None = F32,
-    average: float = 0.0,
-    *,
-    level: float = 1.0,
-    D: int = 2,
-    seed: int = 0,
-) -> Problem:
-    rng = np.random.default_rng([rows, columns, bits, group, seed])
-    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, group=group, level=level)
-    return Problem(
-        random(D, layout, rng).to(grad),
-        None if residual is None else random(D, layout, rng).to(residual),
-        layout, average,
-    )  # fmt: skip
-
-
-def on_edge(edge: float, rng: np.random.Generator) -> Tensor:
-    """``[64, 64]``, rows whose means are within rounding of ``edge``, a float32: the order of the
-    additions decides on which side of it they come out."""
-    unit = 2.0 ** (np.floor(np.log2(edge)) - 23)
-    middle = round(edge / unit)
-    near = middle + rng.integers(-(1 << 17), 1 << 17, (64, 64))
-    near[:, -1] += 64 * middle - near.sum(1) + rng.integers(-64, 64, 64)
-    return torch.from_numpy(near * unit).float()
-
-
-def filled(x: Tensor, bits: int = 1, group: int = 1, residual: Tensor | None = None) -> Problem:
-    """A given matrix for one destination; no residual means zeros."""
-    residual = torch.zeros_like(x) if residual is None else residual
-    layout = MatrixLayout(rows=x.shape[0], columns=x.shape[1], bits=bits, group=group)
-    return Problem(x.reshape(1, -1), residual.reshape(1, -1), layout)
-
-
-def quantized(ops, p: Problem, device: str, aligned: bool = False) -> dict[str, Tensor | None]:
-    out = {
-        "message": oracle.poisoned(p.grad.shape[0], p.layout.words, dtype=I32),
-        "residual": p.residual,
-    }
-    out = {k: placed(v, device, aligned) for k, v in out.items()}
-    grad = placed(p.grad, device, aligned)
-    ops.quantize_matrix(
-        grad, out["residual"], out["message"], layout=p.layout, average=p.average
-    )  # fmt: skip
-    same("gradient", grad, p.grad)
-    for tensor in out.values():
-        check_margins(tensor)
-    return out
-
-
-def check_sum(
-    message: Tensor, layout: MatrixLayout, device: str, *, dtype=F32, divisor=3, aligned=False
-) -> Tensor:
-    """dequantize_matrix ``[R, words]`` against the reference."""
-    out = []
-    for ops, where in ((reference, "cpu"), (kernels("ops"), device)):
-        result = placed(oracle.poisoned(layout.numel, dtype=dtype), where, aligned)
-        sent = placed(message, where, aligned)
-        ops.dequantize_matrix(sent, result, layout=layout, divisor=divisor)
-        same("message", sent, message)
-        check_margins(result)
-        out.append(result)
-    same("out", canonical(out[1]), canonical(out[0]))
-    return out[0]
-
-
-def check(p: Problem, device: str, *, dtype=F32, divisor=3, aligned=False) -> dict[str, Tensor]:
-    """Quantize, then add up all messages, against the reference; what that gives."""
-    want = quantized(reference, p, "cpu", aligned)
-    got = quantized(kernels("ops"), p, device, aligned)
-    for name, tensor in want.items():
-        same(name, got[name], tensor)
-    message = want["message"]
-    assert message is not None
-    out = check_sum(message, p.layout, device, dtype=dtype, divisor=divisor, aligned=aligned)
-    results = {**want, "out": out}
-    return {name: tensor for name, tensor in results.items() if tensor is not None}
-
-
-def row_bytes(message: Tensor, layout: MatrixLayout) -> list[int]:
-    """The rows' bytes of one message."""
-    first = sum(layout.head[:2])
-    words = message[first : first + layout.head[2]].contiguous()
-    return words.view(torch.uint8)[: layout.rows].tolist()
-
 
 CASES = case = Cases()
 
@@ -418,90 +318,11 @@ def test_compiled(emulation, name, arch):
 
 # --- natively ---------------------------------------------------------------------------------
 
-gpu = pytest.mark.gpu
 
-
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name):
     CASES[name]("cuda")
-
-
-def gpu_step(p: Problem):
-    """Device arguments of quantize_matrix and dequantize_matrix, and a function that runs both."""
-    ops, layout = kernels("ops"), p.layout
-    assert p.residual is not None
-    t = {
-        "grad": p.grad.cuda(), "residual": p.residual.cuda(),
-        "message": oracle.poisoned(p.grad.shape[0], layout.words, dtype=I32).cuda(),
-        "out": oracle.poisoned(layout.numel, dtype=F32).cuda(),
-    }  # fmt: skip
-
-    def run() -> None:
-        ops.quantize_matrix(
-            t["grad"], t["residual"], t["message"], layout=layout, average=p.average
-        )
-        ops.dequantize_matrix(t["message"], t["out"], layout=layout, divisor=3)
-
-    return t, run
-
-
-@gpu
-@pytest.mark.parametrize(("bits", "group"), [(1, 1), (1, 16)])
-def test_nothing_waits_for_the_device(bits, group):
-    _, run = gpu_step(problem(bits, group, 100, 301))
-    run()
-    with synchronizing_raises():
-        run()
-
-
-@gpu
-@pytest.mark.parametrize(("bits", "group", "average"), [(2, 1, 0.0), (1, 8, 0.9)])
-def test_a_cuda_graph_holds_a_step(bits, group, average):
-    t, run = gpu_step(problem(bits, group, 100, 301, BF16, BF16, average))
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    kernels("ops").release()
-    for seed in (5, 6):
-        other = problem(bits, group, 100, 301, BF16, BF16, average, seed=seed)
-        assert other.residual is not None
-        t["grad"].copy_(other.grad)
-        t["residual"].copy_(other.residual)
-        graph.replay()
-        want = check(other, "cuda")
-        for name in ("message", "residual", "out"):
-            same(name, t[name], want[name])
-
-
-@gpu
-@pytest.mark.parametrize(("bits", "group"), [(1, 1), (4, 1), (1, 32)])
-def test_large_matrices(bits, group):
-    """Sizes of a model's layers: many programs, long lanes."""
-    for rows, columns in ((512, 4096), (3, 16384), (2048, 1500)):
-        check(problem(bits, group, rows, columns, BF16, BF16), "cuda", aligned=True)
-
-
-@gpu
-def test_more_than_two_to_the_31_elements():
-    rows, columns = (1 << 17) + 1, 1 << 14
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GB of free device memory")
-    ops, layout = kernels("ops"), MatrixLayout(rows=rows, columns=columns)
-    where = torch.tensor([0, 5, (1 << 16) + 1, rows - 1], device="cuda")
-    grad = torch.zeros(1, rows * columns, dtype=BF16, device="cuda")
-    grad.view(rows, columns)[where] = torch.tensor([1.0, 2, 1.5, -3], device="cuda")[:, None].to(
-        BF16
-    )
-    residual = torch.zeros_like(grad)
-    message = torch.empty(1, layout.words, dtype=I32, device="cuda")
-    ops.quantize_matrix(grad, residual, message, layout=layout, average=0.0)
-    assert not residual.any()
-    out = torch.full((rows * columns,), float("nan"), dtype=BF16, device="cuda")
-    ops.dequantize_matrix(message, out, layout=layout, divisor=1)
-    assert torch.equal(out, grad[0])
 
 
 if __name__ == "__main__":
