@@ -1,7 +1,7 @@
 """The `tagc` command."""
 
 import argparse
-import importlib
+import importlib.resources
 import subprocess
 import sys
 
@@ -47,6 +47,12 @@ def test_validate_builtin_name(capsys):
 def test_validate_counts_the_rules_of_all_directions(capsys):
     assert main(["validate", "hosts"]) == 0
     assert capsys.readouterr().out == "ok hosts: 2 rules (1 for gradients, 1 for parameters)\n"
+
+
+def test_schema_prints_what_is_shipped(capsys):
+    assert main(["schema"]) == 0
+    shipped = importlib.resources.files("tagc.policies") / "policy.schema.json"
+    assert capsys.readouterr().out == shipped.read_text()
 
 
 def test_validate_bad(tmp_path, capsys):
@@ -148,7 +154,7 @@ def test_version(capsys):
 
 
 def test_every_command_has_examples_that_parse(capsys):
-    commands = ("policies", "validate", "explain", "advise", "bench", "doctor")
+    commands = ("policies", "validate", "schema", "explain", "advise", "bench", "doctor")
     for name in commands:
         with pytest.raises(SystemExit):
             main([name, "--help"])

@@ -5,6 +5,7 @@ from tagc.policy.document import PolicyError
 from tagc.policy.policy import Policy, policies
 from tagc.policy.roles import ROLES, ParamInfo, Role, role_of
 from tagc.policy.rules import SMALL, ParameterRule, Rule, first_match
+from tagc.policy.schema import json_schema
 
 __all__ = [
     "ROLES",
@@ -17,6 +18,7 @@ __all__ = [
     "Rule",
     "When",
     "first_match",
+    "json_schema",
     "policies",
     "role_of",
 ]

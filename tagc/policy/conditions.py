@@ -4,9 +4,10 @@ import re
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic.config import JsonDict
 
-from tagc.codecs.config import Strict
+from tagc.codecs.config import InSchema, Strict, unit
 from tagc.policy.document import short
 from tagc.policy.roles import ParamInfo, Role, clean_name
 
@@ -36,27 +37,40 @@ def _as_range(value: object) -> tuple[int, int]:
     return ends[0], ends[-1]
 
 
+def _or_one(array: JsonDict) -> JsonDict:
+    return {"anyOf": [array["items"], {**array, "minItems": 1}]}
+
+
+_LAYER: JsonDict = {"type": "integer", "minimum": 0}
+_RANGE: JsonDict = {
+    "anyOf": [
+        {"type": "string", "pattern": r"^\s*[0-9]{1,9}\s*(-\s*[0-9]{1,9}\s*)?$"},
+        _LAYER,
+        {"type": "array", "items": _LAYER, "minItems": 2, "maxItems": 2},
+    ],
+    "x-unit": "index of a block",
+}
 _Item = TypeVar("_Item")
-_OneOrMore = Annotated[tuple[_Item, ...], BeforeValidator(_as_tuple)]
-_Glob = Annotated[str, Field(min_length=1)]
-_Layers = Annotated[tuple[int, int], BeforeValidator(_as_range)]
-_Numel = Annotated[int, Field(ge=0, le=2**63 - 1)]
+OneOrMore = Annotated[tuple[_Item, ...], BeforeValidator(_as_tuple), InSchema(_or_one)]
+Glob = Annotated[str, Field(min_length=1)]
+_Layers = Annotated[tuple[int, int], BeforeValidator(_as_range), WithJsonSchema(_RANGE)]
+_Numel = Annotated[int, Field(ge=0, le=2**63 - 1), unit("elements")]
 
 
 class When(Strict):
-    """Conditions on a parameter. All that are given must hold; none given holds for every one.
+    """Conditions on a parameter. All that are given must hold; none given holds for every one."""
 
-    `role`: one of `tagc.policy.ROLES` or a list of them. `name`: a glob or a list of globs, case
-    sensitive, over the whole name without wrapper prefixes. `layers`: indices of transformer
-    blocks, inclusive, as "4-11", [4, 11] or one number. `min_numel` and `max_numel`: elements
-    before sharding, inclusive.
-    """
-
-    role: _OneOrMore[Role] | None = None
-    name: _OneOrMore[_Glob] | None = None
+    role: OneOrMore[Role] | None = None
+    """Part of a transformer that it belongs to, or a list of them."""
+    name: OneOrMore[Glob] | None = None
+    """Glob, or a list of them, over its whole name without wrapper prefixes; case sensitive."""
     layers: _Layers | None = None
+    """Blocks that it may be in, both ends included: "4-11", [4, 11], or one number."""
     min_numel: _Numel | None = None
+    """Elements, before sharding, that it has at least. Rules that compress and give no name pass
+    over parameters below 16384 elements, unless they have this key."""
     max_numel: _Numel | None = None
+    """Elements, before sharding, that it has at most."""
 
     @field_validator("role", "name")
     @classmethod

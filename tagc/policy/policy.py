@@ -10,12 +10,12 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, field_validator
 from pydantic_core import InitErrorDetails
 
-from tagc.codecs.config import Strict
+from tagc.codecs.config import InSchema, Strict
 from tagc.codecs.feedback import FeedbackConfig
 from tagc.policy.conditions import When
 from tagc.policy.configs import GRADIENT_CONFIGS, PARAMETER_CONFIGS
@@ -46,6 +46,14 @@ def _as_rules(value: object) -> tuple[object, ...]:
     return tuple(value)
 
 
+_Rule = TypeVar("_Rule")
+_Rules = Annotated[
+    tuple[_Rule, ...],
+    BeforeValidator(_as_rules),
+    InSchema(lambda array: {**array, "minItems": 1}),
+]
+
+
 class Policy(Strict):
     """Ordered lists of rules: for the `gradients` in FSDP's reduce-scatter, the `parameters` in
     its all-gather, and the gradients in the all-reduce across `replicas` of the sharded model.
@@ -56,10 +64,16 @@ class Policy(Strict):
     """
 
     schema_version: Annotated[Literal[1], BeforeValidator(_check_schema)] = Field(alias="schema")
+    """Version of the keys; 1 so far."""
     about: str = ""
-    gradients: Annotated[tuple[Rule, ...], BeforeValidator(_as_rules)]
-    parameters: Annotated[tuple[ParameterRule, ...], BeforeValidator(_as_rules)] = ()
-    replicas: Annotated[tuple[Rule, ...], BeforeValidator(_as_rules)] = ()
+    """One sentence for people."""
+    gradients: _Rules[Rule]
+    """Rules for gradients in FSDP's reduce-scatter; the first that selects a parameter decides, and
+    what none selects is dense."""
+    parameters: _Rules[ParameterRule] = ()
+    """Rules for parameters in FSDP's all-gather; likewise."""
+    replicas: _Rules[Rule] = ()
+    """Rules for gradients in the all-reduce across replicas of the sharded model; likewise."""
 
     _name: str = PrivateAttr(default="<dict>")
 

@@ -19,6 +19,7 @@ class Selection(Strict):
     """What rules for gradients and for parameters have in common."""
 
     when: When
+    """Which parameters it selects; {} for all."""
     codec: Any
 
     def matches(self, param: ParamInfo) -> bool:
@@ -42,7 +43,9 @@ class Rule(Selection):
     """
 
     codec: AnyGradientConfig
+    """How their gradients travel."""
     feedback: FeedbackConfig = Field(default=cast(FeedbackConfig, None), validate_default=True)
+    """What becomes of the part of a gradient that was not sent; by default what fits the codec."""
 
     @field_validator("feedback", mode="before")
     @classmethod
@@ -78,6 +81,7 @@ class ParameterRule(Selection):
     """One rule: the parameters that `when` selects are gathered through `codec`."""
 
     codec: AnyParameterConfig
+    """How they travel in FSDP's all-gather."""
 
 
 def first_match(rules: Sequence[Rule | ParameterRule], param: ParamInfo) -> int | None:
