@@ -61,7 +61,7 @@ def test_validate_bad(tmp_path, capsys):
     assert main(["validate", str(file)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert f"{file}:5: gradients[0].codec.densty: unknown key; did you mean 'density'?" in err
+    assert f"{file}:5:28: gradients[0].codec.densty: unknown key; did you mean 'density'?" in err
 
 
 def test_validate_missing_file(tmp_path, capsys):

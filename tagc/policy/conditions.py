@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 from pydantic.config import JsonDict
 
 from tagc.codecs.config import InSchema, Strict, unit
-from tagc.policy.document import short
 from tagc.policy.roles import ParamInfo, Role, clean_name
+from tagc.policy.suggest import short
 
 
 def _as_tuple(value: object) -> tuple[object, ...]:

@@ -19,18 +19,11 @@ from tagc.codecs.config import InSchema, Strict
 from tagc.codecs.feedback import FeedbackConfig
 from tagc.policy.conditions import When
 from tagc.policy.configs import GRADIENT_CONFIGS, PARAMETER_CONFIGS
-from tagc.policy.document import (
-    Document,
-    PolicyError,
-    builtin_names,
-    raise_problems,
-    read_builtin,
-    read_file,
-    short,
-    translate,
-)
+from tagc.policy.document import Document, PolicyError, builtin_names, read_builtin, read_file
+from tagc.policy.problems import raise_problems, translate
 from tagc.policy.roles import ParamInfo
 from tagc.policy.rules import ParameterRule, Rule, first_match
+from tagc.policy.suggest import short
 
 
 def _check_schema(value: object) -> object:
