@@ -61,7 +61,7 @@ def test_validate_bad(tmp_path, capsys):
     assert main(["validate", str(file)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert f"{file}:5:28: gradients[0].codec.densty: unknown key; did you mean 'density'?" in err
+    assert f"{file}:5:27: gradients[0].codec.densty: unknown key; did you mean 'density'?" in err
 
 
 def test_validate_missing_file(tmp_path, capsys):
@@ -154,7 +154,7 @@ def test_version(capsys):
 
 
 def test_every_command_has_examples_that_parse(capsys):
-    commands = ("policies", "validate", "schema", "explain", "advise", "bench", "doctor")
+    commands = ("policies", "validate", "show", "schema", "explain", "advise", "bench", "doctor")
     for name in commands:
         with pytest.raises(SystemExit):
             main([name, "--help"])

@@ -1,8 +1,9 @@
 """Conditions of rules: which parameters they are about."""
 
 import re
+from enum import IntEnum
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 from pydantic.config import JsonDict
@@ -57,6 +58,25 @@ _Layers = Annotated[tuple[int, int], BeforeValidator(_as_range), WithJsonSchema(
 _Numel = Annotated[int, Field(ge=0, le=2**63 - 1), unit("elements")]
 
 
+class Near(IntEnum):
+    """What keeps a rule from selecting a parameter, by how near it was."""
+
+    NOTHING = 0
+    ROLE = 1
+    NAME = 2
+    LAYERS = 3
+    SIZE = 4
+    NO_MATRIX = 5
+    SMALL = 6
+
+
+class Miss(NamedTuple):
+    """Why a rule does not select a parameter, also for people."""
+
+    near: Near
+    why: str
+
+
 class When(Strict):
     """Conditions on a parameter. All that are given must hold; none given holds for every one."""
 
@@ -85,18 +105,20 @@ class When(Strict):
             raise ValueError(f"min_numel {low} is above max_numel {high}: nothing can match")
         return self
 
-    def matches(self, param: ParamInfo) -> bool:
-        """Whether all conditions hold for the parameter."""
+    def miss(self, param: ParamInfo) -> Miss | None:
+        """Which condition does not hold for the parameter; None if all do."""
         if self.role is not None and param.role not in self.role:
-            return False
+            return Miss(Near.ROLE, "no rule for its role")
         if self.name is not None:
             name = clean_name(param.name)
             if not any(fnmatchcase(name, glob) for glob in self.name):
-                return False
+                return Miss(Near.NAME, "no rule for its name")
         if self.layers is not None:
             first, last = self.layers
             if param.layer is None or not first <= param.layer <= last:
-                return False
+                return Miss(Near.LAYERS, "no rule for its layer")
         if self.min_numel is not None and param.numel < self.min_numel:
-            return False
-        return self.max_numel is None or param.numel <= self.max_numel
+            return Miss(Near.SIZE, f"{param.numel:,} elements < min_numel {self.min_numel:,}")
+        if self.max_numel is not None and param.numel > self.max_numel:
+            return Miss(Near.SIZE, f"{param.numel:,} elements > max_numel {self.max_numel:,}")
+        return None

@@ -4,29 +4,36 @@ Knows YAML; what a policy may contain is `tagc.policy`'s business.
 """
 
 import importlib.resources
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from tagc.policy.suggest import nearest, short
 
 __all__ = [
+    "DICT",
     "Document",
     "Keys",
     "Place",
     "PolicyError",
     "Problem",
     "builtin_names",
+    "is_path",
     "parse",
+    "read",
     "read_builtin",
     "read_file",
 ]
 
 Keys = tuple[str | int, ...]
+
+DICT = "<dict>"
+"""Source of what came from no file."""
 
 
 class PolicyError(ValueError):
@@ -57,16 +64,36 @@ class Problem:
 class Document:
     """Plain data as read, and where it stood.
 
-    `places` maps the path of each key and list item to where it stands; it is empty for data that
-    came from no file. `problems` holds what the reader could not accept, `refused` the
-    paths whose values it left out because of that.
+    `text` is the file's, and `path` where it lies, unless it is built in. `places` maps the path of
+    each key and list item to where it stands; it is empty for data that came from no file.
+    `problems` holds what the reader could not accept, `refused` the paths whose values it left out
+    because of that.
     """
 
     source: str
     data: object
+    text: str = ""
+    path: str | None = None
     places: dict[Keys, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     refused: list[Keys] = field(default_factory=list)
+
+
+def read(source: "str | os.PathLike[str] | Mapping[str, Any]") -> Document:
+    """The document that a built-in name, a path or a mapping stands for.
+
+    Raises:
+        PolicyError: as `read_builtin` and `read_file` do, or if it is nothing of this.
+    """
+    if isinstance(source, Mapping):
+        return Document(source=DICT, data=dict(source))
+    if isinstance(source, os.PathLike) or (isinstance(source, str) and is_path(source)):
+        return read_file(os.fsdecode(source))
+    if isinstance(source, str):
+        return read_builtin(source)
+    raise PolicyError(
+        f"a policy is a built-in name, a path or a mapping, not {type(source).__name__}"
+    )
 
 
 def builtin_names() -> list[str]:
@@ -84,15 +111,25 @@ def read_builtin(name: str) -> Document:
     return parse(file.read_bytes(), f"policies/{name}.yaml")
 
 
+def is_path(source: str) -> bool:
+    """Whether a string is a file's path, and not the name of a built-in policy."""
+    return source.endswith((".yaml", ".yml")) or any(
+        separator in source for separator in (os.sep, os.altsep) if separator
+    )
+
+
 def read_file(path: str) -> Document:
     """The document in a file. Raises PolicyError as `parse` does, or if it cannot be read."""
     try:
         raw = Path(path).read_bytes()
+        real = os.path.realpath(path)
     except OSError as error:
         raise PolicyError(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:  # a null character in the path
         raise PolicyError(f"{path!r}: cannot be read: {error}") from None
-    return parse(raw, path)
+    document = parse(raw, path)
+    document.path = real
+    return document
 
 
 def parse(raw: bytes, source: str) -> Document:
@@ -109,7 +146,7 @@ def parse(raw: bytes, source: str) -> Document:
     except UnicodeDecodeError as error:
         place = _place_in(raw[: error.start].decode(), error.start)
         raise PolicyError(f"{source}:{place}: not UTF-8 text ({error.reason})") from None
-    document = Document(source=source, data=None)
+    document = Document(source=source, data=None, text=text)
     loader = None
     try:
         loader = _Loader(text)

@@ -54,6 +54,10 @@ def _translate_one(
     details: ErrorDetails, data: object, keys_at: Callable[[Keys], Sequence[str]]
 ) -> tuple[Keys, str]:
     loc, kind, context = details["loc"], details["type"], details.get("ctx", {})
+    if loc[-1:] == ("[key]",) and kind == "literal_error":
+        return _path_in(data, loc, missing=False), (
+            f"unknown key; {nearest(loc[-2], _options(context['expected']))}"
+        )
     path = _path_in(data, loc, missing=kind == "missing")
     given = short(details["input"])
     if kind == "missing":
@@ -94,9 +98,12 @@ def _path_in(data: object, loc: Keys, *, missing: bool) -> Keys:
 
 
 def _unknown(given: object, expected: str) -> str:
+    return f"unknown value {short(given)}; {nearest(given, _options(expected))}"
+
+
+def _options(expected: str) -> list[str]:
     # Pydantic lists what it expects as text, each spelling in single quotes, numbers without.
-    options = re.findall(r"'([^']*)'", expected) or re.findall(r"\d+", expected)
-    return f"unknown value {short(given)}; {nearest(given, options)}"
+    return re.findall(r"'([^']*)'", expected) or re.findall(r"\d+", expected)
 
 
 def _sentence(problem: Problem, document: Document) -> str:

@@ -66,9 +66,23 @@ class ParamInfo:
         return len(self.shape)
 
     @property
+    def no_matrix(self) -> str:
+        """Why rows and columns of the parameter mean nothing, for people; empty if they do.
+
+        A bias is a vector, though those of stacked experts are, together, `[E, f]`.
+        """
+        if self.ndim < 2:
+            return "one dimension"
+        if self.role == "ssm":
+            return "state-space"
+        return "bias" if _BIAS.search(self.name) else ""
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
+
+_BIAS = re.compile(r"(?:^|[._])bias$")
 
 # torch.compile, activation checkpointing and FSDP1 put these anywhere in a name.
 _WRAPPER = re.compile(

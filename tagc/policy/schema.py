@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from tagc.policy.policy import Policy
+from tagc.policy.policy import Extension
 
 ABOUT = "A policy of tagc: which gradients and parameters travel compressed, and how."
 
@@ -26,7 +26,7 @@ def json_schema() -> str:
     What depends on several keys is left to `Policy.load`, which checks everything.
     """
     # Editors know draft 7 best; nothing that is used here has changed since, but this place.
-    schema = Policy.model_json_schema(
+    schema = Extension.model_json_schema(
         ref_template="#/definitions/{model}", schema_generator=_Untitled
     )
     definitions = schema.pop("$defs")
@@ -35,6 +35,9 @@ def json_schema() -> str:
         **schema,
         "title": "tagc policy",
         "description": ABOUT,
+        # A policy has rules of its own, those of another, or both.
+        "required": ["schema"],
+        "anyOf": [{"required": ["gradients"]}, {"required": ["extends"]}],
         "definitions": definitions,
     }
     _tidy(schema)

@@ -28,7 +28,7 @@ def alternatives(node: dict[str, Any]) -> list[dict[str, Any]]:
     """What a value may be."""
     if "$ref" in node:
         return alternatives(SCHEMA["definitions"][node["$ref"].rpartition("/")[2]])
-    options = node.get("oneOf", node.get("anyOf"))
+    options = None if "type" in node else node.get("oneOf", node.get("anyOf"))
     return [node] if options is None else [one for o in options for one in alternatives(o)]
 
 
