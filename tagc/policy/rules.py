@@ -31,7 +31,8 @@ class Selection(Strict):
         """
         miss = self.when.miss(param)
         if miss is None and self.codec.compresses and self.when.name is None:
-            if param.no_matrix and not (param.role == "ssm" and self.when.role):
+            asked_for = param.ndim > 1 and param.role == "ssm" and self.when.role
+            if param.no_matrix and not asked_for:
                 return Miss(Near.NO_MATRIX, f"{param.no_matrix}: no rule names it")
             if self.when.min_numel is None and param.numel < SMALL:
                 return Miss(Near.SMALL, f"{param.numel:,} elements < {SMALL:,}: see min_numel")

@@ -67,6 +67,17 @@ def test_a_bias_is_no_matrix_even_if_experts_are_stacked(name: str):
         assert one_rule({}).match(ParamInfo.of(other, BIG)) == 0
 
 
+def test_state_space_parameters_are_compressed_only_where_named():
+    info = ParamInfo.of("layers.0.mixer.A_log", BIG)
+    assert info.role == "ssm"
+    assert one_rule({}).match(info) is None
+    assert one_rule({"min_numel": 1}).match(info) is None
+    assert one_rule({"role": "ssm"}).match(info) == 0
+    assert one_rule({"name": "*.A_log"}).match(info) == 0
+    vector = ParamInfo.of("layers.0.mixer.D", (SMALL,))
+    assert one_rule({"role": "ssm"}).match(vector) is None
+
+
 @pytest.mark.parametrize(
     ("when", "name", "shape", "why"),
     [
