@@ -301,6 +301,7 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
             connect=connect(unit, unit_plan, HostExchange),
             crosses=lambda: unit.all_reduces,
             remedy=unit.unused_parameters_remedy,
+            without_gradient=unit.without_gradient,
         )
 
     def reducers(plans: Sequence[UnitPlan]) -> list[UnitReducer]:

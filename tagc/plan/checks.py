@@ -110,6 +110,8 @@ def _reasons(plan: Plan) -> str:
             info = plan.policy.describe(param.name, param.shape)
             miss = nearest_miss(getattr(plan.policy, unit.direction), info)
             found.setdefault(miss, []).append(info)
+    if not found:
+        return "0 parameters that are trained"
     count = len({info.name for infos in found.values() for info in infos})
     # Those that a rule came nearest to can be had by the smallest change.
     listed = sorted(found.items(), key=lambda item: (-item[0].near, -item[1][0].numel))

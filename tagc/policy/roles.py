@@ -112,7 +112,7 @@ def _component(*alternatives: str, start: str = r"(?:^|\.)", end: str = r"(?:\.|
 
 # What may stand before names that mean something at the top of a model only.
 _TOP = r"^(?:[a-z_]\w*\.)?"
-_MIXER = r"(?:mixer|mamba\w*|ssm|temporal_block|short_conv|\w*attn\w*|\w*attention)\."
+_MIXER = r"(?:mixer|mamba\w*|ssm|temporal_block|short_conv|\w*attn\w*|(?:self|linear)_attention)\."
 
 # The first pattern found decides, so the order is part of the meaning.
 _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
@@ -136,8 +136,8 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
     (
         "attention",
         _component(
-            r"\w*(?:attn|attention)[0-9]*|\w+_attn_\w+_to_\w+|attn_pool",
-            r"att|mha|temporal_block|mlstm_layer",
+            r"\w*(?:attn|attention)_?[0-9]*|\w+_attn_\w+_to_\w+|attn_pool",
+            r"(?:\w+_)?att|mha|temporal_block|mlstm_layer",
             # Blocks that hold their projections directly. `wo` is missing: T5 has it in its mlp.
             r"[qkvo]_proj|qkv(?:_proj)?|w[qkv]|wqkv|query_key_value|c_attn|in_proj_(?:weight|bias)",
             r"to_(?:q|k|v|kv|qkv|out|add_out)|linear_(?:qkv|kv)",
@@ -155,7 +155,7 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
         "embedding",
         _component(
             r"multi_modal_projector|mm_projector|modality_projection|\w*merger(?:_list)?",
-            r"language_projection|caption_projection|feature_projection",
+            r"(?:language|caption|feature|\w+_to_\w+)_projection|(?:\w+_)?aligner|patch_conv",
         ),
     ),
     # Before embedding: embed_out. `output` is torchtitan's head only outside of the blocks, as
@@ -177,6 +177,7 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
             start=_TOP,
         ),
     ),
+    ("head", _component(r"output_projection", start=r"(?:^|\.)decoder\.")),
     # Megatron's; other models have some in their blocks.
     ("head", _component(r"output_layer", start=r"^(?:(?:model|module|language_model)\.)?")),
     (
@@ -197,7 +198,7 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
         "mlp",
         _component(
             r"\w*mlps?|ffn\w*|ff[0-9]?|ff_context|feed_?forward[0-9]?|\w*moe|(?:shared_)?experts?",
-            r"Dense(?:Relu|GatedAct)Dense|intermediate(?:_query)?|output_query|[0-9]+\.output",
+            r"Dense(?:Relu|GatedAct)Dense|(?:\w+_)?intermediate(?:_query)?|output_query|[0-9]+\.output",
             r"fc[12]|c_fc|lin(?:ear)?[12]|w[123]|(?:gate|up|down|gate_up)_proj",
             r"dense_h_to_4h|dense_4h_to_h|pwconv[12]",
         ),

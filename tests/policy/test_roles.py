@@ -167,6 +167,14 @@ NAMES = {
         layers.2.mixer.D                                            ssm 2
         layers.2.mixer.conv1d.weight                                ssm 2
         conv1d.weight                                               other -
+        encoder.layers.0.post_attention.conv1d.weight               attention 0
+        layers.1.visn_self_att.self.query.weight                    attention 1
+        mid.attn_1.proj_out.weight                                  attention -
+        vision_tower.patch_conv.weight                              embedding -
+        text_to_mm_projection.weight                                embedding -
+        aligner.fc1.weight                                          embedding -
+        encoder.layer.3.layout_intermediate.dense.weight            mlp 3
+        model.decoder.output_projection.weight                      head -
         model.D                                                     other -
     """,
 }
