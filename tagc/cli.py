@@ -60,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     command = _Command(commands, "validate", "check a policy file", "mine.yaml", "hybrid")
     command.add("file", metavar="FILE", help="a YAML file, or the name of a built-in")
 
+    command = _Command(
+        commands, "show", "print a policy, with what it extends", "hybrid", "mine.yaml"
+    )
+    command.add("file", metavar="FILE", help="a YAML file, or the name of a built-in")
+
+    _Command(commands, "schema", "print the JSON Schema of policy files, for editors", "")
+
     _add_explain(commands)
     _add_advise(commands)
 

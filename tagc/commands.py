@@ -16,7 +16,7 @@ from tagc.costs.codec_time import no_time
 from tagc.costs.explain import plan_shapes
 from tagc.costs.link import Link
 from tagc.costs.shapes import ModelError, ModelShapes, load_model
-from tagc.policy import Policy, PolicyError
+from tagc.policy import Policy, PolicyError, json_schema, show
 from tagc.policy import policies as listed_policies
 from tagc.selfcheck import examine
 
@@ -56,6 +56,16 @@ def _validate(args: argparse.Namespace) -> int:
     )
     count = len(policy.gradients) + len(policy.parameters) + len(policy.replicas)
     print(f"ok {policy.name}: {count} rule{'' if count == 1 else 's'} ({said})")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    print(show(args.file), end="")
+    return 0
+
+
+def _schema(args: argparse.Namespace) -> int:
+    print(json_schema(), end="")
     return 0
 
 
@@ -185,6 +195,8 @@ def _compute(args: argparse.Namespace, shapes: ModelShapes) -> float | None:
 _COMMANDS = {
     "policies": _policies,
     "validate": _validate,
+    "show": _show,
+    "schema": _schema,
     "bench": _bench,
     "doctor": _doctor,
     "explain": _explain,

@@ -55,7 +55,7 @@ _DISABLE = "TAGC_DISABLE"
 
 def wrap(
     model: Model,
-    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "auto",
+    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy | None = None,
     *,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
     hosts: Hosts = "auto",
@@ -79,9 +79,10 @@ def wrap(
         model: a model to which ``fully_shard`` was applied, or the outermost
             ``FullyShardedDataParallel``, on its device; changed in place.
         policy: name of a built-in policy (``tagc.policies()``), path of a YAML file, mapping, or
-            :class:`tagc.Policy`. By default what is fastest on the link that is measured here, of
-            those that cost no visible quality: dense, on a fast one. (FSDP1, which gathers its
-            parameters itself, needs one without rules for them.)
+            :class:`tagc.Policy`. By default the one that the environment variable ``TAGC_POLICY``
+            names (on all ranks the same), else ``auto``: what is fastest on the link that is
+            measured here, of those that cost no visible quality: dense, on a fast one. (FSDP1,
+            which gathers its parameters itself, needs one without rules for them.)
         replicas: the ranks that hold the same shard in other copies of the sharded model, as a
             1-D mesh or a group: the model is sharded over ``mesh["shard"]`` only, and tagc
             averages gradients over ``mesh["replicate"]``, as the policy's ``replicas`` say. FSDP2
@@ -155,7 +156,7 @@ def wrap(
 
 def _agree_on_request(
     model: nn.Module,
-    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy,
+    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy | None,
     replica_group: dist.ProcessGroup | None,
     hosts: Hosts,
     groups: Sequence[dist.ProcessGroup],
@@ -300,6 +301,7 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
             connect=connect(unit, unit_plan, HostExchange),
             crosses=lambda: unit.all_reduces,
             remedy=unit.unused_parameters_remedy,
+            without_gradient=unit.without_gradient,
         )
 
     def reducers(plans: Sequence[UnitPlan]) -> list[UnitReducer]:

@@ -1,7 +1,7 @@
 """The `tagc` command."""
 
 import argparse
-import importlib
+import importlib.resources
 import subprocess
 import sys
 
@@ -49,13 +49,19 @@ def test_validate_counts_the_rules_of_all_directions(capsys):
     assert capsys.readouterr().out == "ok hosts: 2 rules (1 for gradients, 1 for parameters)\n"
 
 
+def test_schema_prints_what_is_shipped(capsys):
+    assert main(["schema"]) == 0
+    shipped = importlib.resources.files("tagc.policies") / "policy.schema.json"
+    assert capsys.readouterr().out == shipped.read_text()
+
+
 def test_validate_bad(tmp_path, capsys):
     file = tmp_path / "mine.yaml"
     file.write_text(GOOD.replace("density", "densty"))
     assert main(["validate", str(file)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert f"{file}:5: gradients[0].codec.densty: unknown key; did you mean 'density'?" in err
+    assert f"{file}:5:27: gradients[0].codec.densty: unknown key; did you mean 'density'?" in err
 
 
 def test_validate_missing_file(tmp_path, capsys):
@@ -148,7 +154,7 @@ def test_version(capsys):
 
 
 def test_every_command_has_examples_that_parse(capsys):
-    commands = ("policies", "validate", "explain", "advise", "bench", "doctor")
+    commands = ("policies", "validate", "show", "schema", "explain", "advise", "bench", "doctor")
     for name in commands:
         with pytest.raises(SystemExit):
             main([name, "--help"])

@@ -83,7 +83,7 @@ def test_the_wheel_holds_every_source(wheel: Path) -> None:
         ("triton_kernels", "tagc/triton_kernels"),
         ("benchmarks", "tagc/benchmarks"),
     ):
-        for pattern in ("*.py", "*.yaml"):
+        for pattern in ("*.py", "*.yaml", "*.schema.json"):
             for file in (ROOT / folder).rglob(pattern):
                 expected.add(f"{package}/{file.relative_to(ROOT / folder).as_posix()}")
     # These train the models of the repository's examples.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -62,6 +62,7 @@ class UnitReducer:
         connect: Connect | None = None,
         crosses: Callable[[], bool] = lambda: True,
         remedy: str = "",
+        without_gradient: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """New state.
 
@@ -71,9 +72,11 @@ class UnitReducer:
             crosses: whether hosts exchange anything in this backward, if ranks of a host add up
                 first; where not, their sum waits. The same on all ranks.
             remedy: what to do about parameters without a gradient, for the message about them.
+            without_gradient: during a reduction, their names, as far as they are known.
         """
         self.plan = plan
         self._ops, self._workspace, self._remedy = ops, workspace, remedy
+        self._without_gradient = without_gradient
         self._connect, self._crosses = connect or self._default_exchange, crosses
         self._waiting: Tensor | None = None
         self._name = plan.info.label
@@ -423,9 +426,12 @@ class UnitReducer:
             )
         rows = 1 if self.plan.for_all else info.world_size
         if out.numel() != columns or inp.numel() != columns * rows:
+            names = self._without_gradient()
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            who = f"{', '.join(names[:8])}{more}" if names else "some of its parameters"
             raise RuntimeError(
                 f"tagc: unit {self._name!r} was planned for {columns} gradient columns per rank, "
-                f"but FSDP reduces {out.numel()}: some of its parameters got no gradient in this "
+                f"but FSDP reduces {out.numel()}: {who} got no gradient in this "
                 "backward, or requires_grad changed after tagc.wrap. Freeze parameters before "
                 f"tagc.wrap, and {self._remedy}"
             )

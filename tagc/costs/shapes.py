@@ -118,8 +118,8 @@ def ranks_in_levels(ranks: int, ranks_per_host: int) -> int:
 def _sharded(param: ParamShape, world_size: int) -> UnitParam:
     # FSDP splits the first dimension, and pads what does not divide.
     first, *rest = param.shape or (1,)
-    columns = -(-first // world_size) * math.prod(rest)
-    return UnitParam(name=param.name, shape=param.shape, columns=columns)
+    local = (-(-first // world_size), *rest)
+    return UnitParam(name=param.name, shape=param.shape, columns=math.prod(local), local=local)
 
 
 def _blocks(model: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,17 @@ class FSDP2Unit(Unit):
     def unused_parameters_remedy(self) -> str:
         """See :attr:`Unit.unused_parameters_remedy`."""
         return unused_parameters_remedy()
+
+    def without_gradient(self) -> Sequence[str]:
+        """See :meth:`Unit.without_gradient`."""
+        reduced = _reduced_now()
+        if reduced is None:
+            return ()
+        present = {id(param) for param in reduced}
+        assert self.gather_info is not None
+        params = zip(self.gather_info.params, self._param_group.fsdp_params, strict=True)
+        planned = {param.name for param in self.info.params}
+        return [p.name for p, fsdp in params if p.name in planned and id(fsdp) not in present]
 
     def install(self, reducer: UnitReducer) -> None:
         """See :meth:`Unit.install`."""
@@ -225,6 +237,15 @@ def unused_parameters_remedy() -> str:
         "let every parameter take part in every step (this torch has no "
         "set_reduce_scatter_unused_params)"
     )
+
+
+def _reduced_now() -> Sequence[Any] | None:
+    """FSDP's parameters in the reduction that runs, which only the function has that called its
+    collective; None if FSDP has no such function any more."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "foreach_reduce":
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("fsdp_params")
 
 
 def _all_param_groups(module: nn.Module) -> list[Any]:

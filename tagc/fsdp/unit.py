@@ -6,7 +6,7 @@ line in :mod:`tagc.fsdp.integrations`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,11 @@ class Unit:
     def unused_parameters_remedy(self) -> str:
         """What to do about parameters that a step may leave without a gradient."""
         return "let every parameter take part in every step"
+
+    def without_gradient(self) -> Sequence[str]:
+        """Names of the planned parameters that are not part of the reduction that runs, called from
+        within it; none where that is not known."""
+        return ()
 
     def install(self, reducer: UnitReducer) -> None:
         """Let ``reducer`` reduce this unit's gradients."""

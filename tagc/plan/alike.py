@@ -33,7 +33,15 @@ def _grouped(rows: Sequence[Row], numbers: int | None) -> list[list[Row]]:
     for row in rows:
         sizes = (f"{size:.9g}" for size in (row.dense_bytes, row.wire_bytes, row.stored_bytes))
         param = _with(row.param, itertools.repeat("*"), numbers)
-        key = (param, _unit(row, param), row.direction, row.shape, row.role, row.codec)
+        key = (
+            param,
+            _unit(row, param),
+            row.direction,
+            row.shape,
+            row.role,
+            row.codec,
+            row.why_dense,
+        )
         groups.setdefault((*key, row.density, *sizes), []).append(row)
     return list(groups.values())
 

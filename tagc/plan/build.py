@@ -23,7 +23,7 @@ from tagc.plan.plan import Plan
 from tagc.plan.table import as_list
 from tagc.plan.unit_plan import Direction, Segment, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
-from tagc.policy import ParameterRule, ParamInfo, Policy, PolicyError, Rule, When, first_match
+from tagc.policy import ParameterRule, Policy, PolicyError, Rule, When, first_match
 from tagc.policy.configs import AutoConfig
 
 # Where nothing is said about replicas, their gradients must be averaged all the same.
@@ -64,7 +64,7 @@ def build_plan(
     def one(
         i: int, info: UnitInfo, rules: Sequence[Rule | ParameterRule], direction: Direction
     ) -> UnitPlan:
-        options = _plan_unit(info, rules, direction, matched)
+        options = _plan_unit(info, policy, rules, direction, matched)
         if len(options) == 1:
             return options[0]
         if choose is None:
@@ -107,6 +107,7 @@ class _Run:
 
 def _plan_unit(
     unit: UnitInfo,
+    policy: Policy,
     rules: Sequence[Rule | ParameterRule],
     direction: Direction,
     matched: set[tuple[Direction, int]],
@@ -114,7 +115,7 @@ def _plan_unit(
     """The unit's plan, or all that ``codec: auto`` may become, the least compressed first."""
     runs: list[_Run] = []
     for param in unit.params:
-        info = ParamInfo.of(param.name, param.shape)
+        info = policy.describe(param.name, param.shape)
         index = first_match(rules, info)
         if index is not None:
             matched.add((direction, index))

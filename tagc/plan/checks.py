@@ -13,7 +13,8 @@ from tagc.plan.plan import Plan
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.unit_plan import Direction, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
-from tagc.policy import ParamInfo, PolicyError, Rule, When
+from tagc.policy import ParamInfo, PolicyError, Rule, When, nearest_miss
+from tagc.policy.conditions import Miss, Near
 from tagc.policy.configs import AutoConfig
 
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,16 +82,14 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
     selected = any((d, i) in matched for d, i, rule in rules if rule.codec.compresses)
     compressed = selected if automatic else any(unit.compressed for unit in plan.all_units)
     if means_to and not compressed:
-        names = [p.name for u in plan.units for s in u.segments for p in s.params]
         raise PolicyError(
             f"policy {policy.name!r} compresses nothing in this model: none of its rules "
-            f"({', '.join(means_to)}) selects any of the {len(names)} parameters "
-            f"({', '.join(names[:4])}{', …' if len(names) > 4 else ''}), whose roles are "
-            f"{', '.join(sorted({ParamInfo.of(n, ()).role for n in names}))}. 1-D parameters and "
-            "small ones are dense unless a rule names them; to compress nothing, use policy 'dense'"
+            f"({', '.join(means_to)}) selects any of the {_reasons(plan)}; to compress nothing, "
+            "use policy 'dense'"
         )
     for direction, i, rule in rules:
-        if (direction, i) not in matched and rule.when != When():
+        meant = rule.when != When() and not policy.inherits(direction, i)
+        if meant and (direction, i) not in matched:
             found.append(
                 f"policy {policy.name!r}: rule {direction}[{i}] matches no parameter of this model"
             )
@@ -101,6 +100,34 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
             f"dense {format_bytes(dense)}: do not compress here, or ask for a lower density"
         )
     return found
+
+
+def _reasons(plan: Plan) -> str:
+    """How many parameters no rule selects, why, and what to write to have them selected."""
+    found: dict[Miss, list[ParamInfo]] = {}
+    for unit in plan.all_units:
+        for param in (p for s in unit.segments for p in s.params):
+            info = plan.policy.describe(param.name, param.shape)
+            miss = nearest_miss(getattr(plan.policy, unit.direction), info)
+            found.setdefault(miss, []).append(info)
+    if not found:
+        return "0 parameters that are trained"
+    count = len({info.name for infos in found.values() for info in infos})
+    # Those that a rule came nearest to can be had by the smallest change.
+    listed = sorted(found.items(), key=lambda item: (-item[0].near, -item[1][0].numel))
+    said = [
+        f"{infos[0].name} ({infos[0].role}{f', and {len(infos) - 1} more' * (len(infos) > 1)}): "
+        f"{miss.why}"
+        for miss, infos in listed[:4]
+    ]
+    more = f"; and {len(listed) - 4} more reasons" if len(listed) > 4 else ""
+    text = f"{count} parameters. {'; '.join(said)}{more}"
+    miss, infos = listed[0]
+    if miss.near == Near.SMALL:
+        text += f". To compress these, write `min_numel: {infos[0].numel}` under `when` in a rule"
+    elif miss.near == Near.NO_MATRIX:
+        text += f". To compress such, write `name: {infos[0].name}` under `when` in a rule"
+    return text
 
 
 def beyond_their_names(units: Sequence[UnitPlan]) -> Iterator[str]:

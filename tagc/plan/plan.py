@@ -17,7 +17,7 @@ from tagc.plan.memory import Memory, memory_of
 from tagc.plan.row import Row
 from tagc.plan.table import as_text
 from tagc.plan.unit_plan import Segment, UnitPlan
-from tagc.policy import ParamInfo, Policy
+from tagc.policy import ParamInfo, Policy, nearest_miss
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ class Plan:
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """One row a parameter and direction, in the order of FSDP's buffers."""
-        return tuple(row for u in self.all_units for s in u.segments for row in _rows(u, s))
+        return tuple(
+            row for u in self.all_units for s in u.segments for row in _rows(u, s, self.policy)
+        )
 
     @property
     def warmup_steps(self) -> int:
@@ -86,24 +88,37 @@ class Plan:
         return as_text(self.policy.name, rows, self.warmup_steps, notes)
 
 
-def _rows(unit: UnitPlan, segment: Segment) -> Iterator[Row]:
+def _rows(unit: UnitPlan, segment: Segment, policy: Policy) -> Iterator[Row]:
     """One for each of a segment's parameters."""
     columns = [unit.dense_columns([param]) for param in segment.params]
     total = sum(columns) or 1
     shares = segment.codec.word_shares(columns)
     for param, own, wire_share in zip(segment.params, columns, shares, strict=True):
+        info = policy.describe(param.name, param.shape)
         yield Row(
             direction=unit.direction,
             unit=unit.info.label,
             param=param.name,
             shape=param.shape,
-            role=ParamInfo.of(param.name, param.shape).role,
+            role=info.role,
             codec=segment.codec.name,
             density=segment.codec.density,
             dense_bytes=unit.dense_bytes(own),
             wire_bytes=unit.wire_bytes(segment) * wire_share,
             stored_bytes=unit.stored_bytes(segment) * own / total,
+            why_dense="" if segment.compressed else _why_dense(unit, segment, policy, info),
         )
+
+
+def _why_dense(unit: UnitPlan, segment: Segment, policy: Policy, param: ParamInfo) -> str:
+    rules = getattr(policy, unit.direction)
+    if segment.rule is None or not rules:
+        return nearest_miss(rules, param).why
+    if not rules[segment.rule].codec.compresses:
+        return f"rule {unit.direction}[{segment.rule}]"
+    if not segment.columns:
+        return "no elements"
+    return "chosen by codec auto"
 
 
 def as_data(value: Any) -> Any:

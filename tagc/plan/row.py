@@ -11,6 +11,7 @@ class Row:
     a step, or stores.
 
     Attributes:
+        why_dense: of what travels as it is, the reason.
         alike: how many parameters these are.
     """
 
@@ -24,4 +25,5 @@ class Row:
     dense_bytes: float
     wire_bytes: float
     stored_bytes: float
+    why_dense: str = ""
     alike: int = 1

@@ -8,7 +8,7 @@ from tagc.plan.row import Row
 
 _HEAD = ("unit", "parameter", "alike", "shape", "role", "codec", "density")
 _BYTES = ("dense", "wire", "stored")
-_LEFT = {"unit", "parameter", "shape", "role", "codec"}
+_LEFT = {"unit", "parameter", "shape", "role", "codec", "why dense"}
 
 
 def as_text(policy: str, rows: Sequence[Row], warmup_steps: int, notes: Sequence[str] = ()) -> str:
@@ -32,7 +32,9 @@ def as_text(policy: str, rows: Sequence[Row], warmup_steps: int, notes: Sequence
 
 def _table(rows: Sequence[Row]) -> list[str]:
     merged = any(row.alike > 1 for row in rows)
+    explained = any(row.why_dense for row in rows)
     head = tuple(name for name in (*_HEAD, *_BYTES) if merged or name != "alike")
+    head += ("why dense",) if explained else ()
     body = [
         (
             r.unit,
@@ -45,11 +47,13 @@ def _table(rows: Sequence[Row]) -> list[str]:
             format_bytes(r.dense_bytes),
             format_bytes(r.wire_bytes),
             format_bytes(r.stored_bytes) if r.stored_bytes else "",
+            *([r.why_dense] if explained else []),
         )
         for r in rows
     ]
     sums = (_sum(rows, f"{name}_bytes") for name in _BYTES)
-    total = ("total", *[""] * (len(head) - len(_BYTES) - 1), *map(format_bytes, sums))
+    before = len(head) - len(_BYTES) - 1 - explained
+    total = ("total", *[""] * before, *map(format_bytes, sums), *([""] if explained else []))
     widths = [max(map(len, column)) for column in zip(head, *body, total, strict=True)]
     return [
         "  ".join(

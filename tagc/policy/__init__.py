@@ -4,7 +4,9 @@ from tagc.policy.conditions import When
 from tagc.policy.document import PolicyError
 from tagc.policy.policy import Policy, policies
 from tagc.policy.roles import ROLES, ParamInfo, Role, role_of
-from tagc.policy.rules import SMALL, ParameterRule, Rule, first_match
+from tagc.policy.rules import SMALL, ParameterRule, Rule, first_match, nearest_miss
+from tagc.policy.schema import json_schema
+from tagc.policy.show import show
 
 __all__ = [
     "ROLES",
@@ -17,6 +19,9 @@ __all__ = [
     "Rule",
     "When",
     "first_match",
+    "json_schema",
+    "nearest_miss",
     "policies",
     "role_of",
+    "show",
 ]

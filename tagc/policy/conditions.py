@@ -1,14 +1,16 @@
 """Conditions of rules: which parameters they are about."""
 
 import re
+from enum import IntEnum
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic.config import JsonDict
 
-from tagc.codecs.config import Strict
-from tagc.policy.document import short
+from tagc.codecs.config import InSchema, Strict, unit
 from tagc.policy.roles import ParamInfo, Role, clean_name
+from tagc.policy.suggest import short
 
 
 def _as_tuple(value: object) -> tuple[object, ...]:
@@ -36,27 +38,59 @@ def _as_range(value: object) -> tuple[int, int]:
     return ends[0], ends[-1]
 
 
+def _or_one(array: JsonDict) -> JsonDict:
+    return {"anyOf": [array["items"], {**array, "minItems": 1}]}
+
+
+_LAYER: JsonDict = {"type": "integer", "minimum": 0}
+_RANGE: JsonDict = {
+    "anyOf": [
+        {"type": "string", "pattern": r"^\s*[0-9]{1,9}\s*(-\s*[0-9]{1,9}\s*)?$"},
+        _LAYER,
+        {"type": "array", "items": _LAYER, "minItems": 2, "maxItems": 2},
+    ],
+    "x-unit": "index of a block",
+}
 _Item = TypeVar("_Item")
-_OneOrMore = Annotated[tuple[_Item, ...], BeforeValidator(_as_tuple)]
-_Glob = Annotated[str, Field(min_length=1)]
-_Layers = Annotated[tuple[int, int], BeforeValidator(_as_range)]
-_Numel = Annotated[int, Field(ge=0, le=2**63 - 1)]
+OneOrMore = Annotated[tuple[_Item, ...], BeforeValidator(_as_tuple), InSchema(_or_one)]
+Glob = Annotated[str, Field(min_length=1)]
+_Layers = Annotated[tuple[int, int], BeforeValidator(_as_range), WithJsonSchema(_RANGE)]
+_Numel = Annotated[int, Field(ge=0, le=2**63 - 1), unit("elements")]
+
+
+class Near(IntEnum):
+    """What keeps a rule from selecting a parameter, by how near it was."""
+
+    NOTHING = 0
+    ROLE = 1
+    NAME = 2
+    LAYERS = 3
+    SIZE = 4
+    NO_MATRIX = 5
+    SMALL = 6
+
+
+class Miss(NamedTuple):
+    """Why a rule does not select a parameter, also for people."""
+
+    near: Near
+    why: str
 
 
 class When(Strict):
-    """Conditions on a parameter. All that are given must hold; none given holds for every one.
+    """Conditions on a parameter. All that are given must hold; none given holds for every one."""
 
-    `role`: one of `tagc.policy.ROLES` or a list of them. `name`: a glob or a list of globs, case
-    sensitive, over the whole name without wrapper prefixes. `layers`: indices of transformer
-    blocks, inclusive, as "4-11", [4, 11] or one number. `min_numel` and `max_numel`: elements
-    before sharding, inclusive.
-    """
-
-    role: _OneOrMore[Role] | None = None
-    name: _OneOrMore[_Glob] | None = None
+    role: OneOrMore[Role] | None = None
+    """Part of a transformer that it belongs to, or a list of them."""
+    name: OneOrMore[Glob] | None = None
+    """Glob, or a list of them, over its whole name without wrapper prefixes; case sensitive."""
     layers: _Layers | None = None
+    """Blocks that it may be in, both ends included: "4-11", [4, 11], or one number."""
     min_numel: _Numel | None = None
+    """Elements, before sharding, that it has at least. Rules that compress and give no name pass
+    over parameters below 16384 elements, unless they have this key."""
     max_numel: _Numel | None = None
+    """Elements, before sharding, that it has at most."""
 
     @field_validator("role", "name")
     @classmethod
@@ -71,18 +105,20 @@ class When(Strict):
             raise ValueError(f"min_numel {low} is above max_numel {high}: nothing can match")
         return self
 
-    def matches(self, param: ParamInfo) -> bool:
-        """Whether all conditions hold for the parameter."""
+    def miss(self, param: ParamInfo) -> Miss | None:
+        """Which condition does not hold for the parameter; None if all do."""
         if self.role is not None and param.role not in self.role:
-            return False
+            return Miss(Near.ROLE, "no rule for its role")
         if self.name is not None:
             name = clean_name(param.name)
             if not any(fnmatchcase(name, glob) for glob in self.name):
-                return False
+                return Miss(Near.NAME, "no rule for its name")
         if self.layers is not None:
             first, last = self.layers
             if param.layer is None or not first <= param.layer <= last:
-                return False
+                return Miss(Near.LAYERS, "no rule for its layer")
         if self.min_numel is not None and param.numel < self.min_numel:
-            return False
-        return self.max_numel is None or param.numel <= self.max_numel
+            return Miss(Near.SIZE, f"{param.numel:,} elements < min_numel {self.min_numel:,}")
+        if self.max_numel is not None and param.numel > self.max_numel:
+            return Miss(Near.SIZE, f"{param.numel:,} elements > max_numel {self.max_numel:,}")
+        return None

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 from pydantic import Field
 
 from tagc.codecs import CODECS, CodecConfig
+from tagc.codecs.config import unit
 
 
 class AutoConfig(CodecConfig):
@@ -17,7 +18,9 @@ class AutoConfig(CodecConfig):
     feedback_kinds: ClassVar[tuple[str, ...]] = ("average", "residual", "none")
 
     kind: Literal["auto"] = "auto"
-    min_bits: Literal[4, 8, 16, 32] = 4
+    """The codec's name."""
+    min_bits: Annotated[Literal[4, 8, 16, 32], unit("bits per element")] = 4
+    """The fewest that may be chosen."""
 
 
 class AutoParametersConfig(AutoConfig):
@@ -27,7 +30,8 @@ class AutoParametersConfig(AutoConfig):
     bytes).
     """
 
-    memory: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    memory: Annotated[float, Field(ge=0, allow_inf_nan=False), unit("bytes per parameter")] = 0.0
+    """What a rank may store for every parameter of the model."""
 
 
 GRADIENT_CONFIGS: tuple[type[CodecConfig], ...] = (

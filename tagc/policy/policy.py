@@ -2,35 +2,41 @@
 
 A policy is a list of rules over the model's parameters; the first rule that matches decides, and
 a parameter that none matches is dense. `Policy.load` reads one from a YAML file, a built-in name
-or a dict. Norms, biases and other small parameters are a fraction of a percent of the elements
-and much of the error, so compression reaches them only where a rule names them.
+or a dict. One that extends another has its rules behind its own. Norms, biases and other small
+parameters are a fraction of a percent of the elements and much of the error, so compression reaches
+them only where a rule names them.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, field_validator
 from pydantic_core import InitErrorDetails
 
-from tagc.codecs.config import Strict
+from tagc.codecs.config import InSchema, Strict
 from tagc.codecs.feedback import FeedbackConfig
-from tagc.policy.conditions import When
+from tagc.policy.conditions import Glob, OneOrMore, When
 from tagc.policy.configs import GRADIENT_CONFIGS, PARAMETER_CONFIGS
 from tagc.policy.document import (
+    DICT,
     Document,
     PolicyError,
+    Problem,
     builtin_names,
-    raise_problems,
+    is_path,
+    read,
     read_builtin,
     read_file,
-    short,
-    translate,
 )
-from tagc.policy.roles import ParamInfo
+from tagc.policy.problems import raise_problems, translate
+from tagc.policy.roles import ParamInfo, Role, clean_name
 from tagc.policy.rules import ParameterRule, Rule, first_match
+from tagc.policy.suggest import short
 
 
 def _check_schema(value: object) -> object:
@@ -46,6 +52,21 @@ def _as_rules(value: object) -> tuple[object, ...]:
     return tuple(value)
 
 
+_Rule = TypeVar("_Rule")
+_Rules = Annotated[
+    tuple[_Rule, ...],
+    BeforeValidator(_as_rules),
+    InSchema(lambda array: {**array, "minItems": 1}),
+]
+
+
+DIRECTIONS = ("gradients", "parameters", "replicas")
+"""A policy's lists of rules."""
+
+VARIABLE = "TAGC_POLICY"
+"""The environment variable that names the policy where the program names none."""
+
+
 class Policy(Strict):
     """Ordered lists of rules: for the `gradients` in FSDP's reduce-scatter, the `parameters` in
     its all-gather, and the gradients in the all-reduce across `replicas` of the sharded model.
@@ -56,12 +77,24 @@ class Policy(Strict):
     """
 
     schema_version: Annotated[Literal[1], BeforeValidator(_check_schema)] = Field(alias="schema")
+    """Version of the keys; 1 so far."""
     about: str = ""
-    gradients: Annotated[tuple[Rule, ...], BeforeValidator(_as_rules)]
-    parameters: Annotated[tuple[ParameterRule, ...], BeforeValidator(_as_rules)] = ()
-    replicas: Annotated[tuple[Rule, ...], BeforeValidator(_as_rules)] = ()
+    """One sentence for people."""
+    gradients: _Rules[Rule]
+    """Rules for gradients in FSDP's reduce-scatter; the first that selects a parameter decides, and
+    what none selects is dense."""
+    parameters: _Rules[ParameterRule] = ()
+    """Rules for parameters in FSDP's all-gather; likewise."""
+    replicas: _Rules[Rule] = ()
+    """Rules for gradients in the all-reduce across replicas of the sharded model; likewise."""
+    roles: dict[Role, OneOrMore[Glob]] = Field(default={})
+    """Roles that parameters of this model have by their names: globs, or a list of them, as in
+    `name`. The first that fits decides, before what tagc knows of names."""
 
-    _name: str = PrivateAttr(default="<dict>")
+    _name: str = PrivateAttr(default=DICT)
+    # Where each rule of a list comes from, and which of that is the policy's own.
+    _origins: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
+    _source: str = PrivateAttr(default=DICT)
 
     @field_validator("replicas")
     @classmethod
@@ -82,8 +115,11 @@ class Policy(Strict):
         return rules
 
     @classmethod
-    def load(cls, source: "str | os.PathLike[str] | Mapping[str, Any] | Policy") -> "Policy":
-        """A policy from its built-in name, a YAML file, a mapping, or itself.
+    def load(
+        cls, source: "str | os.PathLike[str] | Mapping[str, Any] | Policy | None" = None
+    ) -> "Policy":
+        """A policy from its built-in name, a YAML file, a mapping, or itself; if None is given, the
+        one that the environment variable `TAGC_POLICY` names, else `auto`.
 
         A string with a path separator or the suffix .yaml or .yml is a file, any other is a
         built-in name.
@@ -93,16 +129,15 @@ class Policy(Strict):
         """
         if isinstance(source, Policy):
             return source
-        if isinstance(source, Mapping):
-            return _validate(Document(source="<dict>", data=dict(source)), "<dict>")
-        if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_path(source)):
-            path = os.fsdecode(source)
-            return _validate(read_file(path), path)
-        if isinstance(source, str):
-            return _validate(read_builtin(source), source)
-        raise PolicyError(
-            f"a policy is a built-in name, a path or a mapping, not {type(source).__name__}"
-        )
+        if source is None:
+            named = os.environ.get(VARIABLE)
+            try:
+                return cls.load(named or "auto")
+            except PolicyError as error:
+                raise PolicyError(f"{VARIABLE}={named}: {error}") from None
+        policy = _resolved(read(source))
+        policy._name = DICT if isinstance(source, Mapping) else os.fsdecode(source)
+        return policy
 
     @property
     def name(self) -> str:
@@ -112,9 +147,29 @@ class Policy(Strict):
     @property
     def hash(self) -> str:
         """SHA-256, in hex, of the rules with every default filled in; not of `about` and name."""
-        content = self.model_dump(mode="json", by_alias=True, exclude={"about"})
+        content = self.model_dump(mode="json", by_alias=True, exclude={"about", "roles"})
+        if self.roles:
+            content["roles"] = [[role, globs] for role, globs in self.roles.items()]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def origins(self, direction: str) -> tuple[str, ...]:
+        """For each rule of this list the file that it stands in, or `<dict>`."""
+        return self._origins.get(direction, ())
+
+    def inherits(self, direction: str, index: int) -> bool:
+        """Whether a rule of this list comes from a policy that this one extends."""
+        origins = self.origins(direction)
+        return bool(origins) and origins[index] != self._source
+
+    def describe(self, name: str, shape: Sequence[int]) -> ParamInfo:
+        """What the policy knows of a parameter: its role by `roles`, else by `tagc`'s table."""
+        info = ParamInfo.of(name, tuple(shape))
+        cleaned = clean_name(name)
+        for role, globs in self.roles.items():
+            if any(fnmatchcase(cleaned, glob) for glob in globs):
+                return replace(info, role=role)
+        return info
 
     def match(self, param: ParamInfo) -> int | None:
         """Index in `gradients` of the first rule that selects the parameter; None is dense."""
@@ -132,20 +187,83 @@ def policies() -> dict[str, str]:
     return {name: Policy.load(name).about for name in builtin_names()}
 
 
-def _is_path(source: str) -> bool:
-    return source.endswith((".yaml", ".yml")) or any(
-        separator in source for separator in (os.sep, os.altsep) if separator
-    )
+class Extension(Policy):
+    """A policy as its file has it, whose rules stand before those of another. Keys that are no
+    lists override the other's, and so does each role in `roles`."""
+
+    gradients: _Rules[Rule] = ()
+    """Rules for gradients in FSDP's reduce-scatter; the first that selects a parameter decides, and
+    what none selects is dense."""
+    extends: Annotated[str, Field(min_length=1)]
+    """The policy whose rules come after those of this file: a built-in name, or a path beginning
+    at the folder of this file. Keys that are no lists of rules override the other policy's."""
 
 
-def _validate(document: Document, name: str) -> Policy:
+def _resolved(document: Document) -> Policy:
+    """The policy of a document, with those that it extends."""
+    layers = [(document, _validate(document))]
+    while isinstance(own := layers[-1][1], Extension):
+        base = _base_of([document for document, _ in layers], own.extends)
+        try:
+            layers.append((base, _validate(base)))
+        except PolicyError as error:
+            said = f"{own.extends!r} is not a valid policy:\n{error}"
+            raise_problems(layers[-1][0], [Problem(("extends",), said)])
+    policy = layers.pop()[1]
+    while layers:
+        policy = _over(layers.pop()[1], policy)
+    return policy
+
+
+def _base_of(chain: Sequence[Document], said: str) -> Document:
+    """What the last document extends; all of them extend each other.
+
+    Raises:
+        PolicyError: if there is no such policy, or it is one of them.
+    """
+    own = chain[-1]
     try:
-        policy = Policy.model_validate(document.data)
+        if is_path(said):
+            base = read_file(os.path.normpath(os.path.join(os.path.dirname(own.source), said)))
+        else:
+            base = read_builtin(said)
+    except PolicyError as error:
+        raise_problems(own, [Problem(("extends",), str(error))])
+        raise
+    if (base.path or base.source) in [one.path or one.source for one in chain]:
+        around = " → ".join(one.source for one in (*chain, base))
+        raise_problems(own, [Problem(("extends",), f"policies extend each other: {around}")])
+    return base
+
+
+def _over(own: Policy, base: Policy) -> Policy:
+    """`base` with the rules of `own` before its own, and with the other keys that `own` has."""
+    update: dict[str, Any] = {}
+    for name in Policy.model_fields:
+        mine, theirs = getattr(own, name), getattr(base, name)
+        if isinstance(theirs, tuple):
+            update[name] = (*mine, *theirs)
+        elif isinstance(theirs, dict):
+            update[name] = mine | {key: theirs[key] for key in theirs if key not in mine}
+        elif name in own.model_fields_set:
+            update[name] = mine
+    merged = base.model_copy(update=update)
+    merged._origins = {name: own._origins[name] + base._origins[name] for name in own._origins}
+    merged._source = own._source
+    return merged
+
+
+def _validate(document: Document) -> Policy:
+    extends = isinstance(document.data, Mapping) and "extends" in document.data
+    try:
+        policy = (Extension if extends else Policy).model_validate(document.data)
     except ValidationError as error:
         raise_problems(document, translate(error, document.data, _keys_at))
         raise AssertionError("a ValidationError without errors") from error
     raise_problems(document, ())
-    policy._name = name
+    rules = {name: getattr(policy, name) for name in DIRECTIONS}
+    policy._origins = {name: (document.source,) * len(of) for name, of in rules.items()}
+    policy._source = document.source
     return policy
 
 
@@ -157,5 +275,5 @@ def _keys_at(loc: tuple[str | int, ...]) -> list[str]:
     if isinstance(last, str):
         configs = PARAMETER_CONFIGS if of_parameters else GRADIENT_CONFIGS
         by_kind = {config.model_fields["kind"].default: config for config in configs}
-        model = {"when": When, "feedback": FeedbackConfig, **by_kind}.get(last, Policy)
+        model = {"when": When, "feedback": FeedbackConfig, **by_kind}.get(last, Extension)
     return [info.alias or key for key, info in model.model_fields.items()]

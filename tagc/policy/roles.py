@@ -11,7 +11,13 @@ from typing import Literal, Self, get_args
 
 __all__ = ["ROLES", "ParamInfo", "Role", "clean_name", "layer_of", "role_of"]
 
-Role = Literal["attention", "mlp", "embedding", "head", "norm", "router", "other"]
+Role = Literal["attention", "mlp", "embedding", "head", "norm", "router", "ssm", "other"]
+"""`attention`: projections of attention, and of what stands in its place, such as linear attention
+and state-space mixers. `mlp`: experts, too. `embedding`: what makes vectors of inputs, that is
+tables of tokens, positions and relative positions, stems for images and speech, and projections
+from one modality to another. `head`: what makes outputs of vectors. `norm`, `router`: as they are
+called. `ssm`: the own parameters of a recurrence (A, D, Δ, the short convolution), which are no
+matrices. `other`: the rest."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -66,9 +72,26 @@ class ParamInfo:
         return len(self.shape)
 
     @property
+    def no_matrix(self) -> str:
+        """Why rows and columns of the parameter mean nothing, for people; empty if they do.
+
+        A bias is a vector, though those of stacked experts are, together, `[E, f]`. A depthwise
+        convolution is `[C, 1, k]`, a few numbers for each channel.
+        """
+        if self.ndim < 2:
+            return "one dimension"
+        if self.role == "ssm":
+            return "state-space"
+        if self.ndim > 2 and self.shape[1] == 1:
+            return "one row each"
+        return "bias" if _BIAS.search(self.name) else ""
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
+
+_BIAS = re.compile(r"(?:^|[._])bias$")
 
 # torch.compile, activation checkpointing and FSDP1 put these anywhere in a name.
 _WRAPPER = re.compile(
@@ -76,7 +99,10 @@ _WRAPPER = re.compile(
 )
 _LEADING_MODULE = re.compile(r"^(?:module\.)+")
 
-_LAYER = re.compile(r"(?:^|\.)(?:h|\w*layers?|\w*blocks?)\.([0-9]+)\.", re.IGNORECASE)
+# A stem's conv_layers are none of the model's.
+_LAYER = re.compile(
+    r"(?:^|\.)(?!conv_layers)(?:h|\w*layers?|\w*blocks?)\.([0-9]+)\.", re.IGNORECASE
+)
 
 
 def _component(*alternatives: str, start: str = r"(?:^|\.)", end: str = r"(?:\.|$)") -> re.Pattern:
@@ -84,23 +110,54 @@ def _component(*alternatives: str, start: str = r"(?:^|\.)", end: str = r"(?:\.|
     return re.compile(f"{start}(?:{'|'.join(alternatives)}){end}", re.IGNORECASE)
 
 
+# What may stand before names that mean something at the top of a model only.
+_TOP = r"^(?:[a-z_]\w*\.)?"
+_MIXER = r"(?:mixer|mamba\w*|ssm|temporal_block|short_conv|\w*attn\w*|(?:self|linear)_attention)\."
+
 # The first pattern found decides, so the order is part of the meaning.
 _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
     # Before attention and embedding: post_attention_layernorm, embeddings.LayerNorm, q_norm.
     # Only as the module that owns the parameter: the projection in norm1.linear.weight is none.
-    ("norm", _component(r"\w*norm[0-9]*(?:_\w+)?", r"ln(?:_?\w+)?", end=r"(?:\.\w+)?$")),
+    ("norm", _component(r"\w*norm[0-9]*(?:_\w+)?", r"ln(?:_?\w+)?|grn", end=r"(?:\.\w+)?$")),
+    # Before attention, in whose modules they are.
+    ("ssm", _component(r"A_log|dt_(?:proj_)?bias|rg_lru|time_(?:decay|first|mix\w*|maa\w*)")),
+    ("ssm", _component(r"D|[qkv]?_?conv_?1d", start=rf"(?:^|\.){_MIXER}")),
+    (
+        "embedding",
+        _component(
+            r"relative_(?:attention|position)_bias(?:_table)?|continuous_position_bias_mlp",
+            r"attention_biases|distance_embedding|rel_pos(?:_[hw]|_emb|(?:_[xy])?_bias)?",
+        ),
+    ),
+    ("router", _component(r"router")),
+    # Perceivers hold their mlp in the attention, and a pooling attention is a block of its own.
+    ("mlp", _component(r"mlp", start=r"(?:^|\.)(?:\w+_)?(?:attn|attention|attn_pool)\.")),
     # Before router and mlp: self_attn.gate is no router, and attention.output.dense no mlp.
     (
         "attention",
         _component(
-            r"\w*(?:attn|attention)[0-9]*",
-            r"att|mha",
+            r"\w*(?:attn|attention)_?[0-9]*|\w+_attn_\w+_to_\w+|attn_pool",
+            r"(?:\w+_)?att|mha|temporal_block|mlstm_layer",
             # Blocks that hold their projections directly. `wo` is missing: T5 has it in its mlp.
             r"[qkvo]_proj|qkv(?:_proj)?|w[qkv]|wqkv|query_key_value|c_attn|in_proj_(?:weight|bias)",
+            r"to_(?:q|k|v|kv|qkv|out|add_out)|linear_(?:qkv|kv)",
         ),
     ),
+    # The block around a state-space recurrence: Nemotron's `mixer` can be an mlp, too.
+    (
+        "attention",
+        _component(r"(?:in|out|x|dt)_proj", start=r"(?:^|\.)(?:mixer|mamba\w*|ssm|conv)\."),
+    ),
     # An exact `gate` is a router's; the gate of a gated mlp is called gate_proj, w1 or wi_0.
-    ("router", _component(r"router|gate|shared_expert_gate")),
+    ("router", _component(r"gate|shared_expert_gate")),
+    # Before head, as projections to the hidden size of another modality; and before mlp.
+    (
+        "embedding",
+        _component(
+            r"multi_modal_projector|mm_projector|modality_projection|\w*merger(?:_list)?",
+            r"(?:language|caption|feature|\w+_to_\w+)_projection|(?:\w+_)?aligner|patch_conv",
+        ),
+    ),
     # Before embedding: embed_out. `output` is torchtitan's head only outside of the blocks, as
     # BERT's blocks have an output.dense too.
     (
@@ -108,21 +165,44 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
         _component(
             r"(?:\w+_)?head",
             r"embed_out|unembed|classifier|score|cls|pooler|qa_outputs|vocab_(?:transform|projector)",
+            r"to_logits|(?:\w+_)?predictions",
         ),
     ),
-    ("head", _component(r"output", start=r"^(?:[a-z_]\w*\.)?")),
+    (
+        "head",
+        _component(
+            r"output|proj_out(?:_[12])?|(?:visual|text|audio)_projection",
+            # DiT's last layer has a modulation besides.
+            r"final_layer\.linear",
+            start=_TOP,
+        ),
+    ),
+    ("head", _component(r"output_projection", start=r"(?:^|\.)decoder\.")),
+    # Megatron's; other models have some in their blocks.
+    ("head", _component(r"output_layer", start=r"^(?:(?:model|module|language_model)\.)?")),
     (
         "embedding",
-        _component(r"(?:\w*_)?emb(?:ed|edding|eddings)?(?:_\w+)?", r"wte|wpe|word_embeddings"),
+        _component(
+            r"(?:\w*_)?emb(?:ed|eds|edder|edding|eddings)?(?:_\w+)?|wte|wpe|word_embeddings",
+            # Stems.
+            r"feature_extractor|subsampling|time_step_proj|input_projections?",
+            # An embedder can hold whole blocks, which are none.
+            end=r"(?:\.(?!.*blocks\.[0-9])|$)",
+        ),
     ),
-    ("embedding", _component(r"shared", start=r"^(?:[a-z_]\w*\.)?")),
+    ("embedding", _component(r"shared|stem|img_in|txt_in", start=_TOP)),
+    ("embedding", _component(r"conv[1-3]?", start=r"(?:^|\.)(?:encoder|audio_tower)\.")),
+    # Learned inputs: cls_token, query_tokens.
+    ("embedding", _component(r"\w+_tokens?|latents", end=r"(?:\.weight)?$")),
     (
         "mlp",
         _component(
-            r"\w*mlp|ffn\w*|ff|feed_?forward|\w*moe|(?:shared_)?experts?",
-            r"Dense(?:Relu|GatedAct)Dense|intermediate|[0-9]+\.output",
+            r"\w*mlps?|ffn\w*|ff[0-9]?|ff_context|feed_?forward[0-9]?|\w*moe|(?:shared_)?experts?",
+            r"Dense(?:Relu|GatedAct)Dense|(?:\w+_)?intermediate(?:_query)?|output_query|[0-9]+\.output",
             r"fc[12]|c_fc|lin(?:ear)?[12]|w[123]|(?:gate|up|down|gate_up)_proj",
-            r"dense_h_to_4h|dense_4h_to_h",
+            r"dense_h_to_4h|dense_4h_to_h|pwconv[12]",
         ),
     ),
+    # Attention and mlp in one; the mlp is the larger part.
+    ("mlp", _component(r"proj_out", start=r"single_transformer_blocks\.[0-9]+\.")),
 )

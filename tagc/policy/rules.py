@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from tagc.codecs.config import Strict
 from tagc.codecs.feedback import FeedbackConfig
-from tagc.policy.conditions import When
+from tagc.policy.conditions import Miss, Near, When
 from tagc.policy.configs import AnyGradientConfig, AnyParameterConfig
 from tagc.policy.roles import ParamInfo
 
@@ -19,20 +19,28 @@ class Selection(Strict):
     """What rules for gradients and for parameters have in common."""
 
     when: When
+    """Which parameters it selects; {} for all."""
     codec: Any
 
-    def matches(self, param: ParamInfo) -> bool:
-        """Whether the rule selects the parameter.
+    def miss(self, param: ParamInfo) -> Miss | None:
+        """Why the rule does not select the parameter; None if it does.
 
-        A rule that compresses and gives no `name` passes over every parameter with fewer than two
-        dimensions, and, unless it states `min_numel`, over those with fewer than `SMALL` elements.
+        A rule that compresses and gives no `name` passes over every parameter that is no matrix
+        (see `ParamInfo.no_matrix`; state-space parameters only if it gives no `role` either), and,
+        unless it states `min_numel`, over those with fewer than `SMALL` elements.
         """
-        if self.codec.compresses and self.when.name is None:
-            if param.ndim < 2:
-                return False
+        miss = self.when.miss(param)
+        if miss is None and self.codec.compresses and self.when.name is None:
+            asked_for = param.ndim > 1 and param.role == "ssm" and self.when.role
+            if param.no_matrix and not asked_for:
+                return Miss(Near.NO_MATRIX, f"{param.no_matrix}: no rule names it")
             if self.when.min_numel is None and param.numel < SMALL:
-                return False
-        return self.when.matches(param)
+                return Miss(Near.SMALL, f"{param.numel:,} elements < {SMALL:,}: see min_numel")
+        return miss
+
+    def matches(self, param: ParamInfo) -> bool:
+        """Whether the rule selects the parameter."""
+        return self.miss(param) is None
 
 
 class Rule(Selection):
@@ -42,7 +50,9 @@ class Rule(Selection):
     """
 
     codec: AnyGradientConfig
+    """How their gradients travel."""
     feedback: FeedbackConfig = Field(default=cast(FeedbackConfig, None), validate_default=True)
+    """What becomes of the part of a gradient that was not sent; by default what fits the codec."""
 
     @field_validator("feedback", mode="before")
     @classmethod
@@ -78,6 +88,15 @@ class ParameterRule(Selection):
     """One rule: the parameters that `when` selects are gathered through `codec`."""
 
     codec: AnyParameterConfig
+    """How they travel in FSDP's all-gather."""
+
+
+def nearest_miss(rules: Sequence[Rule | ParameterRule], param: ParamInfo) -> Miss:
+    """Why none of the rules that compress selects the parameter: of the nearest of them."""
+    misses = [rule.miss(param) for rule in rules if rule.codec.compresses]
+    return max(
+        (m for m in misses if m is not None), default=Miss(Near.NOTHING, "no rule compresses")
+    )
 
 
 def first_match(rules: Sequence[Rule | ParameterRule], param: ParamInfo) -> int | None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 from support.distributed import on_ranks
 from tagc.cli import main
+from tagc.codecs.matrix import MatrixPlan
 from tagc.costs import Link
 
 
@@ -135,3 +136,12 @@ def test_explain_prints_warnings(capsys: Any) -> None:
     """At 64 ranks a sketch of density 0.2 sends more than bfloat16."""
     assert main(["explain", "1e8", "--world", "64", "--policy", "mlp-only", "--dtype", "bf16"]) == 0
     assert "warning: policy 'mlp-only' sends" in capsys.readouterr().err
+
+
+def test_stacked_experts_are_explained_as_they_are_wrapped():
+    """Each of those in a shard is a matrix, with scales of its own."""
+    shapes = {"layers.0.mlp.experts.gate_up_proj": (64, 1024, 512)}
+    plan = tagc.explain(shapes, "one-bit", world_size=4)
+    (segment,) = plan.units[0].segments
+    assert isinstance(segment.codec, MatrixPlan)
+    assert [(m.rows, m.columns) for m in segment.codec.layouts] == [(1024, 512)] * 16

@@ -131,7 +131,16 @@ def test_unused_parameters_fail_alike_where_all_ranks_leave_them_out(
     rank: int, world_size: int
 ) -> None:
     model = wrap(sharded(net(extra=True)))
-    with pytest.raises(RuntimeError, match=r"unit '\(root\)'.*set_reduce_scatter_unused_params"):
+    said = r"unit '\(root\)'.*: extra.weight, extra.bias got no .*set_reduce_scatter_unused_params"
+    with pytest.raises(RuntimeError, match=said):
+        loss_of(model, rank, 0).backward()
+
+
+@on_ranks(2)
+def test_parameters_frozen_after_wrap_are_named(rank: int, world_size: int) -> None:
+    model = wrap(sharded(net()))
+    model.head.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r": head\.weight got no gradient in this backward"):
         loss_of(model, rank, 0).backward()
 
 

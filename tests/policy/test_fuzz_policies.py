@@ -110,9 +110,8 @@ def test_policies(count: int, tmp_path: Path) -> None:
             lines = str(error).splitlines()
         if policy is None:
             refused += 1
-            assert all(re.match(rf"{re.escape(str(path))}(:\d+)?: .", line) for line in lines), (
-                lines
-            )
+            place = rf"{re.escape(str(path))}(:\d+:\d+)?: ."
+            assert all(re.match(place, line) for line in lines), lines
         else:
             loaded += 1
             dumped = policy.model_dump(by_alias=True)

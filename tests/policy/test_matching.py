@@ -2,8 +2,10 @@
 
 import pytest
 
-from support.policy_files import BASE, BIG, load_text, one_rule
-from tagc.policy import SMALL, ParamInfo, Policy
+from support.policy_files import BASE, BIG, NO_DENSE, load_text, one_rule
+from tagc.policy import SMALL, ParamInfo, Policy, nearest_miss
+
+DENSE = {"kind": "dense"}
 
 
 @pytest.mark.parametrize(
@@ -51,8 +53,57 @@ def test_conditions(when: dict, name: str, expected: bool):
     ],
 )
 def test_small_and_flat_parameters_are_dense_unless_named(when, shape, expected):
-    index = one_rule(when).match(ParamInfo.of("layers.0.mlp.w1.bias", shape))
+    index = one_rule(when).match(ParamInfo.of("layers.0.mlp.w1.weight", shape))
     assert index == (0 if expected else None)
+
+
+@pytest.mark.parametrize("name", ["mlp.experts.gate_up_proj_bias", "mlp.w1.bias", "bias"])
+def test_a_bias_is_no_matrix_even_if_experts_are_stacked(name: str):
+    info = ParamInfo.of(f"layers.0.{name}", BIG)
+    assert one_rule({}).match(info) is None
+    assert one_rule({"role": ["mlp", "other"], "min_numel": 1}).match(info) is None
+    assert one_rule({"name": "*bias"}).match(info) == 0
+    for other in ("mlp.w1.weight", "relative_attention_bias.weight", "mlp.unbias"):
+        assert one_rule({}).match(ParamInfo.of(other, BIG)) == 0
+
+
+def test_state_space_parameters_are_compressed_only_where_named():
+    info = ParamInfo.of("layers.0.mixer.A_log", BIG)
+    assert info.role == "ssm"
+    assert one_rule({}).match(info) is None
+    assert one_rule({"min_numel": 1}).match(info) is None
+    assert one_rule({"role": "ssm"}).match(info) == 0
+    assert one_rule({"name": "*.A_log"}).match(info) == 0
+    vector = ParamInfo.of("layers.0.mixer.D", (SMALL,))
+    assert one_rule({"role": "ssm"}).match(vector) is None
+
+
+@pytest.mark.parametrize(
+    ("when", "name", "shape", "why"),
+    [
+        ({"role": "head"}, "layers.3.mlp.w1.weight", BIG, "no rule for its role"),
+        ({"role": "mlp", "name": "x"}, "layers.3.mlp.w1.weight", BIG, "no rule for its name"),
+        ({"layers": "0-2"}, "layers.3.mlp.w1.weight", BIG, "no rule for its layer"),
+        ({"min_numel": 10**6}, "mlp.w1.weight", BIG, "262,144 elements < min_numel 1,000,000"),
+        ({"max_numel": 9}, "mlp.w1.weight", BIG, "262,144 elements > max_numel 9"),
+        ({}, "mlp.w1.bias", (SMALL,), "one dimension: no rule names it"),
+        ({}, "mlp.experts.down_proj_bias", BIG, "bias: no rule names it"),
+        ({}, "mlp.w1.weight", (8, 512), "4,096 elements < 16,384: see min_numel"),
+    ],
+)
+def test_what_keeps_a_rule_from_a_parameter(when: dict, name: str, shape, why: str):
+    rules = one_rule(when).gradients
+    assert nearest_miss(rules, ParamInfo.of(name, shape)).why == why
+
+
+def test_the_nearest_rule_says_why():
+    rules = [{"when": when, "codec": NO_DENSE} for when in ({"role": "mlp"}, {"role": "head"})]
+    policy = Policy.load({"schema": 1, "gradients": [*rules, {"when": {}, "codec": DENSE}]})
+    for name in ("mlp.w1.weight", "lm_head.weight"):
+        assert "see min_numel" in nearest_miss(policy.gradients, ParamInfo.of(name, (2, 2))).why
+    assert nearest_miss(Policy.load("dense").gradients, ParamInfo.of("w", BIG)).why == (
+        "no rule compresses"
+    )
 
 
 def test_a_dense_rule_matches_small_parameters_too():

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tagc.policy import ROLES, ParamInfo, role_of
+from support.role_names import judged, labelled, misjudged
+from tagc.policy import ROLES, ParamInfo, role_of, roles
 from tagc.policy.roles import clean_name, layer_of
 
 # family -> lines of "name role layer"; a dash is no layer.
@@ -97,7 +98,7 @@ NAMES = {
         shared.weight                                               embedding -
         encoder.embed_tokens.weight                                 embedding -
         encoder.block.3.layer.0.SelfAttention.q.weight              attention 3
-        encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight attention 0
+        encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight embedding 0
         decoder.block.3.layer.1.EncDecAttention.o.weight            attention 3
         decoder.block.3.layer.1.layer_norm.weight                   norm 3
         encoder.block.3.layer.1.DenseReluDense.wi.weight            mlp 3
@@ -157,6 +158,24 @@ NAMES = {
         blocks.0.att.key.weight                                     attention 0
         conv.weight                                                 other -
         weight                                                      other -
+        blocks.0.mixer.proj.weight                                  other 0
+        final_layer.adaLN_modulation.1.weight                       other -
+        input_ff_layer.output_layer.weight                          other -
+        context_embedder.refiner_blocks.0.ff.net.2.weight           mlp 0
+        wav2vec2.feature_extractor.conv_layers.0.conv.weight        embedding -
+        layers.0.self_attention.linear_qkv.layer_norm_weight        norm 0
+        layers.2.mixer.D                                            ssm 2
+        layers.2.mixer.conv1d.weight                                ssm 2
+        conv1d.weight                                               other -
+        encoder.layers.0.post_attention.conv1d.weight               attention 0
+        layers.1.visn_self_att.self.query.weight                    attention 1
+        mid.attn_1.proj_out.weight                                  attention -
+        vision_tower.patch_conv.weight                              embedding -
+        text_to_mm_projection.weight                                embedding -
+        aligner.fc1.weight                                          embedding -
+        encoder.layer.3.layout_intermediate.dense.weight            mlp 3
+        model.decoder.output_projection.weight                      head -
+        model.D                                                     other -
     """,
 }
 CASES = [
@@ -164,6 +183,7 @@ CASES = [
     for lines in NAMES.values()
     for line in lines.strip().splitlines()
 ]
+FAMILIES = list(dict.fromkeys(param.family for param in labelled()))
 WRAPPERS = [
     "module.",
     "module.module.",
@@ -177,6 +197,42 @@ WRAPPERS = [
 def test_role_and_layer(name: str, role: str, layer: str):
     assert role_of(name) == role
     assert layer_of(name) == (None if layer == "-" else int(layer))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_roles_of_a_family(family: str):
+    """`tests/data/role-names.txt`; the names of most models that people train."""
+    judge, mine = judged(roles), [param for param in labelled() if param.family == family]
+    wrong = {p.name: judge(p) for p in mine if judge(p) != (p.role, p.matrix)}
+    assert mine
+    assert not wrong
+
+
+def test_misjudged_parameters_are_counted(monkeypatch: pytest.MonkeyPatch):
+    counts = misjudged(roles)
+    assert set(counts) == set(FAMILIES)
+    assert counts["gpt_neox"] == (267, 0)
+    patterns = [(role, pattern) for role, pattern in roles._PATTERNS if role != "head"]
+    monkeypatch.setattr(roles, "_PATTERNS", tuple(patterns))
+    assert misjudged(roles)["gpt_neox"] == (267, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "why"),
+    [
+        ("layers.0.mixer.conv1d.weight", (64, 1, 4), "state-space"),
+        ("layers.0.mixer.A_log", (64, 16), "state-space"),
+        ("layers.0.mlp.experts.down_proj_bias", (8, 64), "bias"),
+        ("layers.0.conv.depthwise_conv.weight", (64, 1, 31), "one row each"),
+        ("embeddings.cls_token", (1, 1, 64), "one row each"),
+        ("layers.0.mlp.up_proj.bias", (64,), "one dimension"),
+        ("layers.0.mlp.experts.down_proj", (8, 64, 64), ""),
+        ("relative_attention_bias.weight", (32, 8), ""),
+        ("w", (64, 1), ""),
+    ],
+)
+def test_what_is_no_matrix(name: str, shape: tuple[int, ...], why: str):
+    assert ParamInfo.of(name, shape).no_matrix == why
 
 
 def test_every_role_is_covered():

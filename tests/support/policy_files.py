@@ -34,7 +34,7 @@ def one_rule(when: dict, **rest) -> Policy:
 
 
 def errors(text: str | bytes, folder: Path) -> list[str]:
-    """The lines of the error, each without the folder: `p.yaml:3: key: ...`."""
+    """The lines of the error, each without the folder: `p.yaml:3:1: key: ...`."""
     with pytest.raises(PolicyError) as caught:
         load_text(text, folder)
     lines = str(caught.value).splitlines()

@@ -1,8 +1,8 @@
 """Codec `delta`, as a policy spells it."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from tagc.codecs.config import Block, CodecConfig
+from tagc.codecs.config import Block, CodecConfig, unit
 
 
 class DeltaConfig(CodecConfig):
@@ -15,8 +15,11 @@ class DeltaConfig(CodecConfig):
     """
 
     kind: Literal["delta"] = "delta"
-    bits: Literal[1, 2, 4, 8] = 4
+    """The codec's name."""
+    bits: Annotated[Literal[1, 2, 4, 8], unit("bits per element")] = 4
+    """Size of an element's code."""
     block: Block = 256
+    """Neighbours that share a scale of 16 bits; with 8 and 4 bits only."""
 
     @property
     def needs_matrices(self) -> bool:

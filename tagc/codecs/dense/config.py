@@ -12,7 +12,9 @@ class DenseConfig(CodecConfig):
     """
 
     kind: Literal["dense"] = "dense"
+    """The codec's name."""
     wire: Literal["native", "bfloat16"] = "native"
+    """What travels: the gradient's own dtype, or bfloat16."""
 
     @property
     def compresses(self) -> bool:

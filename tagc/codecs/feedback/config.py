@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import Field, model_validator
 
-from tagc.codecs.config import Strict
+from tagc.codecs.config import Strict, unit
 
 
 class FeedbackConfig(Strict):
@@ -25,11 +25,18 @@ class FeedbackConfig(Strict):
     """
 
     kind: Literal["none", "residual", "average", "momentum"] = "residual"
+    """What is kept of what was not sent."""
     dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    beta: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.8
-    reset_steps: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1024
-    rate: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.1
-    lead: Annotated[float, Field(ge=0.05, le=1, allow_inf_nan=False)] = 1
+    """In which it is stored: 4, 2 or about 1 bytes per element; not with kind none."""
+    beta: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), unit("share")] = 0.8
+    """Share of the old in the moving average; kind average only."""
+    reset_steps: Annotated[int, Field(ge=1, le=2**31 - 1), unit("reductions")] = 1024
+    """After so many the moving average starts from zero; kind average only."""
+    rate: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), unit("share")] = 0.1
+    """Share of the new gradient in the moving average; kind momentum only."""
+    lead: Annotated[float, Field(ge=0.05, le=1, allow_inf_nan=False), unit("share")] = 1
+    """Share of what is owed that the codec sends in a step; below 1 the owner undoes the lag; kind
+    residual only."""
 
     @property
     def stored_dtype(self) -> torch.dtype:

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tagc.codecs.config import CodecConfig, Steps
+from tagc.codecs.config import CodecConfig, Steps, unit
 
 
 class MatrixConfig(CodecConfig):
@@ -21,10 +21,15 @@ class MatrixConfig(CodecConfig):
     feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "average", "momentum", "none")
 
     kind: Literal["matrix"] = "matrix"
-    bits: Literal[1, 2, 4] = 1
-    group: Literal[1, 8, 16, 32] = 1
-    level: Annotated[float, Field(ge=0.5, le=2, allow_inf_nan=False)] = 1
+    """The codec's name."""
+    bits: Annotated[Literal[1, 2, 4], unit("bits per code")] = 1
+    """Size of a code."""
+    group: Annotated[Literal[1, 8, 16, 32], unit("elements")] = 1
+    """Neighbours in a row that share one code; above 1 with bits 1 only."""
+    level: Annotated[float, Field(ge=0.5, le=2, allow_inf_nan=False), unit("factor")] = 1
+    """Multiplies the values that codes stand for."""
     warmup_steps: Steps = 0
+    """How many of the first reductions go dense; a unit waits for the longest of its rules."""
 
     @model_validator(mode="after")
     def _check_group(self) -> Self:

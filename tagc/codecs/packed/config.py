@@ -1,8 +1,8 @@
 """Codec `packed`, as a policy spells it."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from tagc.codecs.config import Block, CodecConfig, Density, Steps
+from tagc.codecs.config import Block, CodecConfig, Density, Steps, unit
 
 
 class PackedConfig(CodecConfig):
@@ -16,12 +16,19 @@ class PackedConfig(CodecConfig):
     feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "momentum", "none")
 
     kind: Literal["packed"] = "packed"
+    """The codec's name."""
     density: Density
-    bits: Literal[4, 8, 16] = 8
-    group: Literal[1, 2, 4, 8, 16, 32] = 1
+    """Share of the elements that a rank keeps, the largest."""
+    bits: Annotated[Literal[4, 8, 16], unit("bits per kept element")] = 8
+    """Size of a kept element's code."""
+    group: Annotated[Literal[1, 2, 4, 8, 16, 32], unit("elements")] = 1
+    """Neighbours that are kept, or not, together."""
     block: Block = 256
+    """Kept elements that share a scale of 16 bits."""
     support: Literal["own", "shared"] = "own"
+    """Whether a rank keeps what is largest to it, or what the owner of the shard chose for all."""
     warmup_steps: Steps = 0
+    """How many of the first reductions go dense; a unit waits for the longest of its rules."""
 
     @property
     def shares_support(self) -> bool:

@@ -1,8 +1,8 @@
 """Codec `quantized`, as a policy spells it."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from tagc.codecs.config import Block, CodecConfig
+from tagc.codecs.config import Block, CodecConfig, unit
 
 
 class QuantizedConfig(CodecConfig):
@@ -11,8 +11,11 @@ class QuantizedConfig(CodecConfig):
     feedback_kinds: ClassVar[tuple[str, ...]] = ("average", "residual", "momentum", "none")
 
     kind: Literal["quantized"] = "quantized"
-    bits: Literal[2, 4, 8] = 4
+    """The codec's name."""
+    bits: Annotated[Literal[2, 4, 8], unit("bits per element")] = 4
+    """Size of an element's code."""
     block: Block = 256
+    """Neighbours that share a scale of 16 bits."""
 
 
 class QuantizedParametersConfig(CodecConfig):
@@ -25,6 +28,10 @@ class QuantizedParametersConfig(CodecConfig):
     """
 
     kind: Literal["quantized"] = "quantized"
-    bits: Literal[4, 8] = 8
+    """The codec's name."""
+    bits: Annotated[Literal[4, 8], unit("bits per element")] = 8
+    """Size of an element's code."""
     block: Block = 256
+    """Neighbours that share a scale of 16 bits."""
     keep_for_backward: bool = False
+    """Whether the message of the forward is kept, so that nothing is gathered in backward."""

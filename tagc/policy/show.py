@@ -1,0 +1,63 @@
+"""A policy as a file: its own, or, if it extends others, what becomes of them together."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from tagc.policy.document import read
+from tagc.policy.policy import DIRECTIONS, Policy
+
+
+def show(source: str | os.PathLike[str] | Mapping[str, Any]) -> str:
+    """The text of a policy; of one that extends others, all rules in one file.
+
+    `Policy.load` gives the same policy for this text and for `source`.
+
+    Raises:
+        PolicyError: see `Policy.load`.
+    """
+    policy, document = Policy.load(source), read(source)
+    data = document.data
+    if document.text and isinstance(data, Mapping) and "extends" not in data:
+        return document.text
+    return "\n".join(_lines(policy)) + "\n"
+
+
+def _lines(policy: Policy) -> Iterator[str]:
+    bases = dict.fromkeys(o for d in DIRECTIONS for o in policy.origins(d))
+    yield f"# {policy.name}, all in one file; rules are from {', '.join(bases)}."
+    content = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    for key, value in content.items():
+        if key not in DIRECTIONS:
+            yield f"{key}: {_flow(value)}"
+    for direction in DIRECTIONS:
+        rules = content.get(direction) or []
+        if rules:
+            yield f"{direction}:"
+        last = None
+        for rule, origin in zip(rules, policy.origins(direction), strict=True):
+            if origin != last:
+                yield f"  # {origin}"
+            last = origin
+            lines = [f"{key}: {_flow(value)}" for key, value in rule.items()]
+            yield from (("    " if i else "  - ") + line for i, line in enumerate(lines))
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    # What YAML could take for something else than text is quoted.
+    if isinstance(value, str) and not _PLAIN.fullmatch(value):
+        quoted = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=2**31)
+        return quoted.rstrip("\n")
+    return yaml.safe_dump(value, allow_unicode=True).removesuffix("...\n").rstrip("\n")
+
+
+_PLAIN = re.compile(r"(?!(?:null|true|false)$)[a-z][a-z0-9_-]*")

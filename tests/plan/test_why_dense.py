@@ -1,0 +1,99 @@
+"""What a plan says of parameters that no rule compresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tagc
+from tagc.costs.link import Link
+from tagc.plan import Plan
+
+SHAPES = {
+    "embed_tokens.weight": (4096, 64),
+    "layers.0.mlp.up_proj.weight": (256, 64),
+    "layers.0.self_attn.q_proj.weight": (64, 64),
+    "layers.0.self_attn.q_proj.bias": (64,),
+    "layers.0.input_layernorm.weight": (64,),
+    "layers.1.mlp.up_proj.weight": (256, 64),
+    "layers.1.self_attn.q_proj.weight": (64, 64),
+    "layers.1.self_attn.q_proj.bias": (64,),
+    "layers.1.input_layernorm.weight": (64,),
+}
+
+
+def why(plan: Plan) -> dict[str, str]:
+    return {row.param: row.why_dense for row in plan.rows}
+
+
+def explained(*rules: dict[str, Any], **more: Any) -> Plan:
+    return tagc.explain(SHAPES, {"schema": 1, "gradients": [*rules], **more}, world_size=2)
+
+
+def test_every_dense_row_has_its_reason():
+    plan = explained(
+        {"when": {"role": "embedding"}, "codec": {"kind": "dense"}},
+        {"when": {"role": ["attention", "mlp"]}, "codec": {"kind": "quantized"}},
+    )
+    said = why(plan)
+    assert said.pop("embed_tokens.weight") == "rule gradients[0]"
+    for i in range(2):
+        assert said.pop(f"layers.{i}.mlp.up_proj.weight") == ""
+        assert said.pop(f"layers.{i}.self_attn.q_proj.weight") == (
+            "4,096 elements < 16,384: see min_numel"
+        )
+        assert said.pop(f"layers.{i}.self_attn.q_proj.bias") == "one dimension: no rule names it"
+        assert said.pop(f"layers.{i}.input_layernorm.weight") == "no rule for its role"
+    assert not said
+
+
+def test_the_table_ends_on_the_reason():
+    plan = explained({"when": {"role": "mlp"}, "codec": {"kind": "quantized"}})
+    lines = {line.split()[1]: line for line in str(plan).splitlines() if "layers" in line}
+    assert lines["layers.{0–1}.self_attn.q_proj.weight"].endswith("no rule for its role")
+    assert lines["layers.{0–1}.mlp.up_proj.weight"].endswith("KiB")
+    whole = explained({"when": {"name": "*"}, "codec": {"kind": "quantized"}})
+    assert "why dense" in str(plan)
+    assert "why dense" not in str(whole)
+
+
+def test_what_codec_auto_left_dense():
+    rules = [{"when": {"role": "mlp"}, "codec": {"kind": "auto", "min_bits": 32}}]
+    link = Link(bandwidth=1e9)
+    plan = tagc.explain(SHAPES, {"schema": 1, "gradients": rules}, world_size=2, link=link)
+    assert why(plan)["layers.0.mlp.up_proj.weight"] == "chosen by codec auto"
+
+
+def test_compressing_nothing_is_answered_with_number_and_key():
+    lora = {
+        f"layers.{i}.self_attn.q_proj.lora_{x}.default.weight": shape
+        for i in range(4)
+        for x, shape in (("A", (8, 512)), ("B", (1024, 8)))
+    }
+    with pytest.raises(tagc.PolicyError) as caught:
+        tagc.explain(lora | {"norm.weight": (512,)}, "one-bit", world_size=2)
+    said = str(caught.value)
+    assert "selects any of the 9 parameters" in said
+    assert "lora_B.default.weight (attention, and 3 more): 8,192 elements < 16,384" in said
+    assert "lora_A.default.weight (attention, and 3 more): 4,096 elements < 16,384" in said
+    assert "norm.weight (norm): no rule for its role" in said
+    assert "write `min_numel: 8192` under `when`" in said
+    rule = {"when": {"min_numel": 8192}, "codec": {"kind": "quantized"}}
+    plan = tagc.explain(lora, {"schema": 1, "gradients": [rule]}, world_size=2)
+    assert sum(row.why_dense == "" for row in plan.rows) == 4
+
+
+def test_vectors_alone_are_answered_with_a_name():
+    with pytest.raises(tagc.PolicyError, match=r"write `name: layers\.0\.b` under `when`"):
+        tagc.explain({"layers.0.b": (99999,)}, "all", world_size=2)
+
+
+def test_roles_of_the_policy_reach_the_plan():
+    rule = {"when": {"role": "head"}, "codec": {"kind": "quantized"}}
+    plan = explained(rule, roles={"head": ["embed_*", "layers.1.mlp.*"], "norm": "layers.0.*"})
+    rows = {row.param: row for row in plan.rows}
+    for name in ("embed_tokens.weight", "layers.1.mlp.up_proj.weight"):
+        assert (rows[name].role, rows[name].why_dense) == ("head", "")
+    assert rows["layers.0.mlp.up_proj.weight"].role == "norm"
+    assert rows["layers.1.self_attn.q_proj.weight"].role == "attention"
