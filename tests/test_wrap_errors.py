@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -176,7 +177,12 @@ def wrap_other_density() -> None:
 
 
 def wrap_misspelt() -> None:
-    tagc.wrap(sharded(), "mlp-onli")
+    """The policy that the environment names, which ranks need not have alike."""
+    os.environ["TAGC_POLICY"] = "mlp-onli"
+    try:
+        tagc.wrap(sharded())
+    finally:
+        del os.environ["TAGC_POLICY"]
 
 
 def wrap_other_width() -> None:
@@ -228,6 +234,7 @@ def test_policy_misspelt_on_one_rank() -> None:
     for kind, said in (told[0], told[2]):
         assert kind == "RuntimeError"
         assert "tagc.wrap failed on rank 1: PolicyError" in said
+        assert "TAGC_POLICY=mlp-onli: no built-in policy" in said
         assert "did you mean 'mlp-only'?" in said
 
 

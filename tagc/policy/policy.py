@@ -114,6 +114,12 @@ class Policy(Strict):
             raise ValidationError.from_exception_data(cls.__name__, found)
         return rules
 
+    @field_validator("roles")
+    @classmethod
+    def _sort(cls, roles: dict[Role, tuple[str, ...]]) -> dict[Role, tuple[str, ...]]:
+        # As in `When`: the order of alternatives has no meaning. That of the roles has.
+        return {role: tuple(sorted(set(globs))) for role, globs in roles.items()}
+
     @classmethod
     def load(
         cls, source: "str | os.PathLike[str] | Mapping[str, Any] | Policy | None" = None

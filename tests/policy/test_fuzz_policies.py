@@ -40,8 +40,10 @@ parameters:
 replicas:
   - when: {name: "*"}
     codec: {kind: dense, wire: bfloat16}
+roles: {mlp: [proj.*, "*.w1"], head: final}
 """
 WORDS = [
+    *(b"roles ssm".split()),
     *(b"kind when codec feedback role name layers density bits sketch packed dense auto".split()),
     *(b"0 1 -1 0.5 1e-3 1e400 .nan .inf 99999999999999999999 true no null ~ 0x10 1_0".split()),
     *(b"gradients parameters replicas shared own residual average none bfloat16".split()),

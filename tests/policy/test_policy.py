@@ -80,7 +80,13 @@ def test_feedback_by_default_follows_the_codec():
     assert Rule.model_validate({"when": {}, "codec": {"kind": "dense"}}).feedback.kind == "none"
 
 
+def with_roles(roles: dict) -> Policy:
+    return Policy.load({"schema": 1, "extends": "all", "roles": roles})
+
+
 SAME = [
+    (with_roles({"mlp": ["b", "a"]}), with_roles({"mlp": ["a", "b", "b"]})),
+    (with_roles({"mlp": "a"}), with_roles({"mlp": ["a"]})),
     (one_rule({"layers": "3-3"}), one_rule({"layers": 3})),
     (one_rule({"layers": "0 - 4"}), one_rule({"layers": [0, 4]})),
     (one_rule({"role": "mlp"}), one_rule({"role": ["mlp", "mlp"]})),
@@ -89,6 +95,8 @@ SAME = [
     (one_rule({}), one_rule({"role": None}, feedback={"dtype": "float32"})),
 ]
 DIFFERENT = [
+    (with_roles({"mlp": "a"}), Policy.load("all")),
+    (with_roles({"mlp": "a", "head": "b"}), with_roles({"head": "b", "mlp": "a"})),
     (one_rule({}), one_rule({"layers": 3})),
     (one_rule({}), one_rule({"min_numel": 0})),
     (one_rule({}), one_rule({}, feedback={"dtype": "bfloat16"})),
