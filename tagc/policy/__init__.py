@@ -5,6 +5,7 @@ from tagc.policy.document import PolicyError
 from tagc.policy.policy import Policy, policies
 from tagc.policy.roles import ROLES, ParamInfo, Role, role_of
 from tagc.policy.rules import SMALL, ParameterRule, Rule, first_match
+from tagc.policy.tuning import Tuning
 
 __all__ = [
     "ROLES",
@@ -15,6 +16,7 @@ __all__ = [
     "PolicyError",
     "Role",
     "Rule",
+    "Tuning",
     "When",
     "first_match",
     "policies",

@@ -31,6 +31,7 @@ from tagc.policy.document import (
 )
 from tagc.policy.roles import ParamInfo
 from tagc.policy.rules import ParameterRule, Rule, first_match
+from tagc.policy.tuning import Tuning
 
 
 def _check_schema(value: object) -> object:
@@ -57,6 +58,8 @@ class Policy(Strict):
 
     schema_version: Annotated[Literal[1], BeforeValidator(_check_schema)] = Field(alias="schema")
     about: str = ""
+    tuning: Tuning | None = None
+    """Factors between a dense run's settings and this policy's; none are said without."""
     gradients: Annotated[tuple[Rule, ...], BeforeValidator(_as_rules)]
     parameters: Annotated[tuple[ParameterRule, ...], BeforeValidator(_as_rules)] = ()
     replicas: Annotated[tuple[Rule, ...], BeforeValidator(_as_rules)] = ()
@@ -111,8 +114,9 @@ class Policy(Strict):
 
     @property
     def hash(self) -> str:
-        """SHA-256, in hex, of the rules with every default filled in; not of `about` and name."""
-        content = self.model_dump(mode="json", by_alias=True, exclude={"about"})
+        """SHA-256, in hex, of the rules with every default filled in; not of `about`, `tuning` and
+        name."""
+        content = self.model_dump(mode="json", by_alias=True, exclude={"about", "tuning"})
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -157,5 +161,6 @@ def _keys_at(loc: tuple[str | int, ...]) -> list[str]:
     if isinstance(last, str):
         configs = PARAMETER_CONFIGS if of_parameters else GRADIENT_CONFIGS
         by_kind = {config.model_fields["kind"].default: config for config in configs}
-        model = {"when": When, "feedback": FeedbackConfig, **by_kind}.get(last, Policy)
+        named = {"when": When, "feedback": FeedbackConfig, "tuning": Tuning}
+        model = {**named, **by_kind}.get(last, Policy)
     return [info.alias or key for key, info in model.model_fields.items()]
