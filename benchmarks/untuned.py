@@ -94,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _job(name: str, seed: int, args: argparse.Namespace) -> _Job:
     tuning = tagc.Policy.load(name).tuning if args.tuned else None
-    rate_factor, norm_factor = (tuning.rate_factor, tuning.norm_factor) if tuning else (1.0, 1.0)
+    rate_factor, norm_factor = (
+        (tuning.rate_factor, tuning.norm_factor or 1.0) if tuning else (1.0, 1.0)
+    )
     return _Job(
         policy=name,
         seed=seed,

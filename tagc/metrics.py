@@ -48,7 +48,7 @@ class Metrics:
             residual); 0 is normal.
         residual_norm: Euclidean norm of this rank's residual now.
         rate_factor, norm_factor: learning rate that the policy wants, and norm of the gradients
-            that it hands out, over dense's; NaN if it names none (``tuning``).
+            that it hands out, over dense's; NaN for what it does not name (``tuning``).
     """
 
     steps: int
@@ -106,8 +106,8 @@ class Metrics:
         if self.parameter_error:
             lines[-1] += f"; parameters off by {self.parameter_error:.2%}"
         if not math.isnan(self.rate_factor):
-            factors = Tuning(rate_factor=self.rate_factor, norm_factor=self.norm_factor)
-            lines.append(factors.advice)
+            norm = None if math.isnan(self.norm_factor) else self.norm_factor
+            lines.append(Tuning(rate_factor=self.rate_factor, norm_factor=norm).advice)
         return "\n".join(lines)
 
 
@@ -184,7 +184,7 @@ def collect(
         unresolved=selected.unresolved,
         residual_norm=math.hypot(*norms),
         rate_factor=tuning.rate_factor if tuning else math.nan,
-        norm_factor=tuning.norm_factor if tuning else math.nan,
+        norm_factor=tuning.norm_factor if tuning and tuning.norm_factor else math.nan,
     )
 
 

@@ -22,8 +22,9 @@ class Tuning(Strict):
 
     rate_factor: Factor = 1
     """Best learning rate, over dense's."""
-    norm_factor: Factor = 1
-    """Norm of the gradients that the optimizer gets, over dense's."""
+    norm_factor: Factor | None = None
+    """Norm of the gradients that the optimizer gets, over dense's; nothing is said of it without,
+    as nobody has measured it."""
 
     @property
     def advice(self) -> str:
@@ -32,6 +33,8 @@ class Tuning(Strict):
             return "train at dense's own learning rate and limit for clipping"
         rate = _times(self.rate_factor)
         said = f"train at {rate} learning rate"
+        if self.norm_factor is None:
+            return said
         if self.norm_factor == 1:
             return f"{said}, and dense's own limit for clipping"
         return (
