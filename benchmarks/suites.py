@@ -25,6 +25,7 @@ SUITES = {
     "scaling": ".scaling",
     "convergence": ".convergence",
     "counts": ".counts",
+    "untuned": ".untuned",
     "soak": ".soak",
     "report": ".report",
 }

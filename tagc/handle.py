@@ -103,6 +103,7 @@ class Compressor:
                 sum(g.inside_bytes for g in gatherers),
             ),
             parameter_error=(sum(e for e, _ in squares) / total) ** 0.5 if total else 0.0,
+            tuning=self._plan.policy.tuning,
         )
 
     @property

@@ -10,6 +10,7 @@ import torch
 
 from tagc.comm import UnitReducer
 from tagc.plan import format_bytes
+from tagc.policy import Tuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class Metrics:
         unresolved: groups of this rank's shard that could not be decoded (they went to the
             residual); 0 is normal.
         residual_norm: Euclidean norm of this rank's residual now.
+        rate_factor, norm_factor: learning rate that the policy wants, and norm of the gradients
+            that it hands out, over dense's; NaN for what it does not name (``tuning``).
     """
 
     steps: int
@@ -66,6 +69,8 @@ class Metrics:
     union_density: float
     unresolved: int
     residual_norm: float
+    rate_factor: float
+    norm_factor: float
 
     def as_dict(self) -> dict[str, float]:
         """All of them by name, as loggers take them: ``wandb.log(metrics.as_dict())``."""
@@ -100,6 +105,9 @@ class Metrics:
         lines.append(f"residual norm {self.residual_norm:.3g}")
         if self.parameter_error:
             lines[-1] += f"; parameters off by {self.parameter_error:.2%}"
+        if not math.isnan(self.rate_factor):
+            norm = None if math.isnan(self.norm_factor) else self.norm_factor
+            lines.append(Tuning(rate_factor=self.rate_factor, norm_factor=norm).advice)
         return "\n".join(lines)
 
 
@@ -138,12 +146,14 @@ def collect(
     replicas: Sequence[UnitReducer] = (),
     parameter_bytes: tuple[int, int, int] = (0, 0, 0),
     parameter_error: float = 0.0,
+    tuning: Tuning | None = None,
 ) -> Metrics:
     """Read the counters of all units. Waits for the device.
 
     Args:
         parameter_bytes: sent, what FSDP's own all-gathers would have sent, and sent inside hosts.
         parameter_error: see :class:`Metrics`.
+        tuning: factors that the policy names.
     """
     selected = _Selected()
     for reducer in (*reducers, *replicas):
@@ -173,6 +183,8 @@ def collect(
         union_density=selected.union / selected.sketched if selected.sketched else nothing,
         unresolved=selected.unresolved,
         residual_norm=math.hypot(*norms),
+        rate_factor=tuning.rate_factor if tuning else math.nan,
+        norm_factor=tuning.norm_factor if tuning and tuning.norm_factor else math.nan,
     )
 
 

@@ -9,6 +9,11 @@ import time
 _PATIENCE = 2.0
 
 
+def say(message: str) -> None:
+    """A line on stderr, at once."""
+    print(f"tagc: {message}", file=sys.stderr, flush=True)
+
+
 class Progress:
     """Lines on stderr, for one rank; nothing if all is done at once."""
 
@@ -40,5 +45,5 @@ class Progress:
     def _say(self, how_far: str) -> None:
         if self._shown:
             seconds = time.monotonic() - self._begin
-            print(f"tagc: {self._what}: {how_far}, {seconds:.0f} s", file=sys.stderr, flush=True)
+            say(f"{self._what}: {how_far}, {seconds:.0f} s")
             self._said = True

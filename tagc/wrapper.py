@@ -43,6 +43,7 @@ from tagc.handle import Collectives, Compressor, attach, attached
 from tagc.ops import Ops, get_ops
 from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
 from tagc.policy import Policy, PolicyError
+from tagc.progress import say
 from tagc.readiness import make_ready
 from tagc.version import __version__
 from tagc.warn import warn
@@ -146,6 +147,8 @@ def wrap(
         raise
     for warning in plan.warnings:
         warn(warning)
+    if loaded.tuning is not None and not alone and not disabled and dist.get_rank() == 0:
+        say(f"policy {loaded.name!r}: {loaded.tuning.advice}")
     if alone:
         warn("tagc.wrap does nothing at world size 1: FSDP skips the reduce-scatter")
     if disabled:

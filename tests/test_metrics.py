@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import warnings
 
@@ -9,8 +11,10 @@ import tagc
 from support.distributed import run_ranks
 from support.small_net import loss_of, sharded
 
+ADVICE = "train at 3 times dense's learning rate, and 5 times dense's limit for clipping"
 POLICY = {
     "schema": 1,
+    "tuning": {"rate_factor": 3, "norm_factor": 5},
     "gradients": [
         {
             "when": {"name": ["first*weight", "second*weight"]},
@@ -23,7 +27,8 @@ POLICY = {
 
 def printed(rank: int) -> list[str]:
     model = sharded()
-    with warnings.catch_warnings():
+    stderr = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(stderr):
         # Such small units pay with no codec.
         warnings.simplefilter("ignore", UserWarning)
         tagc.wrap(model, POLICY)
@@ -35,6 +40,9 @@ def printed(rank: int) -> list[str]:
         loss_of(model, rank, step).backward()
     metrics = compressor.metrics()
     assert json.loads(json.dumps(metrics.as_dict()))["wire_bytes"] == metrics.wire_bytes
+    assert (metrics.rate_factor, metrics.norm_factor) == (3, 5)
+    assert f"- {ADVICE}" in str(compressor.plan())
+    assert stderr.getvalue().count(ADVICE) == (rank == 0)
     return [*said, str(metrics)]
 
 
@@ -43,7 +51,7 @@ def test_metrics_say_what_still_warms_up_and_how_much_less_is_sent():
         assert "warming up: 2 more reductions go dense" in said[0]
         assert "warming up: 1 more reductions" in said[1]
         assert not any("warming up" in text for text in said[2:])
-        head, gradients, compressed, density, residual = said[-1].splitlines()
+        head, gradients, compressed, density, residual, advice = said[-1].splitlines()
         assert head.split() == ["steps", "4", "sent", "dense", "ratio"]
         assert gradients.split()[0] == "gradients"
         # Two of four steps were dense.
@@ -52,3 +60,4 @@ def test_metrics_say_what_still_warms_up_and_how_much_less_is_sent():
         assert density.startswith("density ")
         assert "of 30.0% asked for" in density
         assert residual.startswith("residual norm ")
+        assert advice.startswith(ADVICE)

@@ -92,6 +92,7 @@ def build_plan(
     segments = [s for units in directions for unit in units for s in unit.segments]
     kinds = [s.codec.feedback for s in segments if s.codec.feedback is not None]
     notes += dict.fromkeys(feedback.note for feedback in kinds if feedback.note)
+    notes += [] if policy.tuning is None else [policy.tuning.advice]
     plan = Plan(policy, *directions, notes=tuple(notes))
     return replace(plan, warnings=tuple(check_effect(plan, matched)))
 

@@ -7,6 +7,7 @@ from tagc.policy.roles import ROLES, ParamInfo, Role, role_of
 from tagc.policy.rules import SMALL, ParameterRule, Rule, first_match, nearest_miss
 from tagc.policy.schema import json_schema
 from tagc.policy.show import show
+from tagc.policy.tuning import Tuning
 
 __all__ = [
     "ROLES",
@@ -17,6 +18,7 @@ __all__ = [
     "PolicyError",
     "Role",
     "Rule",
+    "Tuning",
     "When",
     "first_match",
     "json_schema",

@@ -37,6 +37,7 @@ from tagc.policy.problems import raise_problems, translate
 from tagc.policy.roles import ParamInfo, Role, clean_name
 from tagc.policy.rules import ParameterRule, Rule, first_match
 from tagc.policy.suggest import short
+from tagc.policy.tuning import Tuning
 
 
 def _check_schema(value: object) -> object:
@@ -90,6 +91,8 @@ class Policy(Strict):
     roles: dict[Role, OneOrMore[Glob]] = Field(default={})
     """Roles that parameters of this model have by their names: globs, or a list of them, as in
     `name`. The first that fits decides, before what tagc knows of names."""
+    tuning: Tuning | None = None
+    """Factors between a dense run's settings and this policy's; none are said without."""
 
     _name: str = PrivateAttr(default=DICT)
     # Where each rule of a list comes from, and which of that is the policy's own.
@@ -152,8 +155,9 @@ class Policy(Strict):
 
     @property
     def hash(self) -> str:
-        """SHA-256, in hex, of the rules with every default filled in; not of `about` and name."""
-        content = self.model_dump(mode="json", by_alias=True, exclude={"about", "roles"})
+        """SHA-256, in hex, of the rules with every default filled in; not of `about`, `tuning` and
+        name."""
+        content = self.model_dump(mode="json", by_alias=True, exclude={"about", "roles", "tuning"})
         if self.roles:
             content["roles"] = [[role, globs] for role, globs in self.roles.items()]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -281,5 +285,6 @@ def _keys_at(loc: tuple[str | int, ...]) -> list[str]:
     if isinstance(last, str):
         configs = PARAMETER_CONFIGS if of_parameters else GRADIENT_CONFIGS
         by_kind = {config.model_fields["kind"].default: config for config in configs}
-        model = {"when": When, "feedback": FeedbackConfig, **by_kind}.get(last, Extension)
+        named = {"when": When, "feedback": FeedbackConfig, "tuning": Tuning}
+        model = {**named, **by_kind}.get(last, Extension)
     return [info.alias or key for key, info in model.model_fields.items()]

@@ -1,0 +1,60 @@
+"""Factors that a policy names: what they say, where they are said, and what they do not change."""
+
+import pytest
+
+from support.policy_files import one_rule
+from tagc.policy import Policy, PolicyError, Tuning, policies
+
+
+def with_tuning(**factors: object) -> dict[str, object]:
+    rule = {"when": {"role": "mlp"}, "codec": {"kind": "quantized", "bits": 4}}
+    return {"schema": 1, "tuning": factors, "gradients": [rule]}
+
+
+@pytest.mark.parametrize("name", policies())
+def test_every_shipped_policy_names_its_factors(name: str):
+    tuning = Policy.load(name).tuning
+    assert tuning is not None
+    assert "rate_factor" in tuning.model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        ({}, "train at dense's own learning rate"),
+        ({"norm_factor": 1}, "train at dense's own learning rate and limit for clipping"),
+        ({"rate_factor": 1.5}, "train at 1.5 times dense's learning rate"),
+        (
+            {"rate_factor": 1.5, "norm_factor": 1},
+            "train at 1.5 times dense's learning rate, and dense's own limit for clipping",
+        ),
+        (
+            {"rate_factor": 2, "norm_factor": 7},
+            "train at 2 times dense's learning rate, and 7 times dense's limit for clipping, as "
+            "the norms of its gradients are larger by as much",
+        ),
+    ],
+)
+def test_what_is_said_of_them(factors: dict[str, float], said: str):
+    assert Tuning(**factors).advice == said
+    assert Policy.load(with_tuning(**factors)).tuning == Tuning(**factors)
+
+
+def test_they_change_nothing_that_ranks_must_agree_on():
+    one, other = (Policy.load(with_tuning(rate_factor=f)) for f in (1, 2))
+    assert one.hash == other.hash
+    assert one_rule({}).tuning is None
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        ({"rate_factor": 0}, "tuning.rate_factor: must be greater than 0, not 0"),
+        ({"rate_factor": "2"}, "tuning.rate_factor: must be a valid number, not '2'"),
+        ({"rate_facto": 2}, "tuning.rate_facto: unknown key; did you mean 'rate_factor'?"),
+    ],
+)
+def test_mistakes_name_the_key(factors: dict[str, object], said: str):
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(with_tuning(**factors))
+    assert said in str(caught.value)
