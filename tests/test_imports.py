@@ -14,6 +14,7 @@ ROOMS = (
     "version",
     "warn",
     "quantities",
+    "plots",
     "locked",
     "progress",
     "ops",
