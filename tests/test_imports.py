@@ -32,6 +32,7 @@ ROOMS = (
     "handle",
     "readiness",
     "wrapper",
+    "integrations",
     "tagc",  # the package's own face
     "commands",
     "cli",
