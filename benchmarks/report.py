@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from .plots import pyplot
+from tagc.plots import pyplot
+
 from .records import read
 
 about = "draw the table, and plots, from JSON lines of earlier runs"

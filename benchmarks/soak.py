@@ -27,10 +27,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import tagc
+from tagc.plots import pyplot, save
 
 from .gpu.training import Net
 from .machine import machine
-from .plots import pyplot, save
 from .records import Record, append, markdown
 
 __all__ = ["about", "add_arguments", "plots", "run", "soak", "table"]

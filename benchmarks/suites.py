@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from .plots import PlotsUnavailableError
+from tagc.plots import PlotsUnavailableError
 
 # name -> module; imported only when asked for.
 SUITES = {

@@ -17,8 +17,10 @@ __all__ = ["main"]
 
 _DTYPES = ("fp32", "bf16")
 _MODEL = (
-    "a number of parameters, for a synthetic transformer (7e9, 7B); module:function, which returns "
-    "an nn.Module; or a JSON file of shapes by name"
+    "a number of parameters, for a synthetic transformer (7e9, 7B); a config.json of transformers; "
+    "a safetensors file, an index of some, or their folder, of which headers are read; "
+    "module:function, which returns an nn.Module or a state dict, called on the meta device; or a "
+    "JSON file of shapes by name"
 )
 
 
@@ -55,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tagc {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
 
-    _Command(commands, "policies", "list the built-in policies", "")
+    command = _Command(commands, "policies", "list the built-in policies", "", "--json")
+    _add_json(command)
 
     command = _Command(commands, "validate", "check a policy file", "mine.yaml", "hybrid")
     command.add("file", metavar="FILE", help="a YAML file, or the name of a built-in")
@@ -103,17 +106,21 @@ def _add_explain(commands: Any) -> None:
         "explain",
         "show what a policy does to a model",
         "7B --world 64 --ranks-per-host 8 --policy hosts",
+        "llama-70b/config.json --world 256 --ranks-per-host 8",
+        "model.safetensors.index.json --world 64 --json",
         "my_models:make --world 16 --full",
         "7B --world 64 --policy auto --bandwidth 100Gbit",
     )
     command.add("model", metavar="MODEL", help=_MODEL)
+    command.add("--params", help=argparse.SUPPRESS)  # as advise has it, to be told the right form
     command.add("--policy", default="hybrid", help="a built-in name or a YAML file")
-    _add_ranks(command)
+    _add_ranks(command, required=False)
     command.add("--bandwidth", type=bandwidth, help="for codec auto, such as 10Gbit")
     command.add("--latency", type=seconds, default=0.0, help="for codec auto")
     command.add(
         "--full", action="store_true", help="a line for each parameter, also of equal blocks"
     )
+    _add_json(command)
 
 
 def _add_advise(commands: Any) -> None:
@@ -123,6 +130,7 @@ def _add_advise(commands: Any) -> None:
         "predict whether compression pays",
         "--params 70B --world 64 --ranks-per-host 8 --bandwidth 100Gbit --device-memory 80GB",
         "--model my_models:make --world 8 --bandwidth 10Gbit --step-time 1.2s",
+        "--model llama-70b/config.json --world 256 --bandwidth 10Gbit --plot step-time.png",
     )
     what = command.parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--params", help="parameters of a synthetic transformer, such as 7e9")
@@ -175,10 +183,20 @@ def _add_advise(commands: Any) -> None:
     command.add(
         "--policy", nargs="+", default=[], metavar="FILE", help="policies beside those that ship"
     )
+    command.add(
+        "--plot",
+        metavar="FILE",
+        help="draw the time of each over the bandwidth (needs tagc[demo]); PNG, SVG or PDF",
+    )
+    _add_json(command)
 
 
-def _add_ranks(command: _Command) -> None:
-    command.add("--world", type=count, required=True, help="ranks in all")
+def _add_json(command: _Command) -> None:
+    command.add("--json", action="store_true", help="print JSON, in bytes and seconds")
+
+
+def _add_ranks(command: _Command, *, required: bool = True) -> None:
+    command.add("--world", type=count, required=required, help="ranks in all; always needed")
     command.add("--replicas", type=count, default=1, help="copies of the sharded model among them")
     command.add(
         "--ranks-per-host", type=count, default=1, help="ranks that share a host and its card"

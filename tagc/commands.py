@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from tagc.costs.advise import Advisor, Question, report
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.codec_time import no_time
+from tagc.costs.data import advice_data, plan_data
 from tagc.costs.explain import plan_shapes
 from tagc.costs.link import Link
-from tagc.costs.shapes import ModelError, ModelShapes, load_model
+from tagc.costs.models import load_model
+from tagc.costs.plot import check_format, draw
+from tagc.costs.shapes import ModelError, ModelShapes
+from tagc.plots import PlotsUnavailableError, pyplot
 from tagc.policy import Policy, PolicyError, json_schema, show
 from tagc.policy import policies as listed_policies
 from tagc.selfcheck import examine
@@ -27,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand that the arguments name; 2 if what was given is not valid."""
     try:
         return _COMMANDS[args.command](args)
-    except (PolicyError, ModelError) as error:
+    except (PolicyError, ModelError, PlotsUnavailableError) as error:
         print(error, file=sys.stderr)
         return 2
     except BrokenPipeError:  # `tagc explain 7B | head`
@@ -37,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _policies(args: argparse.Namespace) -> int:
     listed = listed_policies()
+    if args.json:
+        return _print_json([{"name": name, "about": about} for name, about in listed.items()])
     width = max(map(len, listed))
     for name, about in listed.items():
         print(f"{name:{width}}  {about}")
@@ -97,7 +105,14 @@ def _benchmarks(argv: list[str]) -> int:
     return importlib.import_module("tagc.benchmarks.suites").main(argv)
 
 
+def _print_json(data: Any) -> int:
+    print(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False))
+    return 0
+
+
 def _check_ranks(args: argparse.Namespace) -> None:
+    if args.world is None:
+        raise ModelError("give --world, the number of ranks in all")
     if args.world % args.replicas:
         raise ModelError(f"--world {args.world} does not divide by --replicas {args.replicas}")
     if args.world == args.replicas:
@@ -110,12 +125,14 @@ def _check_ranks(args: argparse.Namespace) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    _check_ranks(args)
-    if args.model in listed_policies():
+    if args.model in listed_policies() or args.params is not None:
+        policy = args.model if args.model in listed_policies() else args.policy
+        model = args.params or "7B"
         raise ModelError(
-            f"{args.model!r} is a policy, not a model: "
-            f"tagc explain 7B --policy {args.model} --world {args.world}"
+            f"the model comes first, and the policy is an option: tagc explain {model} "
+            f"--policy {policy} --world {args.world or 64}"
         )
+    _check_ranks(args)
     shapes, policy = load_model(args.model), Policy.load(args.policy)
     choose = None
     if args.bandwidth is not None:
@@ -137,13 +154,17 @@ def _explain(args: argparse.Namespace) -> int:
     )
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    print(f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks")
+    if args.json:
+        return _print_json(plan_data(shapes, plan, full=args.full))
+    source = f" ({shapes.source})" if shapes.source else ""
+    print(f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks{source}")
     print(plan.full if args.full else plan)
     return 0
 
 
 def _advise(args: argparse.Namespace) -> int:
     _check_ranks(args)
+    plots = None if args.plot is None else _plots(args.plot)
     on_cpu = args.device == "cpu"
     if args.world == args.ranks_per_host:
         raise ModelError(f"--world {args.world} on a single host: nothing crosses its link")
@@ -174,8 +195,26 @@ def _advise(args: argparse.Namespace) -> int:
         micro_batches=args.micro_batches,
     )
     names = [*listed_policies(), *args.policy]
-    print(report(Advisor(question, [Policy.load(name) for name in names])))
+    advisor = Advisor(question, [Policy.load(name) for name in names])
+    if plots is not None:
+        try:
+            draw(advisor, plots, str(args.plot))
+        except OSError as error:
+            raise ModelError(f"cannot draw to {args.plot}: {error}") from None
+    if args.json:
+        return _print_json(advice_data(advisor))
+    print(report(advisor))
     return 0
+
+
+def _plots(file: str) -> Any:
+    """matplotlib's pyplot; an error before anything takes time."""
+    found = pyplot()
+    try:
+        check_format(found, file)
+    except ValueError as error:
+        raise ModelError(f"cannot draw to {file}: {error}") from None
+    return found
 
 
 def _compute(args: argparse.Namespace, shapes: ModelShapes) -> float | None:

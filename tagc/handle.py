@@ -122,6 +122,11 @@ class Compressor:
         return self._collectives.replica_reducers
 
     @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """Those of the ranks that share the model, likewise."""
+        return self._groups
+
+    @property
     def wire_bytes(self) -> int:
         """Gradient bytes that this rank sent so far in reduce-scatters; to other hosts, where ranks
         of a host add up first. Free to ask for in every step."""

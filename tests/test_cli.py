@@ -1,7 +1,9 @@
 """The `tagc` command."""
 
 import argparse
+import importlib
 import importlib.resources
+import json
 import subprocess
 import sys
 
@@ -10,6 +12,8 @@ import torch
 
 import tagc
 from tagc.cli import _parser, main
+from tagc.costs.explain import plan_shapes
+from tagc.costs.shapes import synthetic
 from tagc.policy import policies
 from tagc.selfcheck import every_call
 
@@ -181,3 +185,74 @@ def test_names_of_the_package_are_all_there():
     assert all(getattr(tagc, name) is not None for name in tagc.__all__)
     with pytest.raises(AttributeError, match="module 'tagc' has no attribute 'wrapp'"):
         tagc.wrapp  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_json_is_what_programs_read(capsys):
+    assert main(["policies", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {entry["name"]: entry["about"] for entry in listed} == policies()
+
+    command = ["explain", "1e7", "--world", "8", "--policy", "hosts", "--json"]
+    assert main(command) == 0
+    said = json.loads(capsys.readouterr().out)
+    shapes = synthetic(10_000_000)
+    assert said["model"]["parameters"] == shapes.numel
+    plan = plan_shapes(
+        shapes,
+        tagc.Policy.load("hosts"),
+        world_size=8,
+        replicas=1,
+        dtype=torch.float32,
+        parameter_dtype=torch.bfloat16,
+        choose=None,
+    )
+    for direction, sums in said["directions"].items():
+        rows = [row for row in plan.rows if row.direction == direction]
+        assert sums["wire_bytes"] == pytest.approx(sum(row.wire_bytes for row in rows))
+    assert said["memory"]["peak"] == plan.memory.peak
+    assert sum(row["alike"] for row in said["rows"]) == len(plan.rows)
+    assert main([*command, "--full"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == len(plan.rows)
+
+
+ADVISE = ["advise", "--params", "1e7", "--world", "8", "--bandwidth", "1Gbit"]
+
+
+def test_advice_as_json_says_what_the_table_says(capsys):
+    assert main([*ADVISE, "--step-time", "1ms", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert main([*ADVISE, "--step-time", "1ms"]) == 0
+    text = capsys.readouterr().out
+    assert all(line in text for line in said["verdict"])
+    rows = {candidate["name"]: candidate for candidate in said["candidates"]}
+    assert rows[said["best_policy"]]["step"] == min(c["step"] for c in rows.values())
+    assert said["pays"] is True
+    assert 0 < said["pays_up_to"]["bandwidth"] < 1e13
+    assert rows.keys() >= {"dense fp32", "dense bf16", "hybrid"}
+    assert all(f"\n{name} " in text for name in rows)
+
+
+def test_plot_of_advice(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "step.png"
+    assert main([*ADVISE, "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert main([*ADVISE, "--plot", str(tmp_path / "step.nothing")]) == 2
+    assert "step.nothing: its suffix is none of" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*ADVISE, "--plot", str(file)]) == 2
+    assert "pip install 'tagc[demo]'" in capsys.readouterr().err
+
+
+def test_options_of_advise_are_answered_by_explain(capsys):
+    assert main(["explain", "hybrid", "--params", "7e9"]) == 2
+    assert "tagc explain 7e9 --policy hybrid --world 64" in capsys.readouterr().err
+    assert main(["explain", "7e9"]) == 2
+    assert "give --world" in capsys.readouterr().err
+
+
+def test_explain_says_what_it_read(tmp_path, capsys):
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "vocab_size": 99, "n_positions": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["explain", str(tmp_path), "--world", "8"]) == 0
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said == "106,944 parameters, 2 blocks, 8 ranks (config.json of gpt2)"

@@ -14,6 +14,7 @@ ROOMS = (
     "version",
     "warn",
     "quantities",
+    "plots",
     "locked",
     "progress",
     "ops",
@@ -31,6 +32,7 @@ ROOMS = (
     "handle",
     "readiness",
     "wrapper",
+    "integrations",
     "tagc",  # the package's own face
     "commands",
     "cli",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +18,11 @@ import torch
 from support.paths import EXAMPLES
 
 RECIPES = EXAMPLES / "recipes"
+SUPPORT = Path(__file__).parent / "support"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-pytestmark = pytest.mark.recipes
+# Up to five runs of 20 seconds in a test, or of a minute on a busy machine.
+pytestmark = [pytest.mark.recipes, pytest.mark.timeout(2400)]
 
 
 def run(*command: str) -> str:
@@ -28,14 +34,18 @@ def run(*command: str) -> str:
 
 def attempt(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        [sys.executable, *command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # In a session of its own: Lightning starts ranks that outlive a killed rank 0.
+    process = subprocess.Popen(
+        [sys.executable, *command], env=environment, start_new_session=True, **pipes
     )
+    try:
+        out, err = process.communicate(timeout=600)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def recipe(name: str) -> str:
@@ -43,7 +53,7 @@ def recipe(name: str) -> str:
 
 
 def losses(output: str) -> list[float]:
-    return [float(found) for found in re.findall(r"loss ([0-9.]+)", output)]
+    return [float(found) for found in re.findall(r"\bloss ([0-9.]+)", output)]
 
 
 def test_plain_torch_learns_and_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
@@ -55,24 +65,85 @@ def test_plain_torch_learns_and_resumes_as_if_it_had_not_stopped(tmp_path: Path)
     assert losses(rest) == losses(whole)[-1:]
 
 
-def test_lightning_fabric() -> None:
+def resumes(tmp_path: Path, *command: str) -> str:
+    """Check that 8 steps and then 4 print the losses of 12; the output of the 12."""
+    whole = run(*command, "--steps", "12")
+    assert len(losses(whole)) == 12
+    assert losses(whole)[-1] < losses(whole)[0]
+    folder = tmp_path / "checkpoint"
+    first = run(*command, "--steps", "8", "--checkpoint", str(folder))
+    assert losses(first) == losses(whole)[:8]
+    shutil.copytree(folder, tmp_path / "copy")
+    rest = run(*command, "--steps", "12", "--checkpoint", str(folder), *starting_at(command, 8))
+    assert losses(rest) == losses(whole)[8:]
+    # What the residuals owe is seen in the losses: without them training goes on otherwise.
+    shutil.rmtree(tmp_path / "copy" / "tagc")
+    copy = ["--checkpoint", str(tmp_path / "copy"), *starting_at(command, 8)]
+    done = attempt(*command, "--steps", "12", *copy)
+    assert done.returncode == 0, done.stderr
+    assert "as in a checkpoint of training without tagc" in done.stderr
+    assert losses(done.stdout)[0] == losses(whole)[8]
+    assert losses(done.stdout)[1:] != losses(whole)[9:]
+    return whole
+
+
+def starting_at(command: Sequence[str], step: int) -> list[str]:
+    """Accelerate's checkpoints do not say which step they are of."""
+    return ["--from-step", str(step)] if recipe("accelerate_fsdp2") in command else []
+
+
+def test_lightning_fabric_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="pip install tagc[recipes]")
-    check_learnt(run(recipe("fabric"), "--steps", "60"))
+    check_fewer_bytes(resumes(tmp_path, recipe("fabric")))
+
+
+def test_lightnings_trainer_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="pip install tagc[recipes]")
+    check_fewer_bytes(resumes(tmp_path, recipe("lightning_trainer")))
 
 
 def test_transformers_model_from_a_config() -> None:
     pytest.importorskip("transformers", reason="pip install tagc[recipes]")
     output = run(*TORCHRUN, recipe("transformers_model"), "--steps", "60")
-    assert "model.layers.1.mlp.down_proj.weight" in output
+    assert "model.layers.{0–1}.mlp.down_proj.weight" in output
     check_learnt(output)
 
 
-def test_accelerate() -> None:
+def test_transformers_trainer_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="pip install tagc[recipes]")
     pytest.importorskip("accelerate", reason="pip install tagc[recipes]")
-    if torch.cuda.device_count() > 1:
-        launch = ["-m", "accelerate.commands.launch", "--num_processes", "2"]
-        check_learnt(run(*launch, recipe("accelerate_fsdp2"), "--steps", "60"))
-        return
+    command = [*TORCHRUN, *on_cpu(), recipe("transformers_trainer"), "--steps", "12"]
+    whole = run(*command, "--output", str(tmp_path / "whole"))
+    assert len(losses(whole)) == 12
+    check_fewer_bytes(whole)
+    run(*command, "--stop-after", "8", "--output", str(tmp_path / "parts"))
+    saved = tmp_path / "parts" / "checkpoint-8"
+    assert (saved / "tagc" / "tagc.json").exists()
+    shutil.copytree(tmp_path / "parts", tmp_path / "copy")
+    rest = run(*command, "--resume", "--output", str(tmp_path / "parts"))
+    assert losses(rest) == losses(whole)[8:]
+
+    # A checkpoint that was moved, and one whose residuals are gone.
+    shutil.rmtree(tmp_path / "parts")
+    moved = run(*command, "--resume", "--output", str(tmp_path / "copy"))
+    assert losses(moved) == losses(whole)[8:]
+    shutil.rmtree(tmp_path / "copy" / "checkpoint-12")
+    shutil.rmtree(tmp_path / "copy" / "checkpoint-8" / "tagc")
+    done = attempt(*command, "--resume", "--output", str(tmp_path / "copy"))
+    assert done.returncode != 0
+    assert "TagcCallback(..., resume_from=folder)" in done.stderr
+
+
+def test_accelerate_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="pip install tagc[recipes]")
+    command = [*TORCHRUN, *on_cpu(), recipe("accelerate_fsdp2")]
+    check_fewer_bytes(resumes(tmp_path, *command))
+
+
+def test_accelerate_without_fsdp_is_told_what_to_do() -> None:
+    pytest.importorskip("accelerate", reason="pip install tagc[recipes]")
+    if torch.cuda.is_available():
+        pytest.skip("Accelerate shards on GPUs")
     # Without GPUs Accelerate replicates the model, and tagc says what to do.
     done = attempt(*TORCHRUN, recipe("accelerate_fsdp2"), "--steps", "2", ACCELERATE_USE_CPU="true")
     assert done.returncode != 0
@@ -80,9 +151,18 @@ def test_accelerate() -> None:
     assert "fully_shard" in done.stderr
 
 
-def check_learnt(output: str) -> None:
-    """Less than the loss of a guess, and fewer bytes."""
-    assert losses(output)[-1] < 0.95 * float(torch.tensor(64.0).log())
+def on_cpu() -> list[str]:
+    """What runs a script with an Accelerate that takes FSDP on CPUs; nothing with GPUs."""
+    return [] if torch.cuda.device_count() > 1 else [str(SUPPORT / "accelerate_on_cpu.py")]
+
+
+def check_fewer_bytes(output: str) -> None:
     ratio = re.search(r"([0-9.]+) times fewer", output)
     assert ratio is not None
     assert float(ratio[1]) > 4
+
+
+def check_learnt(output: str) -> None:
+    """Less than the loss of a guess, and fewer bytes."""
+    assert losses(output)[-1] < 0.95 * float(torch.tensor(64.0).log())
+    check_fewer_bytes(output)

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch
 
+from tagc.plots import pyplot
+
 from ..machine import machine
-from ..plots import pyplot
 from .methods import METHODS, QUICK
 from .report import plots, table
 from .sweep import Results, Sweep, make

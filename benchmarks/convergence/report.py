@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..plots import pyplot, save
+from tagc.plots import pyplot, save
+
 from ..records import Record, markdown
 from .methods import BASELINES
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
+from tagc.plots import PlotsUnavailableError
+
 from .. import kernels
 from ..machine import machine
-from ..plots import PlotsUnavailableError
 from ..records import append, read
 from .parts import Part, Running, parts
 from .report import write_report

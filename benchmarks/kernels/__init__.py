@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
+from tagc.plots import pyplot
+
 from ..machine import machine
-from ..plots import pyplot
 from ..records import Record, append
 from ..timing import clock_for
 from .measure import measure, said

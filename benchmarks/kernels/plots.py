@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..plots import pyplot, save
+from tagc.plots import pyplot, save
+
 from ..records import Record
 from .registry import OURS
 from .table import measured

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from tagc.ops import get_ops
+from tagc.plots import pyplot
 
 from ..machine import machine
-from ..plots import pyplot
 from ..records import Record, append
 from .codecs import CODECS, Setting, simulate
 from .gradients import rank_gradients, times_selected

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..plots import pyplot, save
+from tagc.plots import pyplot, save
+
 from ..records import Record, markdown
 
 _COLOURS = (

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from tagc.checkpoint.format import (
+    DENSE,
     StateError,
     StateHeader,
     check_digest,
@@ -74,7 +75,7 @@ class CheckpointFolder:
         if not names:
             raise StateError(
                 f"{folder}: nothing in this checkpoint is called {key!r}; pass load(..., key=...) "
-                "the key of the compressor in the state dict that was saved"
+                f"the key of the compressor in the state dict that was saved. {DENSE}"
             )
         self._names = {
             rank: {name: start + full for name, full in own.items()}

@@ -22,7 +22,7 @@ from tagc.checkpoint.files import (
     write_marker,
     write_rank,
 )
-from tagc.checkpoint.format import Source, StateError
+from tagc.checkpoint.format import DENSE, Source, StateError
 from tagc.checkpoint.state import State
 from tagc.comm import agree_on, gather_by_rank
 from tagc.warn import warn
@@ -45,7 +45,7 @@ def open_folder(folder: Path, key: str) -> Source:
         return CheckpointFolder(folder, key)
     raise StateError(
         f"{folder}: holds no complete save: neither {MARKER}, from compressor.save, nor {INDEX}, "
-        "from torch.distributed.checkpoint"
+        f"from torch.distributed.checkpoint. {DENSE}"
     )
 
 

@@ -22,9 +22,20 @@ FORMAT = 1
 # torch's distributed checkpoints want the shape of a tensor before they read it.
 _ABOUT_BYTES = 2048
 _LONGEST_NAME = 200
-# The first name that torch looks for, and so the one in its message if the state was saved by
-# other ranks or with another policy.
-_ABOUT = "about_if_missing_load_by_tagc_Compressor_load"
+# The first name that torch looks for, and so the one in its message ("Missing key in checkpoint
+# state_dict: ...") if the checkpoint has no such state: the only place for the remedy.
+_ABOUT = (
+    "about. If this is missing from a checkpoint of dense training, leave the compressor's key out "
+    "of what is loaded (nothing is owed yet); from one of other ranks or another policy, load it "
+    "with tagc.compressor(model).load(folder)"
+)
+# As it was called before; such states are still read.
+_FORMER_ABOUT = "about_if_missing_load_by_tagc_Compressor_load"
+DENSE = (
+    "If it is of dense training, without tagc, there is nothing to load: leave this out, and "
+    "training goes on with residuals of zero"
+)
+"""What to do about a checkpoint that has no state."""
 
 
 class StateError(ValueError):
@@ -211,14 +222,14 @@ def split_names(names: object, where: str) -> dict[int, dict[str, str]]:
     for full in names if isinstance(names, list) else []:
         match = _NAME.fullmatch(full) if isinstance(full, str) else None
         if match is None:
-            raise StateError(f"{where}: {full!r:.80} is no name in a state of tagc")
+            raise StateError(f"{where}: {full!r:.80} is no name in a state of tagc. {DENSE}")
         rank = int(match[2])
         if starts.setdefault(rank, match[1]) != match[1]:
             raise StateError(f"{where}: rank {rank} has two states: {starts[rank]}, {match[1]}")
-        name = "" if match[3] == _ABOUT else match[3]
+        name = "" if match[3] in (_ABOUT, _FORMER_ABOUT) else match[3]
         found.setdefault(rank, {})[name] = full
     if not found:
-        raise StateError(f"{where}: there is no state of tagc in it")
+        raise StateError(f"{where}: there is no state of tagc in it. {DENSE}")
     for rank, own in found.items():
         if "" not in own:
             raise StateError(f"{where}: the description of rank {rank} is missing")

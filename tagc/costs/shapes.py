@@ -9,21 +9,15 @@ backward, blocks gather theirs twice a step.
 
 from __future__ import annotations
 
-import importlib
-import json
 import math
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from tagc.plan import UnitInfo, UnitParam
-from tagc.quantities import count
 
 
 class ModelError(ValueError):
@@ -46,10 +40,15 @@ class ParamShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShapes:
-    """A model's parameters and the names of its blocks."""
+    """A model's parameters and the names of its blocks.
+
+    Attributes:
+        source: what was read, for people; empty if that needs no saying.
+    """
 
     params: tuple[ParamShape, ...]
     blocks: tuple[str, ...]
+    source: str = ""
 
     @property
     def numel(self) -> int:
@@ -57,16 +56,16 @@ class ModelShapes:
         return sum(p.numel for p in self.params)
 
     @classmethod
-    def of(cls, model: nn.Module | Mapping[str, Sequence[int]]) -> ModelShapes:
+    def of(cls, model: nn.Module | Mapping[str, Sequence[int]], source: str = "") -> ModelShapes:
         """Of a module (on any device) or of shapes by name."""
         if isinstance(model, nn.Module):
             params = [
                 ParamShape(name=name, shape=tuple(p.shape), trainable=p.requires_grad)
                 for name, p in model.named_parameters()
             ]
-            return cls(params=tuple(params), blocks=tuple(_blocks(model)))
+            return cls(params=tuple(params), blocks=tuple(_blocks(model)), source=source)
         params = [ParamShape(name=name, shape=tuple(shape)) for name, shape in model.items()]
-        return cls(params=tuple(params), blocks=tuple(_numbered([*model])))
+        return cls(params=tuple(params), blocks=tuple(_numbered([*model])), source=source)
 
     def units(
         self,
@@ -142,76 +141,6 @@ def _numbered(names: Sequence[str]) -> list[str]:
         if at is not None:
             found.setdefault(".".join(parts[:at]), {})[".".join(parts[: at + 1])] = None
     return [block for blocks in found.values() if len(blocks) > 1 for block in blocks]
-
-
-def load_model(spec: str) -> ModelShapes:
-    """The model that a command line names.
-
-    Args:
-        spec: a number of parameters, for a synthetic transformer; ``module:function``, the
-            function returning an nn.Module, called without arguments on the meta device; or a
-            JSON file of shapes by name.
-
-    Raises:
-        ModelError: if it names none.
-    """
-    if spec.endswith(".json"):
-        return _from_json(Path(spec))
-    if ":" in spec:
-        return _from_function(spec)
-    try:
-        numel = count(spec)
-    except Exception:
-        raise ModelError(
-            f"no model {spec!r}: give a number of parameters (7e9), module:function (a function "
-            "without arguments that returns an nn.Module), or a JSON file of shapes by name"
-        ) from None
-    return synthetic(numel)
-
-
-def _from_json(path: Path) -> ModelShapes:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read shapes from {path}: {error}") from None
-    if not isinstance(data, dict) or not data or not all(map(_is_shape, data.values())):
-        raise ModelError(
-            f"{path} holds no shapes: write an object of parameter names and their shapes, such "
-            'as {"lm_head.weight": [32000, 4096]}'
-        )
-    return ModelShapes.of(data)
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n > 0 for n in value)
-
-
-def _from_function(spec: str) -> ModelShapes:
-    module_name, _, name = spec.partition(":")
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # as `python -m` would have it
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ModelError(
-            f"cannot import module {module_name!r} of {spec!r}: {error}. Run the command in the "
-            "folder of the module, or set PYTHONPATH"
-        ) from error
-    make = getattr(module, name, None)
-    if not callable(make):
-        raise ModelError(f"module {module_name!r} has no function {name!r}")
-    try:
-        with torch.device("meta"):
-            model = cast(Callable[[], object], make)()
-    except Exception as error:
-        raise ModelError(
-            f"{spec} failed on the meta device: {type(error).__name__}: {error}. It must return a "
-            "model when called without arguments"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{spec} returned {type(model).__name__}, not an nn.Module")
-    return ModelShapes.of(model)
 
 
 # Of the published sizes of decoder-only models between 1e9 and 1e11 parameters, width over layers

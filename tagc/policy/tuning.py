@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tagc.codecs.config import Strict
+from tagc.codecs.config import Strict, unit
 
-Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=0, allow_inf_nan=False), unit("times dense's")]
 
 
 class Tuning(Strict):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tagc.costs import ModelShapes
-from tagc.costs.shapes import load_model, synthetic
+from tagc.costs.models import load_model
+from tagc.costs.shapes import synthetic
 
 
 @pytest.mark.parametrize("numel", [100_000, 1_300_000, 10_000_000, 7_000_000_000, 70 * 10**9])

@@ -1,0 +1,62 @@
+"""A model that a function makes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from tagc.costs.shapes import ModelError, ModelShapes
+
+
+def from_function(spec: str) -> ModelShapes:
+    """What ``module:function`` returns, called without arguments on the meta device: an nn.Module,
+    or a state dict, whose floating-point tensors are the parameters.
+
+    Raises:
+        ModelError: if there is no such function, or it fails or returns something else.
+    """
+    module_name, _, name = spec.partition(":")
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python -m` would have it
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ModelError(
+            f"cannot import module {module_name!r} of {spec!r}: {error}. Run the command in the "
+            "folder of the module, or set PYTHONPATH"
+        ) from error
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise ModelError(f"module {module_name!r} has no function {name!r}")
+    try:
+        with torch.device("meta"):
+            model = cast(Callable[[], object], make)()
+    except Exception as error:
+        raise ModelError(
+            f"{spec} failed on the meta device: {type(error).__name__}: {error}. It must return a "
+            "model when called without arguments"
+        ) from error
+    if isinstance(model, nn.Module):
+        return ModelShapes.of(model)
+    if isinstance(model, Mapping) and model and all(isinstance(v, Tensor) for v in model.values()):
+        return ModelShapes.of(_parameters(model))
+    raise ModelError(
+        f"{spec} returned {type(model).__name__}, neither an nn.Module nor a state dict of tensors"
+    )
+
+
+def _parameters(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name; of a tensor with several names, as tied weights have them, the first."""
+    first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in state.items()
+        if tensor.is_floating_point() and first[id(tensor)] == name
+    }

@@ -1,0 +1,151 @@
+"""Shapes from the headers of safetensors files: a length of 8 bytes and so much JSON, however large
+the file (https://github.com/huggingface/safetensors, "Format")."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tagc.costs.shapes import ModelError, ModelShapes
+
+INDEX = "weight_map"
+"""What the index of several files has."""
+_LONGEST_HEADER = 100_000_000  # what the format allows
+_TRAINED = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    dtype: str
+    shape: tuple[int, ...]
+    size: int  # bytes
+
+
+def from_file(path: Path) -> ModelShapes:
+    """A model in one file.
+
+    Raises:
+        ModelError: if it is not valid, or most of it is not what is trained.
+    """
+    return _shapes(_read(path), path.name)
+
+
+def from_index(path: Path, index: Mapping[str, Any]) -> ModelShapes:
+    """A model in several files, of which an index says which tensor is where.
+
+    Args:
+        index: what ``path`` holds.
+
+    Raises:
+        ModelError: if a file is missing or has not the tensors that it should, or as
+            :func:`from_file`.
+    """
+    where = index.get(INDEX)
+    if (
+        not isinstance(where, dict)
+        or not where
+        or not all(isinstance(f, str) for f in where.values())
+    ):
+        raise ModelError(f"{path}: {INDEX} is no object of tensors' names and their files")
+    files = {name: _read(path.parent / Path(name).name) for name in dict.fromkeys(where.values())}
+    lost = [f"{name} in {file}" for name, file in where.items() if name not in files[file]]
+    if lost:
+        raise ModelError(f"{path}: there is no {lost[0]}, which the index names")
+    tensors = {name: files[file][name] for name, file in where.items()}
+    return _shapes(tensors, f"{path.name} of {len(files)} files")
+
+
+def from_folder(folder: Path) -> ModelShapes | None:
+    """The model whose safetensors files a folder has; None if it has none.
+
+    Raises:
+        ModelError: if there are several models, or as :func:`from_file`.
+    """
+    indices, files = (sorted(folder.glob(f"*.safetensors{s}")) for s in (".index.json", ""))
+    named = [folder / f"model.safetensors{suffix}" for suffix in (".index.json", "")]
+    found = [path for path in named if path in (*indices, *files)] or indices or files
+    if not found:
+        return None
+    if len(found) > 1 and found[0] not in named:
+        names = ", ".join(path.name for path in found[:3])
+        raise ModelError(
+            f"{folder} has several safetensors files without an index: name one ({names})"
+        )
+    if found[0].suffix == ".safetensors":
+        return from_file(found[0])
+    return from_index(found[0], _parse(found[0].read_bytes(), found[0]))
+
+
+def _shapes(tensors: Mapping[str, _Tensor], source: str) -> ModelShapes:
+    """Of the floating-point tensors; others are buffers, or the codes of quantized weights."""
+    total = sum(tensor.size for tensor in tensors.values())
+    trained = {name: tensor for name, tensor in tensors.items() if tensor.dtype in _TRAINED}
+    if 2 * sum(tensor.size for tensor in trained.values()) < total:
+        kinds = ", ".join(sorted({t.dtype for t in tensors.values()} - set(_TRAINED)))
+        raise ModelError(
+            f"{source}: most of it is {kinds}, as in a quantized checkpoint, and not what is "
+            "trained: give the model's config.json"
+        )
+    dtypes = Counter[str]()
+    for tensor in trained.values():
+        dtypes[tensor.dtype] += tensor.size
+    left = len(tensors) - len(trained)
+    said = f"{source}, {'/'.join(dtype for dtype, _ in dtypes.most_common())}"
+    if left:
+        said += f", {left} tensors left out that are not floating point"
+    # Files do not say in which order modules have their parameters, which decides which of them lie
+    # side by side in FSDP's buffers: bytes may differ from the model's by a block here or there.
+    names = sorted(trained, key=_numbers_as_such)
+    return ModelShapes.of({name: trained[name].shape for name in names}, said)
+
+
+def _numbers_as_such(name: str) -> list[tuple[int, str]]:
+    """A key by which ``layers.2`` comes before ``layers.10``."""
+    parts = re.split("([0-9]+)", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+def _read(path: Path) -> dict[str, _Tensor]:
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            if start == b"version ":
+                raise ModelError(f"{path} is a pointer of git-lfs, not the file: run git lfs pull")
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LONGEST_HEADER + 1
+            content = file.read(length) if length <= _LONGEST_HEADER else b""
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from None
+    if len(content) != length:
+        raise ModelError(f"{path} is no safetensors file, or cut off: its header is not there")
+    header = _parse(content, path)
+    return {
+        name: _tensor(said, name, path) for name, said in header.items() if name != "__metadata__"
+    }
+
+
+def _parse(content: bytes, path: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is no safetensors file or index: {error}") from None
+    if not isinstance(parsed, dict) or not parsed:
+        raise ModelError(f"{path} names no tensors")
+    return parsed
+
+
+def _tensor(said: Any, name: str, path: Path) -> _Tensor:
+    wrong = ModelError(f"{path}: {name!r:.80} has no valid dtype, shape and offsets")
+    try:
+        shape, (begin, end), dtype = tuple(said["shape"]), said["data_offsets"], said["dtype"]
+    except (TypeError, KeyError, ValueError):
+        raise wrong from None
+    numbers = (*shape, begin, end)
+    if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in numbers):
+        raise wrong
+    return _Tensor(dtype, shape, end - begin)

@@ -1,0 +1,79 @@
+"""Lightning Fabric: its strategy for FSDP2, with compression."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from tagc.integrations.optional import missing
+from tagc.integrations.sharded import load_all, residual_folder, save_all
+from tagc.wrapper import wrap
+
+try:
+    from lightning.fabric.strategies import ModelParallelStrategy  # pyright: ignore
+except ImportError as error:
+    raise missing("lightning", error) from error
+
+
+class TagcStrategy(ModelParallelStrategy):
+    """``ModelParallelStrategy``, which wraps what its ``parallelize_fn`` has sharded, and whose
+    checkpoints (``fabric.save``, ``fabric.load``) carry the residuals of every wrapped model::
+
+        Fabric(strategy=TagcStrategy(shard, policy="hybrid", data_parallel_size=8, ...))
+
+    They are in the folder ``tagc`` of a distributed checkpoint, and in ``NAME.tagc`` beside one
+    that is a single file. A checkpoint without them is loaded with a warning.
+    """
+
+    def __init__(
+        self,
+        parallelize_fn: Any,
+        *args: Any,
+        policy: Any = None,
+        tagc_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            parallelize_fn, args, kwargs: of ``ModelParallelStrategy``.
+            policy: see :func:`tagc.wrap`.
+            tagc_options: what else :func:`tagc.wrap` takes.
+        """
+        super().__init__(parallelize_fn, *args, **kwargs)
+        self._policy, self._tagc_options = policy, dict(tagc_options or {})
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard and wrap. (Not in ``parallelize_fn``: a model made on the meta device gets its
+        memory only after that.)
+
+        Raises:
+            ValueError, tagc.PolicyError, RuntimeError: see :func:`tagc.wrap`.
+        """
+        return wrap(super().setup_module(module), self._policy, **self._tagc_options)
+
+    def save_checkpoint(
+        self, path: str | os.PathLike[str], state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """As ``ModelParallelStrategy`` does it, and the residuals; on all ranks."""
+        super().save_checkpoint(path, state, *args, **kwargs)
+        save_all(_modules(state), self._folder(path))
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], state: Any = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As ``ModelParallelStrategy`` does it, and the residuals; on all ranks."""
+        left = super().load_checkpoint(path, state, *args, **kwargs)
+        if isinstance(state, dict):
+            load_all(_modules(state), self._folder(path))
+        return left
+
+    def _folder(self, path: str | os.PathLike[str]) -> Any:
+        # Ranks may have been given paths of their own, as names with a time in them.
+        return residual_folder(self.broadcast(path), distributed=self._save_distributed_checkpoint)
+
+
+def _modules(state: Mapping[str, Any]) -> dict[str, nn.Module]:
+    return {name: value for name, value in state.items() if isinstance(value, nn.Module)}

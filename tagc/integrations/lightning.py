@@ -1,0 +1,97 @@
+"""Lightning's Trainer: its strategy for FSDP2, with compression.
+
+A strategy and not a callback: callbacks are never told where a checkpoint goes, and what they add
+to one is saved by rank 0 alone, while residuals differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from tagc.handle import attached
+from tagc.integrations.optional import missing
+from tagc.integrations.sharded import load_all, remove, residual_folder, save_all
+from tagc.wrapper import wrap
+
+try:
+    from lightning.pytorch.strategies import ModelParallelStrategy  # pyright: ignore
+    from lightning.pytorch.trainer.states import TrainerFn  # pyright: ignore
+except ImportError as error:
+    raise missing("lightning", error) from error
+
+
+class TagcStrategy(ModelParallelStrategy):
+    """``ModelParallelStrategy``, which wraps what ``configure_model`` has sharded when ``fit``
+    begins, and whose checkpoints carry the residuals::
+
+        Trainer(strategy=TagcStrategy(policy="hybrid", data_parallel_size=8, ...))
+
+    They are in the folder ``tagc`` of a distributed checkpoint, and in ``NAME.tagc`` beside one
+    that is a single file; weights alone (``save_weights_only``) have none. A checkpoint without
+    them is loaded with a warning.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        policy: Any = None,
+        tagc_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            args, kwargs: of ``ModelParallelStrategy``.
+            policy: see :func:`tagc.wrap`.
+            tagc_options: what else :func:`tagc.wrap` takes.
+        """
+        super().__init__(*args, **kwargs)
+        self._policy, self._tagc_options = policy, dict(tagc_options or {})
+
+    def setup(self, trainer: Any) -> None:
+        """As ``ModelParallelStrategy`` does it; then, to fit, wrap the model.
+
+        Raises:
+            ValueError, tagc.PolicyError, RuntimeError: see :func:`tagc.wrap`.
+        """
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and attached(self._wrapped) is None:
+            wrap(self._wrapped, self._policy, **self._tagc_options)
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As ``ModelParallelStrategy`` does it, and the residuals; on all ranks."""
+        resumable = "optimizer_states" in checkpoint
+        super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
+        if resumable:
+            save_all({"model": self._wrapped}, self._folder(self.broadcast(filepath)))
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As ``ModelParallelStrategy`` does it, and the residuals; on all ranks."""
+        loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        load_all({"model": self._wrapped}, self._folder(self.broadcast(checkpoint_path)))
+        return loaded
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """As ``ModelParallelStrategy`` does it, and the residuals with it."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            remove(self._folder(filepath))
+
+    @property
+    def _wrapped(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
+
+    def _folder(self, path: str | os.PathLike[str]) -> Any:
+        return residual_folder(path, distributed=self._save_distributed_checkpoint)

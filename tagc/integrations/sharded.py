@@ -1,0 +1,37 @@
+"""What the strategies for Lightning Fabric and for Lightning's Trainer share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from torch import nn
+
+from tagc.handle import attached
+from tagc.integrations.residuals import FOLDER, load_residuals, save_residuals
+
+
+def residual_folder(checkpoint: str | os.PathLike[str], *, distributed: bool) -> Path:
+    """Where the residuals of a checkpoint are: inside of it, if it is a folder, else beside it."""
+    return Path(checkpoint) / FOLDER if distributed else Path(f"{os.fspath(checkpoint)}.{FOLDER}")
+
+
+def save_all(models: dict[str, nn.Module], folder: Path) -> None:
+    """Save the residuals of those models that are wrapped, each by its name; on all ranks."""
+    for name, model in models.items():
+        if attached(model) is not None:
+            save_residuals(model, folder / name)
+
+
+def load_all(models: dict[str, nn.Module], folder: Path) -> None:
+    """Load them again; on all ranks."""
+    for name, model in models.items():
+        if attached(model) is not None:
+            load_residuals(model, lambda name=name: folder / name)
+
+
+def remove(folder: Path) -> None:
+    """Delete the residuals of a checkpoint that is deleted."""
+    if folder.exists():
+        shutil.rmtree(folder)

@@ -1,0 +1,103 @@
+"""Hugging Face transformers: a callback for its ``Trainer`` with FSDP2."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tagc.handle import attached, compressor
+from tagc.integrations.optional import missing
+from tagc.integrations.residuals import FOLDER, load_residuals, save_residuals
+from tagc.wrapper import wrap
+
+try:
+    from transformers import TrainerCallback  # pyright: ignore
+except ImportError as error:
+    raise missing("transformers", error) from error
+
+
+# In `trainer_state.json`, where the Trainer keeps the states of callbacks by their names. It is not
+# the callback's own name: the Trainer would make a new one of what it finds there.
+_KEY = "tagc"
+
+
+class TagcCallback(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
+    """Wraps the model when training begins, after Accelerate has sharded it; saves its residuals
+    with every checkpoint, in its folder ``tagc``, and loads them where the Trainer resumes::
+
+        Trainer(..., callbacks=[TagcCallback("hybrid")])
+
+    The Trainer must shard with FSDP2 (``fsdp="full_shard", fsdp_config={"fsdp_version": 2, ...}``).
+    """
+
+    def __init__(
+        self,
+        policy: Any = None,
+        *,
+        resume_from: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            policy, options: see :func:`tagc.wrap`.
+            resume_from: the checkpoint that training resumes from, if it was moved: the Trainer
+                tells callbacks no more than its step. By default it is looked for where
+                ``TrainingArguments.resume_from_checkpoint`` says, where it was saved, and in
+                ``output_dir``.
+        """
+        self.policy, self.resume_from, self.options = policy, resume_from, options
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wrap, and load what was owed if this is a resumed run.
+
+        Raises:
+            FileNotFoundError: if the checkpoint had residuals, and they are not found.
+            ValueError, tagc.PolicyError, tagc.StateError, RuntimeError: see :func:`tagc.wrap` and
+                :meth:`tagc.Compressor.load`.
+        """
+        model = kwargs["model"]
+        if attached(model) is None:
+            wrap(model, self.policy, **self.options)
+        if state.global_step:
+            load_residuals(model, lambda: self._folder_of(args, state))
+        state.stateful_callbacks[_KEY] = {"saved_to": os.path.abspath(args.output_dir)}
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the residuals into the checkpoint that the Trainer has just written.
+
+        Raises:
+            OSError, tagc.StateError, RuntimeError: see :meth:`tagc.Compressor.save`.
+        """
+        if not args.save_only_model:
+            save_residuals(kwargs["model"], _checkpoint(args.output_dir, state) / FOLDER)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell what compresses parameters that ``load_best_model_at_end`` may have changed them."""
+        compressor(kwargs["model"]).refresh()
+
+    def _folder_of(self, args: Any, state: Any) -> Path:
+        """Of the residuals in the checkpoint that training resumes from."""
+        said = state.stateful_callbacks.get(_KEY)
+        folders = [] if said is None else [said["saved_to"]]
+        places = [_checkpoint(folder, state) for folder in (*folders, args.output_dir)]
+        if isinstance(args.resume_from_checkpoint, str):
+            places.insert(0, Path(args.resume_from_checkpoint))
+        if self.resume_from is not None:
+            places = [Path(self.resume_from)]
+        places = list(dict.fromkeys(place / FOLDER for place in places))
+        if said is None:  # a checkpoint of training without this callback
+            return places[0]
+        found = next((place for place in places if place.exists()), None)
+        if found is None:
+            looked = " nor in ".join(map(str, places))
+            raise FileNotFoundError(
+                f"the checkpoint of step {state.global_step} was saved with residuals of tagc, "
+                f"which are not in {looked}: say where the checkpoint is, "
+                "TagcCallback(..., resume_from=folder)"
+            )
+        return found
+
+
+def _checkpoint(output_dir: str, state: Any) -> Path:
+    return Path(output_dir) / f"checkpoint-{state.global_step}"

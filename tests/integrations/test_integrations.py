@@ -1,0 +1,316 @@
+"""The integrations with stand-ins for the trainers; `tests/test_recipes.py` has the trainers."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+import tagc
+from support.distributed import on_ranks
+from support.exact import equal
+from support.states import POLICIES, run, shared_folder, wrapped
+from tagc.integrations import accelerate, residuals, torchtitan
+from tagc.integrations.sharded import residual_folder
+
+HERE = "tagc.integrations."
+
+
+class Calls(list):
+    """What was wrapped, saved and loaded, in order."""
+
+    def add(self, name: str, result: Any = None) -> Any:
+        def note(model: Any, what: Any = None, *args: Any, **options: Any) -> Any:
+            what = what() if name == "load" else what  # which says where from
+            self.append((name, what, options) if options else (name, what))
+            return model if result is None else result
+
+        return note
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Installed where integrations look: no model is wrapped, nothing is written."""
+    noted = Calls()
+    monkeypatch.setattr("tagc.wrapper.wrap", noted.add("wrap"))
+    for module in (accelerate, torchtitan):
+        name = "wrap_model" if module is accelerate else "wrap"
+        monkeypatch.setattr(module, name, noted.add("wrap"))
+    for place in (residuals, accelerate):
+        monkeypatch.setattr(place, "save_residuals", noted.add("save"))
+        monkeypatch.setattr(place, "load_residuals", noted.add("load", True))
+    return noted
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, name: str, **others: ModuleType | None) -> Any:
+    """An integration, imported anew with stand-ins for other packages; None is not installed."""
+    for other, module in others.items():
+        monkeypatch.setitem(sys.modules, other.replace("__", "."), module)  # type: ignore[arg-type]
+    for module in ("sharded", name):
+        monkeypatch.delitem(sys.modules, HERE + module, raising=False)
+    return importlib.import_module(HERE + name)
+
+
+def module(**names: Any) -> Any:
+    made = ModuleType("stand-in")
+    vars(made).update(names)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("transformers", "transformers"), ("fabric", "lightning"), ("lightning", "lightning")],
+)
+def test_what_is_not_installed_is_named_with_its_command(
+    monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    loaded = [key for key in sys.modules if key == package or key.startswith(f"{package}.")]
+    for key in loaded:
+        monkeypatch.delitem(sys.modules, key)
+    with pytest.raises(ModuleNotFoundError, match=f"pip install {package}"):
+        imported(monkeypatch, name, **{package: None})
+
+
+# transformers
+
+
+class Trainer:
+    """Of transformers, as its callbacks see it."""
+
+    def __init__(self, callback: Any, output_dir: Path, *, state: Any = None, **args: Any) -> None:
+        self.callback = callback
+        about = {"save_only_model": False, "resume_from_checkpoint": None, **args}
+        self.args = SimpleNamespace(output_dir=str(output_dir), **about)
+        self.state = state or SimpleNamespace(global_step=0, stateful_callbacks={})
+        self.model = nn.Module()
+
+    def call(self, event: str) -> None:
+        getattr(self.callback, event)(self.args, self.state, None, model=self.model)
+
+
+@pytest.fixture
+def callback(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Any:
+    stand_in = module(TrainerCallback=object)
+    return imported(monkeypatch, "transformers", transformers=stand_in).TagcCallback
+
+
+def test_the_callback_wraps_saves_and_loads(callback: Any, calls: Calls, tmp_path: Path) -> None:
+    trainer = Trainer(callback("hybrid", hosts=None), tmp_path)
+    trainer.call("on_train_begin")
+    assert calls == [("wrap", "hybrid", {"hosts": None})]
+    trainer.state.global_step = 5
+    trainer.call("on_save")
+    saved = tmp_path / "checkpoint-5" / "tagc"
+    assert calls[1:] == [("save", saved)]
+    saved.mkdir(parents=True)
+
+    # Resumed with another output folder: the checkpoint says where it was saved.
+    again = Trainer(callback(), tmp_path / "other", state=trainer.state)
+    again.call("on_train_begin")
+    assert calls[2:] == [("wrap", "auto"), ("load", saved)]
+    trainer.args.save_only_model = True
+    trainer.call("on_save")
+    assert len(calls) == 4
+
+
+def test_the_callback_looks_where_the_user_says(
+    callback: Any, calls: Calls, tmp_path: Path
+) -> None:
+    state = SimpleNamespace(global_step=5, stateful_callbacks={"tagc": {"saved_to": "/gone"}})
+    missing = Trainer(callback(), tmp_path, state=state)
+    with pytest.raises(FileNotFoundError, match=r"/gone.* nor in .*resume_from=folder"):
+        missing.call("on_train_begin")
+    for name in ("moved", "given"):
+        (tmp_path / name / "tagc").mkdir(parents=True)
+    state.stateful_callbacks = {"tagc": {"saved_to": "/gone"}}
+    moved = Trainer(callback(resume_from=tmp_path / "moved"), tmp_path, state=state)
+    moved.call("on_train_begin")
+    assert calls[-1] == ("load", tmp_path / "moved" / "tagc")
+    state.stateful_callbacks = {"tagc": {"saved_to": "/gone"}}
+    path = str(tmp_path / "given")
+    Trainer(callback(), tmp_path, state=state, resume_from_checkpoint=path).call("on_train_begin")
+    assert calls[-1] == ("load", tmp_path / "given" / "tagc")
+
+
+def test_the_callback_goes_on_from_a_dense_checkpoint(
+    callback: Any, calls: Calls, tmp_path: Path
+) -> None:
+    state = SimpleNamespace(global_step=5, stateful_callbacks={})
+    Trainer(callback(), tmp_path, state=state).call("on_train_begin")
+    # It is there that nothing is found, and that a warning says so.
+    assert calls[-1] == ("load", tmp_path / "checkpoint-5" / "tagc")
+
+
+# Accelerate
+
+
+def test_accelerates_hooks_save_and_load(calls: Calls) -> None:
+    hooks: list[Any] = []
+    accelerator = SimpleNamespace(
+        register_save_state_pre_hook=hooks.append, register_load_state_pre_hook=hooks.append
+    )
+    model = nn.Module()
+    assert accelerate.wrap(accelerator, model, "hybrid", folder="tagc_1") is model
+    save, load = hooks
+    save([model], [], "there")
+    load([], "there")
+    folder = Path("there/tagc_1")
+    assert calls == [("wrap", "hybrid"), ("save", folder), ("load", folder)]
+
+
+# Lightning
+
+
+class ModelParallelStrategy:
+    """Lightning's, of both kinds, as far as they are used."""
+
+    is_global_zero = True
+
+    def __init__(self, parallelize_fn: Any = None, *, save_distributed_checkpoint: bool = True):
+        self.model: Any = nn.Module()
+        self.parallelize_fn = parallelize_fn
+        self._save_distributed_checkpoint = save_distributed_checkpoint
+
+    def broadcast(self, path: Any) -> Any:
+        return path
+
+    def setup(self, trainer: Any) -> None:
+        pass
+
+    def setup_module(self, module: Any) -> Any:
+        return self.parallelize_fn(module, "mesh")
+
+    def save_checkpoint(self, *args: Any) -> None:
+        args[0].pop("optimizer_states", None) if isinstance(args[0], dict) else None
+
+    def load_checkpoint(self, path: Any, state: Any = None) -> dict:
+        return {"left": 1}
+
+    def remove_checkpoint(self, path: Any) -> None:
+        pass
+
+
+def strategy(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
+    stand_in = module(ModelParallelStrategy=ModelParallelStrategy)
+    states = module(TrainerFn=SimpleNamespace(FITTING="fit"))
+    sharded = {
+        "lightning__fabric__strategies": stand_in,
+        "lightning__pytorch__strategies": stand_in,
+        "lightning__pytorch__trainer__states": states,
+    }
+    parents = (
+        "lightning",
+        "lightning__fabric",
+        "lightning__pytorch",
+        "lightning__pytorch__trainer",
+    )
+    made = imported(monkeypatch, name, **dict.fromkeys(parents, module()), **sharded)
+    place = importlib.import_module(HERE + "sharded")
+    monkeypatch.setattr(place, "attached", lambda model: model if calls else None)
+    return made.TagcStrategy
+
+
+def test_fabrics_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path) -> None:
+    made = strategy(monkeypatch, "fabric", calls)
+    model = nn.Module()
+    its = made(lambda model, mesh: model, policy="hybrid", tagc_options={"hosts": None})
+    assert its.setup_module(model) is model
+    its.save_checkpoint(tmp_path, {"model": model, "step": 3})
+    assert its.load_checkpoint(tmp_path, {"model": model}) == {"left": 1}
+    folder = tmp_path / "tagc" / "model"
+    assert calls == [("wrap", "hybrid", {"hosts": None}), ("save", folder), ("load", folder)]
+    its.load_checkpoint(tmp_path, model)  # weights alone
+    assert len(calls) == 3
+
+
+def test_lightnings_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path) -> None:
+    made = strategy(monkeypatch, "lightning", calls)
+    its = made(policy="hybrid", save_distributed_checkpoint=False)
+    its.setup(SimpleNamespace(state=SimpleNamespace(fn="validate")))
+    assert calls == []
+    its.setup(SimpleNamespace(state=SimpleNamespace(fn="fit")))
+    file, folder = tmp_path / "last.ckpt", tmp_path / "last.ckpt.tagc" / "model"
+    its.save_checkpoint({"state_dict": {}, "optimizer_states": []}, file)
+    its.save_checkpoint({"state_dict": {}}, file)  # weights alone
+    its.load_checkpoint(file)
+    assert calls == [("wrap", "hybrid"), ("save", folder), ("load", folder)]
+    folder.mkdir(parents=True)
+    its.remove_checkpoint(file)
+    assert not folder.parent.exists()
+    assert residual_folder(file, distributed=True) == file / "tagc"
+
+
+# torchtitan
+
+
+def test_torchtitans_trainer(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchtitan, "compressor", lambda model: ("compressor of", model))
+    parts = [nn.Module(), nn.Module()]
+    trainer = SimpleNamespace(model_parts=parts, checkpointer=SimpleNamespace(states={"model": 1}))
+    assert torchtitan.compress(trainer, "hybrid") is trainer
+    assert calls == [("wrap", "hybrid"), ("wrap", "hybrid")]
+    expected = {"tagc": ("compressor of", parts[0]), "tagc_1": ("compressor of", parts[1])}
+    assert trainer.checkpointer.states == {"model": 1, **expected}
+    with pytest.raises(ValueError, match="already have 'tagc'"):
+        torchtitan.compress(trainer)
+    with pytest.raises(ValueError, match=r"needs model_parts.*Call tagc\.wrap"):
+        torchtitan.compress(SimpleNamespace(model=nn.Module()))
+
+
+# Residuals beside a checkpoint
+
+
+class Handle:
+    """A compressor that notes what it is asked for."""
+
+    groups = ()
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.asked.append((name, *args))
+
+
+def test_a_checkpoint_without_residuals_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = Handle()
+    monkeypatch.setattr(residuals, "compressor", lambda model: handle)
+    with pytest.warns(match=r"none does not exist.*without tagc: residuals stay as they are"):
+        assert not residuals.load_residuals(nn.Module(), lambda: tmp_path / "none")
+    assert residuals.load_residuals(nn.Module(), lambda: tmp_path)
+    assert handle.asked == [("refresh",), ("load", tmp_path)]
+
+
+def test_only_wrapped_models_have_any() -> None:
+    with pytest.raises(ValueError, match="not wrapped"):
+        residuals.save_residuals(nn.Module(), "there")
+
+
+@on_ranks(2)
+def test_ranks_load_together_or_not_at_all(rank: int, world_size: int) -> None:
+    model = wrapped(POLICIES["packed"])
+    run(model, rank, range(2))
+    with shared_folder() as folder:
+        residuals.save_residuals(model, folder / "tagc")
+        before = tagc.compressor(model).state_dict()
+
+        def find() -> Path:
+            if rank == 1:
+                raise FileNotFoundError("there is no such checkpoint")
+            return folder / "tagc"
+
+        expected = FileNotFoundError if rank == 1 else RuntimeError
+        with pytest.raises(expected, match="there is no such checkpoint"):
+            residuals.load_residuals(model, find)
+        with pytest.raises(RuntimeError, match=r"does not exist.*All ranks must share the folder"):
+            residuals.load_residuals(model, lambda: folder / ("tagc" if rank == 0 else "none"))
+        run(model, rank, range(2, 3))
+        assert residuals.load_residuals(model, lambda: folder / "tagc")
+        equal(tagc.compressor(model).state_dict(), before)
