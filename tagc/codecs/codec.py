@@ -167,6 +167,11 @@ class Codec(Generic[P]):
         """
         raise NotImplementedError
 
+    def cannot_carry(self, received: Tensor) -> Tensor | None:
+        """Whether any of the messages ``[W, words]`` int32 is about values that this codec loses,
+        not finite or at the edge of their dtype; boolean, ``[]``. None if it carries all."""
+        return None
+
     def after_dense(self, out: Tensor) -> None:
         """After a dense reduction to ``out`` ``[S]``, in the warm-up: let what owners keep follow,
         and write to ``out`` what the optimizer gets."""

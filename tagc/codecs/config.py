@@ -4,6 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tagc.codecs.special import Special
+
 Density = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Steps = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Block = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -35,6 +37,10 @@ class CodecConfig(Strict):
     @property
     def needs_matrices(self) -> bool:
         """Whether it has rows and columns to scale, so that its segments consist of matrices."""
+        return False
+
+    def carries(self, special: Special) -> bool:
+        """Whether frozen parameters with such values come out of an all-gather as they were."""
         return False
 
     @property

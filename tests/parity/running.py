@@ -43,9 +43,7 @@ def run(selected: Sequence[Case], default_dtype: str = "float32") -> dict[Case, 
     by_ranks = sorted(selected, key=lambda case: case.ranks)
     for ranks, some in groupby(by_ranks, key=lambda case: case.ranks):
         here = list(some)
-        answers = run_ranks(
-            run_on_a_rank, ranks, here, default_dtype, timeout=30 + 3 * len(here)
-        )
+        answers = run_ranks(run_on_a_rank, ranks, here, default_dtype, timeout=30 + 3 * len(here))
         for case, said in zip(here, zip(*answers, strict=True), strict=True):
             worst = [o for o in said if o.kind == "failed"] or list(said)
             outcomes[case] = worst[0]

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from tagc.codecs.config import Block, CodecConfig
+from tagc.codecs.special import Special
 
 
 class DeltaConfig(CodecConfig):
@@ -17,6 +18,10 @@ class DeltaConfig(CodecConfig):
     kind: Literal["delta"] = "delta"
     bits: Literal[1, 2, 4, 8] = 4
     block: Block = 256
+
+    def carries(self, special: Special) -> bool:
+        """See :meth:`CodecConfig.carries`: they go whole once, and do not change."""
+        return True
 
     @property
     def needs_matrices(self) -> bool:
