@@ -113,6 +113,7 @@ class Codec(Generic[P]):
                 plan.feedback,
                 destinations=setup.destinations,
                 columns=segment.stop - segment.start,
+                overshoot=plan.overshoot,
                 ops=setup.ops,
                 device=setup.device,
             )

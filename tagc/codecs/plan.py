@@ -48,6 +48,13 @@ class CodecPlan:
         return 1.0
 
     @property
+    def overshoot(self) -> float:
+        """By how much a sum may exceed, relative to the largest magnitudes of what ranks add up,
+        what an exact sum of gradients would be: by codes that round up, in this message and in the
+        one whose residual it carries, and by scales."""
+        return 2**-8
+
+    @property
     def cells(self) -> int:
         """32-bit words per destination that are summed on the way, besides the message; an owner
         then decodes one sum, and not what every rank sent."""

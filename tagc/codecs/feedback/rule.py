@@ -78,6 +78,11 @@ class FeedbackRule:
         """What a gradient is multiplied by before the codec selects from it."""
         return 1.0
 
+    @property
+    def gain(self) -> float:
+        """By what factor :meth:`after` may hand out more than any sum that came in."""
+        return 1.0
+
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of what :meth:`before` returns for a gradient of ``dtype``."""
         return dtype

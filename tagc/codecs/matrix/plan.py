@@ -37,6 +37,12 @@ class MatrixPlan(CodecPlan):
         return self.layouts[0].bits / self.layouts[0].group
 
     @property
+    def overshoot(self) -> float:
+        """See :attr:`CodecPlan.overshoot`: codes have no zero, and stand for values that may be
+        twice the element that they are sent for."""
+        return 1.0
+
+    @property
     def words(self) -> int:
         """Scales and codes of all of them."""
         return sum(layout.words for layout in self.layouts)

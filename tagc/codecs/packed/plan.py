@@ -24,6 +24,12 @@ class PackedPlan(SelectingPlan):
         return f"packed int{self.layout.values.bits}{group}{' shared' if self.shared else ''}"
 
     @property
+    def overshoot(self) -> float:
+        """See :attr:`CodecPlan.overshoot`: half a step each, and a scale's rounding. (What waited
+        for several steps and is then sent may exceed more.)"""
+        return 1 / self.layout.values.levels + 2**-8
+
+    @property
     def words(self) -> int:
         """Header, index, values."""
         return self.layout.words

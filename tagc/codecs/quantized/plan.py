@@ -27,6 +27,11 @@ class QuantizedPlan(CodecPlan):
         return self.keep_for_backward
 
     @property
+    def overshoot(self) -> float:
+        """See :attr:`CodecPlan.overshoot`: half a step each, and a scale's rounding."""
+        return 1 / self.layout.levels + 2**-8
+
+    @property
     def words(self) -> int:
         """Scales and codes."""
         return self.layout.words

@@ -34,6 +34,14 @@ class SketchPlan(SelectingPlan):
         return f"sketch {self.symbol.name}{' shared' if self.shared else ''}"
 
     @property
+    def overshoot(self) -> float:
+        """See :attr:`CodecPlan.overshoot`: half a step each, of an element at the threshold. (What
+        waited for several steps and is then sent may exceed more.)"""
+        if not self.symbol.integer:
+            return 2**-8
+        return min(1.0, 2.0 ** -self.symbol.step_shift(self.levels)) + 2**-8
+
+    @property
     def words(self) -> int:
         """The index, or the owner's next choice in its place."""
         return self.layout.index_words
