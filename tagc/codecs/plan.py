@@ -86,6 +86,16 @@ class CodecPlan:
         to add it to."""
         return False
 
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """At most, what operators take for a moment beside their arguments, to encode for so many
+        destinations or to decode what came from so many sources.
+
+        Args:
+            reference: whether they are the eager reference, whose numbers here were measured
+                (``tests/fsdp/test_moments.py``).
+        """
+        return 0
+
     def used_words(self, columns: int) -> int:
         """Words that matter to an owner whose shard fills only the first ``columns`` of the
         segment's (in FSDP1's flat buffer); the others need not be sent."""

@@ -33,6 +33,7 @@ class Plan:
         notes: what ``codec: auto`` was decided by, and how; what else a user should know.
         warnings: what speaks against this plan.
         gloo: whether it is for gloo on CPUs.
+        reference: whether operators are the eager reference, which takes more memory.
     """
 
     policy: Policy
@@ -42,11 +43,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     gloo: bool = False
+    reference: bool = False
 
     @property
     def memory(self) -> Memory:
         """That a rank needs, beside FSDP's own."""
-        return memory_of(self.all_units, gloo=self.gloo)
+        return memory_of(self.all_units, gloo=self.gloo, reference=self.reference)
 
     @property
     def all_units(self) -> tuple[UnitPlan, ...]:

@@ -56,13 +56,6 @@ def check(rank: int, name: str, hosts: int | None) -> None:
     plan = compressor.plan()
     assert plan.memory.stored == stored(model)
     assert plan.memory.note in str(plan)
-    opened = [
-        feedback.residual.read().nbytes
-        for reducer in compressor.reducers
-        for feedback in reducer.feedbacks.values()
-        if feedback.residual is not None and feedback.residual._layout is not None
-    ]
-    assert plan.memory.moment == max(opened, default=0)
     found = compressor.reducers[0]._workspace._buffers
     sizes = {(buffer, dtype): t.numel() for (buffer, dtype, _), t in found.items()}
     expected: dict[tuple[str, torch.dtype], int] = {}

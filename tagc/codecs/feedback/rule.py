@@ -64,6 +64,12 @@ class FeedbackRule:
         """Stored for an element of the own shard."""
         return 0 if self.owner_state is None else 4
 
+    def scratch_bytes(self, destinations: int, columns: int) -> int:
+        """Taken for a moment: a residual in 8 bits is opened in float32; what the owner makes of a
+        sum."""
+        opened = 4 * destinations * columns if self.dtype == torch.int8 else 0
+        return opened + (0 if self.owner_state is None else 22 * columns)
+
     @property
     def old_share(self) -> float:
         """Share of the old residual that stays, the operators' ``average``; 0 for none."""

@@ -42,6 +42,12 @@ class MatrixPlan(CodecPlan):
         twice the element that they are sent for."""
         return 1.0
 
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """See :meth:`CodecPlan.scratch_bytes`: of the largest matrix."""
+        if reference:
+            return max(56 * destinations, 28 * sources) * max(m.numel for m in self.layouts)
+        return 4 * (sources + 8) * max(m.columns for m in self.layouts)
+
     @property
     def words(self) -> int:
         """Scales and codes of all of them."""
