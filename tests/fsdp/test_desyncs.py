@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import tagc
 from support.block_net import grads, wrap
@@ -100,8 +100,10 @@ class Model:
         elif name == "evaluate":
             with torch.no_grad():
                 self.module(x, skipped)
-        elif name == "step":
-            self.losses.clear()  # a backward would see other parameters than its forward
+        elif name == "step" and not self.losses:  # or a backward would see other parameters
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # an evaluation may have left them as they were
             self.optimizer.step()
             self.optimizer.zero_grad()
         elif name.startswith("sync"):
