@@ -119,7 +119,8 @@ def _sharded(param: ParamShape, world_size: int) -> UnitParam:
     # FSDP splits the first dimension, and pads what does not divide.
     first, *rest = param.shape or (1,)
     columns = -(-first // world_size) * math.prod(rest)
-    return UnitParam(name=param.name, shape=param.shape, columns=columns)
+    frozen = not param.trainable
+    return UnitParam(name=param.name, shape=param.shape, columns=columns, frozen=frozen)
 
 
 def _blocks(model: nn.Module) -> list[str]:

@@ -112,7 +112,7 @@ def test_only_one_rank_sees_a_mask(rank: int, world_size: int) -> None:
     """Its plan is everybody's."""
     model = Masked(F32)
     with torch.no_grad():
-        model.weights[8, 3] = math.inf
+        model.get_parameter("weights")[8, 3] = math.inf
     fully_shard(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
