@@ -164,11 +164,13 @@ def judged(
     where = min(same(trace, other) for other in others if other != trace)
     if error is None:
         return f"no error, though others differ: {traces}"
-    if len(trace) != where + 1:
+    # On hosts a rank and its neighbours may go on for as long as they need no one else.
+    if len(trace) <= where or (len(trace) > where + 1 and not on_hosts):
         return f"{len(trace)} collectives, but after {where} another rank was elsewhere: {error}"
     said, here = str(error), trace[-1]
     if isinstance(error, DesyncError):
-        there = [t[where] for t in others if len(t) > where and t[where] != here]
+        last = None if on_hosts else where + 1
+        there = [call for t in others for call in t[where:last] if call != here]
         named = here in said and any(t in said for t in there)
         return "" if named else f"does not name {here!r} and any of {there}: {said}"
     unit = here[: here.index(" (step")]
