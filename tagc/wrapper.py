@@ -32,12 +32,15 @@ from tagc.comm import (
 )
 from tagc.costs import is_automatic, measured_choice
 from tagc.fsdp import (
+    FrozenValues,
     Integration,
     Levels,
     OptimizerSteps,
     Unit,
     integration_of,
+    look_at_frozen,
     sharding_groups,
+    with_specials,
 )
 from tagc.handle import Collectives, Compressor, attach, attached
 from tagc.ops import Ops, get_ops
@@ -119,8 +122,11 @@ def wrap(
         groups.append(replica_group)
 
     disabled, units, loaded, mine = _agree_on_request(model, policy, replica_group, hosts, groups)
-    said = {} if hosts is None else gather_by_rank(groups, {dist.get_rank(): mine})
-    levels = agree_on(groups, {"hosts": lambda: (Levels(units, hosts, said), "")})["hosts"]
+    asks = hosts is not None or loaded.parameters
+    said = gather_by_rank(groups, {dist.get_rank(): mine}) if asks else {}
+    units = with_specials(units, [seen for _, seen in said.values()])
+    where = {rank: place for rank, (place, _) in said.items()}
+    levels = agree_on(groups, {"hosts": lambda: (Levels(units, hosts, where), "")})["hosts"]
     # Where nothing runs, nothing has to be compiled for it.
     made_with = "reference" if disabled else ops
     alone = all(u.info.world_size == 1 for u in units) and replica_group is None
@@ -163,10 +169,10 @@ def _agree_on_request(
     replica_group: dist.ProcessGroup | None,
     hosts: Hosts,
     groups: Sequence[dist.ProcessGroup],
-) -> tuple[bool, list[Unit], Policy, RankOnHost]:
-    """Whether compression is switched off, the model's units, the policy, and where this rank is:
-    before any rank measures or plans, all of them must have the same, since a collective of some
-    hangs."""
+) -> tuple[bool, list[Unit], Policy, tuple[RankOnHost, FrozenValues]]:
+    """Whether compression is switched off, the model's units, the policy, and what only this rank
+    knows: where it is, and what it has of frozen parameters. Before any rank measures or plans, all
+    of them must have the same, since a collective of some hangs."""
 
     def switched() -> tuple[bool, str]:
         off = os.environ.get(_DISABLE, "")
@@ -175,6 +181,7 @@ def _agree_on_request(
         return off == "1", f"{_DISABLE}={int(off == '1')}"
 
     integrations: list[Integration] = []
+    found: list[Unit] = []
 
     def find() -> tuple[list[Unit], str]:
         if torch.is_inference_mode_enabled():
@@ -188,10 +195,14 @@ def _agree_on_request(
                 "wrap it with another policy"
             )
         integrations.append(integration_of(model))
-        return integrations[0].find_units(model), integrations[0].name
+        found.extend(integrations[0].find_units(model))
+        return found, integrations[0].name
+
+    about_parameters: list[bool] = []
 
     def load() -> tuple[Policy, str]:
         loaded = Policy.load(policy)
+        about_parameters.append(bool(loaded.parameters))
         integrations[0].check_policy(loaded, replica_group is not None)
         if loaded.replicas and replica_group is None:
             raise PolicyError(
@@ -204,6 +215,9 @@ def _agree_on_request(
         check_hosts(hosts)
         return RankOnHost.mine(len(set(sharding_groups(model)))), repr(hosts)
 
+    def look() -> tuple[FrozenValues, str]:
+        return look_at_frozen(found) if about_parameters[0] else {}, ""
+
     agreed = agree_on(
         groups,
         {
@@ -212,9 +226,11 @@ def _agree_on_request(
             "switch": switched,
             "model": find,
             "policy": load,
+            "frozen parameters": look,
         },
     )
-    return agreed["switch"], agreed["model"], agreed["policy"], agreed["hosts"]
+    mine = agreed["hosts"], agreed["frozen parameters"]
+    return agreed["switch"], agreed["model"], agreed["policy"], mine
 
 
 def _over_replicas(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitInfo]:
@@ -241,13 +257,17 @@ def _plan(
 
 
 def _with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:
-    """The plan, with a note on the kernels that are ready for it."""
+    """The plan, with a note on the kernels that are ready for it, and what they need."""
     notes = []
+    reference = False
     if any(unit_plan.compressed for unit_plan in plan.all_units):
         shown = dist.get_rank() == 0
         for device in dict.fromkeys(unit.device for unit in units):
-            notes.append(make_ready(plan, get_ops(device, ops), device, shown=shown))
-    return replace(plan, notes=(*plan.notes, *(note for note in notes if note is not None)))
+            chosen = get_ops(device, ops)
+            reference |= chosen is get_ops(device, "reference")
+            notes.append(make_ready(plan, chosen, device, shown=shown))
+    notes = (*plan.notes, *(note for note in notes if note is not None))
+    return replace(plan, notes=notes, reference=reference)
 
 
 def _chooser(

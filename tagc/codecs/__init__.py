@@ -9,6 +9,7 @@ from tagc.codecs.config import CodecConfig
 from tagc.codecs.exchange import Exchange, Work
 from tagc.codecs.plan import CodecPlan, PlanRequest
 from tagc.codecs.registry import CODECS, in_message_order, kind_of, make_codecs, plan_codec
+from tagc.codecs.special import Special
 
 __all__ = [
     "CODECS",
@@ -20,6 +21,7 @@ __all__ = [
     "Exchange",
     "PlanRequest",
     "SelectionCount",
+    "Special",
     "Work",
     "in_message_order",
     "kind_of",

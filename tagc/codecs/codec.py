@@ -113,6 +113,7 @@ class Codec(Generic[P]):
                 plan.feedback,
                 destinations=setup.destinations,
                 columns=segment.stop - segment.start,
+                overshoot=plan.overshoot,
                 ops=setup.ops,
                 device=setup.device,
             )
@@ -166,6 +167,11 @@ class Codec(Generic[P]):
             rows: ``[W, S]``.
         """
         raise NotImplementedError
+
+    def cannot_carry(self, received: Tensor) -> Tensor | None:
+        """Whether any of the messages ``[W, words]`` int32 is about values that this codec loses,
+        not finite or at the edge of their dtype; boolean, ``[]``. None if it carries all."""
+        return None
 
     def after_dense(self, out: Tensor) -> None:
         """After a dense reduction to ``out`` ``[S]``, in the warm-up: let what owners keep follow,

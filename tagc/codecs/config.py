@@ -9,6 +9,8 @@ from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
+from tagc.codecs.special import Special
+
 
 def unit(name: str) -> FieldInfo:
     """What a number in a policy counts, for the JSON Schema, where it is the key `x-unit`."""
@@ -71,6 +73,10 @@ class CodecConfig(Strict):
     @property
     def needs_matrices(self) -> bool:
         """Whether it has rows and columns to scale, so that its segments consist of matrices."""
+        return False
+
+    def carries(self, special: Special) -> bool:
+        """Whether frozen parameters with such values come out of an all-gather as they were."""
         return False
 
     @property

@@ -48,6 +48,13 @@ class CodecPlan:
         return 1.0
 
     @property
+    def overshoot(self) -> float:
+        """By how much a sum may exceed, relative to the largest magnitudes of what ranks add up,
+        what an exact sum of gradients would be: by codes that round up, in this message and in the
+        one whose residual it carries, and by scales."""
+        return 2**-8
+
+    @property
     def cells(self) -> int:
         """32-bit words per destination that are summed on the way, besides the message; an owner
         then decodes one sum, and not what every rank sent."""
@@ -78,6 +85,16 @@ class CodecPlan:
         """Whether a message says what changed since the last one, and all who decode keep a copy
         to add it to."""
         return False
+
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """At most, what operators take for a moment beside their arguments, to encode for so many
+        destinations or to decode what came from so many sources.
+
+        Args:
+            reference: whether they are the eager reference, whose numbers here were measured
+                (``tests/fsdp/test_moments.py``).
+        """
+        return 0
 
     def used_words(self, columns: int) -> int:
         """Words that matter to an owner whose shard fills only the first ``columns`` of the

@@ -24,7 +24,7 @@ from tagc.comm.alarm import Alarm
 from tagc.comm.collectives import failing_in
 from tagc.comm.exchanges import BroadcastExchange
 from tagc.comm.fingerprint import fingerprint
-from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer
+from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer, squared_norms
 from tagc.comm.host_copy import HostCopy
 from tagc.warn import warn
 
@@ -198,14 +198,13 @@ class CopyGatherer(UnitGatherer):
 
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
         """See :meth:`UnitGatherer.relative_error`: what a message about it now would leave out."""
-        wide = shard.double()
         if not self._knows_own:
-            return 0.0, wide.square().sum().item()
+            return squared_norms(shard, shard)
         message = torch.empty(1, self.plan.words, dtype=torch.int32, device=shard.device)
         decoded = self.copy.rows[self.copy.own][None].clone()
         self.copy.encode(shard, message)
         self.copy.decode(message, decoded)
-        return (decoded[0].double() - wide).square().sum().item(), wide.square().sum().item()
+        return squared_norms(decoded[0], shard)
 
 
 @cache

@@ -132,7 +132,8 @@ class UnitGatherer(ABC):
 
     @abstractmethod
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
-        """Squared Euclidean norms of what quantization changes in ``shard`` ``[S]``, and of it."""
+        """Squared Euclidean norms of what quantization changes in ``shard`` ``[S]``, and of it;
+        of its finite elements."""
 
     def _gather_uncompressed(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup) -> None:
         if self.plan.info.ranks_per_host == 1:
@@ -163,3 +164,12 @@ class UnitGatherer(ABC):
         work.wait()
         self.wire_bytes += work.wire_bytes
         self.inside_bytes += exchange.inside_bytes
+
+
+def squared_norms(decoded: Tensor, shard: Tensor) -> tuple[float, float]:
+    """Of ``decoded - shard`` and of ``shard``, which may hold infinities that arrive; both
+    ``[S]``."""
+    wide = shard.double()
+    off = (decoded.double() - wide).masked_fill_(decoded == shard, 0.0)
+    whole = wide.masked_fill(~wide.isfinite(), 0.0)
+    return off.square().sum().item(), whole.square().sum().item()

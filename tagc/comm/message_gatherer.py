@@ -13,8 +13,9 @@ from torch.profiler import record_function
 from tagc.comm.alarm import Alarm
 from tagc.comm.collectives import failing_in
 from tagc.comm.exchanges import BroadcastExchange
-from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer
+from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer, squared_norms
 from tagc.comm.segment_codecs import SegmentCodecs
+from tagc.plan import as_list
 
 
 class MessageGatherer(UnitGatherer):
@@ -30,6 +31,18 @@ class MessageGatherer(UnitGatherer):
             "again, but with 'keep_for_backward' nothing is sent in backward: change parameters "
             "after the backward, or set 'keep_for_backward: false'"
         )
+        self._unfit = {
+            segment.start: Alarm(
+                f"tagc: frozen parameters of unit {self._name!r} "
+                f"({as_list([param.name for param in segment.params])}) hold values that "
+                f"{segment.codec.name} cannot carry, which they did not in tagc.wrap: they are not "
+                f"finite, or at the edge of {plan.info.dtype}. Set them before tagc.wrap, which "
+                "then gathers such parameters as they are; or wrap again now, after "
+                "tagc.compressor(model).remove()"
+            )
+            for segment in plan.compressed
+            if segment.frozen
+        }
         # The message of the last forward with a backward to come, while that has not read it.
         self._forward_message: Tensor | None = None
         self._has_forward_message = False
@@ -40,6 +53,8 @@ class MessageGatherer(UnitGatherer):
     def _gather(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
         """See :meth:`UnitGatherer._gather`."""
         self._changed.check()
+        for unfit in self._unfit.values():
+            unfit.check()
         kept = self._forward_message
         reads_kept = phase is Phase.BACKWARD and self._has_forward_message
         if kept is not None and (reads_kept or phase is Phase.FORWARD):
@@ -56,6 +71,8 @@ class MessageGatherer(UnitGatherer):
                 self._exchange(received, inp, exchange)
         with record_function(f"TAGC::decode parameters ({self._name})"):
             self._decode(received, rows)
+        if not reads_kept:
+            self._check_frozen(received, rows)
         if changed is not None:
             # To gather anew is no way out: other ranks may not know that they have to.
             self._changed.note(changed, rows[:, :1])
@@ -74,13 +91,21 @@ class MessageGatherer(UnitGatherer):
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
         """See :meth:`UnitGatherer.relative_error`."""
         if not self.plan.compressed:
-            return 0.0, shard.double().square().sum().item()
+            return squared_norms(shard, shard)
         message = torch.empty(1, self.plan.words, dtype=torch.int32, device=shard.device)
         decoded = torch.empty(1, shard.numel(), dtype=shard.dtype, device=shard.device)
         self._encode(shard, message)
         self._decode(message, decoded)
-        wide = shard.double()
-        return (decoded[0].double() - wide).square().sum().item(), wide.square().sum().item()
+        return squared_norms(decoded[0], shard)
+
+    def _check_frozen(self, received: Tensor, rows: Tensor) -> None:
+        """All ranks have the same messages, so the alarm is everyone's. (Trainable parameters come
+        out NaN instead, as a training that diverges does natively.)"""
+        for segment, codec, words in self._codecs.of(received):
+            alarm = self._unfit.get(segment.start)
+            lost = None if alarm is None else codec.cannot_carry(words)
+            if alarm is not None and lost is not None:
+                alarm.note(lost, rows[:, segment.start : segment.start + 1])
 
     def _differs(self, inp: Tensor, message: Tensor) -> Tensor:
         """Whether ``inp`` ``[S]`` has another message than ``[words]``; boolean, ``[]``."""

@@ -118,7 +118,13 @@ def _sharded(param: ParamShape, world_size: int) -> UnitParam:
     # FSDP splits the first dimension, and pads what does not divide.
     first, *rest = param.shape or (1,)
     local = (-(-first // world_size), *rest)
-    return UnitParam(name=param.name, shape=param.shape, columns=math.prod(local), local=local)
+    return UnitParam(
+        name=param.name,
+        shape=param.shape,
+        columns=math.prod(local),
+        local=local,
+        frozen=not param.trainable,
+    )
 
 
 def _blocks(model: nn.Module) -> list[str]:

@@ -1,5 +1,6 @@
 """Integrations: the only files that know the internals of what shards a model."""
 
+from tagc.fsdp.frozen import FrozenValues, look_at_frozen, with_specials
 from tagc.fsdp.integrations import INTEGRATIONS, integration_of, sharding_groups
 from tagc.fsdp.levels import Levels
 from tagc.fsdp.optimizer_steps import OptimizerSteps
@@ -7,10 +8,13 @@ from tagc.fsdp.unit import Integration, Unit
 
 __all__ = [
     "INTEGRATIONS",
+    "FrozenValues",
     "Integration",
     "Levels",
     "OptimizerSteps",
     "Unit",
     "integration_of",
+    "look_at_frozen",
     "sharding_groups",
+    "with_specials",
 ]

@@ -87,6 +87,16 @@ class FSDP2Unit(Unit):
         params = [p.sharded_param for p in self._param_group.fsdp_params]
         return [p for p in params if p.requires_grad]
 
+    def frozen_shards(self) -> dict[str, Tensor]:
+        """See :meth:`Unit.frozen_shards`."""
+        assert self.gather_info is not None
+        pairs = zip(self.gather_info.params, self._param_group.fsdp_params, strict=True)
+        return {
+            info.name: param.sharded_param.to_local().detach().to(self.gather_info.dtype)
+            for info, param in pairs
+            if info.frozen
+        }
+
     def shard(self) -> Tensor:
         """See :meth:`Unit.shard`."""
         shards = [p._sharded_param_data.detach() for p in self._param_group.fsdp_params]
@@ -356,6 +366,7 @@ def _unit_param(param: Any, names: dict[int, str]) -> UnitParam:
         columns=param.padded_sharded_param_size.numel(),
         dim=param.fsdp_placement.dim,
         local=tuple(param.padded_sharded_param_size),
+        frozen=not param.sharded_param.requires_grad,
     )
 
 

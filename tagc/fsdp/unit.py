@@ -85,6 +85,11 @@ class Unit:
         """The parameters that an optimizer may hold now, as it knows them."""
         raise NotImplementedError
 
+    def frozen_shards(self) -> dict[str, Tensor]:
+        """This rank's part of every parameter without a gradient, by name, in the dtype that the
+        all-gather has; without padding."""
+        raise NotImplementedError
+
     def shard(self) -> Tensor:
         """This rank's part of what the all-gather sends now, ``[S]``."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ from tagc.plan.checks import (
     check_dtype,
     check_effect,
     in_levels,
+    left_out,
     matrices_of,
     unshared_supports,
 )
@@ -88,6 +89,7 @@ def build_plan(
         for note in unshared_supports(plans, rules)
     ]
     notes += [note for units in directions[:2] for note in in_levels(units)]
+    notes += left_out(directions[1], policy)
     notes += beyond_their_names([unit for units in directions for unit in units])
     segments = [s for units in directions for unit in units for s in unit.segments]
     kinds = [s.codec.feedback for s in segments if s.codec.feedback is not None]
@@ -103,6 +105,7 @@ class _Run:
 
     rule: int | None
     role: str
+    frozen: bool = False
     params: list[UnitParam] = field(default_factory=list)
 
 
@@ -120,11 +123,15 @@ def _plan_unit(
         index = first_match(rules, info)
         if index is not None:
             matched.add((direction, index))
-        last = [run for run in runs[-1:] if run.role == info.role]
+            if param.special is not None and not rules[index].codec.carries(param.special):
+                index = None
+        # What is frozen may not share a block with what is trained: see MessageGatherer.
+        frozen = param.frozen and index is not None
+        last = [run for run in runs[-1:] if (run.role, run.frozen) == (info.role, frozen)]
         # Where it is rearranged anyway, what shares a rule need not be adjacent, nor of one role.
         run = next((r for r in (last if unit.flat is None else runs) if r.rule == index), None)
         if run is None:
-            run = _Run(rule=index, role=info.role)
+            run = _Run(rule=index, role=info.role, frozen=frozen)
             runs.append(run)
         run.params.append(param)
         if run.role != info.role:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tagc.codecs import CodecConfig
+from tagc.codecs import CodecConfig, Special
 from tagc.codecs.selection.capacity import MIN_SHARED
 from tagc.ops.matrix import shard_shape
 from tagc.plan.plan import Plan
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.unit_plan import Direction, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
-from tagc.policy import ParamInfo, PolicyError, Rule, When, nearest_miss
+from tagc.policy import ParamInfo, Policy, PolicyError, Rule, When, first_match, nearest_miss
 from tagc.policy.conditions import Miss, Near
 from tagc.policy.configs import AutoConfig
 
@@ -128,6 +128,22 @@ def _reasons(plan: Plan) -> str:
     elif miss.near == Near.NO_MATRIX:
         text += f". To compress such, write `name: {infos[0].name}` under `when` in a rule"
     return text
+
+
+def left_out(units: Sequence[UnitPlan], policy: Policy) -> Iterator[str]:
+    """Which frozen parameters are gathered as they are, whatever their rule says, and why."""
+    names: dict[Special, list[str]] = {}
+    for unit in units:
+        for segment in unit.segments:
+            for param in segment.params if segment.rule is None else ():
+                rule = first_match(policy.parameters, policy.describe(param.name, param.shape))
+                if param.special is not None and rule is not None:
+                    names.setdefault(param.special, []).append(param.name)
+    for special, some in names.items():
+        yield (
+            f"parameters {as_list(some)}: gathered as they are, whatever their rule says, since "
+            f"they are frozen and hold {special.value}, which few bits would change"
+        )
 
 
 def beyond_their_names(units: Sequence[UnitPlan]) -> Iterator[str]:

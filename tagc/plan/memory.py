@@ -10,7 +10,7 @@ import torch
 from tagc.codecs.delta.plan import AT_A_TIME
 from tagc.plan.param_slices import is_whole
 from tagc.plan.table import format_bytes
-from tagc.plan.unit_plan import UnitPlan
+from tagc.plan.unit_plan import Segment, UnitPlan
 
 Buffer = tuple[str, torch.dtype, int]
 """Name, dtype and elements."""
@@ -23,7 +23,8 @@ class Memory:
     Attributes:
         stored: between steps: residuals, what owners keep, kept messages and copies.
         buffers: allocated in the first step, and kept for all units.
-        moment: at most, for a moment.
+        moment: at most, for a moment, in the largest segment: what operators and feedback take
+            beside their arguments. (The scratch of the kernels for GPUs is not counted.)
         waiting: more, while micro-batches wait inside hosts (``set_requires_all_reduce(False)``).
     """
 
@@ -40,7 +41,7 @@ class Memory:
     @property
     def note(self) -> str:
         """For people."""
-        moment = f" and {format_bytes(self.moment)} for a moment" if self.moment else ""
+        moment = f" and up to {format_bytes(self.moment)} for a moment" if self.moment else ""
         waiting = (
             f"; {format_bytes(self.waiting)} more while micro-batches wait inside hosts"
             if self.waiting
@@ -52,11 +53,12 @@ class Memory:
         )
 
 
-def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
+def memory_of(units: Sequence[UnitPlan], *, gloo: bool, reference: bool = False) -> Memory:
     """What units need, in all directions.
 
     Args:
         gloo: whether the backend is gloo on a CPU, which adds up in buffers of its own.
+        reference: whether operators are the eager reference.
     """
     largest: dict[tuple[str, torch.dtype], int] = {}
     for unit in units:
@@ -65,7 +67,7 @@ def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
     return Memory(
         stored=sum(unit.stored_bytes(s) for unit in units for s in unit.segments),
         buffers=sum(numel * dtype.itemsize for (_, dtype), numel in largest.items()),
-        moment=max((_moment(unit) for unit in units), default=0),
+        moment=max((_moment(unit, reference=reference) for unit in units), default=0),
         waiting=sum(map(_waiting, units)),
     )
 
@@ -120,11 +122,23 @@ def _waiting(unit: UnitPlan) -> int:
     return 4 * unit.peers * unit.buffer_columns if on_hosts else 0
 
 
-def _moment(unit: UnitPlan) -> int:
-    """A residual in 8 bits is opened in float32."""
-    opened: Sequence[int] = [
-        unit.destinations * s.columns
-        for s in unit.segments
-        if s.codec.feedback is not None and s.codec.feedback.dtype == torch.int8
-    ]
-    return 4 * max(opened, default=0)
+def _moment(unit: UnitPlan, *, reference: bool) -> int:
+    """At most, of the segments, one after the other."""
+    if not unit.compressed or unit.info.world_size == 1:
+        return 0
+    return max(_moment_of(unit, segment, reference=reference) for segment in unit.segments)
+
+
+def _moment_of(unit: UnitPlan, segment: Segment, *, reference: bool) -> int:
+    codec, feedback, D = segment.codec, segment.codec.feedback, unit.destinations
+    found = codec.scratch_bytes(D, unit.sources, reference=reference)
+    if unit.info.dtype == torch.float16 and codec.compressed and not reference:
+        found += 4 * D * segment.columns  # the CPU's operators widen it
+    if feedback is not None:
+        if feedback.dtype == torch.int8 and reference:
+            # It is stored as the codec `quantized` would send it.
+            found = max(found, 41 * D * segment.columns)
+        found += feedback.scratch_bytes(D, segment.columns)
+    if unit.info.dtype == torch.float16 and unit.direction != "parameters":
+        found += 17 * segment.columns if codec.compressed else 0  # to keep a sum inside the range
+    return found

@@ -17,7 +17,8 @@ from tagc.plan.memory import Memory, memory_of
 from tagc.plan.row import Row
 from tagc.plan.table import as_text
 from tagc.plan.unit_plan import Segment, UnitPlan
-from tagc.policy import ParamInfo, Policy, nearest_miss
+from tagc.plan.units import UnitParam
+from tagc.policy import ParamInfo, Policy, first_match, nearest_miss
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Plan:
         notes: what ``codec: auto`` was decided by, and how; what else a user should know.
         warnings: what speaks against this plan.
         gloo: whether it is for gloo on CPUs.
+        reference: whether operators are the eager reference, which takes more memory.
     """
 
     policy: Policy
@@ -42,11 +44,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     gloo: bool = False
+    reference: bool = False
 
     @property
     def memory(self) -> Memory:
         """That a rank needs, beside FSDP's own."""
-        return memory_of(self.all_units, gloo=self.gloo)
+        return memory_of(self.all_units, gloo=self.gloo, reference=self.reference)
 
     @property
     def all_units(self) -> tuple[UnitPlan, ...]:
@@ -106,14 +109,18 @@ def _rows(unit: UnitPlan, segment: Segment, policy: Policy) -> Iterator[Row]:
             dense_bytes=unit.dense_bytes(own),
             wire_bytes=unit.wire_bytes(segment) * wire_share,
             stored_bytes=unit.stored_bytes(segment) * own / total,
-            why_dense="" if segment.compressed else _why_dense(unit, segment, policy, info),
+            why_dense="" if segment.compressed else _why_dense(unit, segment, param, policy, info),
         )
 
 
-def _why_dense(unit: UnitPlan, segment: Segment, policy: Policy, param: ParamInfo) -> str:
+def _why_dense(
+    unit: UnitPlan, segment: Segment, param: UnitParam, policy: Policy, info: ParamInfo
+) -> str:
     rules = getattr(policy, unit.direction)
+    if segment.rule is None and param.special is not None and first_match(rules, info) is not None:
+        return f"frozen, with {param.special.value}"
     if segment.rule is None or not rules:
-        return nearest_miss(rules, param).why
+        return nearest_miss(rules, info).why
     if not rules[segment.rule].codec.compresses:
         return f"rule {unit.direction}[{segment.rule}]"
     if not segment.columns:

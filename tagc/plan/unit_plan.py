@@ -47,6 +47,11 @@ class Segment:
         """Whether anything but the buffer itself travels."""
         return self.codec.compressed
 
+    @property
+    def frozen(self) -> bool:
+        """Whether none of its parameters has a gradient."""
+        return all(param.frozen for param in self.params)
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tagc.codecs import Special
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitParam:
@@ -17,6 +19,8 @@ class UnitParam:
         start: FSDP1 only: its first element in the flat buffer.
         local: FSDP2: shape of every shard, padding included. (With tensor parallelism ``shape``
             does not say.)
+        frozen: whether it has no gradient.
+        special: what is special about the values of a frozen one, on all ranks together.
     """
 
     name: str
@@ -25,6 +29,8 @@ class UnitParam:
     dim: int = 0
     start: int | None = None
     local: tuple[int, ...] | None = field(default=None, repr=False)
+    frozen: bool = field(default=False, repr=False)
+    special: Special | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

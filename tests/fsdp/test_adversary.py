@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import tagc
 from parity.option import wrap_blocks
-from support.block_net import net, sharded, wrap
+from support.block_net import grads, net, sharded, wrap
 from support.distributed import on_ranks
 from support.gathering import INT8, KEPT, gathering
 from support.marks import slow
+from support.shrinking import anywhere, shrunk
 
 CHANGED = "are others in a backward than in its forward"
 CHANGES = {"kind": "delta", "bits": 8, "block": 32}
@@ -192,30 +192,6 @@ def outcome(shape: dict[str, Any], calls: Sequence[str], rank: int) -> tuple[str
                 if not torch.equal(grad, theirs[parameter]):
                     return f"{at} ({name}), {codec}: another gradient of {parameter}", at
     return "", len(calls)
-
-
-def grads(module: nn.Module) -> dict[str, Tensor]:
-    found: dict[str, Any] = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    return {n: g.to_local().clone() if isinstance(g, DTensor) else g for n, g in found.items()}
-
-
-def shrunk(calls: list[str], fails: Callable[[list[str]], bool]) -> list[str]:
-    """A part of the calls that still fails, of which none can be left out."""
-    at = 0
-    while at < len(calls):
-        fewer = calls[:at] + calls[at + 1 :]
-        if fails(fewer):
-            calls = fewer
-        else:
-            at += 1
-    return calls
-
-
-def anywhere(wrong: str) -> bool:
-    """Whether something is wrong on any rank."""
-    found = torch.tensor([bool(wrong)])
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
 
 
 @on_ranks(2)

@@ -51,18 +51,11 @@ def test_a_plan_knows_its_memory_on_hosts(rank: int, world_size: int, name: str)
 def check(rank: int, name: str, hosts: int | None) -> None:
     """Stored to the byte, buffers by name."""
     model = wrapped(POLICIES[name], hosts=hosts)
-    run(model, rank, range(3))
     compressor = tagc.compressor(model)
     plan = compressor.plan()
+    run(model, rank, range(2 + max(unit.warmup_steps for unit in plan.units)))
     assert plan.memory.stored == stored(model)
     assert plan.memory.note in str(plan)
-    opened = [
-        feedback.residual.read().nbytes
-        for reducer in compressor.reducers
-        for feedback in reducer.feedbacks.values()
-        if feedback.residual is not None and feedback.residual._layout is not None
-    ]
-    assert plan.memory.moment == max(opened, default=0)
     found = compressor.reducers[0]._workspace._buffers
     sizes = {(buffer, dtype): t.numel() for (buffer, dtype, _), t in found.items()}
     expected: dict[tuple[str, torch.dtype], int] = {}

@@ -2,6 +2,7 @@
 
     make parity                                # run all of it, print the tables of docs/parity.md
     PYTHONPATH=tests python -m parity --quick  # what `make test` runs
+    PYTHONPATH=tests python -m parity --default-dtype bfloat16
 
 A case passes if, over several backwards with data of each rank and step,
 

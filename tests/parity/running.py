@@ -33,13 +33,17 @@ class Outcome:
     said: str = ""
 
 
-def run(selected: Sequence[Case]) -> dict[Case, Outcome]:
-    """What became of the cases, by case."""
+def run(selected: Sequence[Case], default_dtype: str = "float32") -> dict[Case, Outcome]:
+    """What became of the cases, by case.
+
+    Args:
+        default_dtype: torch's, on all ranks.
+    """
     outcomes: dict[Case, Outcome] = {}
     by_ranks = sorted(selected, key=lambda case: case.ranks)
     for ranks, some in groupby(by_ranks, key=lambda case: case.ranks):
         here = list(some)
-        answers = run_ranks(run_on_a_rank, ranks, here, timeout=30 + 3 * len(here))
+        answers = run_ranks(run_on_a_rank, ranks, here, default_dtype, timeout=30 + 3 * len(here))
         for case, said in zip(here, zip(*answers, strict=True), strict=True):
             worst = [o for o in said if o.kind == "failed"] or list(said)
             outcomes[case] = worst[0]
@@ -48,12 +52,17 @@ def run(selected: Sequence[Case]) -> dict[Case, Outcome]:
     return outcomes
 
 
-def run_on_a_rank(rank: int, selected: Sequence[Case]) -> list[Outcome]:
+def run_on_a_rank(rank: int, selected: Sequence[Case], default_dtype: str) -> list[Outcome]:
     outcomes = {}
-    for _, some in groupby(sorted(selected, key=lambda c: c.group), key=lambda c: c.group):
-        natives: list[History] = []
-        for case in some:
-            outcomes[case] = outcome(rank, case, natives)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, default_dtype))
+    try:
+        for _, some in groupby(sorted(selected, key=lambda c: c.group), key=lambda c: c.group):
+            natives: list[History] = []
+            for case in some:
+                outcomes[case] = outcome(rank, case, natives)
+    finally:
+        torch.set_default_dtype(before)
     return [outcomes[case] for case in selected]
 
 

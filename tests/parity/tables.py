@@ -15,14 +15,14 @@ from .running import Outcome
 _SIGNS = {"passed": "✓", "refused": "refused", "failed": "**FAILED**"}
 
 
-def table(outcomes: Mapping[Case, Outcome]) -> str:
+def table(outcomes: Mapping[Case, Outcome], default_dtype: str = "float32") -> str:
     """Markdown: a row an option, dtype and number of ranks, a column a policy."""
     lines: list[str] = []
     counts = {kind: sum(o.kind == kind for o in outcomes.values()) for kind in _SIGNS}
     lines += ["# Parity with native FSDP", ""]
     lines.append(
         f"{len(outcomes)} combinations: {counts['passed']} passed, {counts['refused']} refused "
-        f"with a message, {counts['failed']} failed. Printed by `make parity`, torch "
+        f"with a message, {counts['failed']} failed. Printed by `{_command(default_dtype)}`, torch "
         f"{torch.__version__.split('+')[0]}, CPU and gloo. What passing means, and how a case is "
         "run, is in [tests/parity](../tests/parity/__init__.py): `dense` has the bits of native "
         "FSDP (on hosts of two ranks, which add up in another order, its sums within their "
@@ -55,3 +55,9 @@ def table(outcomes: Mapping[Case, Outcome]) -> str:
     lines += ["", "## What refusals say", ""]
     lines += [f"{i}. {' '.join(messages[key].split())}" for i, key in enumerate(said, 1)]
     return "\n".join(lines)
+
+
+def _command(default_dtype: str) -> str:
+    if default_dtype == "float32":
+        return "make parity"
+    return f"PYTHONPATH=tests python -m parity --default-dtype {default_dtype}"

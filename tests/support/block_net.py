@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import tagc
@@ -38,6 +39,12 @@ def wrap(model: Any, policy: Any = WEIGHTS, **how: Any) -> Any:
         # Units as small as these may well cost more compressed.
         warnings.simplefilter("ignore")
         return tagc.wrap(model, policy, **how)
+
+
+def grads(module: nn.Module) -> dict[str, Tensor]:
+    """This rank's part of every gradient that there is; unsharded parameters have whole ones."""
+    found: dict[str, Any] = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return {n: g.to_local().clone() if isinstance(g, DTensor) else g for n, g in found.items()}
 
 
 RECOMPUTED = ("inside", "wrapper", "around", "reentrant around")

@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from tagc.codecs.config import Block, CodecConfig, unit
+from tagc.codecs.special import Special
 
 
 class DeltaConfig(CodecConfig):
@@ -20,6 +21,10 @@ class DeltaConfig(CodecConfig):
     """Size of an element's code."""
     block: Block = 256
     """Neighbours that share a scale of 16 bits; with 8 and 4 bits only."""
+
+    def carries(self, special: Special) -> bool:
+        """See :meth:`CodecConfig.carries`: they go whole once, and do not change."""
+        return True
 
     @property
     def needs_matrices(self) -> bool:

@@ -46,6 +46,10 @@ class DeltaPlan(CodecPlan):
         """Those of the code."""
         return self.code.words
 
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """Those of the code."""
+        return self.code.scratch_bytes(destinations, sources, reference=reference)
+
     def word_shares(self, columns: Sequence[float]) -> list[float]:
         """See :meth:`CodecPlan.word_shares`."""
         return self.code.word_shares(columns)

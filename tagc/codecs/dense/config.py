@@ -3,6 +3,7 @@
 from typing import Literal
 
 from tagc.codecs.config import CodecConfig
+from tagc.codecs.special import Special
 
 
 class DenseConfig(CodecConfig):
@@ -20,3 +21,8 @@ class DenseConfig(CodecConfig):
     def compresses(self) -> bool:
         """Whether anything but the ordinary collective is needed."""
         return self.wire != "native"
+
+    def carries(self, special: Special) -> bool:
+        """See :meth:`CodecConfig.carries`: as bfloat16, what FSDP's own mixed precision makes of
+        them."""
+        return not self.compresses or special is not Special.LARGE

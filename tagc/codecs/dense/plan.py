@@ -33,6 +33,10 @@ class DensePlan(CodecPlan):
         """Elements of 2 bytes share words."""
         return -(-self.numel * self.wire.itemsize // 4)
 
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """See :meth:`CodecPlan.scratch_bytes`: the sum in float32, and its average."""
+        return 2 * max(4, self.wire.itemsize) * self.numel
+
     def used_words(self, columns: int) -> int:
         """Those of the elements that are filled."""
         return replace(self, numel=columns).words

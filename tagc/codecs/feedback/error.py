@@ -65,6 +65,11 @@ class LeadFeedback(FeedbackRule):
             else None
         )
 
+    @property
+    def gain(self) -> float:
+        """See :attr:`FeedbackRule.gain`: of a sum that changes its sign."""
+        return (2 - self.lead) / self.lead
+
     def after(self, decoded: Tensor, owner_state: Tensor, out: Tensor) -> None:
         """See :meth:`FeedbackRule.after`. (A dense sum is late by nothing, so there is no lead to
         take over from the warm-up.)"""

@@ -55,6 +55,10 @@ class MomentumFeedback(FeedbackRule):
         """Always float32."""
         return torch.float32
 
+    def scratch_bytes(self, destinations: int, columns: int) -> int:
+        """See :meth:`FeedbackRule.scratch_bytes`: and the gradient's share."""
+        return super().scratch_bytes(destinations, columns) + 8 * destinations * columns
+
     def before(self, gradient: Tensor, residual: Tensor) -> Tensor:
         """``rate * gradient`` in float32; the residual decays in place."""
         residual.mul_(1 - self.rate)

@@ -64,6 +64,12 @@ class FeedbackRule:
         """Stored for an element of the own shard."""
         return 0 if self.owner_state is None else 4
 
+    def scratch_bytes(self, destinations: int, columns: int) -> int:
+        """Taken for a moment: a residual in 8 bits is opened in float32; what the owner makes of a
+        sum."""
+        opened = 4 * destinations * columns if self.dtype == torch.int8 else 0
+        return opened + (0 if self.owner_state is None else 22 * columns)
+
     @property
     def old_share(self) -> float:
         """Share of the old residual that stays, the operators' ``average``; 0 for none."""
@@ -76,6 +82,11 @@ class FeedbackRule:
     @property
     def gradient_scale(self) -> float:
         """What a gradient is multiplied by before the codec selects from it."""
+        return 1.0
+
+    @property
+    def gain(self) -> float:
+        """By what factor :meth:`after` may hand out more than any sum that came in."""
         return 1.0
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:

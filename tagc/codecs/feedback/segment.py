@@ -31,8 +31,16 @@ class SegmentFeedback:
         columns: int,
         ops: Ops,
         device: torch.device,
+        overshoot: float = 0.0,
     ) -> None:
+        """New state.
+
+        Args:
+            overshoot: see :attr:`tagc.codecs.CodecPlan.overshoot`.
+        """
         self.rule = rule
+        # How far beyond float16's range a sum may be that is no overflow.
+        self._reach = (1 + overshoot) * (1.0 if rule is None else rule.gain)
         self.residual: Residual | None = None
         self.owner_state: Tensor | None = None
         if rule is not None:
@@ -79,24 +87,36 @@ class SegmentFeedback:
     def decode_buffer(self, out: Tensor) -> Tensor:
         """Where the codec should decode to, for :meth:`correct`: ``out`` ``[columns]``, or as much
         in float32."""
-        if self.owner_state is None or out.dtype == self.owner_state.dtype:
+        if out.dtype == torch.float32 or (self.owner_state is None and out.dtype != torch.float16):
             return out
-        return torch.empty_like(self.owner_state)
+        return torch.empty_like(out, dtype=torch.float32)
 
     def correct(self, decoded: Tensor, out: Tensor) -> None:
         """Write what the optimizer gets to ``out`` ``[columns]``; NaN where ``decoded`` is not
-        finite, which counts as 0 in the owner's state.
+        finite, which counts as 0 in the owner's state. In float16, whose range a loss scale makes
+        gradients fill, what exceeds it by no more than codes and residuals can is the largest
+        number, and no overflow.
 
         Args:
             decoded: what :meth:`decode_buffer` gave, decoded.
         """
-        if self.owner_state is None or self.rule is None:
-            return
-        lost = ~decoded.isfinite()
-        self.rule.after(decoded.float().masked_fill(lost, 0.0), self.owner_state, out)
-        out.masked_fill_(lost, float("nan"))
+        wide = decoded
+        if self.owner_state is not None and self.rule is not None:
+            lost = ~decoded.isfinite()
+            wide = torch.empty_like(decoded) if out.dtype == torch.float16 else out
+            self.rule.after(decoded.float().masked_fill(lost, 0.0), self.owner_state, wide)
+            wide.masked_fill_(lost, float("nan"))
+        if wide is not out:
+            _saturate(wide, out, self._reach)
 
     def after_dense(self, out: Tensor) -> None:
         """See :meth:`FeedbackRule.after_dense`."""
         if self.owner_state is not None and self.rule is not None:
             self.rule.after_dense(out, self.owner_state)
+
+
+def _saturate(wide: Tensor, out: Tensor, reach: float) -> None:
+    """Write ``wide`` (float32) to ``out``, what is within ``reach`` times its range as a number."""
+    largest = torch.finfo(out.dtype).max
+    near = wide.abs() <= reach * largest
+    out.copy_(torch.where(near, wide.clamp(-largest, largest), wide))

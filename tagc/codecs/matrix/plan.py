@@ -37,6 +37,18 @@ class MatrixPlan(CodecPlan):
         return self.layouts[0].bits / self.layouts[0].group
 
     @property
+    def overshoot(self) -> float:
+        """See :attr:`CodecPlan.overshoot`: codes have no zero, and stand for values that may be
+        twice the element that they are sent for."""
+        return 1.0
+
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """See :meth:`CodecPlan.scratch_bytes`: of the largest matrix."""
+        if reference:
+            return max(56 * destinations, 28 * sources) * max(m.numel for m in self.layouts)
+        return 4 * (sources + 8) * max(m.columns for m in self.layouts)
+
+    @property
     def words(self) -> int:
         """Scales and codes of all of them."""
         return sum(layout.words for layout in self.layouts)

@@ -24,6 +24,18 @@ class PackedPlan(SelectingPlan):
         return f"packed int{self.layout.values.bits}{group}{' shared' if self.shared else ''}"
 
     @property
+    def overshoot(self) -> float:
+        """See :attr:`CodecPlan.overshoot`: half a step each, and a scale's rounding. (What waited
+        for several steps and is then sent may exceed more.)"""
+        return 1 / self.layout.values.levels + 2**-8
+
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """See :meth:`CodecPlan.scratch_bytes`: the reference's of one row; else keys and values."""
+        if reference:
+            return 72 * self.layout.groups * self.layout.group
+        return 4 * max(1, sources) * self.layout.capacity * (1 + self.layout.group)
+
+    @property
     def words(self) -> int:
         """Header, index, values."""
         return self.layout.words

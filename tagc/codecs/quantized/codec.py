@@ -34,3 +34,23 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
         for part in self.parts:
             words, elements = received[:, None, part.words], rows[:, part.columns]
             self._ops.dequantize(words, elements, layout=part.plan.layout, divisor=1)
+            if rows.dtype == torch.float16:
+                # Within a scale's rounding of the largest number; what is not finite is NaN here.
+                largest = torch.finfo(rows.dtype).max
+                elements.clamp_(-largest, largest)
+
+    def cannot_carry(self, received: Tensor) -> Tensor | None:
+        """See :meth:`Codec.cannot_carry`: a scale says so."""
+        found = [
+            received[:, part.words][:, : part.plan.layout.scale_words].view(torch.int16)
+            > _largest_scale(self._setup.dtype, part.plan.layout.levels)
+            for part in self.parts
+        ]
+        return torch.stack([scales.any() for scales in found]).any() if found else None
+
+
+def _largest_scale(dtype: torch.dtype, levels: int) -> int:
+    """The bits of the largest bfloat16 whose product with ``levels`` is a number of ``dtype``. (A
+    NaN's are larger, and scales have no sign.)"""
+    largest = torch.tensor(torch.finfo(dtype).max / levels, dtype=torch.float32)
+    return int(largest.view(torch.int32)) >> 16

@@ -27,6 +27,16 @@ class QuantizedPlan(CodecPlan):
         return self.keep_for_backward
 
     @property
+    def overshoot(self) -> float:
+        """See :attr:`CodecPlan.overshoot`: half a step each, and a scale's rounding."""
+        return 1 / self.layout.levels + 2**-8
+
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """See :meth:`CodecPlan.scratch_bytes`: codes as int64, and the rest in float32."""
+        padded = self.layout.blocks * self.layout.block
+        return padded * max(41 * destinations, 16 * sources) if reference else 0
+
+    @property
     def words(self) -> int:
         """Scales and codes."""
         return self.layout.words

@@ -34,6 +34,23 @@ class SketchPlan(SelectingPlan):
         return f"sketch {self.symbol.name}{' shared' if self.shared else ''}"
 
     @property
+    def overshoot(self) -> float:
+        """See :attr:`CodecPlan.overshoot`: half a step each, of an element at the threshold. (What
+        waited for several steps and is then sent may exceed more.)"""
+        if not self.symbol.integer:
+            return 2**-8
+        return min(1.0, 2.0 ** -self.symbol.step_shift(self.levels)) + 2**-8
+
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """See :meth:`CodecPlan.scratch_bytes`: the reference's of one row; else the cells of each
+        key, and a table of cells."""
+        layout = self.layout
+        if reference:
+            return 96 * layout.groups * self.symbol.lanes
+        kept = 4 * self.capacity * (1 + self.symbol.lanes)
+        return max(kept, layout.keys * (4 * layout.hashes + 24) + 24 * layout.cells)
+
+    @property
     def words(self) -> int:
         """The index, or the owner's next choice in its place."""
         return self.layout.index_words

@@ -1,0 +1,174 @@
+"""Frozen parameters that hold what few bits cannot carry: masks, constants, infinities."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import tagc
+from support.distributed import on_ranks
+from support.gathering import INT8, KEPT, gathering
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DELTA = {"kind": "delta", "bits": 4, "block": 32}
+WIRE = {"kind": "dense", "wire": "bfloat16"}
+MASKS = ("causal", "lowest", "mixed", "binary", "constant")
+AS_THEY_ARE = "gathered as they are, whatever their rule says"
+
+
+class Masked(nn.Module):
+    """A trained matrix, frozen weights, and frozen masks."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.seen: dict[str, Tensor] = {}
+        lowest = torch.finfo(dtype).min
+        self.trained = nn.Parameter(torch.randn(9, 40))
+        values = {
+            "causal": torch.full((9, 40), -math.inf).triu(1),
+            "lowest": torch.full((9, 40), lowest).triu(1),
+            "mixed": torch.randn(9, 40).index_fill(1, torch.tensor([7]), lowest),
+            "binary": torch.ones(9, 40).tril(),
+            "constant": torch.full((9, 40), 0.1),
+            "weights": torch.randn(9, 40),
+        }
+        for name, value in values.items():
+            setattr(self, name, nn.Parameter(value, requires_grad=False))
+
+    def forward(self, read: Any) -> Tensor:
+        return read(self) + self.trained.float().sum()
+
+
+def wrapped(codec: dict[str, Any], dtype: torch.dtype) -> Any:
+    model = Masked(dtype)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so small a unit costs more
+        return tagc.wrap(model, gathering(codec, "*"))
+
+
+def read_all(model: Any) -> Tensor:
+    """What a forward sees, in an attribute, and a loss."""
+    model.seen = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return torch.zeros(())
+
+
+def step(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    model(read_all).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model.seen
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [(INT8, F32), (INT8 | {"bits": 4}, F16), (KEPT, BF16), (DELTA, BF16), (WIRE, F32)],
+    ids=str,
+)
+def test_masks_and_constants_arrive_as_they_are(
+    rank: int, world_size: int, codec: dict[str, Any], dtype: torch.dtype
+) -> None:
+    exact = {name: p.detach().to(dtype) for name, p in Masked(dtype).named_parameters()}
+    model = wrapped(codec, dtype)
+    optimizer = torch.optim.SGD([model.trained], lr=0.1)
+    for _ in range(3):
+        seen = step(model, optimizer)
+        for name in MASKS:
+            if codec == WIRE and name in ("binary", "constant"):
+                exact[name] = exact[name].bfloat16().to(dtype)
+            assert torch.equal(seen[name], exact[name]), (name, seen[name])
+        assert bool(seen["trained"].isfinite().all())
+        off = (seen["weights"] - exact["weights"]).abs().max().item()
+        assert off == 0 if codec == DELTA else 0 < off < 0.4
+    compressor = tagc.compressor(model)
+    plan = compressor.plan()
+    by_name = {row.param: row.codec for row in plan.rows if row.direction == "parameters"}
+    left = {name for name, used in by_name.items() if used == "dense"}
+    assert (
+        left
+        == {
+            "quantized": {*MASKS},
+            "dense": {"lowest", "mixed"},
+            "delta": set(),
+        }[codec["kind"]]
+    )
+    assert (AS_THEY_ARE in str(plan)) == bool(left)
+    assert ("not finite" in str(plan)) == ("causal" in left)
+    assert ("edge of their dtype" in str(plan)) == ("mixed" in left)
+    assert ("two values, as masks" in str(plan)) == ("binary" in left)
+    assert math.isfinite(compressor.metrics().parameter_error)
+
+
+@on_ranks(2)
+def test_only_one_rank_sees_a_mask(rank: int, world_size: int) -> None:
+    """Its plan is everybody's."""
+    model = Masked(F32)
+    with torch.no_grad():
+        model.get_parameter("weights")[8, 3] = math.inf
+    fully_shard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tagc.wrap(model, gathering(INT8, "*"), hosts=None)
+    row = next(r for r in tagc.compressor(model).plan().rows if r.param == "weights")
+    assert row.codec == "dense"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_masks_that_are_written_later_are_an_error_on_all_ranks(
+    rank: int, world_size: int, dtype: torch.dtype
+) -> None:
+    for bad in (-math.inf, math.nan, torch.finfo(dtype).min):
+        model = wrapped(INT8, dtype)
+        with torch.no_grad():
+            local: Any = model.weights.to_local()
+            if rank == 1:
+                local[0, 0] = bad
+        if bad == torch.finfo(F32).min:
+            # The scale is rounded down, so that the product is still a number.
+            assert bool(model(read_all).isfinite())
+            continue
+        with pytest.raises(RuntimeError, match=r"unit '\(root\)' \(weights\) hold values"):
+            model(read_all)
+        tagc.compressor(model).remove()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tagc.wrap(model, gathering(INT8, "*"))
+        with torch.no_grad():
+            model(read_all)
+        wanted = torch.tensor(bad).to(dtype).expand(1)
+        torch.testing.assert_close(
+            model.seen["weights"][5, :1], wanted, rtol=0, atol=0, equal_nan=True
+        )
+
+
+@on_ranks(2)
+def test_trained_parameters_that_diverge_are_seen_everywhere(rank: int, world_size: int) -> None:
+    """As natively, they are no error: a training loop may look for NaN, and load a checkpoint."""
+    model = wrapped(INT8, F32)
+    with torch.no_grad():
+        local: Any = model.trained.to_local()
+        if rank == 1:
+            local[0, 0] = math.inf
+        model(read_all)
+    assert bool(model.seen["trained"].isnan().any())
+    assert bool(model.seen["weights"].isfinite().all())
+
+
+@on_ranks(2)
+def test_float16_parameters_stay_inside_their_range(rank: int, world_size: int) -> None:
+    model = wrapped(INT8, F16)
+    largest = torch.finfo(F16).max
+    with torch.no_grad():
+        local: Any = model.trained.to_local()
+        local.fill_(-largest)
+        model(read_all)
+    assert torch.equal(model.seen["trained"], torch.full((9, 40), -largest, dtype=F16))

@@ -1,0 +1,50 @@
+"""What a plan says about memory for a moment is at least what torch's operations take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from support.distributed import on_ranks
+from support.gathering import INT8
+from support.live_bytes import peak_of
+from support.units import codec_plan, matrix_plan, normal, reduce, unit_reducer
+from tagc.plan.memory import memory_of
+
+RESIDUAL = {"kind": "residual"}
+SMALL = {"kind": "residual", "dtype": "int8"}
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (INT8 | {"bits": 4}, RESIDUAL),
+    (INT8, SMALL),
+    (INT8, {"kind": "momentum"}),
+    ({"kind": "matrix"}, {"kind": "residual", "lead": 0.8}),
+    ({"kind": "packed", "density": 0.2}, RESIDUAL),
+    ({"kind": "sketch", "density": 0.2, "symbol": "int32x1"}, RESIDUAL),
+    ({"kind": "sketch", "density": 0.2, "symbol": "float32"}, RESIDUAL),
+    ({"kind": "dense", "wire": "bfloat16"}, {"kind": "none"}),
+]
+SLACK = 6000
+"""Bytes of counters, thresholds and headers."""
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("codec", "feedback"), CASES, ids=str)
+def test_the_reference_takes_no_more(
+    rank: int, world_size: int, codec: dict[str, Any], feedback: dict[str, Any], dtype: torch.dtype
+) -> None:
+    plan = (matrix_plan if codec["kind"] == "matrix" else codec_plan)(
+        world_size, codec, feedback, dtype
+    )
+    reducer = unit_reducer(plan)
+    buffers = [normal(world_size, plan.columns, step)[rank].to(dtype) for step in range(3)]
+    for buffer in buffers:
+        taken = peak_of(lambda buffer=buffer: reduce(reducer, buffer))
+    # What the test's own function makes: a copy of the buffer, and the shard.
+    taken -= (world_size + 1) * plan.columns * dtype.itemsize
+    said = memory_of([plan], gloo=True, reference=True).moment
+    assert taken <= said + SLACK, (taken, said)
+    assert said <= 2.2 * (taken + SLACK), (taken, said)
+    assert memory_of([plan], gloo=True).moment < said or codec["kind"] == "dense"

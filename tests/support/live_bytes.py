@@ -1,0 +1,59 @@
+"""Bytes of the tensors that torch's operations make, while they live."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside, counts the storages that operations make until nothing holds them any more.
+
+    Attributes:
+        peak: the most that lived at a time, in bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._held: dict[int, list[int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if not isinstance(t, Tensor):
+                continue
+            key = _storage(t)
+            if key in given and key not in self._held:
+                continue  # a view of what was there before
+            if key not in self._held:
+                self._held[key] = [0, t.untyped_storage().nbytes()]
+                self._now += self._held[key][1]
+                self.peak = max(self.peak, self._now)
+            self._held[key][0] += 1
+            weakref.finalize(t, self._drop, key)
+        return out
+
+    def _drop(self, key: int) -> None:
+        self._held[key][0] -= 1
+        if not self._held[key][0]:
+            self._now -= self._held.pop(key)[1]
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def peak_of(call: Any) -> int:
+    """Of what a call makes."""
+    with torch.no_grad(), LiveBytes() as live:
+        call()
+    return live.peak
