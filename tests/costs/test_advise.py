@@ -189,13 +189,16 @@ def test_bad_arguments(argv: list[str], said: str, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--params", "seven"], "no model 'seven': give a number of parameters (7e9), module:fun"),
+        (
+            ["--params", "seven"],
+            "no model 'seven': give a number of parameters (7e9), a",
+        ),
         (["--params", "1000"], "1000 parameters are too few for a transformer: give 100,000"),
         (["--model", "no_such:make"], "cannot import module 'no_such' of 'no_such:make'"),
         (["--model", "json:make"], "module 'json' has no function 'make'"),
         (["--model", "json:dumps"], "json:dumps failed on the meta device: TypeError"),
-        (["--model", "os:getcwd"], "os:getcwd returned str, not an nn.Module"),
-        (["--model", "no.json"], "cannot read shapes from no.json: [Errno 2]"),
+        (["--model", "os:getcwd"], "os:getcwd returned str, neither an nn.Module"),
+        (["--model", "no.json"], "cannot read a model from no.json: [Errno 2]"),
         (["--params", "7e9", "--replicas", "3"], "--world 64 does not divide by --replicas 3"),
         (["--params", "7e9", "--replicas", "64"], "--world 64 of as many replicas shards nothing"),
         (["--params", "7e9", "--ranks-per-host", "5"], "--world 64 is not a number of hosts with"),
@@ -214,7 +217,7 @@ def test_a_file_without_shapes(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "bad.json"
     file.write_text('{"a": [1, 0]}')
     assert main(["explain", str(file), "--world", "2"]) == 2
-    assert f"{file} holds no shapes: write an object of parameter names" in capsys.readouterr().err
+    assert f"{file} holds no model: neither a config of tra" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -310,8 +310,12 @@ def test_fsdp1(rank: int, world_size: int) -> None:
     ("codec", "feedback", "words"),
     [
         ({"bits": 4, "group": 8}, None, "bits 4: a group of 8 shares a code, with bits 1"),
-        ({"bits": 3}, None, "codec.bits: unknown value 3; available: 1, 2, 4"),
-        ({"group": 4}, None, "codec.group: unknown value 4; available: 1, 8, 16, 32"),
+        ({"bits": 3}, None, "codec.bits: unknown value 3; did you mean 4 or 2? available: 1, 2, 4"),
+        (
+            {"group": 4},
+            None,
+            "codec.group: unknown value 4; did you mean 8 or 1? available: 1, 8",
+        ),
         ({"level": 3}, None, "level: must be less than or equal to 2, not 3"),
         ({}, {"kind": "residual", "lead": 0}, "lead: must be greater than or equal to 0.05"),
         ({}, {"kind": "average", "lead": 0.5}, "lead: only the kind 'residual' has them"),

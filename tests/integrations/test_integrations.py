@@ -112,7 +112,7 @@ def test_the_callback_wraps_saves_and_loads(callback: Any, calls: Calls, tmp_pat
     # Resumed with another output folder: the checkpoint says where it was saved.
     again = Trainer(callback(), tmp_path / "other", state=trainer.state)
     again.call("on_train_begin")
-    assert calls[2:] == [("wrap", "auto"), ("load", saved)]
+    assert calls[2:] == [("wrap", None), ("load", saved)]
     trainer.args.save_only_model = True
     trainer.call("on_save")
     assert len(calls) == 4

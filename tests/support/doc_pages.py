@@ -83,6 +83,19 @@ def _wrapped_model() -> dict[str, Any]:
     return names | {"compressor": compressor, "old_scale": 1024.0, "new_scale": 512.0}
 
 
+def _loggers() -> dict[str, Any]:
+    return _wrapped_model() | {"step": 100, "rank": 0, "wandb": mock.Mock(), "writer": mock.Mock()}
+
+
+class _Titan:
+    """What tagc asks of torchtitan's trainer."""
+
+    def __init__(self, config: Any) -> None:
+        self.model_parts = [_sharded_model()["model"]]
+        self.checkpointer = mock.Mock(states={})
+        self.train = mock.Mock()
+
+
 def _exchanges() -> dict[str, Any]:
     """What the file has into which the block goes, and a reducer's arguments for the next one."""
     from support.units import codec_plan
@@ -105,6 +118,8 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "a model": _model,
     "a sharded model": _sharded_model,
     "a wrapped model": _wrapped_model,
+    "a wrapped model and loggers": _loggers,
+    "a trainer like torchtitan's": lambda: {"Trainer": _Titan, "config": None},
     "the names of tagc/comm/exchanges.py": _exchanges,
 }
 
@@ -190,27 +205,22 @@ def _surroundings(folder: Path, found: list[Block]) -> Iterator[None]:
 
 
 def _stand_ins() -> dict[str, ModuleType]:
-    """Libraries that are not installed, or do not exist, as far as pages use them."""
-    evenly, titan, trainer = (
-        ModuleType("evenly"), ModuleType("torchtitan"), ModuleType("torchtitan.trainer")
-    )  # fmt: skip
+    """Libraries that do not exist, as far as pages use them."""
+    evenly = ModuleType("evenly")
 
     class Sharded(nn.Module):
         reduce_hook = None
 
-    class Trainer:
-        def __init__(self, config: Any) -> None:
-            self.model_parts = [_sharded_model()["model"]]
-            self.checkpointer = mock.Mock(states={})
-
     vars(evenly)["Sharded"] = Sharded
-    vars(trainer)["Trainer"] = Trainer
-    return {"evenly": evenly, "torchtitan": titan, "torchtitan.trainer": trainer}
+    return {"evenly": evenly}
 
 
 def _check_recipes(names: dict[str, Any]) -> None:
-    """The trainer has the compressor among what it saves."""
-    trainer = names["CompressedTrainer"](None)
+    """Loggers got numbers, and the trainer has the compressor among what it saves."""
+    (logged,), _ = names["wandb"].log.call_args
+    assert logged["tagc/steps"] > 0
+    assert names["writer"].add_scalar.call_count == len(logged)
+    trainer = names["trainer"]
     assert trainer.checkpointer.states["tagc"] is tagc.compressor(trainer.model_parts[0])
 
 

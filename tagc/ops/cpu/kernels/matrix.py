@@ -59,7 +59,7 @@ def _lane_sum(x, total):
     return _pairs(total, ROW_LANES)
 
 
-@register_jitable(inline="always")
+@register_jitable
 def _load_row(g, e, base, x, u):
     """Load one row.
 
@@ -73,12 +73,12 @@ def _load_row(g, e, base, x, u):
     Returns:
         Whether all of ``x`` is finite.
     """
-    largest, bits = U(0), x.view(np.uint32)
+    largest = U(0)
     for j in range(N(x.size)):
         x[j] = load(g, base + j) + load(e, base + j)
         u[j] = _bounded(x[j])
     for j in range(N(x.size)):
-        b = U(bits[j] & _ABS)
+        b = U(float_bits(x[j]) & _ABS)
         largest = b if b > largest else largest
     return largest < _INF
 
@@ -122,14 +122,14 @@ def quantize_columns(g, e, rows, v, columns):
         for k in range(COLUMN_LANES):
             total[k] = lanes[k, j]
         u[j] = _pairs(total, COLUMN_LANES)
-    top, sums = U(0), u.view(np.uint32)
+    top = U(0)
     for j in range(n):
-        t = shift_right(U(sums[j] + U(1 << 21)), U(22))
+        t = shift_right(U(float_bits(u[j]) + U(1 << 21)), U(22))
         top = t if t > top else top
     for j in range(N(columns.size)):
         columns[j] = U(0)
     for j in range(n):
-        below = U(top - shift_right(U(sums[j] + U(1 << 21)), U(22)))
+        below = U(top - shift_right(U(float_bits(u[j]) + U(1 << 21)), U(22)))
         code = U(15) - below if below < U(15) else U(0)
         columns[j >> N(3)] |= shift_left(U(code), U(N(4) * (j & N(7))))
     read_scales(columns, v)
@@ -139,7 +139,7 @@ def quantize_columns(g, e, rows, v, columns):
     return U(U(8) * shift_right(bits, U(23)) - U(CENTRE))
 
 
-@register_jitable(inline="always")
+@register_jitable
 def _byte_of(fit, base):
     """Byte, uint32, of a row with the scale ``fit``, a float32 that is finite and not negative."""
     t = shift_right(U(float_bits(fit) + U(1 << 19)), U(20))
@@ -232,7 +232,7 @@ def quantize_rows(g, e, rows, v, base, size, group, distance, kept, fresh, scale
                 store_finite(e, start + j, kept * load(e, start + j) + fresh * x[j])
 
 
-@register_jitable(inline="always")
+@register_jitable
 def _find_largest(x, u, v, inverse, size, place, squares):
     """The first largest ``|x * inverse|`` of every ``size`` neighbours of a row.
 

@@ -12,7 +12,7 @@ _ABS, _INF = U(0x7FFFFFFF), U(0x7F800000)
 _LARGEST_SCALE, _MIN_SCALE, _NAN = U(0x7F7F0000), U(0x00800000), U(0x7FC00000)
 
 
-@register_jitable(inline="always")
+@register_jitable
 def _scale_of(largest, unit):
     """Scale of a block, a bfloat16 as the bits of a float32, uint32.
 
@@ -27,7 +27,7 @@ def _scale_of(largest, unit):
     return scale if scale >= _MIN_SCALE else U(0)
 
 
-@compiled
+@register_jitable
 def quantize_block(x, c, group, limit, unit, codes, at):
     """Quantize one block.
 
@@ -43,13 +43,13 @@ def quantize_block(x, c, group, limit, unit, codes, at):
     Returns:
         The scale, the bits of a float32 as uint32; NaN if ``x`` is not all finite.
     """
-    lanes, bits = N(len(group)), x.view(np.uint32)
+    lanes = N(len(group))
     size = N(x.size)
     words = size // lanes
     largest = U(0)
     # Builtin min and max can keep such loops from being vectorized.
     for j in range(size):
-        m = U(bits[j] & _ABS)
+        m = U(float_bits(x[j]) & _ABS)
         largest = m if m > largest else largest
     scale = _scale_of(largest, unit)
     if scale == U(0) or scale == _NAN:
@@ -113,14 +113,14 @@ def quantize_row(g, e, n, block, group, limit, unit, kept, fresh, scales, codes)
         scales[b] = np.uint16(0)
 
 
-@register_jitable(inline="always")
+@register_jitable
 def scale_at(words, at, b):
     """float32 scale of block ``b``, where scales begin at ``words[at]``, ``[...]`` uint32."""
     word = words[at + (b >> N(1))]
     return bits_float(U(word & U(0xFFFF0000)) if b & N(1) else shift_left(word, U(16)))
 
 
-@compiled
+@register_jitable
 def dequantize_block(words, at, group, s, out):
     """Write the elements of a block.
 
@@ -139,7 +139,7 @@ def dequantize_block(words, at, group, s, out):
             out[base + j] = s * shift_right_signed(shift_left(words[at + j], up), U(U(32) - width))
 
 
-@compiled
+@register_jitable
 def add_block(words, at, group, s, out):
     """As :func:`dequantize_block`, but add to ``out``."""
     width = U(32 // len(group))

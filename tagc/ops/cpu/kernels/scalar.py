@@ -17,7 +17,8 @@ from numba.extending import overload, register_jitable
 from tagc.ops.cpu.kernels.llvm import bits_float, float_bits, high_product, shift_right
 
 U, N = np.uint32, np.uint64
-compiled = njit(nogil=True, cache=True, boundscheck=False)
+# Nothing calls them from C.
+compiled = njit(nogil=True, cache=True, boundscheck=False, no_cfunc_wrapper=True)
 
 
 Group = tuple[int, ...]
@@ -51,7 +52,7 @@ def store_finite(a, j, x):
     raise NotImplementedError
 
 
-@overload(load, inline="always")
+@overload(load)
 def _(a, j):
     if isinstance(a, types.NoneType):
         return lambda a, j: np.float32(-0.0)
@@ -60,7 +61,7 @@ def _(a, j):
     return lambda a, j: a[j]
 
 
-@overload(store, inline="always")
+@overload(store)
 def _(a, j, x):
     if isinstance(a, types.NoneType):
         return lambda a, j, x: None
@@ -73,7 +74,7 @@ def _(a, j, x):
     return put
 
 
-@overload(store_finite, inline="always")
+@overload(store_finite)
 def _(a, j, x):
     if isinstance(a, types.NoneType) or a.dtype != types.uint16:
         return lambda a, j, x: store(a, j, x)
@@ -81,14 +82,14 @@ def _(a, j, x):
     return lambda a, j, x: _put_bfloat16(a, j, _within_bfloat16(float_bits(x)))
 
 
-@register_jitable(inline="always")
+@register_jitable
 def _within_bfloat16(b):
     """uint32 bits of a float32, limited to the magnitude of bfloat16's largest number."""
     m = U(b & U(0x7FFFFFFF))
     return U(U(b & U(0x80000000)) | (m if m < U(0x7F7F0000) else U(0x7F7F0000)))
 
 
-@register_jitable(inline="always")
+@register_jitable
 def _put_bfloat16(a, j, b):
     """Round a float32 that is not NaN, ``b`` its bits as uint32, to nearest even in bfloat16.
 
