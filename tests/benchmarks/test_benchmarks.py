@@ -44,8 +44,8 @@ def measured(chosen: Case) -> dict:
         case("decode"),
         case("encode", symbol="float32"),
         case("decode", symbol="float32"),
-        case("encode", gradient="bfloat16", residual="bfloat16"),
-        case("decode", gradient="bfloat16", residual="bfloat16"),
+        slow(case("encode", gradient="bfloat16", residual="bfloat16")),
+        slow(case("decode", gradient="bfloat16", residual="bfloat16")),
     ],
     ids=lambda chosen: chosen.name,
 )

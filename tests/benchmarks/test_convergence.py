@@ -178,6 +178,7 @@ def test_two_jobs_make_the_same_runs(tmp_path: Path) -> None:
     assert len(losses[1]) == 3
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "convergence.jsonl"
     command = ["convergence", "--methods", "dense; top 5% in 4 bits, residual", "--seeds", "2"]

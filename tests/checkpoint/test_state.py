@@ -64,7 +64,9 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
 
 
 @on_ranks(3)
-@pytest.mark.parametrize(("policy", "saver"), in_turn(["sketch shared", "packed bfloat16"]))
+@pytest.mark.parametrize(
+    ("policy", "saver"), in_turn(["sketch shared", "packed bfloat16"], rare=["sketch shared"])
+)
 def test_three_ranks_resume(rank: int, world_size: int, saver: str, policy: str) -> None:
     resumes(rank, saver, policy)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.distributed import on_ranks
+from support.marks import covering
 from support.units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
 from tagc.comm import UnitReducer
 from tagc.plan import UnitPlan
@@ -38,9 +39,10 @@ def averages(reducer: UnitReducer) -> list[Tensor]:
     return [average[0] for average in reducer.owner_states.values()]
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("ops", ["cpu", "reference"])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "codec", "ops"), covering((2, 4), CODECS, ["reference", "cpu"])
+)
 def test_the_average_and_what_is_owed_are_the_average_of_gradients(
     rank: int, world_size: int, ops: str, codec: str
 ) -> None:

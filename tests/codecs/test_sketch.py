@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from support import oracle
+from support.marks import slow
 from tagc.codecs.sketch.count_sketch import CountSketch
 from tagc.ops.symbols import SYMBOLS
 
@@ -67,7 +68,7 @@ def check_exact(name, numel, ranks, density, kind, rng):
 
 
 @pytest.mark.parametrize("kind", ["uniform", "rows"])
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [r if r in (1, 2, 5, 8) else slow(r) for r in range(1, 9)])
 @pytest.mark.parametrize("name", INTEGER)
 def test_sums_are_exact(name, ranks, kind):
     rng = np.random.default_rng([ranks, INTEGER.index(name), kind == "rows"])

@@ -254,7 +254,7 @@ def loss_scaling() -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("codec", ["exact", "quantized", "packed"])
+@pytest.mark.parametrize("codec", ["exact", slow("quantized"), slow("packed")])
 def test_a_loss_scaler_end_to_end(rank: int, world_size: int, codec: str) -> None:
     """The example's loop, with a scale that overflows at first, beside native FSDP."""
     exact = {"kind": "sketch", "density": 1.0, "symbol": "int32x1"}

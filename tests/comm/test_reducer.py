@@ -106,7 +106,7 @@ class Oracle:
     [
         ("int8x4", "float32", torch.float32, AVG),
         ("int8x4", "bfloat16", torch.bfloat16, SUM),
-        ("int16x2", "bfloat16", torch.float32, AVG),
+        ("int16x2", "float32", torch.bfloat16, AVG),
         ("int32x1", "float32", torch.float32, SUM),
         ("float32", "float32", torch.float32, AVG),
     ],

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 from support.distributed import on_ranks
 from support.exact import EXACT
+from support.marks import slow
 from support.replicated_net import of_replicas, two_by_two, wrapped
 from support.small_net import local_weights, net, train
 
@@ -38,7 +39,7 @@ def test_without_a_rule_replicas_are_averaged_as_they_are(rank: int, world_size:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [c if c in ("quantized", "sketch") else slow(c) for c in CODECS])
 def test_replicas_stay_equal_and_close_to_dense(rank: int, world_size: int, codec: str) -> None:
     rule = {"when": {"name": "*.weight"}, "codec": CODECS[codec]}
     model, mesh = wrapped({"gradients": DENSE, "replicas": [rule]})

@@ -14,6 +14,7 @@ import tagc
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.fsdp1_net import flat_of, quietly, sharded
+from support.marks import covering
 from support.small_net import net
 from support.units import gathered, on_grid
 from tagc.comm import UnitReducer
@@ -38,9 +39,10 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(3, 4)
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("names", ["second.0.weight", "*"])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "codec", "names"), covering((3, 4), CODECS, ["second.0.weight", "*"])
+)
 def test_the_sum_is_what_ranks_no_longer_owe(
     rank: int, world_size: int, codec: str, names: str
 ) -> None:

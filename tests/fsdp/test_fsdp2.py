@@ -206,7 +206,7 @@ def test_training_is_reproducible(rank: int, world_size: int) -> None:
     results = []
     for ops in ("cpu", "cpu", "reference"):
         model = tagc.wrap(sharded(), EVERYTHING, ops=ops)
-        train(model, rank, 10)
+        train(model, rank, 6)
         results.append(local_weights(model))
         for reducer in tagc.compressor(model).reducers:
             sketch = reducer.codecs["sketch"]

@@ -197,7 +197,6 @@ def test_interpreted(outcome, record_property, name):
 # --- compiled, and emulated -------------------------------------------------------------------
 
 FEW = (
-    "511 overflow 4 1 32 0 bfloat16 float32 bfloat16 2",
     "2050 overflow 16 4 32 4 float32 bfloat16 bfloat16 5",
     "640 usual 16 1 64 16 float32 bfloat16 float32 1, with a support",
     "aligned rows",
