@@ -195,22 +195,23 @@ def _example(name: str) -> Any:
 
 
 def table(records: Sequence[Record]) -> str:
-    """A row a policy: means over seeds."""
-    found: dict[str, list[Record]] = {}
+    """A row for a policy with its settings: means over seeds."""
+    found: dict[tuple[str, float, float], list[Record]] = {}
     for r in records:
-        found.setdefault(r["run"]["policy"], []).append(r)
-    dense = {r["run"]["seed"]: r for r in found.get(_DENSE, ())}
+        run = r["run"]
+        found.setdefault((run["policy"], run["rate"], run["clip"]), []).append(r)
+    dense = {r["run"]["seed"]: r for r in records if r["run"]["policy"] == _DENSE}
     rows = []
-    for name, mine in found.items():
+    for (name, rate, clip), mine in found.items():
         losses = [r["loss"] for r in mine]
         pairs = [(r, dense[r["run"]["seed"]]) for r in mine if r["run"]["seed"] in dense]
         gaps = [r["loss"] / d["loss"] - 1 for r, d in pairs]
-        clips = [sum(n > r["run"]["clip"] for n in r["norms"]) / len(r["norms"]) for r in mine]
+        clips = [sum(n > clip for n in r["norms"]) / len(r["norms"]) for r in mine]
         rows.append(
             [
                 name,
-                f"{mine[0]['run']['rate']:g}",
-                f"{mine[0]['run']['clip']:g}",
+                f"{rate:g}",
+                f"{clip:g}",
                 f"{statistics.fmean(losses):.4f}",
                 f"{max(losses) - min(losses):.4f}",
                 len(losses),

@@ -29,6 +29,7 @@ from tagc.comm import (
     agree_on,
     check_hosts,
     gather_by_rank,
+    gather_merged,
 )
 from tagc.costs import is_automatic, measured_choice
 from tagc.fsdp import (
@@ -36,6 +37,7 @@ from tagc.fsdp import (
     Integration,
     Levels,
     OptimizerSteps,
+    ShardValues,
     Unit,
     integration_of,
     look_at_frozen,
@@ -123,9 +125,10 @@ def wrap(
 
     disabled, units, loaded, mine = _agree_on_request(model, policy, replica_group, hosts, groups)
     asks = hosts is not None or loaded.parameters
-    said = gather_by_rank(groups, {dist.get_rank(): mine}) if asks else {}
-    units = with_specials(units, [seen for _, seen in said.values()])
-    where = {rank: place for rank, (place, _) in said.items()}
+    place, frozen = mine
+    where = gather_by_rank(groups, {dist.get_rank(): place}) if asks else {}
+    seen = gather_merged(groups, frozen, ShardValues.merged) if asks else {}
+    units = with_specials(units, seen)
     levels = agree_on(groups, {"hosts": lambda: (Levels(units, hosts, where), "")})["hosts"]
     # Where nothing runs, nothing has to be compiled for it.
     made_with = "reference" if disabled else ops

@@ -1,8 +1,8 @@
 """The keys of a policy, as Markdown: ``python docs/site/reference.py`` prints them.
 
 They are read from the model that checks policies (its JSON Schema), so that a key that is added
-there appears here: its type, default and range as the model has them. Its meaning is the key's
-description, else that of ``meanings.py``, else the sentences of its part's docstring that name it.
+there appears here: its type, default and range as the model has them, and as its meaning the
+string below the field.
 """
 
 from __future__ import annotations
@@ -12,33 +12,36 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from meanings import MEANINGS
-from tagc.policy import Policy
+from tagc.policy.policy import Extension
+from tagc.policy.schema import ABOUT
 
 # What a part is called, where its name in the model says less. Other parts keep theirs.
 _TITLES = {
-    "Policy": "The file",
+    "Extension": "The file",
     "Rule": "A rule for gradients or replicas",
     "ParameterRule": "A rule for parameters",
     "When": "`when`",
     "FeedbackConfig": "`feedback`",
 }
+# A file has one of these keys or both, which fields cannot say.
+_DEFAULTS = {"Extension.gradients": "this or `extends`", "Extension.extends": "none"}
 _NO_LIMIT = 2**31 - 1  # what a count may be at most, for its own sake
 
 
-def policy_reference(model: type[BaseModel] = Policy) -> str:
+def policy_reference(model: type[BaseModel] = Extension) -> str:
     """A section for every part of a policy, in the order in which a reader meets them.
 
     Args:
-        model: what checks policies.
+        model: what checks policy files.
     """
     schema = model.model_json_schema(by_alias=True)
     parts: dict[str, dict[str, Any]] = schema.pop("$defs")
-    titles = {"Policy": _TITLES["Policy"]}
-    _walk("Policy", schema, parts, titles)
+    parts[model.__name__] = schema | {"description": ABOUT}
+    titles = {model.__name__: _TITLES.get(model.__name__, model.__name__)}
+    _walk(model.__name__, schema, parts, titles)
     lines: list[str] = []
     for name, title in titles.items():
-        lines += _section(name, title, schema if name == "Policy" else parts[name], titles)
+        lines += _section(name, title, parts[name], titles)
     return "\n".join(lines)
 
 
@@ -76,10 +79,10 @@ def _section(name: str, title: str, part: dict[str, Any], titles: dict[str, str]
         lines += ["| key | value | default | meaning |", "|---|---|---|---|"]
     for key, field in part.get("properties", {}).items():
         default = "required" if key in required else _default(field)
+        default = _DEFAULTS.get(f"{name}.{key}", default)
         if "const" in field and key == "kind":
             default = "required"  # it is what chooses this part
-        meaning = _plain(field.get("description", "")) or MEANINGS.get(f"{name}.{key}")
-        meaning = meaning or MEANINGS.get(key) or _about(key, about)
+        meaning = _plain(field.get("description", ""))
         cells = (f"`{key}`", _value(field, titles), default, " ".join(meaning.split()))
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return [*lines, ""]
@@ -141,13 +144,6 @@ def _plain(text: str) -> str:
     """A docstring with its roles and double backticks as Markdown spells them."""
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
     return text.replace("``", "`").strip()
-
-
-def _about(key: str, docstring: str) -> str:
-    """The sentences of a docstring that name the key."""
-    sentences = re.split(r"(?<=[.;])\s+(?=[A-Z`])", " ".join(docstring.split()))
-    found = [sentence for sentence in sentences if f"`{key}`" in sentence]
-    return " ".join(found)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One unit's collectives: what stands in for FSDP's, the exchanges it goes by, and what ranks must
 agree on."""
 
-from tagc.comm.agreement import agree_on, gather_by_rank
+from tagc.comm.agreement import agree_on, gather_by_rank, gather_merged
 from tagc.comm.copy_gatherer import CopyGatherer
 from tagc.comm.exchanges import (
     BroadcastExchange,
@@ -42,5 +42,6 @@ __all__ = [
     "agree_on",
     "check_hosts",
     "gather_by_rank",
+    "gather_merged",
     "rehearse",
 ]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from tagc.comm.collectives import failing_in
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def agree_on(
@@ -66,13 +69,28 @@ def gather_by_rank(groups: Sequence[dist.ProcessGroup], mine: Mapping[int, Any])
     Args:
         mine: what this rank says, by its rank among all processes; picklable.
     """
+    return gather_merged(groups, mine, lambda _, other: other)
+
+
+def gather_merged(
+    groups: Sequence[dist.ProcessGroup], mine: Mapping[K, V], merge: Callable[[V, V], V]
+) -> dict[K, V]:
+    """What all ranks that these groups connect say, by key; a rank sends no more for each than one
+    value.
+
+    Args:
+        mine: what this rank says; picklable.
+        merge: makes one of two values for a key. Ranks hear of the same values several times and in
+            any order, which must make no difference.
+    """
     known = dict(mine)
     for _ in groups:  # as in agree_on
         for group in groups:
-            said: list[dict[int, Any]] = [{} for _ in range(group.size())]
+            said: list[dict[K, V]] = [{} for _ in range(group.size())]
             dist.all_gather_object(said, known, group=group)
             for other in said:
-                known.update(other)
+                for key, value in other.items():
+                    known[key] = merge(known[key], value) if key in known else value
     return known
 
 

@@ -19,6 +19,7 @@ from tagc.comm.collectives import CollectiveWork, dense_reduce_scatter, failing_
 from tagc.comm.exchanges import BroadcastExchange, Connect, GroupExchange, ShardExchange
 from tagc.comm.flat import flat_rows
 from tagc.comm.lockstep import Lockstep
+from tagc.comm.reduction_check import check_reduction, name_of
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 
@@ -201,7 +202,9 @@ class UnitReducer:
                 anything is sent; or if another rank does not answer in time.
         """
         if self.plan.compressed:
-            self._check(out, inp, group, op)
+            check_reduction(
+                self.plan, out, inp, group, op, self._without_gradient, remedy=self._remedy
+            )
         step = self.earlier_steps + self.steps
         compresses = bool(self.plan.compressed) and step >= self.plan.warmup_steps
         words = self.plan.words if compresses else 0
@@ -237,7 +240,7 @@ class UnitReducer:
         if self._waiting is not None:
             raise RuntimeError(
                 f"tagc: micro-batches of unit {self._name!r} wait inside the host, but "
-                f"now it is reduced with {_name_of(op)} over {group.size()} ranks; reduce all "
+                f"now it is reduced with {name_of(op)} over {group.size()} ranks; reduce all "
                 "micro-batches of a step alike"
             )
         return False
@@ -409,46 +412,3 @@ class UnitReducer:
             shard = self._flat.arrange_shard(out, group.rank())
             self.after_dense(shard)
             self._flat.restore(shard, out, group.rank())
-
-    def _check(
-        self,
-        out: Tensor,
-        inp: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-    ) -> None:
-        info = self.plan.info
-        columns = self.plan.buffer_columns
-        if group.size() != info.world_size:
-            raise RuntimeError(
-                f"tagc: unit {self._name!r} was planned for {info.world_size} ranks, but FSDP "
-                f"reduces over {group.size()}; call tagc.wrap after the model is sharded for good"
-            )
-        rows = 1 if self.plan.for_all else info.world_size
-        if out.numel() != columns or inp.numel() != columns * rows:
-            names = self._without_gradient()
-            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-            who = f"{', '.join(names[:8])}{more}" if names else "some of its parameters"
-            raise RuntimeError(
-                f"tagc: unit {self._name!r} was planned for {columns} gradient columns per rank, "
-                f"but FSDP reduces {out.numel()}: {who} got no gradient in this "
-                "backward, or requires_grad changed after tagc.wrap. Freeze parameters before "
-                f"tagc.wrap, and {self._remedy}"
-            )
-        if inp.dtype != info.dtype:
-            raise RuntimeError(
-                f"tagc: unit {self._name!r} was planned for gradients of {info.dtype}, but FSDP "
-                f"reduces {inp.dtype}; call tagc.wrap after the model's dtypes are set for good"
-            )
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise RuntimeError(
-                f"tagc: unit {self._name!r} is reduced with {_name_of(op)}, but only SUM and AVG "
-                "can be compressed; with a gradient divide factor, also call "
-                "set_force_sum_reduction_for_comms(True) on the FSDP modules"
-            )
-
-
-def _name_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
-    # An operation with a factor is an object that does not say its name.
-    kinds = dist.ReduceOp.RedOpType.__members__.items()
-    return next((name for name, kind in kinds if op == kind), str(op))

@@ -1,6 +1,6 @@
 """Integrations: the only files that know the internals of what shards a model."""
 
-from tagc.fsdp.frozen import FrozenValues, look_at_frozen, with_specials
+from tagc.fsdp.frozen import FrozenValues, ShardValues, look_at_frozen, with_specials
 from tagc.fsdp.integrations import INTEGRATIONS, integration_of, sharding_groups
 from tagc.fsdp.levels import Levels
 from tagc.fsdp.optimizer_steps import OptimizerSteps
@@ -12,6 +12,7 @@ __all__ = [
     "Integration",
     "Levels",
     "OptimizerSteps",
+    "ShardValues",
     "Unit",
     "integration_of",
     "look_at_frozen",

@@ -18,7 +18,8 @@ from tagc.codecs import Special
 from tagc.fsdp.unit import Unit
 from tagc.plan import UnitParam
 
-# Larger than this share of the largest number of their dtype, values are at its edge.
+# Values are at the edge of their dtype beyond this share of its largest number: codes of few bits
+# and a scale of 8 significant bits round up, in 4 bits by a seventh and more, and may not overflow.
 _EDGE = 0.5
 
 
@@ -36,9 +37,18 @@ class ShardValues:
     largest: float
     few: frozenset[float] | None
 
+    def merged(self, other: ShardValues) -> ShardValues:
+        """What is in both."""
+        few = None if self.few is None or other.few is None else self.few | other.few
+        return ShardValues(
+            finite=self.finite and other.finite,
+            largest=max(self.largest, other.largest),
+            few=few if few is not None and len(few) <= 2 else None,
+        )
+
 
 FrozenValues = Mapping[str, ShardValues]
-"""By name of the parameter; what one rank sees."""
+"""By name of the parameter."""
 
 
 def look_at_frozen(units: Sequence[Unit]) -> FrozenValues:
@@ -52,12 +62,12 @@ def look_at_frozen(units: Sequence[Unit]) -> FrozenValues:
     }
 
 
-def with_specials(units: Sequence[Unit], seen: Sequence[FrozenValues]) -> list[Unit]:
+def with_specials(units: Sequence[Unit], seen: FrozenValues) -> list[Unit]:
     """The units, with what all ranks together saw in their frozen parameters."""
     return [_with_specials(unit, seen) for unit in units]
 
 
-def _with_specials(unit: Unit, seen: Sequence[FrozenValues]) -> Unit:
+def _with_specials(unit: Unit, seen: FrozenValues) -> Unit:
     info = unit.gather_info
     if info is None:
         return unit
@@ -65,9 +75,9 @@ def _with_specials(unit: Unit, seen: Sequence[FrozenValues]) -> Unit:
     return replace(unit, gather_info=replace(info, params=params))
 
 
-def _looked_at(param: UnitParam, seen: Sequence[FrozenValues], dtype: torch.dtype) -> UnitParam:
-    shards = [values[param.name] for values in seen if param.name in values]
-    return replace(param, special=_special(shards, dtype)) if shards else param
+def _looked_at(param: UnitParam, seen: FrozenValues, dtype: torch.dtype) -> UnitParam:
+    values = seen.get(param.name)
+    return param if values is None else replace(param, special=_special(values, dtype))
 
 
 def _values_of(shard: Tensor) -> ShardValues:
@@ -84,15 +94,10 @@ def _values_of(shard: Tensor) -> ShardValues:
     )
 
 
-def _special(shards: Sequence[ShardValues], dtype: torch.dtype) -> Special | None:
-    if not all(shard.finite for shard in shards):
+def _special(values: ShardValues, dtype: torch.dtype) -> Special | None:
+    if not values.finite:
         return Special.NOT_FINITE
-    if max((shard.largest for shard in shards), default=0.0) > _EDGE * torch.finfo(dtype).max:
+    if values.largest > _EDGE * torch.finfo(dtype).max:
         return Special.LARGE
-    values: set[float] = set()
-    for shard in shards:
-        if shard.few is None:
-            return None
-        values |= shard.few
     # Zeros alone are zeros in any code.
-    return Special.FEW if len(values) <= 2 and values - {0.0} else None
+    return Special.FEW if values.few is not None and values.few - {0.0} else None

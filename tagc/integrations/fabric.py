@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from tagc.handle import attached
 from tagc.integrations.optional import missing
-from tagc.integrations.sharded import load_all, residual_folder, save_all
+from tagc.integrations.sharded import load_all, residual_folder, save_all, saved_folder
 from tagc.wrapper import wrap
 
 try:
@@ -59,7 +60,11 @@ class TagcStrategy(ModelParallelStrategy):
     ) -> None:
         """As ``ModelParallelStrategy`` does it, and the residuals; on all ranks."""
         super().save_checkpoint(path, state, *args, **kwargs)
-        save_all(_modules(state), self._folder(path))
+        # Ranks may have been given paths of their own, as names with a time in them.
+        folder = residual_folder(
+            self.broadcast(path), distributed=self._save_distributed_checkpoint
+        )
+        save_all(_modules(state), folder)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: Any = None, *args: Any, **kwargs: Any
@@ -67,12 +72,10 @@ class TagcStrategy(ModelParallelStrategy):
         """As ``ModelParallelStrategy`` does it, and the residuals; on all ranks."""
         left = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, dict):
-            load_all(_modules(state), self._folder(path))
+            load_all(_modules(state), saved_folder(self.broadcast(path)))
+        elif isinstance(state, nn.Module) and (handle := attached(state)) is not None:
+            handle.refresh()  # weights alone, which no optimizer told it
         return left
-
-    def _folder(self, path: str | os.PathLike[str]) -> Any:
-        # Ranks may have been given paths of their own, as names with a time in them.
-        return residual_folder(self.broadcast(path), distributed=self._save_distributed_checkpoint)
 
 
 def _modules(state: Mapping[str, Any]) -> dict[str, nn.Module]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from tagc.handle import attached
 from tagc.integrations.optional import missing
-from tagc.integrations.sharded import load_all, remove, residual_folder, save_all
+from tagc.integrations.sharded import load_all, remove, residual_folder, save_all, saved_folder
 from tagc.wrapper import wrap
 
 try:
@@ -72,26 +72,27 @@ class TagcStrategy(ModelParallelStrategy):
         resumable = "optimizer_states" in checkpoint
         super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
         if resumable:
-            save_all({"model": self._wrapped}, self._folder(self.broadcast(filepath)))
+            folder = residual_folder(
+                self.broadcast(filepath), distributed=self._save_distributed_checkpoint
+            )
+            save_all({"model": self._wrapped}, folder)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """As ``ModelParallelStrategy`` does it, and the residuals; on all ranks."""
         loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        load_all({"model": self._wrapped}, self._folder(self.broadcast(checkpoint_path)))
+        load_all({"model": self._wrapped}, saved_folder(self.broadcast(checkpoint_path)))
         return loaded
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """As ``ModelParallelStrategy`` does it, and the residuals with it."""
+        folder = saved_folder(filepath)  # which nobody can tell afterwards
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            remove(self._folder(filepath))
+            remove(folder)
 
     @property
     def _wrapped(self) -> nn.Module:
         assert self.model is not None
         return self.model
-
-    def _folder(self, path: str | os.PathLike[str]) -> Any:
-        return residual_folder(path, distributed=self._save_distributed_checkpoint)

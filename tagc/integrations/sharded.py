@@ -17,6 +17,12 @@ def residual_folder(checkpoint: str | os.PathLike[str], *, distributed: bool) ->
     return Path(checkpoint) / FOLDER if distributed else Path(f"{os.fspath(checkpoint)}.{FOLDER}")
 
 
+def saved_folder(checkpoint: str | os.PathLike[str]) -> Path:
+    """Where those of a checkpoint are that exists: it may be of another kind than those that a
+    strategy saves, and Lightning, too, goes by what it finds."""
+    return residual_folder(checkpoint, distributed=Path(checkpoint).is_dir())
+
+
 def save_all(models: dict[str, nn.Module], folder: Path) -> None:
     """Save the residuals of those models that are wrapped, each by its name; on all ranks."""
     for name, model in models.items():

@@ -53,34 +53,40 @@ class TagcCallback(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
 
         Raises:
             FileNotFoundError: if the checkpoint had residuals, and they are not found.
+            ValueError: if checkpoints are to be saved of a trial without a name, in a
+                hyperparameter search: nobody says in which folder.
             ValueError, tagc.PolicyError, tagc.StateError, RuntimeError: see :func:`tagc.wrap` and
                 :meth:`tagc.Compressor.load`.
         """
         model = kwargs["model"]
+        saves = args.save_strategy != "no" and not args.save_only_model
+        run = _run_folder(args, state) if saves else args.output_dir
         if attached(model) is None:
             wrap(model, self.policy, **self.options)
         if state.global_step:
-            load_residuals(model, lambda: self._folder_of(args, state))
-        state.stateful_callbacks[_KEY] = {"saved_to": os.path.abspath(args.output_dir)}
+            load_residuals(model, lambda: self._folder_of(args, state, run))
+        state.stateful_callbacks[_KEY] = {"saved_to": os.path.abspath(run)}
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the residuals into the checkpoint that the Trainer has just written.
 
         Raises:
+            ValueError: if the folder is not known, see :meth:`on_train_begin`.
             OSError, tagc.StateError, RuntimeError: see :meth:`tagc.Compressor.save`.
         """
         if not args.save_only_model:
-            save_residuals(kwargs["model"], _checkpoint(args.output_dir, state) / FOLDER)
+            folder = _checkpoint(_run_folder(args, state), state) / FOLDER
+            save_residuals(kwargs["model"], folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tell what compresses parameters that ``load_best_model_at_end`` may have changed them."""
         compressor(kwargs["model"]).refresh()
 
-    def _folder_of(self, args: Any, state: Any) -> Path:
+    def _folder_of(self, args: Any, state: Any, run: str) -> Path:
         """Of the residuals in the checkpoint that training resumes from."""
         said = state.stateful_callbacks.get(_KEY)
         folders = [] if said is None else [said["saved_to"]]
-        places = [_checkpoint(folder, state) for folder in (*folders, args.output_dir)]
+        places = [_checkpoint(folder, state) for folder in (*folders, run)]
         if isinstance(args.resume_from_checkpoint, str):
             places.insert(0, Path(args.resume_from_checkpoint))
         if self.resume_from is not None:
@@ -99,5 +105,20 @@ class TagcCallback(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
         return found
 
 
-def _checkpoint(output_dir: str, state: Any) -> Path:
-    return Path(output_dir) / f"checkpoint-{state.global_step}"
+def _run_folder(args: Any, state: Any) -> str:
+    """Where the Trainer saves checkpoints: in a hyperparameter search in a folder of the trial."""
+    # Not `is_hyper_param_search`: a resumed run has that from its checkpoint.
+    if state.trial_params is None:
+        return args.output_dir
+    if not state.trial_name:
+        raise ValueError(
+            "a hyperparameter search saves the checkpoints of a trial without a name in a folder "
+            "that the Trainer tells no callback, so their residuals cannot be saved: name trials, "
+            "hyperparameter_search(..., hp_name=lambda trial: ...), or save no checkpoints, "
+            'TrainingArguments(save_strategy="no")'
+        )
+    return os.path.join(args.output_dir, state.trial_name)
+
+
+def _checkpoint(run: str, state: Any) -> Path:
+    return Path(run) / f"checkpoint-{state.global_step}"

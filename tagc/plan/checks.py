@@ -108,7 +108,11 @@ def _reasons(plan: Plan) -> str:
     for unit in plan.all_units:
         for param in (p for s in unit.segments for p in s.params):
             info = plan.policy.describe(param.name, param.shape)
-            miss = nearest_miss(getattr(plan.policy, unit.direction), info)
+            rules = getattr(plan.policy, unit.direction)
+            if param.special is not None and first_match(rules, info) is not None:
+                miss = Miss(Near.NOTHING, f"frozen, with {param.special.value}")
+            else:
+                miss = nearest_miss(rules, info)
             found.setdefault(miss, []).append(info)
     if not found:
         return "0 parameters that are trained"

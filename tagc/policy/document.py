@@ -108,7 +108,7 @@ def read_builtin(name: str) -> Document:
     if name not in names:
         raise PolicyError(f"no built-in policy {name!r}; {nearest(name, names)}")
     file = importlib.resources.files("tagc.policies") / f"{name}.yaml"
-    return parse(file.read_bytes(), f"policies/{name}.yaml")
+    return parse(file.read_bytes(), f"tagc/policies/{name}.yaml")
 
 
 def is_path(source: str) -> bool:

@@ -33,7 +33,7 @@ def _lines(policy: Policy) -> Iterator[str]:
     yield f"# {policy.name}, all in one file; rules are from {', '.join(bases)}."
     content = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for key, value in content.items():
-        if key not in DIRECTIONS:
+        if key not in DIRECTIONS and value != {}:
             yield f"{key}: {_flow(value)}"
     for direction in DIRECTIONS:
         rules = content.get(direction) or []

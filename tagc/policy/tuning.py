@@ -38,8 +38,8 @@ class Tuning(Strict):
         if self.norm_factor == 1:
             return f"{said}, and dense's own limit for clipping"
         return (
-            f"{said}, and {_times(self.norm_factor)} limit for clipping, as the norms of its "
-            "gradients are larger by as much"
+            f"{said}, and {_times(self.norm_factor)} limit for clipping, as the norm of its "
+            "gradients is that many times dense's"
         )
 
 

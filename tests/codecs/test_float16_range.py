@@ -22,6 +22,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "packed", "density": 1.0, "bits": 8}, PLAIN),
     ({"kind": "sketch", "density": 1.0, "symbol": "int8x4"}, PLAIN),
     ({"kind": "matrix", "level": 1.3}, PLAIN),
+    ({"kind": "dense", "wire": "bfloat16"}, {"kind": "none"}),
 ]
 
 

@@ -81,6 +81,12 @@ def test_configs_that_say_too_little(
         assert "pip install transformers" in str(caught.value)
 
 
+@pytest.mark.parametrize("names", ["LlamaForCausalLM", {"a": 1}, [3]])
+def test_architectures_that_are_no_list_of_names(tmp_path: Path, names: object) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: architectures is .*, no list of names"):
+        load_model(write(tmp_path / "config.json", LLAMA | {"architectures": names}))
+
+
 def test_what_transformers_does_not_know_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +241,16 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
     assert load_model(str(tmp_path)).numel == load_model(str(tmp_path / "config.json")).numel
     with pytest.raises(ModelError, match="holds no model: neither a config"):
         load_model(write(tmp_path / "x.json", {"a": 1}))
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 200_000 + "]" * 200_000)
+    with pytest.raises(ModelError, match=r"cannot read a model from .*deep\.json: .*recursion"):
+        load_model(str(deep))
+    (tmp_path / "model.safetensors.index.json").mkdir()
+    with pytest.raises(ModelError, match=r"cannot read .*index\.json: Is a directory"):
+        load_model(str(tmp_path))
 
 
 # Functions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,7 @@ import tagc
 from support.distributed import on_ranks
 from support.exact import equal
 from support.states import POLICIES, run, shared_folder, wrapped
+from tagc.handle import attach
 from tagc.integrations import accelerate, residuals, torchtitan
 from tagc.integrations.sharded import residual_folder
 
@@ -84,9 +86,11 @@ class Trainer:
 
     def __init__(self, callback: Any, output_dir: Path, *, state: Any = None, **args: Any) -> None:
         self.callback = callback
-        about = {"save_only_model": False, "resume_from_checkpoint": None, **args}
-        self.args = SimpleNamespace(output_dir=str(output_dir), **about)
+        about = {"save_only_model": False, "resume_from_checkpoint": None, "save_strategy": "steps"}
+        self.args = SimpleNamespace(**{"output_dir": str(output_dir), **about, **args})
         self.state = state or SimpleNamespace(global_step=0, stateful_callbacks={})
+        vars(self.state).setdefault("trial_name", None)
+        vars(self.state).setdefault("trial_params", None)
         self.model = nn.Module()
 
     def call(self, event: str) -> None:
@@ -146,6 +150,42 @@ def test_the_callback_goes_on_from_a_dense_checkpoint(
     assert calls[-1] == ("load", tmp_path / "checkpoint-5" / "tagc")
 
 
+def trial(**said: Any) -> Any:
+    """The state in a hyperparameter search."""
+    about = {"global_step": 0, "trial_name": None, "trial_params": {"learning_rate": 0.1}}
+    return SimpleNamespace(stateful_callbacks={}, **{**about, **said})
+
+
+def test_the_callback_follows_trials_of_a_search(
+    callback: Any, calls: Calls, tmp_path: Path
+) -> None:
+    trainer = Trainer(callback(), tmp_path, state=trial(trial_name="run-0"))
+    trainer.call("on_train_begin")
+    trainer.state.global_step = 5
+    trainer.call("on_save")
+    saved = tmp_path / "run-0" / "checkpoint-5" / "tagc"
+    assert calls[1:] == [("save", saved)]
+    saved.mkdir(parents=True)
+    # Resumed by itself, where the name is still in the state, and no longer a trial.
+    trainer.state.trial_params = None
+    trainer.call("on_train_begin")
+    assert calls[-1] == ("load", saved)
+    trainer.call("on_save")
+    assert calls[-1] == ("save", tmp_path / "checkpoint-5" / "tagc")
+
+
+def test_the_callback_refuses_trials_without_a_name(
+    callback: Any, calls: Calls, tmp_path: Path
+) -> None:
+    trainer = Trainer(callback(), tmp_path, state=trial())
+    with pytest.raises(ValueError, match=r"trial without a name.*hp_name=.*save_strategy=\"no\""):
+        trainer.call("on_train_begin")
+    assert calls == []
+    for fine in ({"save_strategy": "no"}, {"save_only_model": True}):
+        Trainer(callback(), tmp_path, state=trial(), **fine).call("on_train_begin")
+    assert [name for name, *_ in calls] == ["wrap", "wrap"]
+
+
 # Accelerate
 
 
@@ -192,7 +232,7 @@ class ModelParallelStrategy:
         return {"left": 1}
 
     def remove_checkpoint(self, path: Any) -> None:
-        pass
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def strategy(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
@@ -224,7 +264,11 @@ def test_fabrics_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_pat
     assert its.load_checkpoint(tmp_path, {"model": model}) == {"left": 1}
     folder = tmp_path / "tagc" / "model"
     assert calls == [("wrap", "hybrid", {"hosts": None}), ("save", folder), ("load", folder)]
-    its.load_checkpoint(tmp_path, model)  # weights alone
+    its.load_checkpoint(tmp_path, model)  # weights alone, of a model that is not wrapped
+    handle: Any = Handle()
+    attach(model, handle)
+    its.load_checkpoint(tmp_path, model)
+    assert handle.asked == [("refresh",)]
     assert len(calls) == 3
 
 
@@ -243,6 +287,35 @@ def test_lightnings_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_
     its.remove_checkpoint(file)
     assert not folder.parent.exists()
     assert residual_folder(file, distributed=True) == file / "tagc"
+
+
+@pytest.mark.parametrize("name", ["fabric", "lightning"])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_checkpoints_of_the_other_kind_are_loaded_and_removed(
+    monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path, name: str, distributed: bool
+) -> None:
+    made = strategy(monkeypatch, name, calls)
+    calls.append("wrapped")
+    path, model = tmp_path / "last.ckpt", nn.Module()
+    path.mkdir() if distributed else path.touch()
+
+    def new(distributed: bool) -> Any:
+        its = made(lambda model, mesh: model, save_distributed_checkpoint=distributed)
+        its.model = model
+        return its
+
+    parts = {"model": model}
+    checkpoint = ({"optimizer_states": []}, path) if name == "lightning" else (path, parts)
+    new(distributed).save_checkpoint(*checkpoint)
+    other = new(not distributed)
+    other.load_checkpoint(*([path] if name == "lightning" else [path, parts]))
+    folder = residual_folder(path, distributed=distributed) / "model"
+    assert calls[1:] == [("save", folder), ("load", folder)]
+    if name == "lightning":
+        folder.mkdir(parents=True)
+        other.remove_checkpoint(path)
+        assert not path.exists()
+        assert not folder.parent.exists()
 
 
 # torchtitan

@@ -70,3 +70,13 @@ def test_what_an_optimizer_must_know_is_noted(feedback: dict[str, object], said:
     plan = build_plan([unit(2, torch.float32)], Policy.load({"schema": 1, "gradients": rules}))
     assert len(plan.notes) == (said is not None)
     assert said is None or said in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("policy", "columns", "costly"), [("half-bit", 2048, 0), ("half-bit", 8, 1)]
+)
+def test_bits_far_beyond_those_of_the_code_are_noted(policy: str, columns: int, costly: int):
+    """Codes for groups of 8 have 4 bits; scales of narrow rows cost more than these."""
+    shapes = {"h.0.mlp.c_fc.weight": (8192, columns)}
+    plan = tagc.explain(shapes, policy, world_size=4)
+    assert sum("more than twice the bits of their codes" in note for note in plan.notes) == costly

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import tagc
+from tagc.codecs import Special
 from tagc.costs.link import Link
-from tagc.plan import Plan
+from tagc.plan import Plan, UnitInfo, UnitParam, build_plan
+from tagc.policy import Policy, PolicyError
 
+DENSE = [{"when": {}, "codec": {"kind": "dense"}}]
 SHAPES = {
     "embed_tokens.weight": (4096, 64),
     "layers.0.mlp.up_proj.weight": (256, 64),
@@ -97,3 +101,14 @@ def test_roles_of_the_policy_reach_the_plan():
         assert (rows[name].role, rows[name].why_dense) == ("head", "")
     assert rows["layers.0.mlp.up_proj.weight"].role == "norm"
     assert rows["layers.1.self_attn.q_proj.weight"].role == "attention"
+
+
+def test_frozen_values_that_few_bits_cannot_carry_are_a_reason():
+    param = UnitParam(
+        name="mask", shape=(256, 256), columns=32768, frozen=True, special=Special.NOT_FINITE
+    )
+    unit = UnitInfo(name="", params=(param,), world_size=2, dtype=torch.float32)
+    rules = [{"when": {"name": "*"}, "codec": {"kind": "quantized"}}]
+    policy = Policy.load({"schema": 1, "gradients": DENSE, "parameters": rules})
+    with pytest.raises(PolicyError, match="frozen, with values that are not finite"):
+        build_plan([], policy, gathers=[unit])

@@ -41,7 +41,7 @@ def test_own_rules_come_first(tmp_path: Path):
     assert policy.match(ParamInfo.of("embed_tokens.weight", BIG)) == 0
     assert policy.match(ParamInfo.of("lm_head.weight", BIG)) == 1
     assert [policy.inherits("gradients", i) for i in range(2)] == [False, True]
-    assert policy.origins("gradients") == (str(tmp_path / "mine.yaml"), "policies/hybrid.yaml")
+    assert policy.origins("gradients") == (str(tmp_path / "mine.yaml"), "tagc/policies/hybrid.yaml")
 
 
 def test_it_is_the_same_policy_as_one_with_all_rules(tmp_path: Path):
@@ -129,7 +129,7 @@ def test_what_extends_is_shown_as_one(tmp_path: Path):
     assert Policy.load(write(tmp_path, shown=text)) == Policy.load(path)
     assert Policy.load(write(tmp_path, shown=text)).about == "null"
     assert "\nextends:" not in text
-    assert text.index(f"# {path}\n  - when:") < text.index("# policies/hybrid.yaml\n  - when:")
+    assert text.index(f"# {path}\n  - when:") < text.index("# tagc/policies/hybrid.yaml\n  - when:")
 
 
 def test_the_environment_names_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -143,3 +143,12 @@ def test_the_environment_names_the_policy(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TAGC_POLICY", "hybird")
     with pytest.raises(PolicyError, match="TAGC_POLICY=hybird: no built-in policy 'hybird'; did"):
         Policy.load(None)
+
+
+def test_a_file_of_the_name_of_a_built_in_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("policies").mkdir()
+    write(Path("policies"), hybrid=OWN)
+    policy = Policy.load("policies/hybrid.yaml")
+    assert [policy.inherits("gradients", i) for i in range(2)] == [False, True]
+    assert "roles:" not in show("policies/hybrid.yaml")

@@ -15,7 +15,7 @@ def with_tuning(**factors: object) -> dict[str, object]:
 def test_every_shipped_policy_names_its_factors(name: str):
     tuning = Policy.load(name).tuning
     assert tuning is not None
-    assert "rate_factor" in tuning.model_fields_set
+    assert {"rate_factor", "norm_factor"} <= tuning.model_fields_set
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_every_shipped_policy_names_its_factors(name: str):
         (
             {"rate_factor": 2, "norm_factor": 7},
             "train at 2 times dense's learning rate, and 7 times dense's limit for clipping, as "
-            "the norms of its gradients are larger by as much",
+            "the norm of its gradients is that many times dense's",
         ),
     ],
 )

@@ -30,12 +30,26 @@ class DenseCodec(Codec[DensePlan]):
         for part in self.parts:
             wide = torch.float64 if part.plan.wire == torch.float64 else torch.float32
             total = elements_of(received[:, part.words], part.plan).sum(0, dtype=wide)
-            out[part.columns].copy_(total if divisor == 1 else total / divisor)
+            if divisor != 1:
+                total /= divisor
+            columns = out[part.columns]
+            if part.plan.native:
+                columns.copy_(total)
+                continue
+            decoded = part.feedback.decode_buffer(columns)
+            decoded.copy_(total)
+            part.feedback.correct(decoded, columns)
 
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
         """See :meth:`Codec.decode_rows`."""
         for part in self.parts:
-            rows[:, part.columns].copy_(elements_of(received[:, part.words], part.plan))
+            elements = elements_of(received[:, part.words], part.plan)
+            if rows.dtype == torch.float16 and not part.plan.native:
+                # bfloat16 rounds the largest numbers up, beyond float16's range.
+                end = torch.finfo(torch.float16).max
+                wide = elements.float()
+                elements = torch.where(wide.isfinite(), wide.clamp(-end, end), wide)
+            rows[:, part.columns].copy_(elements)
 
 
 def elements_of(words: Tensor, plan: DensePlan) -> Tensor:

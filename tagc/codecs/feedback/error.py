@@ -50,8 +50,7 @@ class LeadFeedback(FeedbackRule):
     owner_state: ClassVar[str | None] = "sent"
     note: ClassVar[str | None] = (
         "a lead hands out noisier gradients, which an optimizer like Adam answers with smaller "
-        "steps: tune the learning rate anew, from twice dense's upwards (docs/quality.md has "
-        "factors)"
+        "steps: tune the learning rate anew (docs/quality.md has factors)"
     )
 
     lead: float

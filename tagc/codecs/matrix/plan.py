@@ -33,8 +33,8 @@ class MatrixPlan(CodecPlan):
 
     @property
     def nominal_bits(self) -> float:
-        """Of a code."""
-        return self.layouts[0].bits / self.layouts[0].group
+        """Of a code, for each of the elements that share it."""
+        return self.layouts[0].width / self.layouts[0].group
 
     @property
     def overshoot(self) -> float:

@@ -61,7 +61,7 @@ def _from_folder(folder: Path) -> ModelShapes:
 def _from_json(path: Path) -> ModelShapes:
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read a model from {path}: {error}") from None
     if isinstance(data, dict) and INDEX in data:
         return from_index(path, data)

@@ -30,6 +30,8 @@ def from_config(path: Path, config: Mapping[str, Any]) -> ModelShapes:
             something.
     """
     kind, names = config.get("model_type"), config.get("architectures") or [None]
+    if not isinstance(names, list) or not all(n is None or isinstance(n, str) for n in names):
+        raise ModelError(f"{path}: architectures is {names!r:.80}, no list of names")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is not None and names[0] in (None, family.architecture):
         return ModelShapes.of(decoder(family, config, str(path)), f"{path.name} of {kind}")

@@ -79,7 +79,11 @@ def from_folder(folder: Path) -> ModelShapes | None:
         )
     if found[0].suffix == ".safetensors":
         return from_file(found[0])
-    return from_index(found[0], _parse(found[0].read_bytes(), found[0]))
+    try:
+        content = found[0].read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot read {found[0]}: {error.strerror or error}") from None
+    return from_index(found[0], _parse(content, found[0]))
 
 
 def _shapes(tensors: Mapping[str, _Tensor], source: str) -> ModelShapes:

@@ -17,8 +17,10 @@ from numba.extending import overload, register_jitable
 from tagc.ops.cpu.kernels.llvm import bits_float, float_bits, high_product, shift_right
 
 U, N = np.uint32, np.uint64
-# Nothing calls them from C.
-compiled = njit(nogil=True, cache=True, boundscheck=False, no_cfunc_wrapper=True)
+# Nothing calls them from C. Numba's stub does not know all of its options.
+compiled = njit(  # pyright: ignore[reportCallIssue]
+    nogil=True, cache=True, boundscheck=False, no_cfunc_wrapper=True
+)
 
 
 Group = tuple[int, ...]
