@@ -334,7 +334,7 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
         pairs = zip(units, plans, strict=bool(plans))
         return [reducer(i, unit, unit_plan) for i, (unit, unit_plan) in enumerate(pairs)]
 
-    def gatherer(unit: Unit, unit_plan: UnitPlan, reducer: UnitReducer) -> UnitGatherer:
+    def gatherer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitGatherer:
         _check_gather(unit, unit_plan)
         setup = GatherSetup(
             plan=unit_plan,
@@ -348,17 +348,26 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
         return CopyGatherer(
             setup,
             rank=unit.group.rank(),
-            reductions=lambda: reducer.steps,
+            reductions=lambda: made.reducers[i].steps,
             versions=lambda: sum(p._version for p in unit.trainable()),
         )
 
-    made = Collectives(
-        reducers=reducers(plan.units), replica_reducers=reducers(plan.replicas), levels=levels
-    )
-    if any(unit_plan.compressed for unit_plan in plan.parameters):
-        # On every unit, so that bytes are counted of those, too, that stay as they are.
-        planned = zip(units, plan.parameters, made.reducers, strict=True)
-        made.gatherers += [gatherer(*of_unit) for of_unit in planned]
+    made = Collectives(levels=levels)
+
+    def make_reducers() -> None:
+        made.reducers += reducers(plan.units)
+        made.replica_reducers += reducers(plan.replicas)
+
+    def make_gatherers() -> None:
+        if any(unit_plan.compressed for unit_plan in plan.parameters):
+            # On every unit, so that bytes are counted of those, too, that stay as they are.
+            planned = enumerate(zip(units, plan.parameters, strict=True))
+            made.gatherers += [gatherer(i, unit, of_unit) for i, (unit, of_unit) in planned]
+
+    # Both have kernels compiled, which one rank of a host does for all: begin at either end.
+    order = (make_reducers, make_gatherers)
+    for make in order if dist.get_rank() % 2 == 0 else reversed(order):
+        make()
     return made
 
 
