@@ -11,12 +11,10 @@ import argparse
 import gc
 import json
 import os
-import sys
 import tempfile
 import tracemalloc
 import warnings
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 from tagc.plots import pyplot, save
 
+from .gloo import join
 from .gpu.training import Net
 from .machine import machine
 from .records import Record, append, markdown
@@ -96,16 +95,7 @@ def soak(steps: int) -> list[Record]:
 
 
 def _rank(rank: int, steps: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(f"{folder}/store", RANKS),
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=120),
-    )
+    join(rank, RANKS, folder, minutes=2)
     torch.manual_seed(0)
     model: Any = Net(_WIDTH, _LAYERS)
     for layer in model.layers:

@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-import os
 import statistics
 import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tagc
 
+from .gloo import join
 from .machine import machine
 from .records import Record, append, markdown, read
 
@@ -107,16 +106,7 @@ def _job(name: str, seed: int, args: argparse.Namespace) -> _Job:
 
 
 def _rank(rank: int, jobs: Sequence[_Job], folder: str, file: Path) -> None:
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(f"{folder}/store", _RANKS),
-        rank=rank,
-        world_size=_RANKS,
-        timeout=timedelta(minutes=10),
-    )
+    join(rank, _RANKS, folder, minutes=10)
     facts = {"suite": "untuned"} | machine()
     for job in jobs:
         record = facts | {"run": job.key} | _train(job, rank)

@@ -70,7 +70,8 @@ def wrap(
     """Compress what ``policy`` selects of FSDP's traffic.
 
     Call it once, on every rank, after ``fully_shard`` and before the first backward. It gathers
-    a few hundred bytes from each rank to check that all agree; a policy with ``codec: auto`` also
+    a few hundred bytes from each rank to check that all agree, and as many more for a handful of
+    frozen parameters if the policy compresses parameters; a policy with ``codec: auto`` also
     measures the link, for a second or two.
 
     With the environment variable ``TAGC_DISABLE=1`` (on all ranks) it checks all the same and

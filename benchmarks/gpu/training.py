@@ -7,14 +7,12 @@ through host memory and both ranks share one GPU, so times compare only with eac
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tagc
 
+from ..gloo import join
 from ..records import append, read
 
 _RANKS = 2
@@ -121,15 +120,9 @@ def _finite(x: float) -> bool:
 
 
 def _rank(rank: int, kinds: list[str], device_type: str, small: bool, folder: str) -> None:
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both ranks are here
     if device_type == "cuda":
         torch.cuda.set_device(0)
-    store = dist.FileStore(str(Path(folder) / "store"), _RANKS)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=_RANKS, timeout=timedelta(seconds=60)
-    )
+    join(rank, _RANKS, folder, minutes=1)
     try:
         device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
         for kind in kinds:

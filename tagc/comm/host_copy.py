@@ -42,8 +42,9 @@ class HostCopy:
             columns = slice(segment.start, segment.stop)
             if segment.codec.of_changes:
                 changes[0, columns].copy_(shard[columns]).sub_(known[columns])
-                # An infinity that stays is no change: infinity minus infinity would be NaN.
-                changes[0, columns].masked_fill_(shard[columns] == known[columns], 0.0)
+                if segment.frozen:
+                    # A mask's infinities stay, which is no change: their difference would be NaN.
+                    changes[0, columns].masked_fill_(shard[columns] == known[columns], 0.0)
                 codec.encode_rows(changes, words)
             else:
                 codec.encode_rows(shard[None], words)

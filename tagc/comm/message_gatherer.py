@@ -71,7 +71,7 @@ class MessageGatherer(UnitGatherer):
                 self._exchange(received, inp, exchange)
         with record_function(f"TAGC::decode parameters ({self._name})"):
             self._decode(received, rows)
-        if not reads_kept:
+        if self._unfit and not reads_kept:
             self._check_frozen(received, rows)
         if changed is not None:
             # To gather anew is no way out: other ranks may not know that they have to.

@@ -75,11 +75,13 @@ def quick_cases() -> list[Case]:
             continue
         some = list(row)
         others = [case for case in some if case.policy != "dense"]
-        if api in ("FSDP2, hosts", "FSDP2, replicas") and turn % 4 == 3 and option != "plain":
-            pass
-        elif turn % 2 and others:
-            found.append(others[turn // 2 % len(others)])
-        elif option == "plain" or (api == "FSDP2" and ranks < 4):
-            found.append(some[0])
         turn += 1
+        if turn % 2 == 0 and others:
+            wanted = turn % 4 or api not in ("FSDP2, hosts", "FSDP2, replicas")
+            chosen = others[(turn // 2 - 1) % len(others)]
+        else:
+            wanted = api == "FSDP2" and ranks < 4
+            chosen = some[0]
+        if wanted or option == "plain":
+            found.append(chosen)
     return found

@@ -5,6 +5,8 @@ With the feedback kind ``average`` it is LoCo (arXiv 2407.04480) in DeepSpeed's 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,7 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
         return torch.stack([scales.any() for scales in found]).any() if found else None
 
 
+@cache
 def _largest_scale(dtype: torch.dtype, levels: int) -> int:
     """The bits of the largest bfloat16 whose product with ``levels`` is a number of ``dtype``. (A
     NaN's are larger, and scales have no sign.)"""
