@@ -24,6 +24,7 @@ SUITES = {
     "network": ".network",
     "scaling": ".scaling",
     "convergence": ".convergence",
+    "paired": ".paired",
     "counts": ".counts",
     "untuned": ".untuned",
     "soak": ".soak",

@@ -2,8 +2,9 @@
 
 nanoGPT's model for CPUs and its optimizer train under real FSDP2 on 2 ranks, and nothing but the
 policy changes: the learning rate and the limit for clipping are dense's. With ``--tuned`` both are
-multiplied by the factors that the policy names (``tuning``). It also says by how much the norm of
-what the optimizer gets exceeds dense's, which is what clipping sees.
+multiplied by the factors that the policy names (``tuning``), with ``--kept`` tagc sees to them
+(:meth:`tagc.Compressor.keep_rates`). It also says by how much the norm of what the optimizer gets
+exceeds dense's, which is what clipping sees.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ class _Job:
     steps: int
     rate: float
     clip: float
+    kept: bool = False
 
     @property
     def key(self) -> Record:
-        """All that the result depends on, but for machine and versions."""
-        return vars(self)
+        """All that the result depends on, but for machine and versions; records of before there was
+        ``kept`` are of runs without."""
+        return {k: v for k, v in vars(self).items() if k != "kept" or v}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=int, default=3)
     add("--rate", type=float, default=1e-3, help="dense's learning rate (default: nanoGPT's)")
     add("--clip", type=float, default=1.0, help="limit of the gradient's norm, for dense")
-    add("--tuned", action="store_true", help="multiply both by the factors that a policy names")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--tuned", action="store_true", help="multiply both by the factors that a policy names"
+    )
+    how.add_argument("--kept", action="store_true", help="let tagc keep both, as for dense")
     add(
         "--json",
         type=Path,
@@ -102,6 +109,7 @@ def _job(name: str, seed: int, args: argparse.Namespace) -> _Job:
         steps=args.steps,
         rate=args.rate * rate_factor,
         clip=args.clip * norm_factor,
+        kept=args.kept and name != _DENSE,
     )
 
 
@@ -145,25 +153,31 @@ def _train(job: _Job, rank: int) -> Record:
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=job.rate, betas=(0.9, 0.99))
+    compressor = tagc.compressor(model)
+    if job.kept:
+        compressor.keep_rates(optimizer)
     norms: list[float] = []
     for step in range(job.steps):
         for group in optimizer.param_groups:
             group["lr"] = job.rate * _schedule(step, job.steps)
         tokens, targets = corpus.batch(12, length, seed=job.seed, step=step, rank=rank)
         model(tokens, targets).backward()
-        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), job.clip)
-        norms.append(norm.full_tensor().item())
+        if job.kept:
+            norms.append(compressor.clip_grad_norm_(job.clip).item())
+        else:
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), job.clip)
+            norms.append(norm.full_tensor().item())
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
         loss = model(*corpus.held_out(_HELD_OUT, length, rank=rank, ranks=_RANKS)) / _RANKS
     dist.all_reduce(loss)
-    compressor = tagc.compressor(model)
     metrics = compressor.metrics()
     compressor.remove()
     return {
         "loss": loss.item(),
         "norms": [float(f"{n:.4g}") for n in norms],
+        **({"noise_factor": round(metrics.noise_factor, 3)} if job.kept else {}),
         "wire_bytes": metrics.wire_bytes,
         "dense_bytes": metrics.dense_bytes,
     }
@@ -186,13 +200,14 @@ def _example(name: str) -> Any:
 
 def table(records: Sequence[Record]) -> str:
     """A row for a policy with its settings: means over seeds."""
-    found: dict[tuple[str, float, float], list[Record]] = {}
+    found: dict[tuple[str, float, float, bool], list[Record]] = {}
     for r in records:
         run = r["run"]
-        found.setdefault((run["policy"], run["rate"], run["clip"]), []).append(r)
+        key = (run["policy"], run["rate"], run["clip"], run.get("kept", False))
+        found.setdefault(key, []).append(r)
     dense = {r["run"]["seed"]: r for r in records if r["run"]["policy"] == _DENSE}
     rows = []
-    for (name, rate, clip), mine in found.items():
+    for (name, rate, clip, kept), mine in found.items():
         losses = [r["loss"] for r in mine]
         pairs = [(r, dense[r["run"]["seed"]]) for r in mine if r["run"]["seed"] in dense]
         gaps = [r["loss"] / d["loss"] - 1 for r, d in pairs]
@@ -200,7 +215,7 @@ def table(records: Sequence[Record]) -> str:
         rows.append(
             [
                 name,
-                f"{rate:g}",
+                f"{rate:g}{' kept' if kept else ''}",
                 f"{clip:g}",
                 f"{statistics.fmean(losses):.4f}",
                 f"{max(losses) - min(losses):.4f}",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tagc.checkpoint import (
     OneRank,
@@ -26,6 +27,7 @@ from tagc.checkpoint import (
 from tagc.comm import UnitGatherer, UnitReducer
 from tagc.fsdp import Levels, OptimizerSteps, Unit
 from tagc.metrics import Metrics, collect
+from tagc.noise import KeptRates, MeasuredUnit, NoiseFactors, clip_grad_norm
 from tagc.plan import Plan
 
 # On the model itself, so that both are garbage together.
@@ -35,14 +37,15 @@ _ATTRIBUTE = "_tagc_compressor"
 @dataclass
 class Collectives:
     """What replaces FSDP's collectives, in the order of the units; gatherers and replica reducers
-    are empty where the policy leaves them. And the groups that tagc made for it, and what tells
-    gatherers of an optimizer's steps."""
+    are empty where the policy leaves them. And the groups that tagc made for it, what tells
+    gatherers of an optimizer's steps, and the ranks that hold the same shard in other copies."""
 
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
     replica_reducers: list[UnitReducer] = field(default_factory=list)
     levels: Levels | None = None
     steps: OptimizerSteps | None = None
+    replica_group: dist.ProcessGroup | None = None
 
     @property
     def all_reducers(self) -> list[UnitReducer]:
@@ -83,6 +86,8 @@ class Compressor:
         self._model, self._plan, self._units = model, plan, units
         self._collectives = collectives
         self._groups, self._disabled = groups, disabled
+        self._noise: NoiseFactors | None = None
+        self._kept: list[KeptRates] = []
 
     def plan(self) -> Plan:
         """What happens to every parameter; print it."""
@@ -103,6 +108,7 @@ class Compressor:
                 sum(g.inside_bytes for g in gatherers),
             ),
             parameter_error=(sum(e for e, _ in squares) / total) ** 0.5 if total else 0.0,
+            noise_factor=math.nan if self._noise is None else self._noise.mean(),
             tuning=self._plan.policy.tuning,
         )
 
@@ -283,6 +289,65 @@ class Compressor:
                 )
             ]
 
+    def keep_rates(self, optimizer: Optimizer, *, second_moment: bool | None = None) -> KeptRates:
+        """Let ``optimizer`` take steps as large as with dense gradients, at the learning rates and
+        with the decay that it has, whatever noise the policy's codecs add.
+
+        An optimizer that divides by the root of a gradient's mean square, as Adam does, takes
+        smaller steps where gradients are noisier. From now on tagc measures by how much they are,
+        segment by segment, on a sample of their elements; ranks exchange a few numbers now and
+        then; and in every step of the optimizer the rates of its parameter groups are multiplied
+        by that factor (and AdamW's decay is divided by it), and are afterwards what they were. A
+        schedule goes on as it does. Optimizers that divide by no such thing (SGD, Muon, Lion) are
+        left as they are. Call it on all ranks, after ``tagc.wrap`` and before loading a state,
+        which then has the factors, too.
+
+        A group has one factor, the mean of its parameters': let those that stay dense (norms,
+        biases) have a group of their own, as they do where they have no decay.
+
+        Args:
+            second_moment: whether it divides so; by default that is known of torch's optimizers,
+                and of any that is called Adam.
+
+        Returns:
+            What ends it with ``remove()``, and has the ``factors`` of the last step.
+
+        Raises:
+            ValueError: if it is not known whether the optimizer divides so; or if it has these
+                hooks already.
+        """
+        if any(kept.of(optimizer) for kept in self._kept):
+            raise ValueError("this optimizer's rates are kept already; remove() that first")
+        kept = KeptRates(optimizer, self._measured_noise(), second_moment=second_moment)
+        self._kept.append(kept)
+        return kept
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients of all parameters so that the norm which they would have without the
+        codecs' noise is at most ``max_norm``, in place of ``torch.nn.utils.clip_grad_norm_``: a
+        limit means what it meant for dense gradients. Call it on all ranks, between backward and
+        the optimizer's step; from the first call on noise is measured, as for :meth:`keep_rates`.
+
+        Returns:
+            That norm, estimated; ``[]``.
+        """
+        return clip_grad_norm(self._model, self._measured_noise(), max_norm)
+
+    def _measured_noise(self) -> NoiseFactors:
+        if self._noise is None:
+            made = self._collectives
+            replicas = made.replica_reducers or [None] * len(made.reducers)
+            reduced = (
+                [] if self._disabled else zip(self._units, made.reducers, replicas, strict=False)
+            )
+            units = [
+                MeasuredUnit(unit=unit, reducers=tuple(r for r in pair if r is not None))
+                for unit, *pair in reduced
+                if not self._disabled
+            ]
+            self._noise = NoiseFactors(units, made.replica_group)
+        return self._noise
+
     def refresh(self) -> None:
         """Send all parameters whole and as they are in the next forward, where the policy sends
         changes only (codec ``delta``). Call it on all ranks, whenever parameters are changed by
@@ -303,6 +368,8 @@ class Compressor:
     def remove(self) -> None:
         """Give FSDP its own collectives back and drop all residuals. The model may be wrapped
         again afterwards."""
+        for kept in self._kept:
+            kept.remove()
         for unit in self._units:
             unit.restore()
         self._collectives.clear()

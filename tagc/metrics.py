@@ -47,6 +47,9 @@ class Metrics:
         unresolved: groups of this rank's shard that could not be decoded (they went to the
             residual); 0 is normal.
         residual_norm: Euclidean norm of this rank's residual now.
+        noise_factor: root mean square of the gradients that codecs hand out, over that of dense
+            ones, averaged over compressed elements, as ranks agreed on it last; NaN where it is not
+            measured (:meth:`tagc.Compressor.keep_rates`).
         rate_factor, norm_factor: learning rate that the policy wants, and norm of the gradients
             that it hands out, over dense's; NaN for what it does not name (``tuning``).
     """
@@ -69,6 +72,7 @@ class Metrics:
     union_density: float
     unresolved: int
     residual_norm: float
+    noise_factor: float
     rate_factor: float
     norm_factor: float
 
@@ -105,7 +109,9 @@ class Metrics:
         lines.append(f"residual norm {self.residual_norm:.3g}")
         if self.parameter_error:
             lines[-1] += f"; parameters off by {self.parameter_error:.2%}"
-        if not math.isnan(self.rate_factor):
+        if not math.isnan(self.noise_factor):
+            lines.append(f"gradients {self.noise_factor:.2f} times as large as dense ones")
+        elif not math.isnan(self.rate_factor):
             norm = None if math.isnan(self.norm_factor) else self.norm_factor
             lines.append(Tuning(rate_factor=self.rate_factor, norm_factor=norm).advice)
         return "\n".join(lines)
@@ -146,6 +152,7 @@ def collect(
     replicas: Sequence[UnitReducer] = (),
     parameter_bytes: tuple[int, int, int] = (0, 0, 0),
     parameter_error: float = 0.0,
+    noise_factor: float = math.nan,
     tuning: Tuning | None = None,
 ) -> Metrics:
     """Read the counters of all units. Waits for the device.
@@ -153,6 +160,7 @@ def collect(
     Args:
         parameter_bytes: sent, what FSDP's own all-gathers would have sent, and sent inside hosts.
         parameter_error: see :class:`Metrics`.
+        noise_factor: see :class:`Metrics`.
         tuning: factors that the policy names.
     """
     selected = _Selected()
@@ -183,6 +191,7 @@ def collect(
         union_density=selected.union / selected.sketched if selected.sketched else nothing,
         unresolved=selected.unresolved,
         residual_norm=math.hypot(*norms),
+        noise_factor=noise_factor,
         rate_factor=tuning.rate_factor if tuning else math.nan,
         norm_factor=tuning.norm_factor if tuning and tuning.norm_factor else math.nan,
     )

@@ -395,6 +395,7 @@ def _install(
     if copying:
         c.steps = OptimizerSteps(copying)
     if replica_group is not None:
+        c.replica_group = replica_group
         for unit, reducer in zip(units, c.replica_reducers, strict=True):
             _install_average(unit, reducer, replica_group)
 

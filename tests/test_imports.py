@@ -29,6 +29,7 @@ ROOMS = (
     "checkpoint",
     "costs",
     "metrics",
+    "noise",
     "handle",
     "readiness",
     "wrapper",

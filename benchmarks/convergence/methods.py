@@ -98,7 +98,7 @@ def _packed(percent: float, bits: int, kind: str, group: int = 1, **feedback: An
     )
 
 
-def _matrix(name: str, codec: dict[str, Any], lead: float, *start: float) -> Method:
+def _matrix(name: str, codec: dict[str, Any], lead: float | str, *start: float) -> Method:
     """``lead`` is the share of a Gaussian that a message carries: what undoes the lag."""
     return Method(
         name=f"matrix, {name}",
@@ -112,6 +112,12 @@ def _stored(method: Method, dtype: str) -> Method:
     """With residuals in another dtype than float32."""
     name = f"{method.name}, {dtype} residual"
     return replace(method, name=name, feedback={**method.feedback, "dtype": dtype})
+
+
+def _measured(method: Method) -> Method:
+    """With a lead that every segment measures, in place of a Gaussian's."""
+    feedback = {**method.feedback, "lead": "measured"}
+    return replace(method, name=f"{method.name}, measured lead", feedback=feedback)
 
 
 def _changes(bits: int, method: Method | None = None, gathered: str = "float32") -> Method:
@@ -128,20 +134,27 @@ def _changes(bits: int, method: Method | None = None, gathered: str = "float32")
 
 _BIT = _matrix("1 bit", {"level": 1.3}, 0.83, 4.5e-3, 6e-3, 9e-3)
 _EIGHTH = _matrix("1 of 8", {"group": 8}, 0.35, 6e-3, 9e-3, 1.2e-2)
+_TWO = _matrix("2 bits", {"bits": 2}, 0.88, 4.5e-3, 6e-3, 9e-3)
+_THIRTY_SECOND = _matrix("1 of 32", {"group": 32}, 0.17, 9e-3, 1.2e-2, 1.8e-2)
 _ALL = (
     Method(name=BASELINES["adam"]),
     Method(name=BASELINES["average"], average=0.1),
     _quantized(4, "residual"),
+    _stored(_quantized(4, "residual"), "bfloat16"),
     _quantized(4, "average"),
     _quantized(4, "momentum"),
-    _matrix("2 bits", {"bits": 2}, 0.88, 4.5e-3, 6e-3, 9e-3),
+    _TWO,
+    _measured(_TWO),
     _BIT,
     _stored(_BIT, "bfloat16"),
     _stored(_BIT, "int8"),
+    _measured(_BIT),
     _EIGHTH,
+    _measured(_EIGHTH),
     _stored(_EIGHTH, "bfloat16"),
     _stored(_EIGHTH, "int8"),
-    _matrix("1 of 32", {"group": 32}, 0.17, 9e-3, 1.2e-2, 1.8e-2),
+    _THIRTY_SECOND,
+    _measured(_THIRTY_SECOND),
     _quantized(2, "residual"),
     _quantized(2, "momentum"),
     # TAGC's selection: elements one by one, values not visibly rounded.

@@ -6,12 +6,15 @@ the messages are carried by hand, from the rank that wrote them to the one that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from tagc.codecs import Work
 from tagc.codecs.workspace import Workspace
-from tagc.comm import UnitReducer
+from tagc.comm import NoiseGauge, UnitReducer, noise_factor
+from tagc.noise import Factors, exchange_is_due
 from tagc.ops import get_ops
 from tagc.plan import UnitPlan, build_plan
 from tagc.policy import Policy
@@ -43,7 +46,7 @@ class _ByHand:
         raise NotImplementedError("sums on the way are not simulated")
 
 
-class SimulatedRanks:
+class SimulatedRanks(Factors):
     """Gradients of several ranks at the same weights, reduced as a policy says.
 
     Attributes:
@@ -76,6 +79,20 @@ class SimulatedRanks:
         for unit in self._units:
             unit.take(rank)
 
+    def measure_noise(self) -> None:
+        """Measure from now on how much larger gradients come out than densely."""
+        for unit in self._units:
+            unit.measure_noise()
+
+    def agree(self) -> None:
+        """See :meth:`tagc.noise.Factors.agree`."""
+        for unit in self._units:
+            unit.agree()
+
+    def by_parameter(self) -> dict[int, float]:
+        """See :meth:`tagc.noise.Factors.by_parameter`."""
+        return {i: factor for unit in self._units for i, factor in unit.factors()}
+
     def average(self) -> None:
         """Give the model the gradients that all ranks would have after their reduce-scatters."""
         for unit in self._units:
@@ -89,6 +106,8 @@ class _Unit:
         self._grads = torch.zeros(W, W, slots.columns, device=device)  # [rank, owner, S]
         self._out = torch.zeros(W, slots.columns, device=device)
         self._steps, self._plan, self._reducers = 0, plan, []
+        self._gauges: list[NoiseGauge] = []
+        self._agreed, self._agreed_at = torch.zeros(0, 2, dtype=torch.float64), 0
         if plan is None or not plan.compressed:
             return
         if any(segment.codec.cells for segment in plan.segments):
@@ -100,6 +119,26 @@ class _Unit:
         workspace = Workspace(device)
         self._reducers = [UnitReducer(plan, ops, device, workspace, seed) for _ in range(W)]
         self._messages = torch.empty(W, W, plan.words, dtype=torch.int32, device=device)
+
+    def measure_noise(self) -> None:
+        if self._plan is not None:
+            self._gauges = [NoiseGauge(self._plan, self._out.device) for _ in self._reducers]
+
+    @property
+    def _compressed_steps(self) -> int:
+        return max(0, self._steps - (self._plan.warmup_steps if self._plan else 0))
+
+    def agree(self) -> None:
+        if self._gauges and exchange_is_due(self._compressed_steps, self._agreed_at):
+            self._agreed = torch.stack([gauge.sums for gauge in self._gauges]).sum(0).cpu()
+            self._agreed_at = self._compressed_steps
+
+    def factors(self) -> Iterator[tuple[int, float]]:
+        for segment, squares in zip(
+            self._plan.compressed if self._plan else (), self._agreed, strict=False
+        ):
+            for p in self._slots.within(segment.start, segment.stop):
+                yield id(p), noise_factor(squares)
 
     def take(self, rank: int) -> None:
         self._slots.gradients(self._grads[rank])
@@ -113,6 +152,8 @@ class _Unit:
                 reducer.after_dense(out)
         else:
             exchanges = [_ByHand(rank) for rank in range(W)]
+            for rank, gauge in enumerate(self._gauges):
+                gauge.look(self._grads[rank, rank], self._compressed_steps)
             for exchange, reducer, grads, sent in zip(
                 exchanges, self._reducers, self._grads, self._messages, strict=True
             ):
@@ -120,4 +161,6 @@ class _Unit:
             for exchange, reducer in zip(exchanges, self._reducers, strict=True):
                 owner = exchange.row
                 reducer.decode(self._messages[:, owner], self._out[owner], exchange, W)
+            for gauge, out in zip(self._gauges, self._out, strict=bool(self._gauges)):
+                gauge.compare(out, self._compressed_steps, 1.0)
         self._slots.set_gradients(self._out)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ..records import Record, append, read
 from .methods import GRID, Method
@@ -70,20 +73,34 @@ class Sweep:
         return Run(method=method, shape=self.shape, steps=steps, rate=rate, seed=seed)
 
 
+class Wanted(Protocol):
+    """What :func:`make` makes the runs of."""
+
+    def next_runs(self, losses: Callable[[Run], float | None]) -> Iterator[Run]:
+        """See :meth:`Sweep.next_runs`."""
+        ...
+
+
+def losses_of(records: Sequence[Record]) -> Callable[[Run], float | None]:
+    """The loss of a run that is in the records; infinite if it diverged, None if it is not."""
+    found = {
+        json.dumps(r["run"], sort_keys=True): math.inf if r["loss"] is None else r["loss"]
+        for r in reversed(records)
+    }
+    return lambda run: found.get(json.dumps(run.key, sort_keys=True))
+
+
 class Results:
     """The runs in a file, which an interrupted sweep leaves and the next one goes on with."""
 
     def __init__(self, file: Path, facts: Record) -> None:
         self._file, self._facts = file, facts
         found = read([file]) if file.exists() else []
-        self.records = [r for r in found if r.get("suite") == "convergence"]
+        self.records = [r for r in found if r.get("suite") == facts["suite"]]
 
     def loss(self, run: Run) -> float | None:
         """See :meth:`Sweep.next_runs`."""
-        for record in self.records:
-            if record["run"] == run.key:
-                return float("inf") if record["loss"] is None else record["loss"]
-        return None
+        return losses_of(self.records)(run)
 
     def add(self, run: Run, said: Record) -> None:
         """Write one down."""
@@ -93,7 +110,7 @@ class Results:
 
 
 def make(
-    sweep: Sweep, results: Results, *, jobs: int, device: str, show: Callable[[str], None]
+    sweep: Wanted, results: Results, *, jobs: int, device: str, show: Callable[[str], None]
 ) -> None:
     """Make all runs that are missing, ``jobs`` at a time, each in one thread."""
     if jobs == 1:

@@ -16,15 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tagc.noise import KeptRates, clip_grad_norm
 from tagc.policy import Policy
 
 from ..records import Record
 from .copies import SimulatedCopies
 from .methods import Method
 from .ranks import SimulatedRanks
+from .recipe import FIRST, Recipe
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _HELD_OUT = 256
+_CHUNK = 256
 _EVALUATIONS = 10
 
 
@@ -49,6 +52,7 @@ class Run:
     steps: int
     rate: float
     seed: int
+    recipe: Recipe = FIRST
 
     @property
     def key(self) -> Record:
@@ -64,6 +68,7 @@ class Run:
             "rate": self.rate,
             "seed": self.seed,
             **({"parameters": m.parameters, "gathered": m.gathered} if m.parameters else {}),
+            **self.recipe.key,
         }
 
 
@@ -71,7 +76,8 @@ def train(run: Run, device: str = "cpu") -> Record:
     """Train and validate.
 
     Returns:
-        ``loss`` (nats per byte on held-out text; None if it diverged), ``losses`` by step,
+        ``loss`` (nats per byte on held-out text, the mean of the recipe's last evaluations; None if
+        it diverged), ``losses`` by step, on fewer windows but for those last ones,
         ``bits`` per compressed element, ``bits_with_warmup``, ``step_ms``; ``parameter_bits`` where
         parameters are compressed.
     """
@@ -92,7 +98,14 @@ def _train(run: Run, device: torch.device) -> Record:
     copies = None
     if policy is not None and policy.parameters:
         copies = SimulatedCopies(model, policy, shape.ranks, getattr(torch, run.method.gathered))
-    optimizer, schedule = _optimizer(model, run)
+    recipe = run.recipe
+    optimizers = recipe.optimizers(model, run.rate, run.method.betas[0])
+    schedules = [recipe.schedule(optimizer, run.steps) for optimizer in optimizers]
+    last = recipe.last_evaluations(run.steps)
+    if recipe.kept:
+        ranks.measure_noise()
+        for optimizer in optimizers:
+            KeptRates(optimizer, ranks, second_moment=None)
     averages = [torch.zeros_like(p) for p in model.parameters()] if run.method.average else []
     losses: dict[int, float] = {}
     seconds = 0.0
@@ -110,19 +123,25 @@ def _train(run: Run, device: torch.device) -> Record:
         for p, average in zip(model.parameters(), averages, strict=bool(averages)):
             assert p.grad is not None
             p.grad.copy_(average.lerp_(p.grad, run.method.average))
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        if recipe.clip is not None and recipe.kept:
+            clip_grad_norm(model, ranks, recipe.clip)
+        elif recipe.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         if copies:
             copies.note_step()
         seconds += time.perf_counter() - started
         done = step + 1
-        if done * _EVALUATIONS // run.steps != step * _EVALUATIONS // run.steps:
+        if done in last or done * _EVALUATIONS // run.steps != step * _EVALUATIONS // run.steps:
+            windows = recipe.windows if done in last else _HELD_OUT
             with copies.in_place() if copies else nullcontext():
-                losses[done] = _validate(model, corpus, device)
+                losses[done] = _validate(model, corpus, device, windows)
             if not math.isfinite(losses[done]):
                 break
-    loss = losses[done]
+    ended = [losses[step] for step in last if step in losses] or [losses[done]]
+    loss = math.fsum(ended) / len(ended) if done == run.steps else math.inf
     dense = min(ranks.warmup_steps, run.steps)
     # What is not compressed is float32; with nothing compressed, all of it.
     bits = ranks.compressed_bits / ranks.compressed if ranks.compressed else 32.0
@@ -137,32 +156,19 @@ def _train(run: Run, device: torch.device) -> Record:
     }
 
 
-def _optimizer(model: nn.Module, run: Run) -> tuple[Any, Any]:
-    """AdamW; a tenth of the steps to warm up, then a cosine down to a tenth of the rate."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=run.rate, betas=run.method.betas)
-    warm_up = max(1, run.steps // 10)
-
-    def factor(step: int) -> float:
-        if step < warm_up:
-            return (step + 1) / warm_up
-        progress = (step - warm_up) / max(1, run.steps - warm_up)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
-
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.device) -> Tensor:
     tokens, targets = (t.to(device) for t in batch)
     return model(tokens, targets)
 
 
 @torch.no_grad()
-def _validate(model: Any, corpus: Any, device: torch.device) -> float:
-    batch = corpus.held_out(_HELD_OUT, model.config.context, rank=0, ranks=1)
-    return _loss(model, batch, device).item()
+def _validate(model: Any, corpus: Any, device: torch.device, windows: int) -> float:
+    tokens, targets = corpus.held_out(windows, model.config.context, rank=0, ranks=1)
+    losses = [
+        _loss(model, batch, device).item() * len(batch[0])
+        for batch in zip(tokens.split(_CHUNK), targets.split(_CHUNK), strict=True)
+    ]
+    return math.fsum(losses) / len(tokens)
 
 
 @cache

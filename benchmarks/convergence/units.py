@@ -23,6 +23,10 @@ class Slots:
             for p, u, stop in zip(params, info.params, stops, strict=True)
         ]
 
+    def within(self, start: int, stop: int) -> list[nn.Parameter]:
+        """The parameters that lie in these columns."""
+        return [p for p, at in self._slots if start <= at.start and at.stop <= stop]
+
     def gradients(self, out: Tensor) -> None:
         """Write ``.grad`` of all parameters to ``out`` ``[W, S]``."""
         for p, columns in self._slots:

@@ -231,6 +231,7 @@ class _RankFile:
 _UNREADABLE = (SafetensorError, OSError)
 # As safetensors spells the dtypes that states have.
 _DTYPES = {
+    "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "I64": torch.int64,

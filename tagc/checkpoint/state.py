@@ -7,7 +7,7 @@ thresholds and how they are steered, seeds, supports, counters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -226,7 +226,7 @@ class State:
             if expected.get(name) != found.get(name):
                 raise StateError(
                     f"{source.where}: rank {rank} has {name} as {_spell(found.get(name))}, "
-                    f"not as {_spell(expected.get(name))}"
+                    f"not as {_spell(expected.get(name))}{_noise_remedy(name, found)}"
                 )
         tensors = {name: source.read(rank, name) for name in expected}
         for name, tensor in tensors.items():
@@ -281,6 +281,20 @@ def _gathered_name(gatherer: UnitGatherer) -> str:
 
 def _spell_names(names: Sequence[str]) -> str:
     return "the saved " + ", ".join(name.replace(".", " of ", 2) for name in names)
+
+
+def _noise_remedy(name: str, found: Mapping[str, object]) -> str:
+    """What to do where only one of the runs measures noise."""
+    if not name.endswith(".noise"):
+        return ""
+    if name in found:
+        return (
+            "; call compressor.keep_rates(optimizer) before loading, as the run that saved it did"
+        )
+    return (
+        "; the run that saved it measured no noise: call compressor.keep_rates(optimizer) after "
+        "loading"
+    )
 
 
 def _spell(what: tuple[torch.dtype, tuple[int, ...]] | None) -> str:

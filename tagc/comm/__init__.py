@@ -12,6 +12,7 @@ from tagc.comm.exchanges import (
     ShardExchange,
 )
 from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer
+from tagc.comm.gauge import NoiseGauge, noise_factor
 from tagc.comm.host_copy import HostCopy
 from tagc.comm.hosts import HostGroups, Hosts, RankOnHost, check_hosts
 from tagc.comm.lockstep import Lockstep
@@ -33,6 +34,7 @@ __all__ = [
     "Hosts",
     "Lockstep",
     "MessageGatherer",
+    "NoiseGauge",
     "Phase",
     "RankOnHost",
     "ReplicaAverage",
@@ -43,5 +45,6 @@ __all__ = [
     "check_hosts",
     "gather_by_rank",
     "gather_merged",
+    "noise_factor",
     "rehearse",
 ]

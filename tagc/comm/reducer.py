@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from tagc.codecs import Codec, CodecSetup, Exchange, SelectionCount, make_codecs
-from tagc.codecs.feedback import SegmentFeedback
+from tagc.codecs.feedback import MeasuredShare, SegmentFeedback
 from tagc.codecs.state import MAX_COUNT, nested, part_of
 from tagc.codecs.workspace import Workspace
 from tagc.comm.collectives import CollectiveWork, dense_reduce_scatter, failing_in
 from tagc.comm.exchanges import BroadcastExchange, Connect, GroupExchange, ShardExchange
 from tagc.comm.flat import flat_rows
+from tagc.comm.gauge import NoiseGauge
 from tagc.comm.lockstep import Lockstep
 from tagc.comm.reduction_check import check_reduction, name_of
 from tagc.ops import Ops
@@ -50,6 +51,7 @@ class UnitReducer:
         earlier_steps: reductions of the run that this one goes on from with another layout: they
             count for the warm-up, but not in the metrics.
         inside_bytes: sent so far to ranks of the same host, where those add up first.
+        gauge: measures how much larger gradients come out than densely; None where nobody asked.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class UnitReducer:
         )
         rules = [s.codec.feedback for s in plan.segments if s.codec.feedback is not None]
         self._follows_dense = any(rule.follows_dense for rule in rules)
+        self.gauge: NoiseGauge | None = None
+        self._device = device
         self.reset()
 
     def reset(self, earlier_steps: int = 0) -> None:
@@ -109,6 +113,13 @@ class UnitReducer:
         self._other_bytes = 0
         self.inside_bytes = 0
         self._waiting = None
+        if self.gauge is not None:
+            self.measure_noise()
+
+    def measure_noise(self) -> None:
+        """Measure from now on how much larger gradients come out than densely, where anything is
+        compressed."""
+        self.gauge = NoiseGauge(self.plan, self._device) if self.plan.compressed else None
 
     @property
     def _in_levels(self) -> bool:
@@ -140,6 +151,11 @@ class UnitReducer:
         return {i: f for codec in self.codecs.values() for i, f in codec.feedbacks.items()}
 
     @property
+    def _shares(self) -> dict[str, MeasuredShare]:
+        """Where they are measured, by the first column of the segment in the unit."""
+        return {str(i): f.share for i, f in self.feedbacks.items() if f.share is not None}
+
+    @property
     def residuals(self) -> dict[int, Tensor]:
         """Residual ``[D, columns]`` by first column of the segment in the unit, to look at."""
         return {i: f.residual.read() for i, f in self.feedbacks.items() if f.residual is not None}
@@ -167,6 +183,8 @@ class UnitReducer:
 
     def rescale(self, factor: float | Tensor) -> None:
         """Expect gradients that are ``factor`` times as large, the same on every rank."""
+        for share in self._shares.values():
+            share.rescale(factor)
         with self.open_residuals() as residuals:
             for stored in (*residuals.values(), *self.owner_states.values()):
                 stored.mul_(factor)
@@ -292,6 +310,10 @@ class UnitReducer:
         if self.compressed_steps == 1:
             # Only then does a codec exchange anything before its message.
             self._lockstep.confirm()
+        divisor = plan.info.world_size if op == dist.ReduceOp.AVG else 1
+        if self.gauge is not None:
+            own = grad[exchange.row]
+            self.gauge.look(own, self.compressed_steps)
         with record_function(f"TAGC::encode ({self._name})"):
             self.encode(grad, send[:, : plan.words], exchange)
         with record_function(f"TAGC::exchange ({self._name})"):
@@ -304,8 +326,9 @@ class UnitReducer:
                 codec.wait()
             self._message_bytes += work.wire_bytes
         with record_function(f"TAGC::decode ({self._name})"):
-            divisor = plan.info.world_size if op == dist.ReduceOp.AVG else 1
             self.decode(received[:, : plan.words], shard, exchange, divisor)
+            if self.gauge is not None:
+                self.gauge.compare(shard, self.compressed_steps, plan.sources / divisor)
             self._lockstep.check_stamps(received[:, plan.words :], shard[:1])
             if self._flat is not None:
                 self._flat.restore(shard, out, exchange.row)
@@ -363,6 +386,10 @@ class UnitReducer:
             state["inside_bytes"] = torch.tensor(self.inside_bytes, dtype=torch.int64)
         for name, codec in self.codecs.items():
             state |= nested(name, codec.state())
+        for name, share in self._shares.items():
+            state |= nested(f"share.{name}", share.state())
+        if self.gauge is not None:
+            state |= self.gauge.state()
         return state
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
@@ -374,6 +401,10 @@ class UnitReducer:
             raise ValueError("the count of bytes inside hosts is negative, or too large")
         for name, codec in self.codecs.items():
             codec.check_state(part_of(name, state))
+        for name, share in self._shares.items():
+            share.check_state(part_of(f"share.{name}", state))
+        if self.gauge is not None:
+            self.gauge.check_state(state)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on where :meth:`state` was taken, given that it passes the check."""
@@ -384,6 +415,10 @@ class UnitReducer:
             self.inside_bytes = int(state["inside_bytes"])
         for name, codec in self.codecs.items():
             codec.load_state(part_of(name, state))
+        for name, share in self._shares.items():
+            share.load_state(part_of(f"share.{name}", state))
+        if self.gauge is not None:
+            self.gauge.load_state(state)
 
     def _split(self, message: Tensor) -> tuple[Tensor, ...]:
         return message.split([codec.words for codec in self.codecs.values()], dim=1)

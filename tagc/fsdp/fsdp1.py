@@ -41,6 +41,11 @@ class FSDP1Unit(Unit):
             self._root.register_comm_hook(None, _hook)
         self._module._comm_hook_state = _Reduction(self, reducer)
 
+    def trainable(self) -> list[nn.Parameter]:
+        """See :meth:`Unit.trainable`: the flat one, or with ``use_orig_params`` the model's own."""
+        flat = self._module._handle.flat_param
+        return [flat] if flat._params is None else [p for p in flat._params if p.requires_grad]
+
     def restore(self) -> None:
         """See :meth:`Unit.restore`."""
         if self._root._comm_hook is not _hook:

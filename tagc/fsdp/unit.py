@@ -58,6 +58,11 @@ class Unit:
         in this backward; False between the micro-batches of ``set_requires_all_reduce(False)``."""
         return True
 
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer may hold now, as it knows them: those of `info`,
+        in that order, or one that has them all."""
+        raise NotImplementedError
+
     # What follows is for units with a `gather_info` only.
 
     def check_gather(self) -> None:
@@ -79,10 +84,6 @@ class Unit:
     @property
     def has_all_reduce_hook(self) -> bool:
         """Whether somebody else set one."""
-        raise NotImplementedError
-
-    def trainable(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer may hold now, as it knows them."""
         raise NotImplementedError
 
     def frozen_shards(self) -> dict[str, Tensor]:

@@ -102,16 +102,23 @@ class Policy(Strict):
     @field_validator("replicas")
     @classmethod
     def _check_owners(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        problem = ValueError("'shared' is the choice of a shard's owner, and replicas have none")
+        choice = ValueError("'shared' is the choice of a shard's owner, and replicas have none")
+        share = ValueError(
+            "'measured' differs from rank to rank, and replicas must stay alike; name a number"
+        )
         found = [
-            InitErrorDetails(
-                type="value_error",
-                loc=(i, "codec", rule.codec.kind, "support"),
-                input="shared",
-                ctx={"error": problem},
-            )
+            InitErrorDetails(type="value_error", loc=(i, *where), input=value, ctx={"error": why})
             for i, rule in enumerate(rules)
-            if rule.codec.shares_support
+            for wrong, where, value, why in (
+                (
+                    rule.codec.shares_support,
+                    ("codec", rule.codec.kind, "support"),
+                    "shared",
+                    choice,
+                ),
+                (rule.feedback.lead == "measured", ("feedback", "lead"), "measured", share),
+            )
+            if wrong
         ]
         if found:
             raise ValidationError.from_exception_data(cls.__name__, found)

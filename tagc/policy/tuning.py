@@ -17,7 +17,8 @@ class Tuning(Strict):
 
     `rate_factor` times dense's learning rate is best. Gradients that the optimizer gets have
     `norm_factor` times the norm of dense ones, so that a limit for clipping must be multiplied by
-    as much to act as often.
+    as much to act as often. `compressor.keep_rates(optimizer)` measures both, and then dense's
+    settings can stay.
     """
 
     rate_factor: Factor = 1
@@ -33,14 +34,14 @@ class Tuning(Strict):
             return "train at dense's own learning rate and limit for clipping"
         rate = _times(self.rate_factor)
         said = f"train at {rate} learning rate"
-        if self.norm_factor is None:
-            return said
         if self.norm_factor == 1:
-            return f"{said}, and dense's own limit for clipping"
-        return (
-            f"{said}, and {_times(self.norm_factor)} limit for clipping, as the norm of its "
-            "gradients is that many times dense's"
-        )
+            said = f"{said}, and dense's own limit for clipping"
+        elif self.norm_factor is not None:
+            said = (
+                f"{said}, and {_times(self.norm_factor)} limit for clipping, as the norm of its "
+                "gradients is that many times dense's"
+            )
+        return f"{said}; or keep dense's, with compressor.keep_rates(optimizer)"
 
 
 def _times(factor: float) -> str:

@@ -81,6 +81,20 @@ def test_replicas_have_no_owner_who_could_choose_for_all(kind: str):
     Policy.load({"schema": 1, "gradients": [shared], "replicas": [own]})
 
 
+def test_a_measured_lead_is_one_ranks_own():
+    measured = {
+        "codec": {"kind": "quantized"},
+        "feedback": {"kind": "residual", "lead": "measured"},
+    }
+    rule = {"when": {}, **measured}
+    with pytest.raises(PolicyError) as caught:
+        Policy.load({"schema": 1, "gradients": [rule], "replicas": [rule]})
+    [line] = str(caught.value).splitlines()
+    assert "replicas[0].feedback.lead: 'measured' differs from rank to rank" in line
+    with pytest.raises(PolicyError, match="lead"):
+        Policy.load({"schema": 1, "gradients": [{**rule, "feedback": {"lead": "guessed"}}]})
+
+
 # Errors
 
 AT = "gradients[0]."

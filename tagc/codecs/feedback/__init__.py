@@ -12,6 +12,7 @@ from tagc.codecs.feedback.momentum import MomentumFeedback
 from tagc.codecs.feedback.residual import Residual
 from tagc.codecs.feedback.rule import FeedbackRule
 from tagc.codecs.feedback.segment import SegmentFeedback
+from tagc.codecs.feedback.share import MeasuredShare
 
 __all__ = [
     "OWNER_STATES",
@@ -21,6 +22,7 @@ __all__ = [
     "FeedbackConfig",
     "FeedbackRule",
     "LeadFeedback",
+    "MeasuredShare",
     "MomentumFeedback",
     "Residual",
     "SegmentFeedback",

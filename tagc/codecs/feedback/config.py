@@ -21,7 +21,8 @@ class FeedbackConfig(Strict):
 
     A codec that sends the share `lead` of what is owed delivers a gradient late, by
     `(1 - lead) / lead` steps on average, and lateness costs more than noise. With a `lead` below 1
-    the owner undoes it: it hands out `(sent - (1 - lead) * sent before) / lead`.
+    the owner undoes it: it hands out `(sent - (1 - lead) * sent before) / lead`. With `measured`
+    every rank measures that share, segment by segment, in what it sends itself, on a sample of it.
     """
 
     kind: Literal["none", "residual", "average", "momentum"] = "residual"
@@ -34,9 +35,12 @@ class FeedbackConfig(Strict):
     """After so many the moving average starts from zero; kind average only."""
     rate: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), unit("share")] = 0.1
     """Share of the new gradient in the moving average; kind momentum only."""
-    lead: Annotated[float, Field(ge=0.05, le=1, allow_inf_nan=False), unit("share")] = 1
-    """Share of what is owed that the codec sends in a step; below 1 the owner undoes the lag; kind
-    residual only."""
+    lead: (
+        Annotated[float, Field(ge=0.05, le=1, allow_inf_nan=False), unit("share")]
+        | Literal["measured"]
+    ) = 1.0
+    """Share of what is owed that the codec sends in a step, or `measured`; below 1 the owner undoes
+    the lag; kind residual only."""
 
     @property
     def stored_dtype(self) -> torch.dtype:

@@ -64,7 +64,9 @@ class MomentumFeedback(FeedbackRule):
         residual.mul_(1 - self.rate)
         return gradient.float() * self.rate
 
-    def after(self, decoded: Tensor, owner_state: Tensor, out: Tensor) -> None:
+    def after(
+        self, decoded: Tensor, owner_state: Tensor, out: Tensor, share: Tensor | None = None
+    ) -> None:
         """See :meth:`FeedbackRule.after`."""
         out.copy_(owner_state.mul_(1 - self.rate).add_(decoded))
 

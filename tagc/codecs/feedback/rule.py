@@ -101,13 +101,21 @@ class FeedbackRule:
         """
         return gradient
 
-    def after(self, decoded: Tensor, owner_state: Tensor, out: Tensor) -> None:
+    @property
+    def measures_share(self) -> bool:
+        """Whether :meth:`after` needs the share of what is owed that a message carries."""
+        return False
+
+    def after(
+        self, decoded: Tensor, owner_state: Tensor, out: Tensor, share: Tensor | None = None
+    ) -> None:
         """Write to ``out`` ``[columns]`` what the optimizer gets; only where there is an owner's
         state.
 
         Args:
             decoded: ``[columns]`` float32, the finite sum (or average) over ranks.
             owner_state: ``[columns]`` float32, updated in place.
+            share: as measured, ``[]``, where the rule asks for it.
         """
         raise NotImplementedError
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tagc.codecs.feedback.residual import Residual
 from tagc.codecs.feedback.rule import FeedbackRule
+from tagc.codecs.feedback.share import MeasuredShare
 from tagc.ops import Ops
 
 
@@ -21,6 +22,7 @@ class SegmentFeedback:
         residual: of this rank, a row for every destination; likewise.
         owner_state: what the owner of a shard keeps of it, ``[columns]`` float32; None where its
             kind keeps nothing.
+        share: of what this rank owes that its messages carry; None where nobody asks.
     """
 
     def __init__(
@@ -43,10 +45,13 @@ class SegmentFeedback:
         self._reach = (1 + overshoot) * (1.0 if rule is None else rule.gain)
         self.residual: Residual | None = None
         self.owner_state: Tensor | None = None
+        self.share: MeasuredShare | None = None
         if rule is not None:
             self.residual = Residual(destinations, columns, rule.dtype, ops, device)
             if rule.owner_state is not None:
                 self.owner_state = torch.zeros(columns, dtype=torch.float32, device=device)
+            if rule.measures_share:
+                self.share = MeasuredShare(device)
 
     @property
     def residual_dtype(self) -> torch.dtype | None:
@@ -82,7 +87,12 @@ class SegmentFeedback:
         if self.rule.resets_at(step):
             self.residual.zero_()
         with self.residual.opened() as residual:
-            yield self.rule.before(gradient, residual), residual
+            added = self.rule.before(gradient, residual)
+            if self.share is not None:
+                self.share.before(added, residual)
+            yield added, residual
+            if self.share is not None:
+                self.share.after(residual)
 
     def decode_buffer(self, out: Tensor) -> Tensor:
         """Where the codec should decode to, for :meth:`correct`: ``out`` ``[columns]``, or as much
@@ -104,7 +114,8 @@ class SegmentFeedback:
         if self.owner_state is not None and self.rule is not None:
             lost = ~decoded.isfinite()
             wide = torch.empty_like(decoded) if out.dtype == torch.float16 else out
-            self.rule.after(decoded.float().masked_fill(lost, 0.0), self.owner_state, wide)
+            share = None if self.share is None else self.share.value
+            self.rule.after(decoded.float().masked_fill(lost, 0.0), self.owner_state, wide, share)
             wide.masked_fill_(lost, float("nan"))
         if wide is not out:
             _saturate(wide, out, self._reach)

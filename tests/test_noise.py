@@ -1,0 +1,190 @@
+"""Rates and limits that mean what they mean for dense gradients."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tagc
+from support.distributed import on_ranks
+from support.exact import equal
+from support.small_net import local_grads, local_weights, loss_of, sharded
+from support.states import shared_folder
+from tagc.noise import divides_by_second_moment, exchange_is_due
+
+BIT: dict[str, Any] = {
+    "schema": 1,
+    "gradients": [
+        {
+            "when": {"name": "*weight", "min_numel": 20},
+            "codec": {"kind": "matrix", "bits": 1, "level": 1.3},
+            "feedback": {"kind": "residual", "lead": 0.83},
+        }
+    ],
+}
+
+
+MEASURED = copy.deepcopy(BIT)
+MEASURED["gradients"][0]["feedback"]["lead"] = "measured"
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+class Seen(torch.optim.AdamW):
+    """Writes down what a step saw."""
+
+    seen: list[list[tuple[float, float]]]
+
+    def step(self, closure: Any = None) -> None:
+        self.seen[-1] = [(g["lr"], g["weight_decay"]) for g in self.param_groups]
+        super().step(closure)
+
+
+class Run:
+    def __init__(self, policy: dict[str, Any]) -> None:
+        self.model = tagc.wrap(sharded(), policy)
+        self.compressor = tagc.compressor(self.model)
+        self.optimizer = Seen(groups(self.model), lr=0.01)
+        self.optimizer.seen = []
+
+    def train(self, rank: int, steps: range) -> None:
+        for step in steps:
+            loss_of(self.model, rank, step).backward()
+            self.optimizer.seen.append([])
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def set_factors(self, squares: tuple[float, float]) -> None:
+        """As if all ranks had agreed on these."""
+        for reducer in self.compressor.reducers:
+            if reducer.gauge is None:
+                continue
+            reducer.gauge.agreed[:] = torch.tensor(squares, dtype=torch.float64)
+            reducer.gauge.agreed_at.fill_(reducer.compressed_steps)
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_step_sees_the_factor_and_leaves_the_rate(rank: int, world_size: int) -> None:
+    run = Run(BIT)
+    kept = run.compressor.keep_rates(run.optimizer)
+    run.train(rank, range(1))
+    gauges = [r.gauge for r in run.compressor.reducers if r.plan.compressed]
+    assert [gauge and int(gauge.agreed_at) for gauge in gauges] == [1] * 3
+    # What matters here is what is done with factors: 9 / 1 is three times as large.
+    run.set_factors((9.0, 1.0))
+    loss_of(run.model, rank, 1).backward()
+    run.set_factors((9.0, 1.0))
+    run.optimizer.seen.append([])
+    run.optimizer.step()
+    numels = {n: p.numel() for n, p in run.model.named_parameters() if p.ndim > 1}
+    small = numels["head.weight"]  # 11 elements, dense
+    factor = 3 ** (1 - small / sum(numels.values()))
+    assert kept.factors == pytest.approx([factor, 1.0])
+    matrices, vectors = run.optimizer.seen[-1]
+    assert matrices == pytest.approx((0.01 * factor, 0.1 / factor))
+    assert vectors == (0.01, 0.0)
+    assert [(g["lr"], g["weight_decay"]) for g in run.optimizer.param_groups] == [
+        (0.01, 0.1),
+        (0.01, 0.0),
+    ]
+    with pytest.raises(ValueError, match="kept already"):
+        run.compressor.keep_rates(run.optimizer)
+    kept.remove()
+    run.train(rank, range(2, 3))
+    assert run.optimizer.seen[-1] == [(0.01, 0.1), (0.01, 0.0)]
+    run.compressor.keep_rates(run.optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_factors_are_the_same_on_all_ranks_and_resume(rank: int, world_size: int) -> None:
+    first = Run(MEASURED)
+    kept = first.compressor.keep_rates(first.optimizer)
+    first.train(rank, range(5))
+    mine = kept.factors
+    everybodys: list[Any] = [None] * world_size
+    dist.all_gather_object(everybodys, mine)
+    assert everybodys[0] == everybodys[1]
+    assert mine[0] != 1
+    with shared_folder() as folder:
+        first.compressor.save(folder)
+        second = Run(MEASURED)
+        with pytest.raises(
+            tagc.StateError, match=r"noise .*keep_rates\(optimizer\) before loading"
+        ):
+            second.compressor.load(folder)
+        second.compressor.keep_rates(second.optimizer)
+        second.compressor.load(folder)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    first.train(rank, range(5, 10))
+    second.train(rank, range(5, 10))
+    equal(local_weights(second.model), local_weights(first.model))
+    third = Run(MEASURED)
+    silent = third.compressor.state_dict()
+    with pytest.raises(tagc.StateError, match=r"keep_rates\(optimizer\) after"):
+        second.compressor.load_state_dict(silent)
+    third.compressor.load_state_dict(silent)
+    assert second.optimizer.seen == first.optimizer.seen[5:]
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_clipping_leaves_the_noise_out(rank: int, world_size: int) -> None:
+    run = Run(BIT)
+    run.compressor.clip_grad_norm_(1.0)  # before there is anything to clip
+    for step in range(2):
+        loss_of(run.model, rank, step).backward()
+    run.set_factors((4.0, 1.0))
+    before = local_grads(run.model)
+    squares = torch.zeros(2, dtype=torch.float64)
+    large = {n for n, p in run.model.named_parameters() if p.ndim > 1 and p.numel() >= 20}
+    for name, grad in before.items():
+        squares[int(name in large)] += grad.double().square().sum()
+    dist.all_reduce(squares)
+    expected = math.sqrt(squares[0] + squares[1] / 4)
+    norm = run.compressor.clip_grad_norm_(expected / 2)
+    # Norms are float32 sums of fewer than 2,000 squares.
+    assert norm.item() == pytest.approx(expected, rel=1e-5)
+    for name, grad in local_grads(run.model).items():
+        torch.testing.assert_close(grad, before[name] / 2, rtol=1e-5, atol=1e-7)
+
+
+def test_which_optimizers_divide() -> None:
+    p = [nn.Parameter(torch.zeros(2, 2))]
+
+    class AdamW8bit(torch.optim.SGD):
+        pass
+
+    class Unknown(torch.optim.Optimizer):
+        pass
+
+    assert divides_by_second_moment(torch.optim.AdamW(p), None)
+    assert divides_by_second_moment(torch.optim.RMSprop(p), None)
+    assert not divides_by_second_moment(torch.optim.SGD(p, lr=1), None)
+    assert not divides_by_second_moment(torch.optim.Muon(p), None)
+    assert divides_by_second_moment(AdamW8bit(p, lr=1), True)
+    with pytest.raises(ValueError, match=r"whether Unknown divides.*second_moment=True"):
+        divides_by_second_moment(Unknown(p, {}), None)
+
+
+def test_exchanges_get_rare() -> None:
+    at, due = 0, []
+    for step in range(1, 70):
+        if exchange_is_due(step, at):
+            due.append(step)
+            at = step
+    assert due == [1, 2, 4, 8, 16, 32, 48, 64]
