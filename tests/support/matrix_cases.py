@@ -44,7 +44,9 @@ variants = pytest.mark.parametrize(
 # What hypothesis draws from: the CPU's are those compiled in float32, for `make test`.
 COMPILED = [size for size in SIZES if (*size, F32, F32) in VARIANTS]
 some_sizes = pytest.mark.parametrize(
-    ("ops", "sizes"), [(REFERENCE, SIZES), (CPU, COMPILED), slow(CPU, SIZES)], ids=named
+    ("ops", "sizes"),
+    [(REFERENCE, SIZES), (CPU, COMPILED), slow(CPU, SIZES)],
+    ids=["reference", "cpu", "cpu, all"],
 )
 # All sizes, gradients and residuals in float32: the CPU's are compiled for some of them.
 sizes_on_both = pytest.mark.parametrize(
