@@ -87,7 +87,7 @@ def decode(
         values = read_cells(keys, sums)
     else:
         values, done, where, degree = recover(keys, seed.numpy()[0], hashes, layout.partition, sums)
-        stuck = len(keys) - np.count_nonzero(done)
+        stuck = len(keys) - int(np.count_nonzero(done))
         if stuck and residual is not None:
             estimate(
                 keys, done, where, degree, sums, n, len(group), step.numpy()[0], hashes,
