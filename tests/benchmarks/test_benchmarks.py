@@ -42,8 +42,8 @@ def measured(chosen: Case) -> dict:
     [
         case("encode"),
         case("decode"),
-        case("encode", symbol="float32"),
-        case("decode", symbol="float32"),
+        slow(case("encode", symbol="float32")),
+        slow(case("decode", symbol="float32")),
         slow(case("encode", gradient="bfloat16", residual="bfloat16")),
         slow(case("decode", gradient="bfloat16", residual="bfloat16")),
     ],

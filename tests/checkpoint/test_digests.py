@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
+from support.marks import slow
 from support.states import POLICIES, load, run, save, shared_folder, wrapped
 from tagc.checkpoint import OneRank, StateError, to_state_dict
 from tagc.checkpoint.dcp import CheckpointFolder
@@ -62,7 +63,7 @@ def flip(file: Path, bit: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("loader", ["dcp", "folder"])
+@pytest.mark.parametrize("loader", [slow("dcp"), "folder"])
 def test_a_flipped_bit_is_refused_or_means_nothing(rank: int, world_size: int, loader: str) -> None:
     model = wrapped(POLICIES["packed"])
     compressor = tagc.compressor(model)

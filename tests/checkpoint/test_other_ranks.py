@@ -58,19 +58,29 @@ def everyones(ranks: list[dict[str, Tensor]], name: str) -> Tensor:
     return torch.stack([of[name] for of in ranks if name in of])
 
 
+MORE, FEWER = (2, 3), (4, 2)
+
+
 @pytest.mark.parametrize(
-    ("policy", "saver"),
-    in_turn(
-        [
-            "quantized average",
-            "packed bfloat16",
-            "sketch shared",
-            "quantized momentum",
-            "matrix lead",
-        ]
-    ),
+    ("old", "new", "policy", "saver"),
+    [
+        # More ranks and fewer ones in turn, too.
+        pytest.param(*ranks, *case.values, marks=case.marks if ranks == usual else pytest.mark.slow)
+        for ranks in (MORE, FEWER, (3, 4))
+        for i, case in enumerate(
+            in_turn(
+                [
+                    "quantized average",
+                    "packed bfloat16",
+                    "sketch shared",
+                    "quantized momentum",
+                    "matrix lead",
+                ]
+            )
+        )
+        for usual in [(MORE, FEWER)[i // 2 % 2]]
+    ],
 )
-@pytest.mark.parametrize(("old", "new"), [(2, 3), (4, 2), slow(3, 4)])
 def test_the_sum_over_ranks_is_conserved(
     tmp_path: Path, saver: str, policy: str, old: int, new: int
 ) -> None:
@@ -78,7 +88,8 @@ def test_the_sum_over_ranks_is_conserved(
 
 
 @pytest.mark.parametrize(
-    ("policy", "saver"), in_turn(["quantized average", "sketch shared", "matrix lead"])
+    ("policy", "saver"),
+    in_turn(["quantized average", "sketch shared", "matrix lead"], rare=["sketch shared"]),
 )
 @pytest.mark.parametrize(
     ("old", "new"),

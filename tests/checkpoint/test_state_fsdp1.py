@@ -47,7 +47,7 @@ RULES: Any = {
     [
         *((rules, "safetensors") for rules in [*RULES][::2]),
         *(slow(rules, "safetensors") for rules in [*RULES][1::2]),
-        ("whole", "dcp"),
+        slow("whole", "dcp"),
         ("lead", "dcp"),
     ],
 )
@@ -104,7 +104,13 @@ def load_and_train(
 
 @pytest.mark.parametrize(
     ("rules", "old", "new"),
-    [("whole", 2, 3), ("some", 4, 2), ("lead", 2, 3), ("whole lead", 4, 2), ("momentum", 3, 2)],
+    [
+        slow("whole", 2, 3),
+        slow("some", 4, 2),
+        ("lead", 2, 3),
+        ("whole lead", 4, 2),
+        ("momentum", 3, 2),
+    ],
 )
 def test_the_sum_over_ranks_is_conserved(tmp_path: Path, rules: str, old: int, new: int) -> None:
     before = run_ranks(train_and_save, old, tmp_path, rules)
@@ -115,8 +121,8 @@ def test_the_sum_over_ranks_is_conserved(tmp_path: Path, rules: str, old: int, n
     ("rules", "ends", "old", "new"),
     [
         ("lead", "12", 2, 3),
-        ("lead", "21", 3, 2),
-        ("momentum", "12", 3, 3),
+        slow("lead", "21", 3, 2),
+        slow("momentum", "12", 3, 3),
         ("momentum", "21", 2, 3),
     ],
 )

@@ -35,6 +35,7 @@ from support.fsdp1_net import (
     train,
 )
 from support.fsdp1_recording import recorded
+from support.marks import covering
 from support.small_net import EVERYTHING, loss_of, net
 from support.units import gathered, policy
 
@@ -76,8 +77,8 @@ def as_on_an_accelerator() -> Iterator[None]:
         yield
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("option", OPTIONS)
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "option"), covering((2, 3), OPTIONS))
 def test_dense_is_native(rank: int, world_size: int, option: str) -> None:
     native, wrapped = (sharded(**OPTIONS[option]) for _ in range(2))
     with as_on_an_accelerator():
@@ -89,8 +90,11 @@ def test_dense_is_native(rank: int, world_size: int, option: str) -> None:
     assert metrics.wire_bytes == metrics.dense_bytes > 0
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("option", [o for o in OPTIONS if OPTIONS[o]["use_orig_params"]])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "option"),
+    covering((2, 3), [o for o in OPTIONS if OPTIONS[o]["use_orig_params"]]),
+)
 def test_unselected_parameters_are_native(rank: int, world_size: int, option: str) -> None:
     """In a unit that also has compressed ones, whose buffer is rearranged."""
     native, wrapped = (sharded(**OPTIONS[option]) for _ in range(2))
@@ -106,8 +110,8 @@ def test_unselected_parameters_are_native(rank: int, world_size: int, option: st
     torch.testing.assert_close(mine, theirs, **bound)
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "use_orig_params"), covering((2, 3), (False, True)))
 def test_warm_up_is_native(rank: int, world_size: int, use_orig_params: bool) -> None:
     native, wrapped = (sharded(use_orig_params=use_orig_params) for _ in range(2))
     codec = {"kind": "sketch", "density": 0.3, "warmup_steps": 2}
@@ -126,8 +130,8 @@ def all_equal(ours: Any, theirs: Any) -> bool:
     return True
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "use_orig_params"), covering((2, 3), (False, True)))
 def test_clipping(rank: int, world_size: int, use_orig_params: bool) -> None:
     native, wrapped = (sharded(use_orig_params=use_orig_params) for _ in range(2))
     tagc.wrap(wrapped, "dense")

@@ -22,6 +22,7 @@ from support.fsdp1_net import (
     sharded,
 )
 from support.fsdp1_recording import recorded
+from support.marks import covering
 from support.small_net import EVERYTHING, loss_of, net
 from support.units import gathered, policy
 from tagc.plan.param_slices import param_slices
@@ -52,8 +53,8 @@ def check_layout(calls: list, grads: dict[str, Tensor], rank: int, use_orig_para
         torch.testing.assert_close(out, expected, **EXACT)
 
 
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "use_orig_params"), covering((2, 3, 4), (False, True)))
 def test_segments_are_handed_their_parameters(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
@@ -90,8 +91,8 @@ def test_one_rule_for_a_unit_takes_the_buffer_itself(
     loss_of(model, rank, 0).backward()
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "use_orig_params"), covering((2, 3), (False, True)))
 def test_accumulation(rank: int, world_size: int, use_orig_params: bool) -> None:
     """In ``no_sync`` micro-batches are reduced once; without it, each on its own."""
     alone = net()

@@ -111,7 +111,7 @@ def test_biases_are_dense_unless_named(rank: int, world_size: int) -> None:
     assert {name for name in mine if not torch.equal(mine[name], theirs[name])} == sketched
 
 
-@on_ranks(2, 4)
+@on_ranks(2, slow(4))
 def test_remove_gives_native_back(rank: int, world_size: int) -> None:
     native, wrapped = native_and_wrapped("average", EVERYTHING)
     loss_of(wrapped, rank, 0).backward()
@@ -199,7 +199,7 @@ def test_accumulated_micro_batches_are_reduced_once(rank: int, world_size: int) 
         assert tagc.compressor(model).metrics().steps == step + 1
 
 
-@on_ranks(slow(2), 3, slow(4))
+@on_ranks(2, slow(3), slow(4))
 def test_training_is_reproducible(rank: int, world_size: int) -> None:
     """Two runs, and two implementations, give the same weights to the last bit; and the ranks
     keep equal thresholds and seeds."""
@@ -255,7 +255,7 @@ def test_density_follows_the_target(rank: int, world_size: int, density: float) 
 # Numbers and names
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, slow(4))
 def test_wire_bytes(rank: int, world_size: int) -> None:
     """Counted three ways: by the metrics, by the plan and from the tensors that collectives get.
 

@@ -18,6 +18,7 @@ from support.block_net import sharded as by_blocks
 from support.distributed import on_ranks
 from support.failing import fails
 from support.gathering import INT8, gathering, gradients_on_grid
+from support.marks import slow
 from support.small_net import loss_of, sharded
 from support.states import POLICIES, run, wrapped
 from tagc.comm import hosts
@@ -59,7 +60,9 @@ def test_hosts_are_found(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("policy", ["quantized residual", "packed", "sketch", "matrix lead"])
+@pytest.mark.parametrize(
+    "policy", [slow("quantized residual"), "packed", "sketch", slow("matrix lead")]
+)
 def test_bytes_are_what_the_plan_says(rank: int, world_size: int, policy: str) -> None:
     model = wrapped(POLICIES[policy], hosts=2)
     compressor = tagc.compressor(model)

@@ -113,14 +113,14 @@ def with_others(model: Any, by_data: bool, body: Any) -> None:
 @pytest.mark.parametrize(
     ("how", "mode", "by_data"),
     [
-        ("plain", "no_grad", False),
+        slow("plain", "no_grad", False),
         ("plain", "inference_mode", True),
-        ("inside", "no_grad", False),
+        slow("inside", "no_grad", False),
         slow("inside", "no_grad", True),
         ("reentrant inside", "no_grad", True),
         ("wrapper", "inference_mode", False),
-        ("halves", "no_grad", True),
-        slow("halves", "no_grad", False),
+        ("halves", "no_grad", False),
+        slow("halves", "no_grad", True),
     ],
 )
 def test_a_forward_that_autograd_does_not_record_changes_nothing(

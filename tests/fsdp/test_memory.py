@@ -9,6 +9,7 @@ import torch
 
 import tagc
 from support.distributed import on_ranks
+from support.marks import slow
 from support.states import POLICIES, run, wrapped
 from tagc.comm import CopyGatherer, MessageGatherer
 from tagc.plan import buffers_of
@@ -33,11 +34,29 @@ def stored(model: Any) -> int:
 
 
 # One of each kind: what they share, others have on two ranks.
-ON_HOSTS = ("quantized average", "matrix lead", "sketch", "packed shared", "parameters", "changes")
+ON_HOSTS = (
+    "quantized average",
+    slow("matrix lead"),
+    "sketch",
+    slow("packed shared"),
+    "parameters",
+    "changes",
+)
+# Each codec, feedback and dtype of residuals is among the others'.
+RARE = {
+    "quantized residual",
+    "matrix int8",
+    "matrix average",
+    "packed",
+    "packed momentum",
+    "sketch",
+    "warming up",
+    "changes in 1 bit",
+}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [slow(n) if n in RARE else n for n in POLICIES])
 def test_a_plan_knows_its_memory(rank: int, world_size: int, name: str) -> None:
     check(rank, name, None)
 

@@ -10,6 +10,7 @@ import torch
 from support.distributed import on_ranks
 from support.gathering import INT8
 from support.live_bytes import peak_of
+from support.marks import slow
 from support.units import codec_plan, matrix_plan, normal, reduce, unit_reducer
 from tagc.plan.memory import memory_of
 
@@ -30,8 +31,16 @@ SLACK = 6000
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("codec", "feedback"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("codec", "feedback", "dtype"),
+    [
+        param(*case, of)
+        for i, case in enumerate(CASES)
+        for j, of in enumerate((torch.float32, torch.float16))
+        for param in [pytest.param if i % 2 == j else slow]
+    ],
+    ids=str,
+)
 def test_the_reference_takes_no_more(
     rank: int, world_size: int, codec: dict[str, Any], feedback: dict[str, Any], dtype: torch.dtype
 ) -> None:

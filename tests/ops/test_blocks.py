@@ -32,6 +32,7 @@ from support.block_cases import (
     quantize,
     variants,
 )
+from support.marks import named, slow
 from tagc.ops.blocks import BITS, MIN_SCALE, BlockLayout
 from tagc.ops.cpu.kernels import quantizer
 
@@ -65,6 +66,18 @@ def test_a_message_written_out(ops):
     assert words[0] == 0x4000_3F80  # the scales 1 and 2
     assert words[1:9] == [0x81_00_05_7F, 0x00_06_00_FF, 0x02, 0x04, 0x00, 0x00, 0x00, 0x00]
     assert words[9:] == [0x81, 0, 0, 0, 0, 0, 0, 0]
+
+
+# The CPU's with residuals in float32 are compiled for two of them.
+by_bits = pytest.mark.parametrize(
+    ("bits", "ops"),
+    [
+        (bits, ops) if ops is not CPU or bits in (2, 8) else slow(bits, ops)
+        for bits in BITS
+        for ops in OPS
+    ],
+    ids=named,
+)
 
 
 def expected_residual(row: oracle.Quantized, before: Tensor, average: float) -> Tensor:
@@ -141,8 +154,7 @@ def test_twice_the_same(ops):
     assert oracle.same_bits(left, again)
 
 
-@both
-@pytest.mark.parametrize("bits", BITS)
+@by_bits
 def test_what_is_not_finite_shows_and_stays_out_of_the_residual(bits, ops):
     """In its block only; a sum of finite numbers that overflows counts, too."""
     for where, value, old in ((70, math.nan, 0.5), (70, -math.inf, 0.5), (99, 3e38, 3e38)):
@@ -161,8 +173,7 @@ def test_what_is_not_finite_shows_and_stays_out_of_the_residual(bits, ops):
             assert torch.equal(out[0].isnan(), block[1])
 
 
-@both
-@pytest.mark.parametrize("bits", BITS)
+@by_bits
 def test_the_ends_of_the_range(bits, ops):
     """Below ``MIN_SCALE`` nothing is sent and all stays; the largest numbers do not overflow."""
     layout, levels = BlockLayout(numel=64, bits=bits, block=32), 2 ** (bits - 1) - 1
@@ -187,15 +198,23 @@ values_ = st.one_of(
 )
 
 
-@both
+FORMS = [(4, BF16), *((bits, F32) for bits in BITS)]
+COMPILED = [(4, BF16), (2, F32), (8, F32)]
+
+
+@pytest.mark.parametrize(
+    ("ops", "forms"),
+    [(REFERENCE, FORMS), (CPU, COMPILED), slow(CPU, FORMS)],
+    ids=["reference", "cpu", "cpu, all"],
+)
 @given(
     pairs=st.lists(st.tuples(values_, values_), min_size=1, max_size=80),
-    form=st.sampled_from([(4, BF16), *((bits, F32) for bits in BITS)]),
+    which=st.integers(0, 59),
 )
 @settings(deadline=None, max_examples=80, derandomize=True)
-def test_what_is_sent_plus_what_stays_is_what_was_there(ops, pairs, form):
+def test_what_is_sent_plus_what_stays_is_what_was_there(ops, forms, pairs, which):
     """To the last bit; a bfloat16 residual is off by its rounding, half of 2**-7."""
-    bits, dtype = form
+    bits, dtype = forms[which % len(forms)]
     grad, residual = (torch.tensor(pairs).T.contiguous()[:, None] / 4).unbind(0)
     residual = residual.to(dtype).clamp(-1e38, 1e38)
     case = Case(grad, residual, BlockLayout(numel=len(pairs), bits=bits, block=32))

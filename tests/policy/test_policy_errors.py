@@ -288,7 +288,7 @@ EDITS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(edits=EDITS)
 def test_mutated_files_give_a_policy_or_a_policy_error(edits, tmp_path_factory):
     text = BASE

@@ -49,13 +49,13 @@ class Cases(dict[str, Callable[[str], None]]):
         device = pytest.mark.device
         return [pytest.param(n, marks=[device] if i % 16 else []) for i, n in enumerate(self)]
 
-    def compiled(self, *few: str) -> list[Any]:
+    def compiled(self, *few: str, more: tuple[str, ...] = ()) -> list[Any]:
         """Names and architectures as parameters of a test: ``few`` for sm_90 are for `make test`;
-        all for sm_90, and ``few`` for sm_80, for `make test-device`."""
-        assert {*few} <= {*self}, {*few} - {*self}
+        all for sm_90, and ``few`` and ``more`` for sm_80, for `make test-device`."""
+        assert {*few, *more} <= {*self}, {*few, *more} - {*self}
         device = pytest.mark.device
         parameters = [pytest.param(n, 90, marks=[] if n in few else [device]) for n in self]
-        return [*parameters, *(pytest.param(n, 80, marks=[device]) for n in few)]
+        return [*parameters, *(pytest.param(n, 80, marks=[device]) for n in (*few, *more))]
 
     def main(self, results: Path) -> None:
         """Run the cases named in ``results``, interpreted, and write there ``{name: outcome}``.

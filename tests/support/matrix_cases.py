@@ -28,14 +28,25 @@ VARIANTS = [
     (2, 1, F16, BF16),
     (4, 1, BF16, F32),
     (1, 16, F32, F32),
+]
+RARER = [
+    (1, 1, BF16, BF16),
+    (1, 8, BF16, F32),
+    (1, 16, F32, None),
     (1, 32, F32, BF16),
     (1, 32, F16, BF16),
 ]
-RARER = [(1, 1, BF16, BF16), (1, 8, BF16, F32), (1, 16, F32, None)]
 variants = pytest.mark.parametrize(
     ("bits", "group", "grad_dtype", "residual_dtype"),
     [*VARIANTS, *(slow(*rarer) for rarer in RARER)],
     ids=lambda v: str(v).removeprefix("torch."),
+)
+# What hypothesis draws from: the CPU's are those compiled in float32, for `make test`.
+COMPILED = [size for size in SIZES if (*size, F32, F32) in VARIANTS]
+some_sizes = pytest.mark.parametrize(
+    ("ops", "sizes"),
+    [(REFERENCE, SIZES), (CPU, COMPILED), slow(CPU, SIZES)],
+    ids=["reference", "cpu", "cpu, all"],
 )
 # All sizes, gradients and residuals in float32: the CPU's are compiled for some of them.
 sizes_on_both = pytest.mark.parametrize(

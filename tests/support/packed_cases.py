@@ -25,11 +25,13 @@ both = pytest.mark.parametrize("ops", OPS, ids=["cpu", "reference"])
 VARIANTS = [
     (1, 8, F32, F32),
     (1, 4, F16, F32),
+    (4, 2, BF16, BF16),
+    (32, 16, F32, None),
+]
+RARER = [
     (4, 8, F32, BF16),
     (8, 2, BF16, BF16),
     (32, 16, BF16, None),
-]
-RARER = [
     (1, 2, BF16, BF16),
     (2, 4, F32, None),
     (8, 2, F16, BF16),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tagc.ops.cpu.arrays import numpy_of, words_of
+from tagc.ops.cpu.arrays import numpy_of, rows_of, words_of
 from tagc.ops.cpu.compiling import once_a_host
 from tagc.ops.cpu.kernels.matrix import dequantize_rows, quantize_columns, quantize_rows
 from tagc.ops.cpu.kernels.scalar import Group, group_of
@@ -52,9 +52,11 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
     if not layout.rows:
         return
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
+    words, distance = rows_of(message)
+    base, columns, rows = layout.head
     dequantize_rows(
-        *_parts(message, layout), layout.rows, np.uint64(layout.group), _codes_of(layout),
-        np.float32(divisor), numpy_of(wide),
+        words, distance, message.shape[0], base + columns, base + columns + rows, layout.rows,
+        np.uint64(layout.group), _codes_of(layout), np.float32(divisor), numpy_of(wide),
     )  # fmt: skip
     if wide is not out:
         out.copy_(wide)

@@ -9,9 +9,12 @@ from torch import Tensor
 from tagc.ops import COUNTS
 from tagc.ops.cpu.arrays import NO_SUPPORT, numpy_of, supports, words_of
 from tagc.ops.cpu.compiling import once_a_host
-from tagc.ops.cpu.kernels.decoder import decode_shard, peel_shard
-from tagc.ops.cpu.kernels.encoder import encode_row, insert_shard
+from tagc.ops.cpu.kernels.bitmap import keys_of
+from tagc.ops.cpu.kernels.decoder import estimate, read_cells, write_shard
+from tagc.ops.cpu.kernels.encoder import insert_shard, keep_marked, write_cells
+from tagc.ops.cpu.kernels.peeler import recover
 from tagc.ops.cpu.kernels.scalar import group_of
+from tagc.ops.cpu.kernels.selection import keep_largest, select_groups
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 
@@ -40,16 +43,28 @@ def encode(
     if grad.dtype == torch.float16:  # numba has no float16 arithmetic on CPUs
         grad = grad.float()
     g, e, words = numpy_of(grad), numpy_of(residual), words_of(index)
-    cells_, counts_ = cells.numpy(), counts.numpy()
-    thresholds, steps = threshold.numpy(), step.numpy()
-    group = group_of(layout.symbol.lanes)
+    n, lanes, hashes = layout.numel, layout.symbol.lanes, _hashes(layout)
+    group, groups = group_of(lanes), -(-n // lanes)
     marks = [NO_SUPPORT] * len(g) if support is None else supports(support, layout.groups)
     for d in range(grad.shape[0]):
-        encode_row(
-            g[d], None if e is None else e[d], layout.numel, group, thresholds[d],
-            steps[d], seed.numpy()[0], levels, capacity, _hashes(layout), layout.partition,
-            marks[d], words[d], cells_[d], counts_[d],
+        row = None if e is None else e[d]
+        least = threshold[d].numpy().view(np.uint32)[()]
+        chosen = least if capacity < groups else np.uint32(1)
+        above, nonzero, kept, poison, keys, stream = select_groups(
+            g[d], row, n, group, least, chosen, marks[d], capacity, words[d, :-1]
+        )
+        if support is not None:
+            if poison:
+                kept = keep_marked(lanes, kept, keys, stream, words[d, :-1])
+        elif kept > capacity:
+            keep_largest(lanes, capacity, kept, keys, stream, words[d, :-1])
+            kept = capacity
+        saturated = write_cells(
+            row, n, group, step.numpy()[d], seed.numpy()[0], levels, keys[:kept], stream,
+            hashes, layout.partition, cells[d].numpy(),
         )  # fmt: skip
+        words[d, -1] = poison
+        counts.numpy()[d] = above, nonzero, kept, saturated
 
 
 def decode(
@@ -65,30 +80,50 @@ def decode(
     divisor: int,
 ) -> None:
     """See :meth:`tagc.ops.sketch.SketchOps.decode`."""
-    wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
-    union, stuck = decode_shard(
-        np.bitwise_or.reduce(words_of(index), axis=0), cells.numpy(), layout.numel,
-        group_of(layout.symbol.lanes), step.numpy()[0], seed.numpy()[0], np.float32(divisor),
-        _hashes(layout), layout.partition, numpy_of(wide), numpy_of(residual),
-    )  # fmt: skip
-    if wide is not out:
-        out.copy_(wide)
-    stats[0], stats[1] = int(union), int(stuck)
+    words, sums = np.bitwise_or.reduce(words_of(index), axis=0), cells.numpy()
+    n, group, hashes = layout.numel, group_of(layout.symbol.lanes), _hashes(layout)
+    keys, stuck = keys_of(words[:-1]), 0
+    if layout.direct:
+        values = read_cells(keys, sums)
+    else:
+        values, done, where, degree = recover(keys, seed.numpy()[0], hashes, layout.partition, sums)
+        stuck = len(keys) - int(np.count_nonzero(done))
+        if stuck and residual is not None:
+            estimate(
+                keys, done, where, degree, sums, n, len(group), step.numpy()[0], hashes,
+                numpy_of(residual),
+            )  # fmt: skip
+    if words[-1]:  # poison
+        out.fill_(torch.nan)
+    else:
+        wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
+        write_shard(values, keys, n, group, step.numpy()[0], np.float32(divisor), numpy_of(wide))
+        if wide is not out:
+            out.copy_(wide)
+    stats[0], stats[1] = len(keys), stuck
 
 
 @once_a_host
 def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """Run encode and decode once on the smallest input of these dtypes."""
-    layout = plan_layout(32, SYMBOLS[name], 1)
-    columns = torch.zeros(1, 32, dtype=gradient)
-    left = None if residual is None else torch.zeros(1, 32, dtype=residual)
-    index = torch.empty(1, layout.index_words, dtype=torch.int32)
-    cells = torch.empty(1, layout.cells, dtype=layout.symbol.dtype)
+    """Run every kernel of encode and decode on small inputs."""
+    symbol = SYMBOLS[name]
     one, seed = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.int32)
     counts, stats = torch.empty(1, COUNTS, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
-    encode(columns, left, one, one, seed, index, cells, counts, layout=layout, levels=1, capacity=1)
-    row = None if left is None else left[0]
-    decode(index, cells[0], one, seed, columns[0], row, stats, layout=layout, divisor=1)
+    for groups in (32, 1024):  # direct, and with a table that is too small for all groups
+        layout = plan_layout(groups * symbol.lanes, symbol, 1)
+        columns = torch.empty(1, layout.numel, dtype=gradient)
+        left = None if residual is None else torch.zeros_like(columns, dtype=residual)
+        index = torch.empty(1, layout.index_words, dtype=torch.int32)
+        cells = torch.empty(1, layout.cells, dtype=symbol.dtype)
+        # More groups than the capacity; then a support of groups that are not finite.
+        for value, support in ((1.0, None), (torch.nan, torch.ones_like(index[:, :-1]))):
+            encode(
+                columns.fill_(value), left, one, one, seed, index, cells, counts, layout=layout,
+                levels=1, capacity=1, support=support,
+            )  # fmt: skip
+        index.fill_(-1)[:, -1] = 0  # all groups, not poisoned
+        row = None if left is None else left[0]
+        decode(index, cells[0], one, seed, columns[0], row, stats, layout=layout, divisor=1)
 
 
 def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
@@ -110,10 +145,14 @@ def peel(
     cells: Tensor, index: Tensor, seed: Tensor, *, layout: SketchLayout
 ) -> tuple[Tensor, Tensor]:
     """See :meth:`tagc.ops.sketch.SketchOps.peel`."""
-    symbols = torch.empty(layout.groups, dtype=cells.dtype)
-    stuck = torch.empty(layout.groups, dtype=torch.bool)
-    peel_shard(
-        cells.numpy(), words_of(index), seed.numpy()[0], _hashes(layout),
-        layout.partition, symbols.numpy(), stuck.numpy(),
-    )  # fmt: skip
+    keys = keys_of(words_of(index))
+    symbols = torch.zeros(layout.groups, dtype=cells.dtype)
+    stuck = torch.zeros(layout.groups, dtype=torch.bool)
+    if layout.direct:
+        symbols.numpy()[keys] = read_cells(keys, cells.numpy())
+    else:
+        values, done, _, _ = recover(
+            keys, seed.numpy()[0], layout.hashes, layout.partition, cells.numpy().copy()
+        )
+        symbols.numpy()[keys], stuck.numpy()[keys] = values, done == 0
     return symbols, stuck

@@ -1,4 +1,9 @@
-"""Decode on a CPU: list the groups, peel, and write the shard front to back."""
+"""The last steps of decoding on a CPU: the shard is written front to back, and the residual gets an
+estimate of what could not be recovered.
+
+Python calls them after peeling. What depends on the dtype of the shard is compiled for each of
+them, and peeling is not compiled again with it.
+"""
 
 from __future__ import annotations
 
@@ -6,99 +11,26 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from tagc.ops.cpu.kernels.bitmap import keys_of
 from tagc.ops.cpu.kernels.output import TILE, write_tile
-from tagc.ops.cpu.kernels.peeler import recover
-from tagc.ops.cpu.kernels.scalar import N, compiled, lane_of, load, salts_of, store_finite
+from tagc.ops.cpu.kernels.scalar import N, compiled, lane_of, load, store_finite
 
 
 @compiled
-def decode_shard(index, cells, n, group, step, seed, divisor, hashes, partition, out, residual):
-    """Decode, see :meth:`tagc.ops.sketch.SketchOps.decode`.
+def read_cells(keys, cells):
+    """The symbols of the present groups in a direct layout: ``[count]`` of the dtype of ``cells``.
 
     Args:
-        index: ``[words + 1]`` uint32, the OR of the ranks' bitmaps and of their poison words.
-        cells: ``[cells]`` int32 or float32, the sums; become what peeling leaves in them.
-        n: elements.
-        group: a tuple of as many entries as a symbol has lanes.
-        step: float32.
-        seed: int32.
-        divisor: float32.
-        hashes: cells of a key; 0 for a direct layout.
-        partition: cells of a partition.
-        out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
-        residual: ``[n]`` likewise, updated; or None.
-
-    Returns:
-        How many groups are present, and how many of them could not be recovered.
-    """
-    poison, words = index[index.size - 1], index[: index.size - 1]
-    keys = keys_of(words)
-    stuck = 0
-    if hashes == 0:
-        values = cells[keys]
-    else:
-        salts = salts_of(seed, hashes)
-        values, done, where, degree = recover(keys, salts, partition, cells)
-        stuck = keys.size - np.sum(done)
-        if stuck and residual is not None:
-            _estimate(keys, done, where, degree, cells, n, len(group), step, hashes, residual)
-    if poison:
-        # A bfloat16 output is an integer array here: 0x7fc0 is its NaN.
-        _fill_nan(out)
-    else:
-        _write(values, keys, n, group, step, divisor, out)
-    return keys.size, stuck
-
-
-def _fill_nan(out):
-    """Fill ``out``, ``[n]`` float32 or the bits of bfloat16 as uint16, with NaN."""
-    raise NotImplementedError
-
-
-@overload(_fill_nan)
-def _(out):
-    if out.dtype == types.uint16:
-
-        def fill_bits(out):
-            out[:] = np.uint16(0x7FC0)
-
-        return fill_bits
-
-    def fill(out):
-        out[:] = np.nan
-
-    return fill
-
-
-@compiled
-def peel_shard(cells, words, seed, hashes, partition, symbols, stuck):
-    """Recover symbols, see :meth:`tagc.ops.sketch.SketchOps.peel`.
-
-    Args:
+        keys: ``[count]`` uint32: the present groups.
         cells: ``[cells]`` int32 or float32, the sums.
-        words: ``[words]`` uint32, the bitmap of the present groups.
-        seed: int32.
-        hashes: cells of a key; 0 for a direct layout.
-        partition: cells of a partition.
-        symbols: ``[groups]`` of the dtype of ``cells``, written.
-        stuck: ``[groups]`` bool, written: which groups could not be recovered.
     """
-    keys = keys_of(words)
-    symbols[:] = 0
-    stuck[:] = False
-    if hashes == 0:
-        for key in keys:
-            symbols[key] = cells[key]
-        return
-    values, done, _, _ = recover(keys, salts_of(seed, hashes), partition, cells.copy())
-    for slot in range(keys.size):
-        symbols[keys[slot]] = values[slot]
-        stuck[keys[slot]] = done[slot] == 0
+    values = np.empty(keys.size, cells.dtype)
+    for t in range(N(keys.size)):
+        values[t] = cells[keys[t]]
+    return values
 
 
 @compiled
-def _write(values, keys, n, group, step, divisor, out):
+def write_shard(values, keys, n, group, step, divisor, out):
     """Dequantize into the output, a tile at a time.
 
     Args:
@@ -136,7 +68,7 @@ def _(v, lane, lanes, step):
 
 
 @compiled
-def _estimate(keys, done, where, degree, cells, n, lanes, step, hashes, residual):
+def estimate(keys, done, where, degree, cells, n, lanes, step, hashes, residual):
     """Give the owner's residual an estimate of what could not be peeled.
 
     Args:

@@ -1,4 +1,4 @@
-"""Encode on a CPU: one dense pass over gradient and residual, one sparse pass over what is kept."""
+"""The sparse pass of encoding: the symbols of the kept groups are added to their cells."""
 
 from __future__ import annotations
 
@@ -8,55 +8,15 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from tagc.ops.cpu.kernels.llvm import float_bits, trailing_zeros
+from tagc.ops.cpu.kernels.llvm import trailing_zeros
 from tagc.ops.cpu.kernels.scalar import N, U, compiled, positions, salts_of, store_finite
-from tagc.ops.cpu.kernels.selection import keep_largest, select_groups
 
 _BATCH = 256
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 @compiled
-def encode_row(
-    g, e, n, group, threshold, step, seed, levels, capacity, hashes, partition, support, index,
-    cells, counts,
-):  # fmt: skip
-    """Encode for one destination, see :meth:`tagc.ops.sketch.SketchOps.encode`.
-
-    Args:
-        g: ``[n]``, the gradient, float32 or the bits of bfloat16 as uint16.
-        e: ``[n]``, the residual, likewise, updated; or None.
-        n: elements.
-        group: a tuple of as many entries as a symbol has lanes.
-        threshold, step: float32.
-        seed: int32.
-        levels, capacity: as in the contract.
-        hashes: cells of a key; 0 for a direct layout.
-        partition: cells of a partition.
-        support: ``[words]`` uint32, a bitmap, or ``[0]`` for none.
-        index: ``[words + 1]`` uint32, written: the bitmap, then the poison word.
-        cells: ``[cells]`` int32 or float32, written.
-        counts: ``[4]`` int32, written.
-    """
-    words = index[: index.size - 1]
-    bits, groups = float_bits(threshold), -(-n // len(group))
-    above, nonzero, kept, poison, keys, stream = select_groups(
-        g, e, n, group, bits, bits if capacity < groups else U(1), support, capacity, words
-    )
-    if support.size > 0:
-        if poison:
-            kept = _marked_only(len(group), kept, keys, stream, words)
-    elif kept > N(capacity):
-        keep_largest(len(group), capacity, kept, keys, stream, words)
-        kept = N(capacity)
-    salts = salts_of(seed, hashes)
-    saturated = _emit(e, n, group, step, levels, keys[:kept], stream, salts, partition, cells)
-    index[index.size - 1] = poison
-    counts[0], counts[1], counts[2], counts[3] = above, nonzero, kept, saturated
-
-
-@compiled
-def _marked_only(lanes, kept, keys, stream, words):
+def keep_marked(lanes, kept, keys, stream, words):
     """Drop the collected groups that are not marked: those of a support that are not finite.
 
     Args:
@@ -96,7 +56,9 @@ def insert_shard(symbols, words, seed, hashes, partition, cells):
 
 
 @compiled
-def _emit(e, n, group, step, levels, keys, stream, salts, partition, cells):
+def write_cells(
+    e, n, group, step, seed, levels, keys, stream, hashes, partition, cells,
+):  # fmt: skip
     """Quantize what is kept, leave the rest in the residual, add the symbols to the cells.
 
     Args:
@@ -104,10 +66,11 @@ def _emit(e, n, group, step, levels, keys, stream, salts, partition, cells):
         n: elements.
         group: a tuple of as many entries as a symbol has lanes.
         step: float32, a power of two.
+        seed: int32.
         levels: largest magnitude of a lane.
         keys: ``[kept]`` uint32, ascending.
         stream: ``[kept * len(group)]`` float32, or longer, x of the groups ``keys``.
-        salts: ``[hashes]`` uint32; ``[0]`` for a direct layout.
+        hashes: cells of a key; 0 for a direct layout.
         partition: cells of a partition.
         cells: ``[cells]`` int32 or float32, written.
 
@@ -115,7 +78,7 @@ def _emit(e, n, group, step, levels, keys, stream, salts, partition, cells):
         How many groups have an element that was clipped, int64.
     """
     cells[:] = 0
-    lanes = len(group)
+    lanes, salts = len(group), salts_of(seed, hashes)
     inverse, limit = np.float32(1.0) / step, np.float32(levels)
     symbols = np.empty(_BATCH, cells.dtype)
     where = np.empty((max(1, salts.size), _BATCH), np.uint64)

@@ -280,14 +280,17 @@ def _add_row(source, at, words, group, step, total):
 
 
 @compiled
-def dequantize_rows(heads, columns, scales, codes, rows, size, group, divisor, out):
+def dequantize_rows(
+    messages, distance, ranks, scales, codes, rows, size, group, divisor, out
+):  # fmt: skip
     """Add up messages, see :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`.
 
     Args:
-        heads: ``[R, 1]`` uint32, the bases.
-        columns: ``[R, ceil(columns / 8)]`` uint32, the columns' scales.
-        scales: ``[R, ceil(rows / 4)]`` uint32, the rows' bytes.
-        codes: ``[R, rows * row_words]`` uint32.
+        messages: ``[...]`` uint32, in which the messages begin ``distance`` words apart; each with
+            the base, then the columns' scales.
+        distance: from one message to the next, in words.
+        ranks: number of messages.
+        scales, codes: where the rows' bytes and the codes begin in a message, in words.
         rows: number of rows.
         size: uint64, neighbours that share a code; 1 for none.
         group: a tuple of as many entries as a word has codes.
@@ -297,32 +300,33 @@ def dequantize_rows(heads, columns, scales, codes, rows, size, group, divisor, o
     n, lanes, width = N(out.size // rows), N(len(group)), U(32 // len(group))
     count = (n + size - N(1)) // size
     words = (count + lanes - N(1)) // lanes
-    ranks = N(len(heads))
     v, total = np.empty((ranks, n), np.float32), np.empty(max(n, words * lanes), np.float32)
     step = np.zeros(words * lanes if size == N(1) else n, np.float32)
-    for r in range(ranks):
-        read_scales(columns[r], v[r])
+    for r in range(N(ranks)):
+        first = r * N(distance)
+        read_scales(messages[first + N(1) : first + N(scales)], v[r])
     for i in range(N(rows)):
-        at = i * words
         for j in range(N(total.size)):
             total[j] = np.float32(0.0)
-        for r in range(ranks):
-            byte = shift_right(scales[r, i >> N(2)], U(N(8) * (i & N(3)))) & U(255)
+        for r in range(N(ranks)):
+            first = r * N(distance)
+            word = messages[first + N(scales) + (i >> N(2))]
+            byte = shift_right(word, U(N(8) * (i & N(3)))) & U(255)
             if byte == U(NOTHING):
                 continue
             if byte == U(NOT_FINITE):
                 for j in range(n):
                     total[j] = np.float32(np.nan)
                 continue
-            f = bits_float(shift_left(U(byte + U(heads[r, 0])), U(20)))
-            source = codes[r]
+            f = bits_float(shift_left(U(byte + messages[first]), U(20)))
+            at = first + N(codes) + i * words
             for j in range(n):
                 step[j] = f * v[r, j]
             if size == N(1):
-                _add_row(source, at, words, group, step, total)
+                _add_row(messages, at, words, group, step, total)
             else:
                 for t in range(count):
-                    word = source[at + t % words]
+                    word = messages[at + t % words]
                     code = shift_right(word, U(t // words) * width) & U(U(2) * U(size) - U(1))
                     j = t * size + N(code & U(size - N(1)))
                     if j < n:  # always true in a message that quantize_rows wrote

@@ -10,7 +10,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from tagc.ops.cpu.kernels.scalar import N, compiled, positions
+from tagc.ops.cpu.kernels.scalar import N, compiled, positions, salts_of
 
 _BATCH = 256
 _MAX_COMPACT_KEYS = 1 << 20
@@ -18,12 +18,13 @@ _DEGREE = np.int64((1 << 24) - 1)
 
 
 @compiled
-def recover(keys, salts, partition, cells):
+def recover(keys, seed, hashes, partition, cells):
     """Peel the cells of the present groups.
 
     Args:
         keys: ``[count]`` uint32, ascending: the present groups.
-        salts: ``[hashes]`` uint32.
+        seed: int32.
+        hashes: cells of a key.
         partition: cells of a partition.
         cells: ``[cells]`` int32 or float32, the sums; become what is left in them.
 
@@ -32,6 +33,7 @@ def recover(keys, salts, partition, cells):
         ``[count]`` uint8, 1 where recovered; ``[count * hashes]`` uint32, the cells of each key,
         garbage if all were recovered; ``[cells]`` int32, how many keys are left in each cell.
     """
+    salts = salts_of(seed, hashes)
     where = np.empty(keys.size * salts.size, np.uint32)
     values, degree = np.zeros(keys.size, cells.dtype), np.zeros(cells.size, np.int32)
     done = np.zeros(keys.size, np.uint8)
@@ -62,8 +64,11 @@ def _(keys, salts, partition, cells, where, values, done, degree):
         def solve_float(keys, salts, partition, cells, where, values, done, degree):
             left, exact = cells.astype(np.float64), np.zeros(values.size, np.float64)
             _peel_rounds(keys, salts, partition, left, where, exact, done, degree)
-            values[:] = exact
-            cells[:] = left
+            # numba's assignment of arrays would have to be compiled with its error messages.
+            for t in range(N(values.size)):
+                values[t] = exact[t]
+            for c in range(N(cells.size)):
+                cells[c] = left[c]
 
         return solve_float
 

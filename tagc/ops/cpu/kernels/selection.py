@@ -115,7 +115,9 @@ def select_groups(g, e, n, group, threshold_bits, select_bits, support, room, wo
 def _longer(a, size):
     """A copy of ``a``, ``[n]`` of any dtype, with ``size`` entries, garbage from ``n`` on."""
     b = np.empty(size, a.dtype)
-    b[: a.size] = a
+    # numba's assignment of slices would have to be compiled with all of its error messages.
+    for i in range(N(a.size)):
+        b[i] = a[i]
     return b
 
 
