@@ -246,7 +246,11 @@ class Compressor:
         return [
             stored.clone()
             for reducer in self._collectives.all_reducers
-            for stored in (*reducer.residuals.values(), *reducer.owner_states.values())
+            for stored in (
+                *reducer.residuals.values(),
+                *reducer.owner_residuals.values(),
+                *reducer.owner_states.values(),
+            )
         ]
 
     def restore_residuals(self, copy: Sequence[Tensor], where: bool | Tensor = True) -> None:
@@ -279,6 +283,7 @@ class Compressor:
                 for reducer in self._collectives.all_reducers
                 for stored in (
                     *stack.enter_context(reducer.open_residuals()).values(),
+                    *stack.enter_context(reducer.open_owner_residuals()).values(),
                     *reducer.owner_states.values(),
                 )
             ]
