@@ -35,14 +35,15 @@ _ATTRIBUTE = "_tagc_compressor"
 @dataclass
 class Collectives:
     """What replaces FSDP's collectives, in the order of the units; gatherers and replica reducers
-    are empty where the policy leaves them. And the groups that tagc made for it, and what tells
-    gatherers of an optimizer's steps."""
+    are empty where the policy leaves them. And the groups that tagc made for it, what tells
+    gatherers of an optimizer's steps, and which copy of the sharded model this rank is in."""
 
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
     replica_reducers: list[UnitReducer] = field(default_factory=list)
     levels: Levels | None = None
     steps: OptimizerSteps | None = None
+    copy: int = 0
 
     @property
     def all_reducers(self) -> list[UnitReducer]:
@@ -215,6 +216,7 @@ class Compressor:
                 reducer=reducer,
                 shard=unit.group.rank(),
                 shards=unit.group.size(),
+                copy=made.copy,
             )
             for reducers in (made.reducers, made.replica_reducers)
             for unit, reducer in zip(self._units, reducers, strict=bool(reducers))
