@@ -4,7 +4,8 @@ planned."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from torch import Tensor
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.units import codec_plan, gathered, matrix_plan, on_grid, reduce, unit_reducer
-from tagc.comm import UnitReducer
-from tagc.plan import UnitPlan, in_two_shots, slices_of
+from tagc.codecs.workspace import Workspace
+from tagc.comm import UnitReducer, rehearse
+from tagc.ops import get_ops
+from tagc.plan import Plan, UnitPlan, in_two_shots, slices_of
+from tagc.selfcheck import Recorder
 
 CODECS: dict[str, dict[str, Any]] = {
     "quantized": {"kind": "quantized", "bits": 4, "block": 32},
@@ -188,3 +192,21 @@ def test_the_warm_up_is_one_all_reduce(rank: int, world_size: int) -> None:
         assert torch.equal(out, buffers.mean(0)) == (step < 2)
     dense, compressed = plan.dense_bytes(plan.columns), sum(map(plan.wire_bytes, plan.segments))
     assert reducer.wire_bytes == 2 * dense + compressed
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["quantized", "matrix"])
+def test_a_rehearsal_calls_what_steps_call(rank: int, world_size: int, codec: str) -> None:
+    """So that whatever they launch is compiled before the first one."""
+    plan, cpu = planned(world_size, codec), torch.device("cpu")
+    trained, rehearsed = (Recorder(get_ops(cpu, "reference")) for _ in range(2))
+    reducer = UnitReducer(plan, trained.ops, cpu, Workspace(cpu), seed=0)
+    trained.calls.clear()
+    for step in range(2):
+        reduce(reducer, on_grid(world_size, plan.columns, step)[rank, 0])
+    rehearse(
+        cast(Plan, SimpleNamespace(units=(), parameters=(), replicas=(plan,), gloo=True)),
+        rehearsed.ops,
+    )
+    assert set(rehearsed.calls) == set(trained.calls)
+    assert len(trained.calls) >= 4
