@@ -38,7 +38,8 @@ _ATTRIBUTE = "_tagc_compressor"
 class Collectives:
     """What replaces FSDP's collectives, in the order of the units; gatherers and replica reducers
     are empty where the policy leaves them. And the groups that tagc made for it, what tells
-    gatherers of an optimizer's steps, and the ranks that hold the same shard in other copies."""
+    gatherers of an optimizer's steps, the ranks that hold the same shard in other copies, and which
+    of the copies this rank is in."""
 
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
@@ -46,6 +47,7 @@ class Collectives:
     levels: Levels | None = None
     steps: OptimizerSteps | None = None
     replica_group: dist.ProcessGroup | None = None
+    copy: int = 0
 
     @property
     def all_reducers(self) -> list[UnitReducer]:
@@ -221,6 +223,7 @@ class Compressor:
                 reducer=reducer,
                 shard=unit.group.rank(),
                 shards=unit.group.size(),
+                copy=made.copy,
             )
             for reducers in (made.reducers, made.replica_reducers)
             for unit, reducer in zip(self._units, reducers, strict=bool(reducers))
@@ -252,7 +255,11 @@ class Compressor:
         return [
             stored.clone()
             for reducer in self._collectives.all_reducers
-            for stored in (*reducer.residuals.values(), *reducer.owner_states.values())
+            for stored in (
+                *reducer.residuals.values(),
+                *reducer.owner_residuals.values(),
+                *reducer.owner_states.values(),
+            )
         ]
 
     def restore_residuals(self, copy: Sequence[Tensor], where: bool | Tensor = True) -> None:
@@ -285,6 +292,7 @@ class Compressor:
                 for reducer in self._collectives.all_reducers
                 for stored in (
                     *stack.enter_context(reducer.open_residuals()).values(),
+                    *stack.enter_context(reducer.open_owner_residuals()).values(),
                     *reducer.owner_states.values(),
                 )
             ]

@@ -169,7 +169,7 @@ def collect(
     norms = [
         torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item()
         for reducer in (*reducers, *replicas)
-        for residual in reducer.residuals.values()
+        for residual in (*reducer.residuals.values(), *reducer.owner_residuals.values())
     ]
     nothing = math.nan if selected.planned else 1.0
     return Metrics(

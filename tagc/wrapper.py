@@ -118,13 +118,14 @@ def wrap(
             model is not sharded at all has no group to tell: the others learn of it from the
             process group's timeout.)
     """
-    replica_group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
+    given = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
     # Not of all ranks: with pipeline stages only some of them may have something to wrap.
     groups = sharding_groups(model)
-    if replica_group is not None:
-        groups.append(replica_group)
+    if given is not None:
+        groups.append(given)
 
-    disabled, units, loaded, mine = _agree_on_request(model, policy, replica_group, hosts, groups)
+    disabled, units, loaded, mine = _agree_on_request(model, policy, given, hosts, groups)
+    replica_group = given or units[0].replicas
     asks = hosts is not None or loaded.parameters
     place, frozen = mine
     where = gather_by_rank(groups, {dist.get_rank(): place}) if asks else {}
@@ -139,7 +140,9 @@ def wrap(
         plan = _plan(units, loaded, replica_group, levels, choose)
         if not disabled and not alone:
             plan = _with_kernels(units, plan, ops)
-        return (plan, _make(units, plan, levels, made_with)), plan.fingerprint[:12]
+        made = _make(units, plan, levels, made_with)
+        made.copy = 0 if replica_group is None else replica_group.rank()
+        return (plan, made), plan.fingerprint[:12]
 
     try:
         if not disabled:
@@ -150,8 +153,8 @@ def wrap(
             collectives.clear()
         if not disabled:
             _install(units, collectives, replica_group)
-        elif replica_group is not None:
-            _average_natively(units, replica_group)
+        elif given is not None:
+            _average_natively(units, given)
     except BaseException:
         levels.release()
         raise
@@ -170,13 +173,17 @@ def wrap(
 def _agree_on_request(
     model: nn.Module,
     policy: str | os.PathLike[str] | Mapping[str, Any] | Policy | None,
-    replica_group: dist.ProcessGroup | None,
+    given: dist.ProcessGroup | None,
     hosts: Hosts,
     groups: Sequence[dist.ProcessGroup],
 ) -> tuple[bool, list[Unit], Policy, tuple[RankOnHost, FrozenValues]]:
     """Whether compression is switched off, the model's units, the policy, and what only this rank
     knows: where it is, and what it has of frozen parameters. Before any rank measures or plans, all
-    of them must have the same, since a collective of some hangs."""
+    of them must have the same, since a collective of some hangs.
+
+    Args:
+        given: the ranks of the replicas, as the caller says.
+    """
 
     def switched() -> tuple[bool, str]:
         off = os.environ.get(_DISABLE, "")
@@ -200,6 +207,7 @@ def _agree_on_request(
             )
         integrations.append(integration_of(model))
         found.extend(integrations[0].find_units(model))
+        _check_replicas(found, given)
         return found, integrations[0].name
 
     about_parameters: list[bool] = []
@@ -207,8 +215,9 @@ def _agree_on_request(
     def load() -> tuple[Policy, str]:
         loaded = Policy.load(policy)
         about_parameters.append(bool(loaded.parameters))
-        integrations[0].check_policy(loaded, replica_group is not None)
-        if loaded.replicas and replica_group is None:
+        replicated = given is not None or found[0].replicas is not None
+        integrations[0].check_policy(loaded, replicated)
+        if loaded.replicas and not replicated:
             raise PolicyError(
                 f"policy {loaded.name!r} has rules for replicas: pass tagc.wrap(..., "
                 'replicas=mesh["replicate"]), or take a policy without them'
@@ -235,6 +244,22 @@ def _agree_on_request(
     )
     mine = agreed["hosts"], agreed["frozen parameters"]
     return agreed["switch"], agreed["model"], agreed["policy"], mine
+
+
+def _check_replicas(units: Sequence[Unit], given: dist.ProcessGroup | None) -> None:
+    """Refuse replicas that are said twice, or are not the same for all units."""
+    native = {id(unit.replicas): unit for unit in units}
+    if given is not None and any(unit.replicas is not None for unit in units):
+        raise ValueError(
+            "the model is sharded over a mesh with a replicated dimension (HSDP), over which tagc "
+            "averages: leave replicas out of tagc.wrap"
+        )
+    if len(native) > 1:
+        one, other = (unit.info.label for unit in list(native.values())[:2])
+        raise ValueError(
+            f"units {one!r} and {other!r} are replicated over different ranks (HSDP); give "
+            "fully_shard the same mesh for all of them, or wrap parts of the model on their own"
+        )
 
 
 def _over_replicas(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitInfo]:
@@ -298,7 +323,7 @@ def _chooser(
 
 def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) -> Collectives:
     """What the plan needs, of which nothing is installed yet."""
-    if plan.replicas and any(unit.has_all_reduce_hook for unit in units):
+    if plan.replicas and any(u.replicas is None and u.has_all_reduce_hook for u in units):
         raise ValueError(
             "the model has an all-reduce hook of its own (set_all_reduce_hook), which averaging "
             "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
@@ -411,4 +436,7 @@ def _average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> None:
 
 
 def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
-    unit.install_all_reduce(ReplicaAverage(reducer, group, lambda: unit.all_reduces))
+    # FSDP's own hybrid sharding sees to the backwards that replicas do not share itself.
+    native = unit.replicas is not None
+    average = ReplicaAverage(reducer, group, lambda: native or unit.all_reduces)
+    unit.install_all_reduce(average)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -425,16 +424,6 @@ def test_discarded_models_go(rank: int, world_size: int) -> None:
     del model
     gc.collect()
     assert gone() is None
-
-
-@on_ranks(4)
-def test_hybrid_sharding_is_refused(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model: Any = fully_shard(Net(), mesh=mesh)
-    kind, said = fails(lambda: tagc.wrap(model, MLP_ONLY))
-    assert kind == "ValueError"
-    assert "HSDP" in said
-    assert 'tagc.wrap replicas=mesh["replicate"]' in said
 
 
 @on_ranks(2)

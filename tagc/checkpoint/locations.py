@@ -9,14 +9,14 @@ owed.)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tagc.plan import Segment, UnitParam, UnitPlan
+from tagc.plan import Segment, UnitParam, UnitPlan, slices_of
 from tagc.plan.param_slices import ParamSlice, param_slices
 
 
@@ -192,6 +192,50 @@ def _flat_places(
                 elements=elements,
                 pieces=tuple(mine),
             )
+
+
+def slice_locations(
+    unit: UnitPlan, residuals: dict[int, Tensor], shards: int, shard: int, owner: int | None = None
+) -> Iterator[tuple[ParamLocation, Tensor]]:
+    """Likewise of a unit whose shards are cut into slices, by two shots.
+
+    Args:
+        residuals: ``[N, columns]``, or ``[1, columns]`` of an owner.
+        owner: of the only slice that the residuals are about, None for all. Then there is a place
+            for each run of neighbouring elements, by elements of the parameter, so that it says the
+            same to other numbers of copies.
+
+    Raises:
+        ValueError: as :func:`locations` does.
+    """
+    for segment in unit.segments:
+        residual = residuals.get(segment.start)
+        pieces = [] if residual is None else list(slices_of(unit, segment))
+        for param in segment.params if pieces else ():
+            place = ParamLocation(param=param, start=segment.start, shards=shards, shard=shard)
+            if not param.columns or not place.numel:
+                continue
+            _check(place)
+            mine = tuple(_clipped(pieces, param, place.numel))
+            assert residual is not None
+            if owner is None:
+                yield replace(place, pieces=mine), residual
+                continue
+            for piece in mine:
+                if piece.row == owner:
+                    # Shards have as many elements each, but for the last ones.
+                    first = shard * param.columns + piece.offset
+                    elements = Elements(first, first + piece.length)
+                    only = (replace(piece, row=0, offset=first),)
+                    yield replace(place, shard=None, elements=elements, pieces=only), residual
+
+
+def _clipped(pieces: Sequence[ParamSlice], param: UnitParam, numel: int) -> Iterator[ParamSlice]:
+    """The pieces of a parameter's shard, without its padding."""
+    for piece in pieces:
+        length = min(piece.length, numel - piece.offset)
+        if piece.param == param.name and length > 0:
+            yield replace(piece, length=length)
 
 
 def _check(place: ParamLocation) -> None:

@@ -10,6 +10,10 @@ What the owner of a shard keeps (the average that it hands out with the feedback
 or what was sent last, with a lead) is no debt, but in the units of the gradient itself: there every
 new copy of the model takes the mean over the saved copies. (Across replicas they are all equal.)
 FSDP1 cuts parameters anywhere, so there it is saved, and fitted together, by elements.
+
+In two shots across replicas the owner of a slice also owes something of the sum that it hands out.
+It goes to the new owners as it is; where all copies send each other everything, and nobody owns
+anything, to the first copy's residual, times the number of copies that the average divides it by.
 """
 
 from __future__ import annotations
@@ -23,11 +27,12 @@ from torch import Tensor
 
 from tagc.checkpoint.format import Source, StateError
 from tagc.checkpoint.locations import Elements, ParamLocation, span_of, split_suffix
-from tagc.codecs.feedback import OWNER_STATES
+from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES
 
 Holdings = Mapping[int, Mapping[str, ParamLocation]]
 
-_OWNED = tuple(f"{kind}." for kind in OWNER_STATES)
+_OWED_BY_OWNERS = f"{OWNER_RESIDUAL}."
+_OWNED = (*(f"{kind}." for kind in OWNER_STATES), _OWED_BY_OWNERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +154,9 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
         _check_hosts(source, old, new)
     for name, found in old.items():
         holders = new.get(name, [])
+        if not holders and name.startswith(_OWED_BY_OWNERS):
+            holders = new.get(name.replace(_OWED_BY_OWNERS, "residual.", 1), [])
+            found = _without_owners(source, holders, found)
         if not holders or not all(saved.fits(holders[0][2]) for saved in found):
             merge.dropped.append(name)
             continue
@@ -162,7 +170,7 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
                     _check_covered(source, found, full, place)
                 else:
                     parts = _parts(found, place, turn, turns)
-                merge.parts[full] = parts
+                merge.parts.setdefault(full, []).extend(parts)
                 if turn and full.startswith(_OWNED):
                     continue  # the first copy has taken it, too
                 for saved in parts:
@@ -216,6 +224,21 @@ def _parts(found: list[Saved], place: ParamLocation, turn: int, turns: int) -> l
     """Every ``turns``-th of the saved ranks, or of the saved copies of each shard."""
     mine = [saved for copies in _copies(found) for saved in copies[turn::turns]]
     return [saved for saved in mine if saved.overlap(place)[1]]
+
+
+def _without_owners(
+    source: Source, holders: list[tuple[int, str, ParamLocation]], found: list[Saved]
+) -> list[Saved]:
+    """What owners owed, for residuals where there are no owners any more. (Each element has been
+    one owner's, so that the first copy of each shard takes it.)"""
+    if source.alone and holders:
+        raise StateError(
+            f"{source.where}: it has what its rank owed as an owner in two shots, where now all "
+            "copies send each other everything: load what all ranks saved, with "
+            "tagc.compressor(model).load(folder)"
+        )
+    copies = max((_turn(holders, rank, place)[1] for rank, _, place in holders), default=1)
+    return [replace(saved, share=float(copies)) for saved in found]
 
 
 def _means(found: list[Saved], place: ParamLocation) -> list[Saved]:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.checkpoint.format import Source, StateError, StateHeader
-from tagc.checkpoint.locations import ParamLocation, locations
+from tagc.checkpoint.locations import ParamLocation, locations, slice_locations
 from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
-from tagc.codecs.feedback import OWNER_STATES
+from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES
 from tagc.codecs.state import nested, part_of
 from tagc.comm import UnitGatherer, UnitReducer, agree_on, gather_by_rank
 from tagc.plan import Plan
@@ -32,12 +32,14 @@ class UnitState:
     Attributes:
         direction: ``gradients`` or ``replicas``.
         shard, shards: of the unit's parameters, on this rank.
+        copy: of the sharded model that this rank is in, from 0; 0 where nobody averages over them.
     """
 
     direction: str
     reducer: UnitReducer
     shard: int
     shards: int
+    copy: int = 0
 
     @property
     def name(self) -> str:
@@ -47,26 +49,52 @@ class UnitState:
     def residuals(self) -> Iterator[tuple[str, ParamLocation, Tensor]]:
         """Name of what is saved, place, and the segment's residual, of every parameter; and what
         the owner of a shard keeps: the moving ``average`` that it hands out with the feedback kind
-        ``momentum``, and with a lead what was ``sent`` last. (Neither could do for the other.)"""
-        yield from self._named(self.reducer.residuals)
+        ``momentum``, and with a lead what was ``sent`` last (neither could do for the other); and
+        of two shots across replicas what it owes of the sum, as the owner of a slice."""
+        yield from self._named(self.reducer.residuals, self.reducer.owner_residuals)
 
     @contextmanager
     def opened(self) -> Iterator[Iterator[tuple[str, ParamLocation, Tensor]]]:
         """The same to be changed in place."""
-        with self.reducer.open_residuals() as residuals:
-            yield self._named(residuals)
+        reducer = self.reducer
+        with reducer.open_residuals() as residuals, reducer.open_owner_residuals() as owed:
+            yield self._named(residuals, owed)
 
-    def _named(self, residuals: dict[int, Tensor]) -> Iterator[tuple[str, ParamLocation, Tensor]]:
+    def _named(
+        self, residuals: dict[int, Tensor], owed: dict[int, Tensor]
+    ) -> Iterator[tuple[str, ParamLocation, Tensor]]:
+        for kind, place, tensor in self._stored(residuals, owed):
+            yield f"{kind}.{self.direction}.{place.param.name}{place.suffix}", place, tensor
+
+    def _stored(
+        self, residuals: dict[int, Tensor], owed: dict[int, Tensor]
+    ) -> Iterator[tuple[str, ParamLocation, Tensor]]:
+        """Likewise by the kind of what is stored."""
         plan = self.reducer.plan
+        owned = self._by_kind()
+        if plan.shots is not None:
+            for place, tensor in slice_locations(plan, residuals, self.shards, self.shard):
+                yield "residual", place, tensor
+            for kind, stored in (*owned.items(), (OWNER_RESIDUAL, owed)):
+                for place, tensor in slice_locations(
+                    plan, stored, self.shards, self.shard, self.copy
+                ):
+                    yield kind, place, tensor
+            return
         stored_by_kind = [("residual", *rows) for rows in self._by_shards(residuals)]
-        owner_states, feedbacks = self.reducer.owner_states, self.reducer.feedbacks
-        for kind in OWNER_STATES:
-            rules = {i: feedbacks[i].rule for i in owner_states}
-            mine = [i for i, rule in rules.items() if rule and rule.owner_state == kind]
-            stored_by_kind.append((kind, {i: owner_states[i] for i in mine}, self.shard))
+        stored_by_kind += [(kind, stored, self.shard) for kind, stored in owned.items()]
         for kind, stored, shard in stored_by_kind:
             for place, tensor in locations(plan, stored, self.shards, shard):
-                yield f"{kind}.{self.direction}.{place.param.name}{place.suffix}", place, tensor
+                yield kind, place, tensor
+
+    def _by_kind(self) -> dict[str, dict[int, Tensor]]:
+        """What owners keep, by its name in checkpoints."""
+        found: dict[str, dict[int, Tensor]] = {kind: {} for kind in OWNER_STATES}
+        for i, state in self.reducer.owner_states.items():
+            rule = self.reducer.feedbacks[i].rule
+            if rule is not None and rule.owner_state is not None:
+                found[rule.owner_state][i] = state
+        return found
 
     def _by_shards(
         self, residuals: dict[int, Tensor]

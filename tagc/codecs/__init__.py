@@ -7,7 +7,7 @@ unit's segments a *codec*, which has their state and takes the steps.
 from tagc.codecs.codec import Codec, CodecSegment, CodecSetup, SelectionCount
 from tagc.codecs.config import CodecConfig
 from tagc.codecs.exchange import Exchange, Work
-from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 from tagc.codecs.registry import CODECS, in_message_order, kind_of, make_codecs, plan_codec
 from tagc.codecs.special import Special
 
@@ -18,6 +18,7 @@ __all__ = [
     "CodecPlan",
     "CodecSegment",
     "CodecSetup",
+    "Cut",
     "Exchange",
     "PlanRequest",
     "SelectionCount",

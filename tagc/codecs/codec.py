@@ -155,12 +155,13 @@ class Codec(Generic[P]):
 
     def encode_rows(self, rows: Tensor, message: Tensor) -> None:
         """Write a message for every row of ``rows`` ``[R, S]`` to ``message`` ``[R, words]``
-        int32, without an exchange; only codecs that parameters can have."""
+        int32, without an exchange; only codecs that parameters can have, or that can be cut into
+        slices (:meth:`CodecPlan.cut`)."""
         raise NotImplementedError
 
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
         """Write every message to the columns of its own row: an all-gather adds nothing up. Only
-        codecs that parameters can have.
+        codecs that parameters can have, or that can be cut into slices.
 
         Args:
             received: ``[W, words]`` int32.

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
-from tagc.codecs.feedback import FeedbackRule
+from tagc.codecs.feedback import ErrorFeedback, FeedbackRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Neighbouring columns of a segment, cut into equal slices, one for every owner: the last
+    slices may be shorter, or empty.
+
+    Attributes:
+        columns: of all slices together.
+        length: columns of a slice.
+    """
+
+    columns: int
+    length: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +100,17 @@ class CodecPlan:
         """Whether a message says what changed since the last one, and all who decode keep a copy
         to add it to."""
         return False
+
+    def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]] | None:
+        """The plan of one of ``owners`` equal slices of the segment, and how its columns are cut;
+        None where the codec needs the segment whole."""
+        return None
+
+    def of_sums(self) -> Self:
+        """The same for what the owner of a slice hands out, which owes what it rounds away, if
+        anything is owed at all."""
+        owed = None if self.feedback is None else ErrorFeedback(dtype=self.feedback.dtype)
+        return replace(self, feedback=owed, warmup_steps=0)
 
     def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
         """At most, what operators take for a moment beside their arguments, to encode for so many

@@ -21,6 +21,7 @@ from tagc.comm.flat import flat_rows
 from tagc.comm.gauge import NoiseGauge
 from tagc.comm.lockstep import Lockstep
 from tagc.comm.reduction_check import check_reduction, name_of
+from tagc.comm.second_shot import SecondShot
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 
@@ -51,6 +52,7 @@ class UnitReducer:
         earlier_steps: reductions of the run that this one goes on from with another layout: they
             count for the warm-up, but not in the metrics.
         inside_bytes: sent so far to ranks of the same host, where those add up first.
+        second: the second of two shots, where copies of a shard take two.
         gauge: measures how much larger gradients come out than densely; None where nobody asked.
     """
 
@@ -85,9 +87,11 @@ class UnitReducer:
         self._name = plan.info.label
         self._lockstep = Lockstep(plan.direction, self._name, device)
         self._flat = flat_rows(plan, workspace)
+        # What is encoded: the unit, or its slices.
+        self._encoded = plan if plan.shots is None else plan.shots.reduce
         self._setup = CodecSetup(
-            destinations=plan.destinations,
-            world_size=plan.sources,
+            destinations=self._encoded.destinations,
+            world_size=self._encoded.sources,
             dtype=plan.info.dtype,
             ops=ops,
             device=device,
@@ -96,13 +100,15 @@ class UnitReducer:
         )
         rules = [s.codec.feedback for s in plan.segments if s.codec.feedback is not None]
         self._follows_dense = any(rule.follows_dense for rule in rules)
+        self.second = None if plan.shots is None else SecondShot(plan, self._setup)
         self.gauge: NoiseGauge | None = None
-        self._device = device
         self.reset()
 
     def reset(self, earlier_steps: int = 0) -> None:
         """Start anew, with empty residuals, after so many reductions elsewhere."""
-        self.codecs: dict[str, Codec[Any]] = make_codecs(self.plan.segments, self._setup)
+        self.codecs: dict[str, Codec[Any]] = make_codecs(self._encoded.segments, self._setup)
+        if self.second is not None:
+            self.second.reset()
         for codec in self.codecs.values():
             codec.skip(max(0, earlier_steps - self.plan.warmup_steps))
         self.steps = 0
@@ -119,7 +125,7 @@ class UnitReducer:
     def measure_noise(self) -> None:
         """Measure from now on how much larger gradients come out than densely, where anything is
         compressed."""
-        self.gauge = NoiseGauge(self.plan, self._device) if self.plan.compressed else None
+        self.gauge = NoiseGauge(self.plan, self._setup.device) if self.plan.compressed else None
 
     @property
     def _in_levels(self) -> bool:
@@ -148,7 +154,18 @@ class UnitReducer:
     @property
     def feedbacks(self) -> dict[int, SegmentFeedback]:
         """Of every segment, by its first column in the unit."""
-        return {i: f for codec in self.codecs.values() for i, f in codec.feedbacks.items()}
+        found = {i: f for codec in self.codecs.values() for i, f in codec.feedbacks.items()}
+        return self._in_unit(found)
+
+    @property
+    def owner_feedbacks(self) -> dict[int, SegmentFeedback]:
+        """Likewise, of the second of two shots; empty where there is none."""
+        return {} if self.second is None else self._in_unit(self.second.feedbacks)
+
+    def _in_unit(self, feedbacks: Mapping[int, SegmentFeedback]) -> dict[int, SegmentFeedback]:
+        """By first column in the unit, what may be by that in a slice."""
+        pairs = zip(self._encoded.segments, self.plan.segments, strict=True)
+        return {whole.start: feedbacks[part.start] for part, whole in pairs}
 
     @property
     def _shares(self) -> dict[str, MeasuredShare]:
@@ -157,8 +174,14 @@ class UnitReducer:
 
     @property
     def residuals(self) -> dict[int, Tensor]:
-        """Residual ``[D, columns]`` by first column of the segment in the unit, to look at."""
-        return {i: f.residual.read() for i, f in self.feedbacks.items() if f.residual is not None}
+        """Residual ``[D, columns]`` by first column of the segment in the unit, to look at; in two
+        shots ``[N, columns of a slice]``."""
+        return _read(self.feedbacks)
+
+    @property
+    def owner_residuals(self) -> dict[int, Tensor]:
+        """What this rank owes as the owner of a slice, ``[1, columns of a slice]``, likewise."""
+        return _read(self.owner_feedbacks)
 
     @property
     def owner_states(self) -> dict[int, Tensor]:
@@ -170,12 +193,14 @@ class UnitReducer:
     @contextmanager
     def open_residuals(self) -> Iterator[dict[int, Tensor]]:
         """:attr:`residuals` to be changed in place."""
-        with ExitStack() as stack:
-            yield {
-                i: stack.enter_context(f.residual.opened())
-                for i, f in self.feedbacks.items()
-                if f.residual is not None
-            }
+        with _opened(self.feedbacks) as residuals:
+            yield residuals
+
+    @contextmanager
+    def open_owner_residuals(self) -> Iterator[dict[int, Tensor]]:
+        """:attr:`owner_residuals` to be changed in place."""
+        with _opened(self.owner_feedbacks) as residuals:
+            yield residuals
 
     def selection_counts(self) -> list[SelectionCount]:
         """What codecs that select did so far, by segment. Waits for the device."""
@@ -185,8 +210,8 @@ class UnitReducer:
         """Expect gradients that are ``factor`` times as large, the same on every rank."""
         for share in self._shares.values():
             share.rescale(factor)
-        with self.open_residuals() as residuals:
-            for stored in (*residuals.values(), *self.owner_states.values()):
+        with self.open_residuals() as residuals, self.open_owner_residuals() as owed:
+            for stored in (*residuals.values(), *owed.values(), *self.owner_states.values()):
                 stored.mul_(factor)
         for codec in self.codecs.values():
             for controller in codec.controllers:
@@ -225,7 +250,7 @@ class UnitReducer:
             )
         step = self.earlier_steps + self.steps
         compresses = bool(self.plan.compressed) and step >= self.plan.warmup_steps
-        words = self.plan.words if compresses else 0
+        words = sum(part.words for part in self.plan.stages) if compresses else 0
         exchange = self._connect(group)
         in_levels = self._in_levels and self._can_add(group, op)
         grad = inp.view(-1, out.numel()) if compresses or in_levels else inp
@@ -301,19 +326,16 @@ class UnitReducer:
         shard = out
         if self._flat is not None:
             grad, shard = self._flat.arrange(grad), self._flat.shard_buffer(out.dtype)
-        plan, take = self.plan, self._workspace.take
-        # Messages that are sent in part end where the next rank's begin.
-        stamped = plan.words + (0 if plan.sent else self._lockstep.stamp_words(group))
-        send = take("message_send", (plan.destinations, stamped), torch.int32)
-        received = take("message_recv", (plan.sources, stamped), torch.int32)
-        self._lockstep.stamp(send[:, plan.words :])
+        if self.gauge is not None:
+            self.gauge.look(grad[exchange.row if self.second is None else 0], self.compressed_steps)
+        if self.second is not None:
+            grad, shard = self.second.arrange(grad), self.second.slice_sum()
+        plan = self._encoded
+        send, received = self._messages(plan, group)
         if self.compressed_steps == 1:
             # Only then does a codec exchange anything before its message.
             self._lockstep.confirm()
         divisor = plan.info.world_size if op == dist.ReduceOp.AVG else 1
-        if self.gauge is not None:
-            own = grad[exchange.row]
-            self.gauge.look(own, self.compressed_steps)
         with record_function(f"TAGC::encode ({self._name})"):
             self.encode(grad, send[:, : plan.words], exchange)
         with record_function(f"TAGC::exchange ({self._name})"):
@@ -327,17 +349,45 @@ class UnitReducer:
             self._message_bytes += work.wire_bytes
         with record_function(f"TAGC::decode ({self._name})"):
             self.decode(received[:, : plan.words], shard, exchange, divisor)
-            if self.gauge is not None:
-                self.gauge.compare(shard, self.compressed_steps, plan.sources / divisor)
             self._lockstep.check_stamps(received[:, plan.words :], shard[:1])
             if self._flat is not None:
                 self._flat.restore(shard, out, exchange.row)
         self._other_bytes += exchange.wire_bytes
+        if self.second is not None:
+            self._hand_out(self.second, shard, out, group)
+        if self.gauge is not None:
+            handed = shard if self.second is None else out
+            self.gauge.compare(handed, self.compressed_steps, plan.sources / divisor)
+
+    def _messages(self, plan: UnitPlan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        """Room for the messages that a rank makes and for those that it gets, stamped."""
+        take = self._workspace.take
+        # Messages that are sent in part end where the next rank's begin.
+        stamped = plan.words + (0 if plan.sent else self._lockstep.stamp_words(group))
+        send = take("message_send", (plan.destinations, stamped), torch.int32)
+        received = take("message_recv", (plan.sources, stamped), torch.int32)
+        self._lockstep.stamp(send[:, plan.words :])
+        return send, received
+
+    def _hand_out(
+        self, second: SecondShot, total: Tensor, out: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Second shot: send all copies what this rank added up, and write what all owners did to
+        ``out`` ``[S]``."""
+        with record_function(f"TAGC::second shot ({self._name})"):
+            words = second.plan.words
+            send, received = self._messages(second.plan, group)
+            second.encode(total, send[:, :words])
+            work = BroadcastExchange(group, self._workspace).send(received, send)
+            work.wait()
+            self._message_bytes += work.wire_bytes
+            second.decode(received[:, :words], out)
+            self._lockstep.check_stamps(received[:, words:], out[:1])
 
     def _default_exchange(self, group: dist.ProcessGroup) -> GroupExchange:
-        if self.plan.for_all:
+        if self._encoded.for_all:
             return BroadcastExchange(group, self._workspace)
-        return ShardExchange(group, self._workspace, self.plan.sent)
+        return ShardExchange(group, self._workspace, self._encoded.sent)
 
     def encode(self, grad: Tensor, send: Tensor, exchange: Exchange) -> None:
         """First part of a reduction after the warm-up: write this rank's messages.
@@ -384,13 +434,19 @@ class UnitReducer:
         state = {"counters": torch.tensor(counters, dtype=torch.int64)}
         if self._in_levels:
             state["inside_bytes"] = torch.tensor(self.inside_bytes, dtype=torch.int64)
-        for name, codec in self.codecs.items():
+        for name, codec in self._stateful():
             state |= nested(name, codec.state())
         for name, share in self._shares.items():
             state |= nested(f"share.{name}", share.state())
         if self.gauge is not None:
             state |= self.gauge.state()
         return state
+
+    def _stateful(self) -> Iterator[tuple[str, Codec[Any]]]:
+        """All codecs, by what their states are called."""
+        yield from self.codecs.items()
+        if self.second is not None:
+            yield from ((f"second_shot.{name}", c) for name, c in self.second.codecs.items())
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for values that :meth:`state` never has."""
@@ -399,7 +455,7 @@ class UnitReducer:
             raise ValueError("a counter is negative, or larger than any run is long")
         if self._in_levels and not 0 <= int(state["inside_bytes"]) <= MAX_COUNT:
             raise ValueError("the count of bytes inside hosts is negative, or too large")
-        for name, codec in self.codecs.items():
+        for name, codec in self._stateful():
             codec.check_state(part_of(name, state))
         for name, share in self._shares.items():
             share.check_state(part_of(f"share.{name}", state))
@@ -413,7 +469,7 @@ class UnitReducer:
         self._waiting = None
         if self._in_levels:
             self.inside_bytes = int(state["inside_bytes"])
-        for name, codec in self.codecs.items():
+        for name, codec in self._stateful():
             codec.load_state(part_of(name, state))
         for name, share in self._shares.items():
             share.load_state(part_of(f"share.{name}", state))
@@ -433,7 +489,7 @@ class UnitReducer:
         native: Native | None,
     ) -> None:
         if levels is not None or self.plan.for_all:
-            work = (levels or self._connect(group)).sum_dense(out, grad)
+            work = (levels or BroadcastExchange(group, self._workspace)).sum_dense(out, grad)
             work.wait()
             if op == dist.ReduceOp.AVG:
                 out.div_(self.plan.info.world_size)
@@ -447,3 +503,17 @@ class UnitReducer:
             shard = self._flat.arrange_shard(out, group.rank())
             self.after_dense(shard)
             self._flat.restore(shard, out, group.rank())
+
+
+def _read(feedbacks: Mapping[int, SegmentFeedback]) -> dict[int, Tensor]:
+    return {i: f.residual.read() for i, f in feedbacks.items() if f.residual is not None}
+
+
+@contextmanager
+def _opened(feedbacks: Mapping[int, SegmentFeedback]) -> Iterator[dict[int, Tensor]]:
+    with ExitStack() as stack:
+        yield {
+            i: stack.enter_context(f.residual.opened())
+            for i, f in feedbacks.items()
+            if f.residual is not None
+        }

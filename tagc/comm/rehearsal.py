@@ -39,21 +39,34 @@ def rehearse(plan: Plan, ops: Ops) -> None:
             _rehearse_gather(unit, ops, workspace)
 
 
-def _rehearse_reduction(plan: UnitPlan, ops: Ops, workspace: Workspace, *, stamped: bool) -> None:
-    reducer = UnitReducer(plan, ops, _META, workspace, seed=0)
-    words = plan.words + (STAMP_WORDS if stamped and not plan.sent else 0)
+def _rehearse_reduction(unit: UnitPlan, ops: Ops, workspace: Workspace, *, stamped: bool) -> None:
+    reducer = UnitReducer(unit, ops, _META, workspace, seed=0)
+    plan, second = unit.stages[0], reducer.second
+    send, received = _messages(plan, stamped=stamped)
     grad = torch.empty(plan.destinations, plan.columns, dtype=plan.info.dtype, device=_META)
-    send = torch.empty(plan.destinations, words, dtype=torch.int32, device=_META)
-    received = torch.empty(plan.sources, words, dtype=torch.int32, device=_META)
-    out = torch.empty(plan.columns, dtype=plan.info.dtype, device=_META)
+    shard = torch.empty(unit.columns, dtype=plan.info.dtype, device=_META)
+    out = shard if second is None else second.slice_sum()
     exchange = _NoExchange(workspace, plan.sources)
     for _ in range(_STEPS):
-        reducer.encode(grad, send[:, : plan.words], exchange)
+        reducer.encode(grad, send, exchange)
         for codec in reducer.codecs.values():
             codec.start(exchange)
         for codec in reducer.codecs.values():
             codec.wait()
-        reducer.decode(received[:, : plan.words], out, exchange, plan.info.world_size)
+        reducer.decode(received, out, exchange, plan.info.world_size)
+        if second is not None:
+            message, messages = _messages(second.plan, stamped=stamped)
+            second.encode(out, message)
+            second.decode(messages, shard)
+
+
+def _messages(plan: UnitPlan, *, stamped: bool) -> tuple[Tensor, Tensor]:
+    """Those that a rank makes and those that it gets, without the words behind each."""
+    words = plan.words + (STAMP_WORDS if stamped and not plan.sent else 0)
+    return (
+        torch.empty(plan.destinations, words, dtype=torch.int32, device=_META)[:, : plan.words],
+        torch.empty(plan.sources, words, dtype=torch.int32, device=_META)[:, : plan.words],
+    )
 
 
 def _rehearse_gather(plan: UnitPlan, ops: Ops, workspace: Workspace) -> None:

@@ -32,8 +32,12 @@ class ReplicaAverage:
         self._waiting: Tensor | None = None
 
     @torch.no_grad()
-    def __call__(self, shard: Tensor) -> None:
-        """Replace ``shard`` ``[S]`` by the average over the replicas, or by zeros."""
+    def __call__(self, shard: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG) -> None:
+        """Replace ``shard`` ``[S]`` by the average over the replicas, or by zeros.
+
+        Args:
+            op: AVG, or SUM for their sum.
+        """
         if shard.is_cuda:
             # FSDP allocated it in another stream, and lets go of it while this one still works.
             shard.record_stream(torch.cuda.current_stream(shard.device))
@@ -41,7 +45,11 @@ class ReplicaAverage:
             shard.add_(self._waiting)
             self._waiting = None
         if self._shared():
-            self._reducer.reduce(shard, shard, self._group, dist.ReduceOp.AVG)
+            # What owners owe is in units of the average, whatever the operation.
+            scaled = op == dist.ReduceOp.SUM and self._reducer.second is not None
+            self._reducer.reduce(shard, shard, self._group, dist.ReduceOp.AVG if scaled else op)
+            if scaled:
+                shard.mul_(self._group.size())
         else:
             self._waiting = shard.clone()
             shard.zero_()

@@ -95,4 +95,6 @@ def codec_seconds(unit: UnitPlan, time: CodecTime) -> float:
     """Seconds that a rank spends per step encoding and decoding a unit."""
     if not unit.compressed or unit.info.world_size == 1:
         return 0.0
-    return sum(time(unit, segment) for segment in unit.segments if segment.columns)
+    return sum(
+        time(part, segment) for part in unit.stages for segment in part.segments if segment.columns
+    )

@@ -83,6 +83,8 @@ def _traffic(unit: UnitPlan) -> Traffic:
         if unit.direction == "parameters":
             return Traffic(collectives=repeats, gathered=dense)
         return Traffic(collectives=repeats, ring=dense)
+    if unit.shots is not None:
+        return sum(map(_traffic, unit.stages), Traffic())
     W, exchanges = unit.peers, unit.exchanges
     messages = 4.0 * (W - 1) * sum(map(unit.sent_words, unit.segments)) * exchanges
     summed = [s.codec for s in unit.segments if s.codec.cells]

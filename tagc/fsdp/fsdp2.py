@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.utils.hooks import RemovableHandle
 
-from tagc.comm import Lockstep, Phase, UnitGatherer, UnitReducer
+from tagc.comm import Lockstep, Phase, ReplicaAverage, UnitGatherer, UnitReducer
+from tagc.fsdp.averaging import all_reduces_by_class, averaging, plain
 from tagc.fsdp.grad_mode import GradMode
 from tagc.fsdp.unit import Integration, Unit
 from tagc.plan import UnitInfo, UnitParam
@@ -68,9 +69,14 @@ class FSDP2Unit(Unit):
             hook = module.register_forward_pre_hook(self._grad_mode.note, prepend=True)
             self._hooks.append(hook)
 
-    def install_all_reduce(self, all_reduce: Callable[[Tensor], None]) -> None:
+    def install_all_reduce(self, average: ReplicaAverage) -> None:
         """See :meth:`Unit.install_all_reduce`."""
-        self.module.set_all_reduce_hook(all_reduce)
+        if self.replicas is None:
+            self.module.set_all_reduce_hook(average)
+            return
+        reduce_scatter = self._param_group._reduce_scatter_comm
+        assert isinstance(reduce_scatter, _CustomReduceScatter)
+        reduce_scatter.average = average
 
     @property
     def all_reduces(self) -> bool:
@@ -123,8 +129,21 @@ class _Allocates:
 
 
 class _CustomReduceScatter(_Allocates, ReduceScatter):
+    """Also gives FSDP the tensors that it all-reduces, which see to that themselves.
+
+    Attributes:
+        average: over replicas, in place of FSDP's own all-reduce; None where there is none.
+    """
+
     def __init__(self, reducer: UnitReducer) -> None:
         self._reduce = reducer.reduce
+        self.average: ReplicaAverage | None = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        buffer = super().allocate(size, dtype=dtype, device=device)
+        return buffer if self.average is None else averaging(buffer, self.average)
 
     def __call__(
         self,
@@ -134,7 +153,7 @@ class _CustomReduceScatter(_Allocates, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        self._reduce(output_tensor, input_tensor, group, op)
+        self._reduce(plain(output_tensor), plain(input_tensor), group, op)
 
 
 class _InStep(AllGather):
@@ -289,12 +308,9 @@ def _unit(
     assert isinstance(module, FSDPModule)
     trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     mesh = group.mesh_info
-    if hasattr(mesh, "replicate_mesh_size") and hasattr(mesh, "shard_mesh_size"):
-        raise ValueError(
-            f"{name or 'the root module'!r} is sharded and replicated (HSDP), whose all-reduce "
-            'cannot be replaced; give fully_shard mesh["shard"] only, and tagc.wrap '
-            'replicas=mesh["replicate"]'
-        )
+    replicated = hasattr(mesh, "replicate_mesh_size") and hasattr(mesh, "shard_mesh_size")
+    if replicated and not all_reduces_by_class():
+        raise ValueError(_in_one_dimension(name, mesh))
     if not hasattr(mesh, "shard_mesh_size"):
         raise ValueError(
             f"{name or 'the root module'!r} is replicated, not sharded: there is no "
@@ -338,9 +354,24 @@ def _unit(
         module=module,
         group=mesh.shard_process_group,
         device=group.device,
+        replicas=mesh.replicate_process_group if replicated else None,
         _param_group=group,
         _grad_mode=grad_mode,
         _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
+    )
+
+
+def _in_one_dimension(name: str, info: Any) -> str:
+    """What to change where FSDP's own all-reduce over replicas cannot be replaced."""
+    mesh = info.mesh
+    dims = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    sizes = ", ".join(f"{dim}={size}" for dim, size in zip(dims, mesh.shape, strict=True))
+    replicate, shard = dims[info.replicate_mesh_dim], dims[info.shard_mesh_dim]
+    return (
+        f"{name or 'the root module'!r} is sharded and replicated over a mesh of ({sizes}) (HSDP), "
+        "and this torch lets nobody replace its all-reduce. Two lines to change:\n"
+        f'    fully_shard(module, mesh=mesh["{shard}"])\n'
+        f'    tagc.wrap(model, ..., replicas=mesh["{replicate}"])'
     )
 
 

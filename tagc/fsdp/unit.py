@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tagc.comm import UnitGatherer, UnitReducer
+from tagc.comm import ReplicaAverage, UnitGatherer, UnitReducer
 from tagc.plan import UnitInfo
 from tagc.policy import Policy
 
@@ -27,12 +27,15 @@ class Unit:
         group: ranks that it is sharded over.
         gather_info: its all-gather, with all parameters; None where that cannot be replaced, and
             then nor can the all-reduce over replicas.
+        replicas: ranks with the same shard in other copies of the model, where FSDP itself
+            all-reduces over them.
     """
 
     info: UnitInfo
     group: dist.ProcessGroup
     device: torch.device
     gather_info: UnitInfo | None = None
+    replicas: dist.ProcessGroup | None = None
 
     @property
     def unused_parameters_remedy(self) -> str:
@@ -77,8 +80,9 @@ class Unit:
         """Let ``gatherer`` gather this unit's parameters."""
         raise NotImplementedError
 
-    def install_all_reduce(self, all_reduce: Callable[[Tensor], None]) -> None:
-        """Call ``all_reduce(shard)`` on this unit's reduced gradient ``[S]``, to change it."""
+    def install_all_reduce(self, average: ReplicaAverage) -> None:
+        """Let ``average`` change this unit's reduced gradient ``[S]``; in place of FSDP's own
+        all-reduce where there is one. After :meth:`install`."""
         raise NotImplementedError
 
     @property

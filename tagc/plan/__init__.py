@@ -5,7 +5,8 @@ from tagc.plan.choice import AUTO_BITS, Choice, Choose, resolve_auto
 from tagc.plan.memory import Memory, buffers_of
 from tagc.plan.plan import Plan
 from tagc.plan.table import as_list, format_bytes
-from tagc.plan.unit_plan import Direction, Segment, UnitPlan
+from tagc.plan.two_shots import in_two_shots, slices_of
+from tagc.plan.unit_plan import Direction, Segment, TwoShots, UnitPlan
 from tagc.plan.units import FlatBuffer, UnitInfo, UnitParam
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Memory",
     "Plan",
     "Segment",
+    "TwoShots",
     "UnitInfo",
     "UnitParam",
     "UnitPlan",
@@ -24,5 +26,7 @@ __all__ = [
     "buffers_of",
     "build_plan",
     "format_bytes",
+    "in_two_shots",
     "resolve_auto",
+    "slices_of",
 ]

@@ -22,6 +22,7 @@ from tagc.plan.choice import AUTO_BITS, Choose, resolve_auto
 from tagc.plan.param_slices import columns_of
 from tagc.plan.plan import Plan
 from tagc.plan.table import as_list
+from tagc.plan.two_shots import about_shots, in_fewest_bytes
 from tagc.plan.unit_plan import Direction, Segment, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import ParameterRule, Policy, PolicyError, Rule, When, first_match
@@ -89,6 +90,7 @@ def build_plan(
         for note in unshared_supports(plans, rules)
     ]
     notes += [note for units in directions[:2] for note in in_levels(units)]
+    notes += about_shots(directions[2])
     notes += left_out(directions[1], policy)
     notes += beyond_their_names([unit for units in directions for unit in units])
     segments = [s for units in directions for unit in units for s in unit.segments]
@@ -154,7 +156,8 @@ def _plan_unit(
                 )
             )
             start = stop
-        return UnitPlan(info=unit, segments=tuple(segments), direction=direction)
+        plan = UnitPlan(info=unit, segments=tuple(segments), direction=direction)
+        return in_fewest_bytes(plan)
 
     used = [rules[run.rule].codec for run in runs if run.rule is not None]
     # What cannot be compressed is left as it is.

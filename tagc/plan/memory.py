@@ -91,6 +91,16 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
             yield "dense_recv", dtype, H * S
     if not unit.compressed:
         return
+    if unit.shots is not None:
+        for shot in unit.stages:
+            words = shot.words + (0 if gloo else 2)
+            yield "message_send", torch.int32, shot.destinations * words
+            yield "message_recv", torch.int32, shot.sources * words
+        slices = unit.info.world_size * unit.shots.reduce.columns
+        yield "slices", dtype, slices
+        yield "slices", torch.float32, slices
+        yield "slice_sum", torch.float32, unit.shots.reduce.columns
+        return
     # Two words behind each message where there are no headers.
     words = unit.words + (0 if gloo or unit.sent else 2)
     yield "message_send", torch.int32, unit.destinations * words
@@ -126,7 +136,11 @@ def _moment(unit: UnitPlan, *, reference: bool) -> int:
     """At most, of the segments, one after the other."""
     if not unit.compressed or unit.info.world_size == 1:
         return 0
-    return max(_moment_of(unit, segment, reference=reference) for segment in unit.segments)
+    return max(
+        _moment_of(part, segment, reference=reference)
+        for part in unit.stages
+        for segment in part.segments
+    )
 
 
 def _moment_of(unit: UnitPlan, segment: Segment, *, reference: bool) -> int:

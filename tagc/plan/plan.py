@@ -71,7 +71,11 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Hash of everything that ranks must agree on to exchange messages."""
-        content = [[u.direction, as_data(u.info), as_data(u.segments)] for u in self.all_units]
+        content = [
+            [u.direction, as_data(u.info), as_data(u.segments)]
+            + ([] if u.shots is None else [as_data(u.shots)])
+            for u in self.all_units
+        ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def __str__(self) -> str:

@@ -9,13 +9,13 @@ parameters (see :mod:`tagc.plan.param_slices`), all parameters that share a rule
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from tagc.codecs import CodecPlan, in_message_order
+from tagc.codecs import CodecPlan, Cut, in_message_order
 from tagc.plan.param_slices import filled_columns
 from tagc.plan.units import UnitInfo, UnitParam
 
@@ -54,12 +54,41 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TwoShots:
+    """An all-reduce over ``N`` copies of a shard in two shots, of which each copy owns a slice:
+    messages about every slice go to its owner, who adds them up, and sends one about the sum to
+    all. See :mod:`tagc.plan.two_shots`.
+
+    Attributes:
+        reduce: the first shot, ``[N, C]`` to ``[C]``: a reduce-scatter of slices, as one of
+            gradients is.
+        gather: the second one, ``[C]`` to ``[N, C]``: an all-gather, as one of parameters is.
+        cuts: of each segment of the unit; in both, the slices of a segment are one, of as many
+            columns as its cuts have slices long.
+    """
+
+    reduce: UnitPlan
+    gather: UnitPlan
+    cuts: tuple[tuple[Cut, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnitPlan:
-    """The segments of one unit in one direction, in column order, without gaps."""
+    """The segments of one unit in one direction, in column order, without gaps.
+
+    Attributes:
+        shots: where copies do not send each other everything: how they go about it instead.
+    """
 
     info: UnitInfo
     segments: tuple[Segment, ...]
     direction: Direction = "gradients"
+    shots: TwoShots | None = None
+
+    @property
+    def stages(self) -> tuple[UnitPlan, ...]:
+        """The exchanges of messages that follow each other in a step."""
+        return (self,) if self.shots is None else (self.shots.reduce, self.shots.gather)
 
     @property
     def columns(self) -> int:
@@ -198,6 +227,8 @@ class UnitPlan:
         """Bytes that a rank sends in a step for a segment, its share of the counts included."""
         if not self.compressed:
             return self.dense_bytes(self.dense_columns(segment.params))
+        if self.shots is not None:
+            return sum(part.wire_bytes(of) for part, of in self._slices_of(segment))
         W = self.peers
         words = (W - 1) * self.sent_words(segment) * self.exchanges
         reduced = 2 * (W - 1) / W
@@ -208,6 +239,8 @@ class UnitPlan:
     def stored_bytes(self, segment: Segment) -> int:
         """Bytes that a rank stores for a segment between steps: residual, what it keeps as an
         owner, the forward's message, the copy."""
+        if self.shots is not None:
+            return sum(part.stored_bytes(of) for part, of in self._slices_of(segment))
         feedback = segment.codec.feedback
         residual = feedback.row_bytes(segment.columns) if feedback else 0
         owned = feedback.owner_bytes * segment.columns if feedback else 0
@@ -215,3 +248,8 @@ class UnitPlan:
         message = message if self.reuses_forward_message else 0
         copy = self.peers * segment.columns * self.info.dtype.itemsize if self.keeps_copy else 0
         return self.destinations * residual + owned + message + copy
+
+    def _slices_of(self, segment: Segment) -> Iterator[tuple[UnitPlan, Segment]]:
+        """What a segment is in either shot."""
+        i = self.segments.index(segment)
+        return ((part, part.segments[i]) for part in self.stages)

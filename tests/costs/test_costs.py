@@ -100,8 +100,20 @@ def test_gathers(keep: bool, exchanges: int) -> None:
 
 def test_replicas_all_reduce_one_shard() -> None:
     assert traffic(plan(DENSE, direction="replicas")).ring == 2 * 3 / 4 * 4 * COLUMNS
+    two_copies = plan(INT4, world_size=2, direction="replicas")
+    assert traffic(two_copies) == Traffic(collectives=1, ring=4 * INT4_WORDS)
     unit = plan(INT4, direction="replicas")
-    assert traffic(unit) == Traffic(collectives=1, ring=3 * 4 * INT4_WORDS)
+    # In two shots: three quarters of a message to owners, and as much of the sum to all.
+    shot = 3 * 4 * INT4_WORDS / 4
+    assert traffic(unit) == Traffic(collectives=2, all_to_all=shot, ring=shot)
+    assert traffic(unit, micro_batches=3) == traffic(unit)
+    # A quarter is encoded once more; a quarter of each message is decoded, and every owner's.
+    speeds = {"quantized int4 with float32 feedback": Speed(encode=1.0, decode=100.0)}
+    seconds = codec_seconds(unit, measured_time(speeds))
+    assert seconds == 1.25 * COLUMNS + 100 * 2 * COLUMNS
+    # What is encoded is read, with a residual, which is written; sums and results are written.
+    least = 4 * COLUMNS * (1.25 + 2 * 1.25 + 0.25 + 1) + 4 * INT4_WORDS * (1.25 + 2)
+    assert codec_seconds(unit, memory_time(1.0)) == least
 
 
 @pytest.mark.parametrize("direction", ["gradients", "replicas"])

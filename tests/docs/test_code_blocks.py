@@ -62,7 +62,9 @@ def test_python(page: str, tmp_path: Path) -> None:
         printed = run_page(0, page, str(tmp_path))
     else:
         printed = run_ranks(run_page, 2, page, str(tmp_path))[0]
-    check_printed(page, printed + printed_by_commands(page))
+    with contextlib.chdir(tmp_path):  # which has the page's own policies
+        commands = printed_by_commands(page)
+    check_printed(page, printed + commands)
 
 
 def test_printed_by_commands_alone() -> None:

@@ -218,12 +218,7 @@ FSDP2: dict[str, Option] = {
         refused="has 2 FSDP parameter groups",
         refused_dense="has 2 FSDP parameter groups",
     ),
-    "hybrid mesh": Option(
-        shard=in_hybrid_mesh,
-        ranks=(4,),
-        refused="HSDP",
-        refused_dense="HSDP",
-    ),
+    "hybrid mesh": Option(shard=in_hybrid_mesh, ranks=(4,)),
     "tensor parallel blocks": Option(
         prepare=split_blocks, shard=in_data_mesh, backward=alike_in_pairs, ranks=(4,)
     ),

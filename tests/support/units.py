@@ -13,7 +13,7 @@ from torch import Tensor
 from tagc.codecs.workspace import Workspace
 from tagc.comm import UnitReducer
 from tagc.ops import get_ops
-from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.plan import Direction, UnitInfo, UnitParam, UnitPlan, build_plan
 from tagc.policy import Policy
 
 AVG = dist.ReduceOp.AVG
@@ -52,12 +52,13 @@ def codec_plan(
     codec: dict[str, Any],
     feedback: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
+    direction: Direction = "gradients",
 ) -> UnitPlan:
     """The same unit, with any codec for `a` and `c`."""
     rule = {"when": {"name": ["a.*", "c.*"]}, "codec": codec}
     if feedback is not None:
         rule["feedback"] = feedback
-    return plan_of(world_size, dtype, Policy.load({"schema": 1, "gradients": [rule]}))
+    return plan_of(world_size, dtype, _with_rule(rule, direction), direction=direction)
 
 
 def matrix_plan(
@@ -65,6 +66,7 @@ def matrix_plan(
     codec: dict[str, Any],
     feedback: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
+    direction: Direction = "gradients",
 ) -> UnitPlan:
     """Any codec for `a` (13 x 70 in a shard) and for `c1` and `c2`, which are one segment of 3 x 33
     and, with three dimensions, 4 x 30; `b` and `d` are dense."""
@@ -80,11 +82,20 @@ def matrix_plan(
         )
         for name, shape in shapes.items()
     )
-    return plan_of(world_size, dtype, Policy.load({"schema": 1, "gradients": [rule]}), params)
+    return plan_of(world_size, dtype, _with_rule(rule, direction), params, direction)
+
+
+def _with_rule(rule: dict[str, Any], direction: Direction) -> Policy:
+    dense = {"when": {}, "codec": {"kind": "dense"}}
+    return Policy.load({"schema": 1, "gradients": [dense], direction: [rule]})
 
 
 def plan_of(
-    world_size: int, dtype: torch.dtype, rules: Policy, params: tuple[UnitParam, ...] = ()
+    world_size: int,
+    dtype: torch.dtype,
+    rules: Policy,
+    params: tuple[UnitParam, ...] = (),
+    direction: Direction = "gradients",
 ) -> UnitPlan:
     columns = {"a": 911, "b": 30, "c": 303, "d": 5}
     narrow = tuple(
@@ -95,6 +106,8 @@ def plan_of(
     with warnings.catch_warnings():
         # Units as small as this one may well cost more compressed.
         warnings.simplefilter("ignore")
+        if direction == "replicas":
+            return build_plan([info], rules, replicas=[info]).replicas[0]
         return build_plan([info], rules).units[0]
 
 

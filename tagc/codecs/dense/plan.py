@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
 from tagc.codecs.dense.config import DenseConfig
-from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,11 @@ class DensePlan(CodecPlan):
     def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
         """See :meth:`CodecPlan.scratch_bytes`: the sum in float32, and its average."""
         return 2 * max(4, self.wire.itemsize) * self.numel
+
+    def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
+        """See :meth:`CodecPlan.cut`: anywhere."""
+        length = -(-self.numel // owners)
+        return replace(self, numel=length), (Cut(columns=self.numel, length=length),)
 
     def used_words(self, columns: int) -> int:
         """Those of the elements that are filled."""

@@ -15,6 +15,7 @@ from tagc.codecs.feedback.segment import SegmentFeedback
 from tagc.codecs.feedback.share import MeasuredShare
 
 __all__ = [
+    "OWNER_RESIDUAL",
     "OWNER_STATES",
     "RULES",
     "AverageFeedback",
@@ -39,6 +40,9 @@ RULES: tuple[type[FeedbackRule], ...] = (
 
 OWNER_STATES = tuple(rule.owner_state for rule in RULES if rule.owner_state is not None)
 """What checkpoints call what owners keep."""
+
+OWNER_RESIDUAL = "owner_residual"
+"""What they call what owners owe of the sums that they hand out, in two shots."""
 
 
 def plan_feedback(config: FeedbackConfig) -> FeedbackRule | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Self
 
 from tagc.codecs.matrix.config import MatrixConfig
-from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 from tagc.ops.matrix import MatrixLayout
 
 
@@ -47,6 +48,14 @@ class MatrixPlan(CodecPlan):
         if reference:
             return max(56 * destinations, 28 * sources) * max(m.numel for m in self.layouts)
         return 4 * (sources + 8) * max(m.columns for m in self.layouts)
+
+    def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
+        """See :meth:`CodecPlan.cut`: between the rows of every matrix, so that each owner's slice
+        has scales of columns of its own."""
+        layouts = tuple(replace(m, rows=-(-m.rows // owners)) for m in self.layouts)
+        pairs = zip(self.layouts, layouts, strict=True)
+        cuts = tuple(Cut(columns=whole.numel, length=part.numel) for whole, part in pairs)
+        return replace(self, layouts=layouts), cuts
 
     @property
     def words(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
-from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 from tagc.codecs.quantized.config import QuantizedConfig, QuantizedParametersConfig
 from tagc.ops.blocks import BlockLayout
 
@@ -35,6 +36,12 @@ class QuantizedPlan(CodecPlan):
         """See :meth:`CodecPlan.scratch_bytes`: codes as int64, and the rest in float32."""
         padded = self.layout.blocks * self.layout.block
         return padded * max(41 * destinations, 16 * sources) if reference else 0
+
+    def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
+        """See :meth:`CodecPlan.cut`: between blocks, which are the segment's own."""
+        length = -(-self.layout.blocks // owners) * self.layout.block
+        sliced = replace(self, layout=replace(self.layout, numel=length))
+        return sliced, (Cut(columns=self.layout.numel, length=length),)
 
     @property
     def words(self) -> int:

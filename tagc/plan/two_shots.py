@@ -1,0 +1,136 @@
+"""Two shots: an all-reduce of messages whose bytes do not grow with the number of copies.
+
+In *one shot* every copy sends its message to all others, and all of them add up all: each receives
+``(N - 1) * b`` bits per element. In *two shots* each of the ``N`` copies owns a slice of the shard:
+it gets a message about its slice from every copy, adds them up, and sends all others one about the
+sum, by the same codec and with a residual of its own: ``2 * b * (N - 1) / N`` bits. That is less
+from 3 copies on, and what 2 copies send each other anyway::
+
+    shard [S]           slices [N, C]       message about each      the owner's sum [C]
+     a a a a b b   ->    a a b         ->    to its owner     ->     one message to all
+                         a a b                                       rows [N, C] -> shard [S]
+
+Codecs that send every element can be cut: ``quantized`` between blocks, ``matrix`` between the rows
+of each matrix, ``dense`` anywhere. What selects elements goes in one shot: sums of ``sketch`` are
+made on the way, and those of ``packed`` have more elements than any message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from tagc.codecs import Cut
+from tagc.plan.param_slices import ParamSlice
+from tagc.plan.table import as_list, format_bytes
+from tagc.plan.unit_plan import Direction, Segment, TwoShots, UnitPlan
+
+
+def in_fewest_bytes(unit: UnitPlan) -> UnitPlan:
+    """The average over replicas in two shots, where that is possible and sends less."""
+    if unit.direction != "replicas" or why_one_shot(unit) is not None:
+        return unit
+    other = in_two_shots(unit)
+    return other if _wire_bytes(other) < _wire_bytes(unit) else unit
+
+
+def in_two_shots(unit: UnitPlan) -> UnitPlan:
+    """The same in two shots.
+
+    Raises:
+        ValueError: if :func:`why_one_shot` says why not.
+    """
+    why = why_one_shot(unit)
+    if why is not None:
+        raise ValueError(f"unit {unit.info.label!r} cannot go in two shots: {why}")
+    slices: list[Segment] = []
+    cuts: list[tuple[Cut, ...]] = []
+    start = 0
+    for segment in unit.segments:
+        found = segment.codec.cut(unit.info.world_size)
+        assert found is not None
+        codec, of_segment = found
+        stop = start + sum(cut.length for cut in of_segment)
+        cuts.append(of_segment)
+        slices.append(replace(segment, start=start, stop=stop, params=(), codec=codec))
+        start = stop
+    info = replace(unit.info, params=())
+
+    def shot(direction: Direction, segments: Sequence[Segment]) -> UnitPlan:
+        return UnitPlan(info=info, segments=tuple(segments), direction=direction)
+
+    sums = [replace(segment, codec=segment.codec.of_sums()) for segment in slices]
+    shots = TwoShots(
+        reduce=shot("gradients", slices), gather=shot("parameters", sums), cuts=tuple(cuts)
+    )
+    return replace(unit, shots=shots)
+
+
+def why_one_shot(unit: UnitPlan) -> str | None:
+    """Why the average of a unit over replicas cannot go in two shots; None if it can."""
+    owners = unit.info.world_size
+    uncut = [s.codec.name for s in unit.segments if s.codec.cut(owners) is None]
+    if uncut:
+        return f"codec {uncut[0]!r} needs all messages where they are added up"
+    if not unit.compressed:
+        return "nothing of it is compressed"
+    if unit.info.dtype == torch.float16:
+        return "sums may leave the range of float16"
+    if any(param.dim != 0 for param in unit.info.params):
+        return "parameters are sharded in another dimension than the first"
+    rules = [s.codec.feedback for s in unit.segments if s.codec.feedback is not None]
+    if unit.warmup_steps and any(rule.follows_dense for rule in rules):
+        return "its feedback follows the dense sums of the warm-up, which have no owners"
+    return None
+
+
+def slices_of(unit: UnitPlan, segment: Segment) -> Iterator[ParamSlice]:
+    """Where the elements that a shard has of a segment's parameters lie in the slices of two shots,
+    by owner; ``offset`` counts from the first element of the parameter's shard."""
+    assert unit.shots is not None
+    start, column = segment.start, 0
+    for cut in unit.shots.cuts[unit.segments.index(segment)]:
+        first = segment.start
+        for param in segment.params:
+            for owner in range(unit.info.world_size):
+                left = start + owner * cut.length
+                right = min(left + cut.length, start + cut.columns)
+                low, high = max(left, first), min(right, first + param.columns)
+                if low < high:
+                    yield ParamSlice(
+                        param=param.name,
+                        offset=low - first,
+                        length=high - low,
+                        row=owner,
+                        column=column + low - left,
+                        start=low,
+                    )
+            first += param.columns
+        start += cut.columns
+        column += cut.length
+
+
+def about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
+    """How many units are averaged over replicas in two shots, and which could not be."""
+    two = [unit for unit in units if unit.shots is not None]
+    if two:
+        once = sum(_wire_bytes(replace(unit, shots=None)) for unit in two)
+        yield (
+            f"replicas of {len(two)} units in two shots: each of the {two[0].info.world_size} "
+            "copies adds up a slice of the shard and sends the sum to all "
+            f"({format_bytes(sum(map(_wire_bytes, two)))}; in one shot, every message to all, "
+            f"{format_bytes(once)})"
+        )
+    whole: dict[str, list[str]] = {}
+    for unit in units:
+        if unit.compressed and unit.shots is None and unit.info.world_size > 2:
+            why = why_one_shot(unit) or "two would send more"
+            whole.setdefault(why, []).append(unit.info.label)
+    for why, names in whole.items():
+        yield f"replicas of {as_list(names)} in one shot, every message to all: {why}"
+
+
+def _wire_bytes(unit: UnitPlan) -> float:
+    return sum(map(unit.wire_bytes, unit.segments))

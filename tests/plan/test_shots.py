@@ -1,0 +1,135 @@
+"""Averages over replicas in two shots, as plans have them: which, why, and how many bytes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tagc.costs.traffic import traffic
+from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan, build_plan, in_two_shots, slices_of
+from tagc.policy import Policy
+
+SHAPES = {"attn.wq": (512, 512), "attn.wo": (512, 512), "mlp.up": (2048, 512), "norm": (512,)}
+QUANTIZED = {"kind": "quantized", "bits": 4, "block": 256}
+MATRIX = {"kind": "matrix", "bits": 1}
+
+
+def planned(copies: int, codec: dict[str, Any], *, dim: int = 0, **more: Any) -> Plan:
+    """A block's shard of 2, averaged over copies by a codec for all but the norm."""
+    params = tuple(
+        UnitParam(
+            name=f"{name}.weight",
+            shape=shape,
+            columns=math.prod(shape) // 2,
+            local=(shape[0] // 2, *shape[1:]),
+            dim=dim,
+        )
+        for name, shape in SHAPES.items()
+    )
+    options = {"world_size": copies, "dtype": torch.float32} | more
+    feedback = options.pop("feedback", {"kind": "none"} if codec["kind"] == "dense" else {})
+    info = UnitInfo(name="layers.0", params=params, **options)
+    rule = {"when": {"name": ["attn.*", "mlp.*"]}, "codec": codec, "feedback": feedback}
+    dense = {"when": {}, "codec": {"kind": "dense"}}
+    policy = Policy.load({"schema": 1, "gradients": [dense], "replicas": [rule]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of units that cost more compressed
+        return build_plan([info], policy, replicas=[info])
+
+
+def sent(unit: UnitPlan) -> float:
+    return sum(map(unit.wire_bytes, unit.segments))
+
+
+@pytest.mark.parametrize("codec", [QUANTIZED, MATRIX, {"kind": "dense", "wire": "bfloat16"}])
+def test_bytes_do_not_grow_with_copies(codec: dict[str, Any]) -> None:
+    """A rank sends its message twice, but for its own part, whatever the number of copies: as in a
+    ring. More are scales of columns, in 4 bits, which each slice of a matrix has of its own."""
+    one_message = sent(planned(2, codec).replicas[0])
+    for copies in (3, 4, 8, 64):
+        (unit,) = planned(copies, codec).replicas
+        assert unit.shots is not None
+        ring = 2 * (copies - 1) / copies
+        scales = 0.0
+        if codec is MATRIX:
+            cuts = [cut for of in unit.shots.cuts[:-1] for cut in of]
+            scales = ring * copies * sum(4 + cut.length // 512 / 4 + 512 / 2 for cut in cuts)
+        # And what is not full: words of the norm and of scales, a last block of each segment.
+        rest = 2 * (copies - 1) * (4 * 6 + (2 * 256 // 2 if codec is QUANTIZED else 0))
+        assert sent(unit) <= ring * one_message + scales + rest
+        assert sent(replace(unit, shots=None)) == (copies - 1) * one_message
+        of_traffic = traffic(unit)
+        assert of_traffic.collectives == 2
+        assert of_traffic.ring == of_traffic.all_to_all == sent(unit) / 2
+
+
+@pytest.mark.parametrize("codec", [QUANTIZED, MATRIX])
+def test_two_copies_send_each_other_everything(codec: dict[str, Any]) -> None:
+    """As it is no more than in two shots."""
+    (unit,) = planned(2, codec).replicas
+    assert unit.shots is None
+    assert sent(in_two_shots(unit)) >= sent(unit)
+
+
+def test_what_a_plan_says() -> None:
+    plan = planned(8, QUANTIZED)
+    assert "replicas of 1 units in two shots: each of the 8 copies" in str(plan)
+    assert (
+        plan.fingerprint
+        != replace(
+            plan, replicas=tuple(replace(unit, shots=None) for unit in plan.replicas)
+        ).fingerprint
+    )
+    (unit,) = plan.replicas
+    # An eighth of a residual as an owner, on top of that of the whole shard.
+    numel = sum(segment.columns for segment in unit.compressed)
+    assert sum(map(unit.stored_bytes, unit.segments)) == 4 * numel + 4 * numel // 8
+    assert "in two shots" not in str(planned(2, QUANTIZED))
+
+
+@pytest.mark.parametrize(
+    ("codec", "more", "why"),
+    [
+        ({"kind": "packed", "density": 0.01}, {}, "codec 'packed int8' needs all messages"),
+        ({"kind": "sketch", "density": 0.01}, {}, "codec 'sketch int8x4' needs all messages"),
+        (QUANTIZED, {"dtype": torch.float16}, "sums may leave the range of float16"),
+        (QUANTIZED, {"dim": 1}, "another dimension than the first"),
+        (
+            MATRIX | {"warmup_steps": 2},
+            {"feedback": {"kind": "momentum", "rate": 0.1}},
+            "follows the dense sums of the warm-up",
+        ),
+    ],
+)
+def test_what_goes_in_one_shot(codec: dict[str, Any], more: dict[str, Any], why: str) -> None:
+    plan = planned(4, codec, **more)
+    (unit,) = plan.replicas
+    assert unit.shots is None
+    (said,) = [note for note in plan.notes if "in one shot" in note]
+    assert why in said
+    with pytest.raises(ValueError, match="cannot go in two shots"):
+        in_two_shots(unit)
+
+
+@pytest.mark.parametrize("codec", [QUANTIZED, MATRIX])
+@pytest.mark.parametrize("copies", [2, 3, 5, 64])
+def test_slices_are_every_element_once(codec: dict[str, Any], copies: int) -> None:
+    unit = in_two_shots(planned(copies, codec).replicas[0])
+    assert unit.shots is not None
+    seen = torch.zeros(unit.columns, dtype=torch.int64)
+    for segment, part in zip(unit.segments, unit.shots.reduce.segments, strict=True):
+        places = torch.zeros(copies, part.columns, dtype=torch.int64)
+        first = dict.fromkeys((p.name for p in segment.params), 0)
+        for piece in slices_of(unit, segment):
+            seen[piece.start : piece.start + piece.length] += 1
+            places[piece.row, piece.column : piece.column + piece.length] += 1
+            assert piece.offset == first[piece.param] or codec is QUANTIZED
+            first[piece.param] += piece.length
+        assert int(places.max()) == 1
+        assert first == {p.name: p.columns for p in segment.params}
+    assert bool((seen == 1).all())
