@@ -14,6 +14,7 @@ from torch import nn
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
+from support.replicated_net import of_replicas, wrapped
 from support.small_net import local_grads, local_weights, loss_of, sharded
 from support.states import shared_folder
 from tagc.noise import divides_by_second_moment, exchange_is_due
@@ -188,3 +189,31 @@ def test_exchanges_get_rare() -> None:
             due.append(step)
             at = step
     assert due == [1, 2, 4, 8, 16, 32, 48, 64]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("codec", ["matrix", "quantized"])
+def test_copies_of_the_model_take_the_same_steps(rank: int, world_size: int, codec: str) -> None:
+    """Whose gradients go through codecs twice; over copies in one shot or in two."""
+    rule = {
+        "when": {"name": "*weight", "min_numel": 20},
+        "codec": {"matrix": {"kind": "matrix"}, "quantized": {"kind": "quantized"}}[codec],
+        "feedback": {"kind": "residual", "lead": 0.8 if codec == "matrix" else 1},
+    }
+    model, replicas = wrapped({"gradients": [rule], "replicas": [rule]})
+    compressor = tagc.compressor(model)
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    kept = compressor.keep_rates(optimizer)
+    for step in range(4):
+        loss_of(model, rank, step).backward()
+        compressor.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    for weight in local_weights(model).values():
+        one, other = of_replicas(weight, replicas)
+        assert torch.equal(one, other)
+    everybodys: list[Any] = [None] * world_size
+    dist.all_gather_object(everybodys, kept.factors)
+    assert everybodys == [everybodys[0]] * world_size
+    assert kept.factors[0] != 1
+    assert compressor.metrics().noise_factor != 1
