@@ -14,25 +14,24 @@ _MOST_SEEDS = 64
 
 
 def table(records: Sequence[Record]) -> str:
-    """A row for each setting, the difference from dense in percent of its loss, ± half of the 95%
-    interval, and the number of pairs; ``=`` where dense lies in the interval."""
+    """A row for each line in a setting: the difference from dense in percent of its loss, ± half of
+    the 95% interval, and the number of pairs; ``=`` where dense lies in the interval."""
     losses = losses_of(records)
-    rows = []
-    used: set[str] = set()
+    rows: list[list[object]] = []
     for setting in SETTINGS.values():
         missing, rate = dense_rate(setting, losses)
         if missing or rate is None:
             continue
         dense = _by_seed(lambda seed, s=setting, r=rate: losses(dense_run(s, r, seed)))
-        cells = {name: _cell(setting, name, rate, dense, losses) for name in LINES}
-        used |= {name for name, cell in cells.items() if cell}
+        mean = sum(dense.values()) / len(dense)
         tokens = setting.shape.ranks * setting.shape.batch * setting.shape.context
         about = [setting.name, f"{tokens:,}", setting.steps, f"{rate:g}"]
-        mean = sum(dense.values()) / len(dense)
-        rows.append(([*about, f"{mean:.4f}"], cells))
-    names = [name for name in LINES if name in used]
-    head = ["setting", "tokens a step", "steps", "rate", "dense", *names]
-    return markdown(head, [[*about, *(cells[n] for n in names)] for about, cells in rows])
+        rows.append([*about, "dense", f"{mean:.4f} ({len(dense)})"])
+        for name in LINES:
+            cell = _cell(setting, name, rate, dense, losses)
+            if cell:
+                rows.append(["", "", "", "", name, cell])
+    return markdown(["setting", "tokens a step", "steps", "rate", "line", "to dense"], rows)
 
 
 def _cell(setting: Setting, name: str, rate: float, dense: dict[int, float], losses: Losses) -> str:

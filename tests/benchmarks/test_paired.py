@@ -85,12 +85,11 @@ def test_the_table_says_what_is_equal() -> None:
             record(line_run(BASE, LINES[line], 9e-3, seed), loss)
             for seed, loss in enumerate(losses)
         ]
-    text = table(records)
-    head, _, row = text.splitlines()
-    assert head.count("|") == row.count("|") == 8
-    assert "| = +0.03% ± 1.37 (3) |" in row
-    assert "| +5.00% ± 0.01 (3) |" in row
-    assert "| 2.0000 |" in row
+    head, _, dense, *lines = table(records).splitlines()
+    assert {line.count("|") for line in (head, dense, *lines)} == {7}
+    assert dense.endswith("| 0.009 | dense | 2.0000 (3) |")
+    assert lines[1].endswith("| 1 bit | = +0.03% ± 1.37 (3) |")
+    assert lines[0].endswith("| 2 bits | +5.00% ± 0.01 (3) |")
 
 
 def test_settings_change_one_thing() -> None:

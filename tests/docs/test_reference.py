@@ -46,7 +46,7 @@ def test_every_key_has_a_row_and_a_meaning() -> None:
         "| `gradients` | list of: [A rule for gradients or replicas]"
         "(#a-rule-for-gradients-or-replicas) | this or `extends` |",
         "| `extends` | text | none |",
-        "| `lead` | number, at least 0.05, at most 1 | `1` |",
+        "| `lead` | number, at least 0.05, at most 1, `measured` | `1.0` |",
         "| `beta` | number, above 0, below 1 | `0.8` |",
         "| `density` | number, above 0, at most 1 | required |",
         "| `reset_steps` | whole number, at least 1 | `1024` |",
