@@ -12,7 +12,6 @@ from .settings import Setting
 
 Losses = Callable[[Run], float | None]
 DENSE = METHODS["dense"]
-_MAX_RATES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +97,9 @@ def dense_rate(setting: Setting, losses: Losses) -> tuple[list[Run], float | Non
             return missing, None
         best = min(zip((losses(run) or 0.0 for run in runs), rates, strict=True))[1]
         first, last = GRID.index(rates[0]), GRID.index(rates[-1])
-        if len(rates) < _MAX_RATES and best == rates[0] and first > 0:
+        if len(rates) < setting.max_rates and best == rates[0] and first > 0:
             rates.insert(0, GRID[first - 1])
-        elif len(rates) < _MAX_RATES and best == rates[-1] and last + 1 < len(GRID):
+        elif len(rates) < setting.max_rates and best == rates[-1] and last + 1 < len(GRID):
             rates.append(GRID[last + 1])
         else:
             return [], best * setting.unit

@@ -17,6 +17,7 @@ class Setting:
 
     Attributes:
         rates: of dense, to begin a sweep with; neighbours in ``GRID``, times ``unit``.
+        max_rates: end the sweep with so many, wherever the best is.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Setting:
     recipe: Recipe = PAIRED
     rates: tuple[float, ...] = _ADAM
     unit: float = 1.0
+    max_rates: int = 5
 
 
 def _with(name: str, recipe: Recipe = PAIRED, **given: object) -> Setting:
@@ -41,6 +43,13 @@ _ALL = (
     Setting(name="32 k tokens", shape=replace(_SHAPE, batch=128), steps=150),
     Setting(name="2000 steps", steps=2000),
     Setting(name="width 128, 4 layers", shape=Shape()),
+    Setting(
+        name="21.6 M parameters",  # hours: its rate is not swept
+        shape=Shape(width=544, layers=6, heads=17, ranks=2, batch=4),
+        steps=1000,
+        rates=(1e-3,),
+        max_rates=1,
+    ),
     _with("Muon", replace(PAIRED, optimizer="muon")),
     _with("SGD", replace(PAIRED, optimizer="sgd"), unit=50.0),
     _with("Lion", replace(PAIRED, optimizer="lion"), unit=0.1),

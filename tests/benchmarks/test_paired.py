@@ -97,7 +97,7 @@ def test_settings_change_one_thing() -> None:
     for setting in SETTINGS.values():
         # A sweep can begin.
         runs, rate = dense_rate(setting, lambda run: None)
-        assert len(runs) >= 3
+        assert len(runs) >= min(3, setting.max_rates)
         assert rate is None
         assert setting.recipe.floor == 0
 
