@@ -371,7 +371,7 @@ class Compressor:
         ranks, where a step is given up in its middle.
         """
         for reducer in self._collectives.reducers:
-            reducer.drop_waiting()
+            reducer.inside.drop()
 
     def remove(self) -> None:
         """Give FSDP its own collectives back and drop all residuals. The model may be wrapped

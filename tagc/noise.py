@@ -98,11 +98,12 @@ class NoiseFactors(Factors):
 
     def mean(self) -> float:
         """Over all compressed elements; NaN where there are none."""
+        named = [(measured.unit.info.params, self._by_name(measured)) for measured in self._units]
         pairs = [
-            (factor, math.prod(info.shape))
-            for measured in self._units
-            for info in measured.unit.info.params
-            if (factor := self._by_name(measured)[info.name]) != 1
+            (factors[info.name], math.prod(info.shape))
+            for infos, factors in named
+            for info in infos
+            if factors[info.name] != 1
         ]
         return _mean([f for f, _ in pairs], [n for _, n in pairs]) if pairs else math.nan
 
@@ -245,6 +246,6 @@ def clip_grad_norm(model: nn.Module, noise: Factors, max_norm: float) -> Tensor:
             norm = nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])
             full = getattr(norm, "full_tensor", None)
             squares.append(((norm if full is None else full()) / factor) ** 2)
-    total = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    total = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float32)
     nn.utils.clip_grads_with_norm_(params, max_norm, total)
     return total

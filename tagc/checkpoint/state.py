@@ -150,7 +150,7 @@ class State:
         """
         _synchronize()
         for reduced in self.reduced:
-            reduced.reducer.check_between_steps()
+            reduced.reducer.inside.check_between_steps()
         tensors = {
             name: place.take(residual)
             for reduced in self.reduced

@@ -19,8 +19,9 @@ from tagc.comm.collectives import CollectiveWork, dense_reduce_scatter, failing_
 from tagc.comm.exchanges import BroadcastExchange, Connect, GroupExchange, ShardExchange
 from tagc.comm.flat import flat_rows
 from tagc.comm.gauge import NoiseGauge
+from tagc.comm.host_sum import HostSum
 from tagc.comm.lockstep import Lockstep
-from tagc.comm.reduction_check import check_reduction, name_of
+from tagc.comm.reduction_check import check_reduction
 from tagc.comm.second_shot import SecondShot
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
@@ -51,7 +52,7 @@ class UnitReducer:
         compressed_steps: those after the warm-up.
         earlier_steps: reductions of the run that this one goes on from with another layout: they
             count for the warm-up, but not in the metrics.
-        inside_bytes: sent so far to ranks of the same host, where those add up first.
+        inside: the sum of the host's ranks, where those add up first.
         second: the second of two shots, where copies of a shard take two.
         gauge: measures how much larger gradients come out than densely; None where nobody asked.
     """
@@ -83,7 +84,6 @@ class UnitReducer:
         self._ops, self._workspace, self._remedy = ops, workspace, remedy
         self._without_gradient = without_gradient
         self._connect, self._crosses = connect or self._default_exchange, crosses
-        self._waiting: Tensor | None = None
         self._name = plan.info.label
         self._lockstep = Lockstep(plan.direction, self._name, device)
         self._flat = flat_rows(plan, workspace)
@@ -117,8 +117,7 @@ class UnitReducer:
         self._native_bytes = 0
         self._message_bytes = 0
         self._other_bytes = 0
-        self.inside_bytes = 0
-        self._waiting = None
+        self.inside = HostSum(self._name, self._remedy)
         if self.gauge is not None:
             self.measure_noise()
 
@@ -260,7 +259,7 @@ class UnitReducer:
             groups = exchange.groups if crosses else exchange.groups[:1]
             self._lockstep.announce(groups, words if crosses else 0, step)
             self._lockstep.confirm()
-            grad = self._add_inside(grad, exchange, crosses)
+            grad = self.inside.add(grad, exchange, self._lockstep.what, crosses=crosses)
             if not crosses:
                 out.zero_()
                 return
@@ -280,39 +279,8 @@ class UnitReducer:
         plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         if plain and group.size() == self.plan.info.world_size:
             return True
-        if self._waiting is not None:
-            raise RuntimeError(
-                f"tagc: micro-batches of unit {self._name!r} wait inside the host, but "
-                f"now it is reduced with {name_of(op)} over {group.size()} ranks; reduce all "
-                "micro-batches of a step alike"
-            )
+        self.inside.check_alike(op, group.size())
         return False
-
-    def _add_inside(self, grad: Tensor, exchange: GroupExchange, crosses: bool) -> Tensor:
-        """The sum ``[H, S]`` of the host's ranks, and of the micro-batches that waited; it waits,
-        too, unless it crosses."""
-        with (
-            failing_in(self._lockstep.what, exchange.groups[0]),
-            record_function(f"TAGC::add inside the host ({self._name})"),
-        ):
-            total = exchange.add_inside(grad)
-        self.inside_bytes += exchange.inside_bytes
-        if self._waiting is not None:
-            if self._waiting.shape != total.shape:
-                raise RuntimeError(
-                    f"tagc: unit {self._name!r} has {total.shape[1]} gradient columns per rank, "
-                    f"but {self._waiting.shape[1]} in micro-batches of this step before: "
-                    f"{self._remedy or 'let every parameter take part in all of them'}"
-                )
-            # In float32 whatever FSDP reduces: there may be many of them.
-            self._waiting.add_(total)
-            if crosses:
-                total.copy_(self._waiting)
-        elif not crosses:
-            self._waiting = total.to(torch.float32, copy=True)
-        if crosses:
-            self._waiting = None
-        return total
 
     def _reduce(
         self,
@@ -413,27 +381,13 @@ class UnitReducer:
         for codec in self.codecs.values():
             codec.after_dense(out)
 
-    def check_between_steps(self) -> None:
-        """Raise RuntimeError if the gradient of a micro-batch waits inside the host, which no state
-        has."""
-        if self._waiting is not None:
-            raise RuntimeError(
-                f"tagc: unit {self._name!r} holds gradients of micro-batches that have not left "
-                "the host (set_requires_all_reduce(False)), which no state has; save after the "
-                "optimizer's step, or call tagc.compressor(model).drop_waiting()"
-            )
-
-    def drop_waiting(self) -> None:
-        """Forget the gradients of micro-batches that have not left the host."""
-        self._waiting = None
-
     def state(self) -> dict[str, Tensor]:
         """What the next reduction and the counters depend on, beside the residuals; names and
         shapes never change. Waits for what is in flight."""
         counters = [getattr(self, name) for name in _COUNTERS]
         state = {"counters": torch.tensor(counters, dtype=torch.int64)}
         if self._in_levels:
-            state["inside_bytes"] = torch.tensor(self.inside_bytes, dtype=torch.int64)
+            state["inside_bytes"] = torch.tensor(self.inside.bytes, dtype=torch.int64)
         for name, codec in self._stateful():
             state |= nested(name, codec.state())
         for name, share in self._shares.items():
@@ -466,9 +420,9 @@ class UnitReducer:
         """Go on where :meth:`state` was taken, given that it passes the check."""
         for name, value in zip(_COUNTERS, state["counters"].tolist(), strict=True):
             setattr(self, name, value)
-        self._waiting = None
+        self.inside.drop()
         if self._in_levels:
-            self.inside_bytes = int(state["inside_bytes"])
+            self.inside.bytes = int(state["inside_bytes"])
         for name, codec in self._stateful():
             codec.load_state(part_of(name, state))
         for name, share in self._shares.items():

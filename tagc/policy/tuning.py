@@ -32,6 +32,8 @@ class Tuning(Strict):
         """For people."""
         if self.rate_factor == self.norm_factor == 1:
             return "train at dense's own learning rate and limit for clipping"
+        if self.rate_factor == 1 and self.norm_factor is None:
+            return "train at dense's own learning rate"
         rate = _times(self.rate_factor)
         said = f"train at {rate} learning rate"
         if self.norm_factor == 1:

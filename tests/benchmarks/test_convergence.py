@@ -163,7 +163,10 @@ def test_a_run_that_diverges_is_told_from_one_that_is_missing(tmp_path: Path) ->
     results = Results(tmp_path / "results.jsonl", {"suite": "convergence"})
     assert results.loss(run_of(1.0)) is None
     results.add(run_of(1.0), {"loss": None})
-    assert Results(tmp_path / "results.jsonl", {}).loss(run_of(1.0)) == math.inf
+    again = Results(tmp_path / "results.jsonl", {"suite": "convergence"})
+    assert again.loss(run_of(1.0)) == math.inf
+    # Those of another suite are not its.
+    assert Results(tmp_path / "results.jsonl", {"suite": "paired"}).loss(run_of(1.0)) is None
 
 
 @pytest.mark.slow

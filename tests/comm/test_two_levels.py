@@ -82,7 +82,7 @@ def test_two_levels_conserve_what_one_does(rank: int, world_size: int, codec: st
     summed = [segment for segment in plan.segments if segment.codec.cells]
     first = 4 * (hosts - 1) * hosts * len(summed)
     assert reducer.wire_bytes == planned + first
-    assert reducer.inside_bytes == 6 * plan.inside_bytes
+    assert reducer.inside.bytes == 6 * plan.inside_bytes
     groups.release()
 
 
