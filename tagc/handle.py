@@ -38,8 +38,7 @@ _ATTRIBUTE = "_tagc_compressor"
 class Collectives:
     """What replaces FSDP's collectives, in the order of the units; gatherers and replica reducers
     are empty where the policy leaves them. And the groups that tagc made for it, what tells
-    gatherers of an optimizer's steps, the ranks that hold the same shard in other copies, and which
-    of the copies this rank is in."""
+    gatherers of an optimizer's steps, and the ranks that hold the same shard in other copies."""
 
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
@@ -47,7 +46,11 @@ class Collectives:
     levels: Levels | None = None
     steps: OptimizerSteps | None = None
     replica_group: dist.ProcessGroup | None = None
-    copy: int = 0
+
+    @property
+    def copy(self) -> int:
+        """Of the sharded model that this rank is in, from 0."""
+        return 0 if self.replica_group is None else self.replica_group.rank()
 
     @property
     def all_reducers(self) -> list[UnitReducer]:

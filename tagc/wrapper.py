@@ -141,7 +141,7 @@ def wrap(
         if not disabled and not alone:
             plan = _with_kernels(units, plan, ops)
         made = _make(units, plan, levels, made_with)
-        made.copy = 0 if replica_group is None else replica_group.rank()
+        made.replica_group = replica_group
         return (plan, made), plan.fingerprint[:12]
 
     try:
@@ -420,7 +420,6 @@ def _install(
     if copying:
         c.steps = OptimizerSteps(copying)
     if replica_group is not None:
-        c.replica_group = replica_group
         for unit, reducer in zip(units, c.replica_reducers, strict=True):
             _install_average(unit, reducer, replica_group)
 

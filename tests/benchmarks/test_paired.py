@@ -16,7 +16,6 @@ from benchmarks.paired.intervals import Interval, difference
 from benchmarks.paired.pairs import DENSE, LINES, Pairs, dense_rate, dense_run, line_run
 from benchmarks.paired.report import table
 from benchmarks.paired.settings import SETTINGS
-from benchmarks.records import read
 
 BASE = next(iter(SETTINGS.values()))
 BIT = LINES["1 bit"]
@@ -175,4 +174,3 @@ def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture
     assert "'3 bits'" in said
     assert suites.main(["paired", "--seeds", "1", "2"]) == 2
     assert "needs 2 at least" in capsys.readouterr().err
-    assert read([]) == []
