@@ -19,6 +19,9 @@ TTSEM := .venv-ttsem
 PYTHON312 ?= $(shell for p in python3.12 python3.13 $(HOME)/.pyenv/versions/3.12*/bin/python $(HOME)/.pyenv/versions/3.13*/bin/python python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && command -v $$p && break; done)
 
+# Compiled modules are kept, whatever the environment says: every rank and command imports them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-device test-gpu test-network test-recipes parity lint docs bench bench-network gpu clean

@@ -7,6 +7,7 @@ qualified name, so that a plan can be made before any weight is materialised.
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, Self, get_args
 
 __all__ = ["ROLES", "ParamInfo", "Role", "clean_name", "layer_of", "role_of"]
@@ -31,6 +32,7 @@ def clean_name(name: str) -> str:
     return _LEADING_MODULE.sub("", _WRAPPER.sub("", name))
 
 
+@lru_cache(maxsize=1 << 16)  # a plan asks for every parameter several times
 def role_of(name: str) -> Role:
     """One of `ROLES` for a parameter's fully qualified name; `other` if nothing is recognised.
 

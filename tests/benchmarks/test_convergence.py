@@ -55,6 +55,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.some(3)
 @on_ranks(2, slow(3))
 @pytest.mark.parametrize("name", CODECS)
 def test_simulated_ranks_are_ranks(rank: int, world_size: int, name: str) -> None:

@@ -221,6 +221,7 @@ def test_what_is_seldom_is_not_counted():
     assert counted(rarely, ints(), ints(), N)["bytes"] == 4 * N
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kernel", [each_bit, each_bit_while])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
 def test_a_loop_over_bits_has_a_turn_for_each_of_the_fullest_word(kernel: Any, share: float):

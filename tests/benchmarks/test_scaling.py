@@ -55,6 +55,7 @@ def test_without_spread_supports_are_independent() -> None:
     assert Overlap(density=0.05, spread=100.0).union(8) == pytest.approx(0.05, rel=0.1)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("link", LINKS)
 def test_a_fit_finds_the_spread(link: str) -> None:
     true = Overlap(density=0.05, spread=1.3, link=link)

@@ -81,6 +81,7 @@ DAMAGES: dict[Callable[[Path], None], str] = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_damaged_files_are_refused_on_all_ranks(
     tmp_path: Path, damage: Callable[[Path], None]

@@ -61,6 +61,7 @@ def everyones(ranks: list[dict[str, Tensor]], name: str) -> Tensor:
 MORE, FEWER = (2, 3), (4, 2)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("old", "new", "policy", "saver"),
     [
@@ -87,6 +88,7 @@ def test_the_sum_over_ranks_is_conserved(
     conserves(tmp_path, saver, policy, (old, None), (new, None))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("policy", "saver"),
     in_turn(["quantized average", "sketch shared", "matrix lead"], rare=["sketch shared"]),

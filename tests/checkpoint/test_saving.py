@@ -107,6 +107,7 @@ def test_a_rank_that_cannot_write(rank: int, world_size: int, full: int) -> None
 STEPS = {"write_rank": 1, "check_save": 0, "commit": 0, "is_committed": 1}
 
 
+@pytest.mark.some(2)
 @on_ranks(2)
 @pytest.mark.parametrize(("step", "done"), covering(STEPS, [False, True]))
 def test_every_step_can_fail(rank: int, world_size: int, step: str, done: bool) -> None:

@@ -58,6 +58,7 @@ RARE = (
 # The same ranks
 
 
+@pytest.mark.some(4)
 @on_ranks(2)
 @pytest.mark.parametrize(("policy", "saver"), in_turn(POLICIES, rare=RARE))
 def test_a_resumed_run_is_the_run_that_never_stopped(
@@ -112,6 +113,7 @@ def resumes(rank: int, saver: str, policy: str, **options: Any) -> None:
         assert any(not torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.some(1)
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("policy", "saver"), in_turn(["sketch shared", "packed shared", "quantized average"])

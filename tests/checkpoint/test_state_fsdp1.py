@@ -41,6 +41,7 @@ RULES: Any = {
 }
 
 
+@pytest.mark.some(2)
 @on_ranks(2, slow(3))
 @pytest.mark.parametrize(
     ("rules", "saver"),
@@ -102,6 +103,7 @@ def load_and_train(
     return sums
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("rules", "old", "new"),
     [

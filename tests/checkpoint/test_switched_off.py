@@ -78,6 +78,7 @@ def test_ranks_must_agree_on_the_switch(rank: int, world_size: int) -> None:
             wrapped(POLICIES["packed"])
 
 
+@pytest.mark.some(1)
 @on_ranks(2)
 @pytest.mark.parametrize("policy", ["sketch shared", "packed shared", "parameters"])
 def test_removed_is_native(rank: int, world_size: int, policy: str) -> None:

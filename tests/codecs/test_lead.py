@@ -51,6 +51,7 @@ def last_sums(reducer: UnitReducer) -> list[Tensor]:
     return [q[0] for q in reducer.owner_states.values()]
 
 
+@pytest.mark.some(3)
 @on_ranks(2, slow(3))
 @pytest.mark.parametrize(("codec", "op"), covering(CODECS, ["SUM", "AVG"]))
 def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: str, op: str) -> None:
@@ -77,6 +78,7 @@ def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: st
     assert not plain.owner_states
 
 
+@pytest.mark.some(4)
 @on_ranks(2, 4)
 @by_codec
 def test_the_owner_is_ahead_by_a_share_of_the_last_sum(
@@ -223,6 +225,7 @@ def test_copies_keep_the_same(rank: int, world_size: int, codec: str) -> None:
 # Codec matrix
 
 
+@pytest.mark.some(4)
 @on_ranks(2, 4)
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
@@ -248,6 +251,7 @@ def test_what_is_not_sent_stays(rank: int, world_size: int, bits: int, stored: s
             assert owed.any()
 
 
+@pytest.mark.some(2)
 @on_ranks(3)
 @pytest.mark.parametrize(
     ("codec", "kind"),

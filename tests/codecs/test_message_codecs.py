@@ -103,6 +103,7 @@ CODECS: dict[str, dict[str, Any]] = {
 SHARED = ["shared", "shared sketch"]
 
 
+@pytest.mark.some(4)
 @on_ranks(2, slow(4))
 @pytest.mark.parametrize(("codec", "stored"), covering(CODECS, ["float32", "bfloat16", "int8"]))
 def test_what_is_not_sent_stays(rank: int, world_size: int, codec: str, stored: str) -> None:
@@ -176,6 +177,7 @@ def test_bfloat16_rounds_once_and_adds_in_float32(
     assert reducer.wire_bytes == 4 * (world_size - 1) * sum(words)
 
 
+@pytest.mark.some(4)
 @on_ranks(slow(2), 3, slow(5))
 @pytest.mark.parametrize("codec", CODECS)
 def test_bytes_are_what_the_plan_says(rank: int, world_size: int, codec: str) -> None:
@@ -190,6 +192,7 @@ def test_bytes_are_what_the_plan_says(rank: int, world_size: int, codec: str) ->
     assert reducer.compressed_wire_bytes == once + compressed
 
 
+@pytest.mark.some(4)
 @on_ranks(3)
 @pytest.mark.parametrize("codec", CODECS)
 def test_cpu_and_reference_agree_on_everything(rank: int, world_size: int, codec: str) -> None:
@@ -203,6 +206,7 @@ def test_cpu_and_reference_agree_on_everything(rank: int, world_size: int, codec
             torch.testing.assert_close(a, b, **EXACT)
 
 
+@pytest.mark.some(7)
 @on_ranks(2)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -225,6 +229,7 @@ def test_what_is_not_finite_shows_at_its_owner_and_is_not_kept(
 # Shared support
 
 
+@pytest.mark.some(1)
 @on_ranks(3)
 @pytest.mark.parametrize("codec", SHARED)
 def test_all_ranks_send_the_groups_that_the_owner_chose(

@@ -39,6 +39,7 @@ def averages(reducer: UnitReducer) -> list[Tensor]:
     return [average[0] for average in reducer.owner_states.values()]
 
 
+@pytest.mark.some(3)
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "codec", "ops"), covering((2, 4), CODECS, ["reference", "cpu"])
@@ -61,6 +62,7 @@ def test_the_average_and_what_is_owed_are_the_average_of_gradients(
     assert len(averages(reducer)) == 2
 
 
+@pytest.mark.some(2)
 @on_ranks(2)
 @pytest.mark.parametrize("codec", ["quantized 4", "packed 4", "sketch"])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])

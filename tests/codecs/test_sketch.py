@@ -67,6 +67,7 @@ def check_exact(name, numel, ranks, density, kind, rng):
         assert torch.equal(decoded.values, total), (numel, ranks, density)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("kind", ["uniform", "rows"])
 @pytest.mark.parametrize("ranks", [r if r in (1, 2, 5, 8) else slow(r) for r in range(1, 9)])
 @pytest.mark.parametrize("name", INTEGER)
@@ -169,6 +170,7 @@ def float_error_bounds(x, seed, layout):
     return bounds
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("ops", ["cpu", "reference"])
 @pytest.mark.parametrize("ranks", [1, 2, 5, 8])
 @pytest.mark.parametrize(

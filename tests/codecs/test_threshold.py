@@ -111,6 +111,7 @@ by_shape = pytest.mark.parametrize(
 by_density = pytest.mark.parametrize("density", [0.01, 0.05, 0.2])
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "plain"])
 @by_density
 @by_shape
@@ -130,6 +131,7 @@ def test_a_wrong_first_threshold(density, wrong):
     check_settled(run)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("factor", [1e3, 1e-3])
 @by_density
 def test_a_sudden_change_of_scale(density, factor):
@@ -141,6 +143,7 @@ def test_a_sudden_change_of_scale(density, factor):
     check_settled(run)
 
 
+@pytest.mark.some(1)
 @by_density
 def test_gradients_grow_a_thousandfold_with_feedback(density):
     run = Run(laplace, density)
@@ -150,6 +153,7 @@ def test_gradients_grow_a_thousandfold_with_feedback(density):
     check_settled(run)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("before", [0, 5])
 @by_density
 def test_all_zero_gradients_leave_the_threshold_alone(density, before):

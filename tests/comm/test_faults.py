@@ -156,6 +156,7 @@ def test_an_error_in_some_groups_of_replicas(
 # Gradients that are not finite
 
 
+@pytest.mark.some(2)
 @on_ranks(3)
 @by_codec
 def test_every_owner_learns_of_a_loss_that_overflows(
@@ -172,6 +173,7 @@ def test_every_owner_learns_of_a_loss_that_overflows(
         model.zero_grad()
 
 
+@pytest.mark.some(2)
 @on_ranks(4)
 @pytest.mark.parametrize("codec", [name for name in CODECS if "shared" not in name])
 def test_every_replica_learns_of_a_loss_that_overflows(

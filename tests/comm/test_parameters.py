@@ -27,6 +27,7 @@ def wrapped(codec: dict[str, Any], **options: Any) -> Any:
         return tagc.wrap(sharded(**options), gathering(codec))
 
 
+@pytest.mark.some(3)
 @on_ranks(2, 3)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,6 +83,7 @@ def test_the_forward_computes_with_the_rounded_parameters(rank: int, world_size:
         assert torch.equal(exact["first.0.bias"], rounded["first.0.bias"])
 
 
+@pytest.mark.some(2)
 @on_ranks(2, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_kept_message_changes_bytes_and_nothing_else(

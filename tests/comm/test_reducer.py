@@ -99,6 +99,7 @@ class Oracle:
         return sent.view(-1)[:n]
 
 
+@pytest.mark.some(4)
 @on_ranks(slow(2), 3, slow(4))
 @pytest.mark.parametrize("ops", ["cpu", "reference"])
 @pytest.mark.parametrize(
@@ -158,6 +159,7 @@ def counts_at_steering() -> Iterator[list[Tensor]]:
         yield seen
 
 
+@pytest.mark.some(3)
 @on_ranks(2, 4)
 @pytest.mark.parametrize("symbol", [*INTEGER, "float32"])
 def test_nothing_is_lost_on_a_grid(rank: int, world_size: int, symbol: str) -> None:
@@ -165,6 +167,7 @@ def test_nothing_is_lost_on_a_grid(rank: int, world_size: int, symbol: str) -> N
     conserved(rank, world_size, symbol, "float32", on_grid)
 
 
+@pytest.mark.some(4)
 @on_ranks(2, 4)
 @pytest.mark.parametrize("symbol", INTEGER)
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
@@ -206,6 +209,7 @@ def conserved(rank: int, world_size: int, symbol: str, stored: str, draw: Callab
     assert all(residual[:, :, span].any() for span in spans)
 
 
+@pytest.mark.some(3)
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("symbol", INTEGER)
 def test_density_one_rounds_to_the_step(rank: int, world_size: int, symbol: str) -> None:

@@ -38,6 +38,7 @@ def test_without_a_rule_replicas_are_averaged_as_they_are(rank: int, world_size:
     assert metrics.replica_wire_bytes == metrics.replica_dense_bytes > 0
 
 
+@pytest.mark.some(1)
 @on_ranks(4)
 @pytest.mark.parametrize("codec", [c if c in ("quantized", "sketch") else slow(c) for c in CODECS])
 def test_replicas_stay_equal_and_close_to_dense(rank: int, world_size: int, codec: str) -> None:

@@ -42,6 +42,7 @@ def in_two_levels(plan: UnitPlan, codec: dict[str, Any], world_size: int) -> Uni
     return build_plan([info], Policy.load({"schema": 1, "gradients": [rule]})).units[0]
 
 
+@pytest.mark.some(2)
 @on_ranks(4)
 @pytest.mark.parametrize("codec", CODECS)
 def test_two_levels_conserve_what_one_does(rank: int, world_size: int, codec: str) -> None:

@@ -53,6 +53,7 @@ def owed(reducer: UnitReducer) -> Tensor:
     return total
 
 
+@pytest.mark.some(3)
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("codec", ["quantized", "matrix"])
 def test_nothing_is_lost(rank: int, world_size: int, codec: str) -> None:

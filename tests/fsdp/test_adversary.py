@@ -195,6 +195,7 @@ def outcome(shape: dict[str, Any], calls: Sequence[str], rank: int) -> tuple[str
     return "", len(calls)
 
 
+@pytest.mark.some(1)
 @on_ranks(2)
 @pytest.mark.parametrize(
     "shape", [shape if shape in USUAL else slow(shape) for shape in SHAPES], ids=str

@@ -77,6 +77,7 @@ def as_on_an_accelerator() -> Iterator[None]:
         yield
 
 
+@pytest.mark.some(3)
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "option"), covering((2, 3), OPTIONS))
 def test_dense_is_native(rank: int, world_size: int, option: str) -> None:

@@ -39,6 +39,7 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some(1)
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "codec", "names"), covering((3, 4), CODECS, ["second.0.weight", "*"])
@@ -74,6 +75,7 @@ HANDED_OUT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some(3)
 @on_ranks(2, 3)
 @pytest.mark.parametrize("kind", HANDED_OUT)
 @pytest.mark.parametrize("names", ["second.0.weight", "*"])

@@ -74,6 +74,7 @@ def native_and_wrapped(variant: str, chosen: str | Policy) -> tuple[Any, Any]:
     return native, tagc.wrap(wrapped, chosen)
 
 
+@pytest.mark.some(1)
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "variant"), covering((2, 3, 4), NATIVE))
 def test_dense_is_native(rank: int, world_size: int, variant: str) -> None:
@@ -82,6 +83,7 @@ def test_dense_is_native(rank: int, world_size: int, variant: str) -> None:
     torch.testing.assert_close(local_weights(wrapped), local_weights(native), **EXACT)
 
 
+@pytest.mark.some(1)
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "variant"), covering((2, 3, 4), NATIVE))
 def test_unselected_columns_are_native(rank: int, world_size: int, variant: str) -> None:

@@ -194,6 +194,7 @@ def test_what_is_gathered_again_inside_a_host(rank: int, world_size: int) -> Non
     assert compressor.metrics().parameter_inside_wire_bytes > forward
 
 
+@pytest.mark.some(1)
 @on_ranks(4)
 @pytest.mark.parametrize("disabled", ["0", "1"])
 def test_the_link_decides_on_hosts(rank: int, world_size: int, disabled: str) -> None:

@@ -47,6 +47,7 @@ def check_kept(rank: int, make: Any, backward: Any) -> None:
     torch.testing.assert_close(weights[1], weights[0], **EXACT)
 
 
+@pytest.mark.some(2)
 @on_ranks(2)
 @pytest.mark.parametrize("how", RECOMPUTED)
 def test_kept_parameters_with_checkpointing(rank: int, world_size: int, how: str) -> None:
@@ -109,6 +110,7 @@ def with_others(model: Any, by_data: bool, body: Any) -> None:
     swap(own.get)
 
 
+@pytest.mark.some(2)
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("how", "mode", "by_data"),

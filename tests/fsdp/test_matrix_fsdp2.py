@@ -99,6 +99,7 @@ def shapes(model: Any) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
+@pytest.mark.some(2)
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("ops", ["cpu", "reference"])
 def test_shards_of_every_kind_conserve_the_sum(rank: int, world_size: int, ops: str) -> None:

@@ -55,12 +55,14 @@ RARE = {
 }
 
 
+@pytest.mark.some(5)
 @on_ranks(2)
 @pytest.mark.parametrize("name", [slow(n) if n in RARE else n for n in POLICIES])
 def test_a_plan_knows_its_memory(rank: int, world_size: int, name: str) -> None:
     check(rank, name, None)
 
 
+@pytest.mark.some(2)
 @on_ranks(4)
 @pytest.mark.parametrize("name", ON_HOSTS)
 def test_a_plan_knows_its_memory_on_hosts(rank: int, world_size: int, name: str) -> None:

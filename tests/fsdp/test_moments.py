@@ -30,6 +30,7 @@ SLACK = 6000
 """Bytes of counters, thresholds and headers."""
 
 
+@pytest.mark.some(3)
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("codec", "feedback", "dtype"),

@@ -34,6 +34,7 @@ from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("keys", [None, 1])
 @variants
 def test_reference_decodes_by_the_contract(symbol, grad_dtype, residual_dtype, keys):
@@ -66,6 +67,7 @@ def test_reference_decodes_by_the_contract(symbol, grad_dtype, residual_dtype, k
     assert bool(peeled.stuck) == (keys == 1)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("keys", [None, 1, 60])
 @variants
 def test_cpu_decodes_like_the_reference(symbol, grad_dtype, residual_dtype, keys):
@@ -137,6 +139,7 @@ CONSERVED = [
 number = st.floats(-1024, 1024, width=32)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("ops", "symbol", "dtype", "least"),
     # The CPU's are compiled for float32 and these symbols.

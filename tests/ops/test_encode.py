@@ -27,6 +27,7 @@ from support.sketch_cases import (
 )
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("mode", MODES)
 @variants
 def test_reference_encodes_by_the_contract(symbol, grad_dtype, residual_dtype, mode):
@@ -53,6 +54,7 @@ def test_modes_are_what_they_say():
         assert bool(clipped.any()) == (mode not in ("nothing fits", "empty"))
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("mode", MODES)
 @variants
 def test_cpu_encodes_like_the_reference(symbol, grad_dtype, residual_dtype, mode):
@@ -64,6 +66,7 @@ def test_cpu_encodes_like_the_reference(symbol, grad_dtype, residual_dtype, mode
         same(encode(CPU, case), encode(REFERENCE, case), symbol)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("mode", ["usual", "room for all"])
 @variants
 def test_reference_encodes_a_support_by_the_contract(symbol, grad_dtype, residual_dtype, mode):
@@ -76,6 +79,7 @@ def test_reference_encodes_a_support_by_the_contract(symbol, grad_dtype, residua
         assert got.index[:, -1].tolist() == [int(bad), 0]
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("mode", ["usual", "nothing fits", "room for all"])
 @variants
 def test_cpu_encodes_a_support_like_the_reference(symbol, grad_dtype, residual_dtype, mode):

@@ -123,6 +123,7 @@ def test_sums_add_up_in_the_order_of_the_format(of, ones, ops):
         assert scale == 2.0**16
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("divisor", [1, 3])
 @both
 @variants

@@ -82,6 +82,7 @@ def check_against_oracle(case: Case, got: Packed) -> None:
         assert torch.equal(got.residual[r].float(), expected)
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("mode", MODES)
 @both
 @variants
@@ -102,6 +103,7 @@ def test_modes_are_what_they_say():
         assert torch.equal(kept, nonzero) == (mode == "room for all")
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("mode", MODES)
 @variants
 def test_cpu_is_the_reference_to_the_bit(group, bits, grad_dtype, residual_dtype, mode):
@@ -123,6 +125,7 @@ def test_cpu_is_the_reference_to_the_bit(group, bits, grad_dtype, residual_dtype
             assert oracle.same_values(*outs)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("mode", MODES)
 @both
 @pytest.mark.parametrize(("group", "dtype"), [(1, F32), slow(2, F32), (4, BF16)])
@@ -146,6 +149,7 @@ def test_selects_what_pack_would_keep(group, dtype, ops, mode):
         assert torch.equal(counts, got.counts)
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("divisor", [1, 3])
 @both
 @variants

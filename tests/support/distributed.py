@@ -34,6 +34,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from support.garbage import collect_seldom
+
 # A rank that is left alone in a collective waits for this share of the time limit, and can then
 # say itself where it waited.
 _GROUP_SHARE = 1 / 3
@@ -207,6 +209,7 @@ def _serve(pipe: connection.Connection, log: Path) -> None:
         faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR1, file)
         torch.set_num_threads(1)
+        collect_seldom()
         while True:
             try:
                 job = pipe.recv_bytes()

@@ -1,6 +1,6 @@
 """Marks of tests."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -15,6 +15,20 @@ def slow(*values: Any) -> Any:
 def named(value: Any) -> str:
     """A parameter in the name of its test: modules of operators, and dtypes, without dots."""
     return getattr(value, "__name__", str(value)).rpartition(".")[2]
+
+
+def varied(cases: Sequence[pytest.Function], count: int) -> list[pytest.Function]:
+    """So many of a test's cases, that have as many of its parameters' values as they can."""
+    left = {
+        case: {(name, str(value)) for name, value in case.callspec.params.items()} for case in cases
+    }
+    seen: set[tuple[str, str]] = set()
+    chosen = []
+    while left and len(chosen) < count:
+        best = max(left, key=lambda case: len(left[case] - seen))
+        seen |= left.pop(best)
+        chosen.append(best)
+    return chosen
 
 
 def covering(*axes: Iterable[Any]) -> list[Any]:
