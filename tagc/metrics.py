@@ -134,7 +134,7 @@ class _Selected:
     unresolved: int = 0
 
     def add(self, reducer: UnitReducer) -> None:
-        steps, destinations = reducer.compressed_steps, reducer.plan.destinations
+        steps, destinations = reducer.counters.compressed_steps, reducer.plan.destinations
         for count in reducer.selection_counts():
             self.planned += count.elements
             self.target += count.target * count.elements
@@ -173,7 +173,7 @@ def collect(
     ]
     nothing = math.nan if selected.planned else 1.0
     return Metrics(
-        steps=max((r.steps for r in reducers), default=0),
+        steps=max((r.counters.steps for r in reducers), default=0),
         warming_up=max((_dense_steps_left(r) for r in (*reducers, *replicas)), default=0),
         wire_bytes=sum(r.wire_bytes for r in reducers),
         compressed_wire_bytes=sum(r.compressed_wire_bytes for r in reducers),
@@ -198,7 +198,7 @@ def collect(
 
 
 def _dense_steps_left(reducer: UnitReducer) -> int:
-    done = reducer.earlier_steps + reducer.steps
+    done = reducer.counters.all_steps
     return max(0, reducer.plan.warmup_steps - done) if reducer.plan.compressed else 0
 
 
@@ -208,5 +208,5 @@ def _dense_bytes(reducers: Sequence[UnitReducer], *, compressed: bool = False) -
         plan = reducer.plan
         columns = sum(plan.dense_columns(s.params) for s in plan.compressed)
         columns = columns if compressed else plan.buffer_columns
-        total += int(plan.dense_bytes(columns)) * reducer.steps
+        total += int(plan.dense_bytes(columns)) * reducer.counters.steps
     return total

@@ -79,7 +79,7 @@ class NoiseFactors(Factors):
                 gauge.agreed = row.clone()
             for reducer in (r for m in together for r in m.reducers):
                 if reducer.gauge is not None:
-                    reducer.gauge.agreed_at.fill_(reducer.compressed_steps)
+                    reducer.gauge.agreed_at.fill_(reducer.counters.compressed_steps)
 
     def by_parameter(self) -> dict[int, float]:
         """See :meth:`Factors.by_parameter`."""
@@ -123,7 +123,7 @@ class NoiseFactors(Factors):
 def _is_due(reducer: UnitReducer) -> bool:
     if reducer.gauge is None:
         return False
-    return exchange_is_due(reducer.compressed_steps, int(reducer.gauge.agreed_at))
+    return exchange_is_due(reducer.counters.compressed_steps, int(reducer.gauge.agreed_at))
 
 
 def exchange_is_due(steps: int, agreed_at: int) -> bool:

@@ -374,7 +374,7 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
         return CopyGatherer(
             setup,
             rank=unit.group.rank(),
-            reductions=lambda: made.reducers[i].steps,
+            reductions=lambda: made.reducers[i].counters.steps,
             versions=lambda: sum(p._version for p in unit.trainable()),
         )
 

@@ -73,7 +73,7 @@ class Run:
             if reducer.gauge is None:
                 continue
             reducer.gauge.agreed[:] = torch.tensor(squares, dtype=torch.float64)
-            reducer.gauge.agreed_at.fill_(reducer.compressed_steps)
+            reducer.gauge.agreed_at.fill_(reducer.counters.compressed_steps)
 
 
 @on_ranks(2)

@@ -333,7 +333,7 @@ def test_non_finite_gradients(rank: int, world_size: int, bad: float, first: int
     reducer = unit_reducer(plan, ops)
     owner = world_size - 1
     for segment in plan.segments:
-        start = reducer.steps + first
+        start = reducer.counters.steps + first
         for step in range(start + 3):
             buffers = normal(world_size, plan.columns, step)
             if step == start:

@@ -129,7 +129,7 @@ class State:
     @property
     def step(self) -> int:
         """Reductions so far, the most of any unit."""
-        return max((r.reducer.earlier_steps + r.reducer.steps for r in self.reduced), default=0)
+        return max((r.reducer.counters.all_steps for r in self.reduced), default=0)
 
     def header(self) -> StateHeader:
         """What the state says about itself."""

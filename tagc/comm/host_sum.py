@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from tagc.codecs.state import MAX_COUNT
 from tagc.comm.collectives import failing_in
 from tagc.comm.exchanges import GroupExchange
 from tagc.comm.reduction_check import name_of
@@ -83,3 +86,16 @@ class HostSum:
     def drop(self) -> None:
         """Forget what waits."""
         self._waiting = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Counters: between steps nothing waits."""
+        return {"inside_bytes": torch.tensor(self.bytes, dtype=torch.int64)}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for values that :meth:`state` never has."""
+        if not 0 <= int(state["inside_bytes"]) <= MAX_COUNT:
+            raise ValueError("the count of bytes inside hosts is negative, or too large")
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where :meth:`state` was taken."""
+        self.bytes = int(state["inside_bytes"])

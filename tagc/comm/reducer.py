@@ -13,7 +13,6 @@ from torch.profiler import record_function
 
 from tagc.codecs import Codec, CodecSetup, Exchange, SelectionCount, make_codecs
 from tagc.codecs.feedback import MeasuredShare, SegmentFeedback
-from tagc.codecs.state import MAX_COUNT, nested, part_of
 from tagc.codecs.workspace import Workspace
 from tagc.comm.collectives import CollectiveWork, dense_reduce_scatter, failing_in
 from tagc.comm.exchanges import BroadcastExchange, Connect, GroupExchange, ShardExchange
@@ -21,21 +20,13 @@ from tagc.comm.flat import flat_rows
 from tagc.comm.gauge import NoiseGauge
 from tagc.comm.host_sum import HostSum
 from tagc.comm.lockstep import Lockstep
+from tagc.comm.reducer_state import Counters, Parts, check_parts, load_parts, state_of
 from tagc.comm.reduction_check import check_reduction
 from tagc.comm.second_shot import SecondShot
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 
 Native = Callable[[Tensor, Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType], CollectiveWork]
-
-_COUNTERS = (
-    "steps",
-    "compressed_steps",
-    "earlier_steps",
-    "_native_bytes",
-    "_message_bytes",
-    "_other_bytes",
-)
 
 
 class UnitReducer:
@@ -48,10 +39,7 @@ class UnitReducer:
     Attributes:
         plan: segments of the unit.
         codecs: by name, in the order of their words in a message.
-        steps: reductions so far.
-        compressed_steps: those after the warm-up.
-        earlier_steps: reductions of the run that this one goes on from with another layout: they
-            count for the warm-up, but not in the metrics.
+        counters: of reductions and bytes.
         inside: the sum of the host's ranks, where those add up first.
         second: the second of two shots, where copies of a shard take two.
         gauge: measures how much larger gradients come out than densely; None where nobody asked.
@@ -111,12 +99,7 @@ class UnitReducer:
             self.second.reset()
         for codec in self.codecs.values():
             codec.skip(max(0, earlier_steps - self.plan.warmup_steps))
-        self.steps = 0
-        self.compressed_steps = 0
-        self.earlier_steps = earlier_steps
-        self._native_bytes = 0
-        self._message_bytes = 0
-        self._other_bytes = 0
+        self.counters = Counters(earlier_steps=earlier_steps)
         self.inside = HostSum(self._name, self._remedy)
         if self.gauge is not None:
             self.measure_noise()
@@ -135,7 +118,7 @@ class UnitReducer:
     def wire_bytes(self) -> int:
         """Bytes sent so far, all columns; where ranks of a host add up first, those to other
         hosts."""
-        return self._native_bytes + self._message_bytes + self._other_bytes
+        return self.counters.sent_bytes
 
     @property
     def compressed_wire_bytes(self) -> int:
@@ -144,10 +127,12 @@ class UnitReducer:
         if not columns:
             return 0
         words = sum(map(self.plan.sent_words, self.plan.compressed))
+        all_words = sum(map(self.plan.sent_words, self.plan.segments))
+        sent = self.counters
         return (
-            int(self._native_bytes * columns // self.plan.buffer_columns)
-            + int(self._message_bytes * words // sum(map(self.plan.sent_words, self.plan.segments)))
-            + self._other_bytes
+            int(sent.native_bytes * columns // self.plan.buffer_columns)
+            + int(sent.message_bytes * words // all_words)
+            + sent.other_bytes
         )
 
     @property
@@ -247,7 +232,7 @@ class UnitReducer:
             check_reduction(
                 self.plan, out, inp, group, op, self._without_gradient, remedy=self._remedy
             )
-        step = self.earlier_steps + self.steps
+        step = self.counters.all_steps
         compresses = bool(self.plan.compressed) and step >= self.plan.warmup_steps
         words = sum(part.words for part in self.plan.stages) if compresses else 0
         exchange = self._connect(group)
@@ -265,7 +250,7 @@ class UnitReducer:
                 return
         else:
             self._lockstep.announce([group], words, step)
-        self.steps += 1
+        self.counters.steps += 1
         with failing_in(self._lockstep.what, group):
             if compresses:
                 self._reduce(out, grad, exchange, group, op)
@@ -290,17 +275,18 @@ class UnitReducer:
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
     ) -> None:
-        self.compressed_steps += 1
+        self.counters.compressed_steps += 1
         shard = out
         if self._flat is not None:
             grad, shard = self._flat.arrange(grad), self._flat.shard_buffer(out.dtype)
         if self.gauge is not None:
-            self.gauge.look(grad[exchange.row if self.second is None else 0], self.compressed_steps)
+            own = grad[exchange.row if self.second is None else 0]
+            self.gauge.look(own, self.counters.compressed_steps)
         if self.second is not None:
             grad, shard = self.second.arrange(grad), self.second.slice_sum()
         plan = self._encoded
         send, received = self._messages(plan, group)
-        if self.compressed_steps == 1:
+        if self.counters.compressed_steps == 1:
             # Only then does a codec exchange anything before its message.
             self._lockstep.confirm()
         divisor = plan.info.world_size if op == dist.ReduceOp.AVG else 1
@@ -314,18 +300,18 @@ class UnitReducer:
             work.wait()
             for codec in self.codecs.values():
                 codec.wait()
-            self._message_bytes += work.wire_bytes
+            self.counters.message_bytes += work.wire_bytes
         with record_function(f"TAGC::decode ({self._name})"):
             self.decode(received[:, : plan.words], shard, exchange, divisor)
             self._lockstep.check_stamps(received[:, plan.words :], shard[:1])
             if self._flat is not None:
                 self._flat.restore(shard, out, exchange.row)
-        self._other_bytes += exchange.wire_bytes
+        self.counters.other_bytes += exchange.wire_bytes
         if self.second is not None:
             self._hand_out(self.second, shard, out, group)
         if self.gauge is not None:
             handed = shard if self.second is None else out
-            self.gauge.compare(handed, self.compressed_steps, plan.sources / divisor)
+            self.gauge.compare(handed, self.counters.compressed_steps, plan.sources / divisor)
 
     def _messages(self, plan: UnitPlan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         """Room for the messages that a rank makes and for those that it gets, stamped."""
@@ -348,7 +334,7 @@ class UnitReducer:
             second.encode(total, send[:, :words])
             work = BroadcastExchange(group, self._workspace).send(received, send)
             work.wait()
-            self._message_bytes += work.wire_bytes
+            self.counters.message_bytes += work.wire_bytes
             second.decode(received[:, :words], out)
             self._lockstep.check_stamps(received[:, words:], out[:1])
 
@@ -384,51 +370,27 @@ class UnitReducer:
     def state(self) -> dict[str, Tensor]:
         """What the next reduction and the counters depend on, beside the residuals; names and
         shapes never change. Waits for what is in flight."""
-        counters = [getattr(self, name) for name in _COUNTERS]
-        state = {"counters": torch.tensor(counters, dtype=torch.int64)}
-        if self._in_levels:
-            state["inside_bytes"] = torch.tensor(self.inside.bytes, dtype=torch.int64)
-        for name, codec in self._stateful():
-            state |= nested(name, codec.state())
-        for name, share in self._shares.items():
-            state |= nested(f"share.{name}", share.state())
-        if self.gauge is not None:
-            state |= self.gauge.state()
-        return state
-
-    def _stateful(self) -> Iterator[tuple[str, Codec[Any]]]:
-        """All codecs, by what their states are called."""
-        yield from self.codecs.items()
-        if self.second is not None:
-            yield from ((f"second_shot.{name}", c) for name, c in self.second.codecs.items())
+        return state_of(self._parts())
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for values that :meth:`state` never has."""
-        counters = state["counters"]
-        if bool(((counters < 0) | (counters > MAX_COUNT)).any()):
-            raise ValueError("a counter is negative, or larger than any run is long")
-        if self._in_levels and not 0 <= int(state["inside_bytes"]) <= MAX_COUNT:
-            raise ValueError("the count of bytes inside hosts is negative, or too large")
-        for name, codec in self._stateful():
-            codec.check_state(part_of(name, state))
-        for name, share in self._shares.items():
-            share.check_state(part_of(f"share.{name}", state))
-        if self.gauge is not None:
-            self.gauge.check_state(state)
+        check_parts(self._parts(), state)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on where :meth:`state` was taken, given that it passes the check."""
-        for name, value in zip(_COUNTERS, state["counters"].tolist(), strict=True):
-            setattr(self, name, value)
         self.inside.drop()
+        load_parts(self._parts(), state)
+
+    def _parts(self) -> Parts:
+        yield "", self.counters
         if self._in_levels:
-            self.inside.bytes = int(state["inside_bytes"])
-        for name, codec in self._stateful():
-            codec.load_state(part_of(name, state))
-        for name, share in self._shares.items():
-            share.load_state(part_of(f"share.{name}", state))
+            yield "", self.inside
+        yield from self.codecs.items()
+        if self.second is not None:
+            yield from ((f"second_shot.{name}", c) for name, c in self.second.codecs.items())
+        yield from ((f"share.{name}", share) for name, share in self._shares.items())
         if self.gauge is not None:
-            self.gauge.load_state(state)
+            yield "", self.gauge
 
     def _split(self, message: Tensor) -> tuple[Tensor, ...]:
         return message.split([codec.words for codec in self.codecs.values()], dim=1)
@@ -450,7 +412,7 @@ class UnitReducer:
         else:
             work = (native or dense_reduce_scatter)(out, grad, group, op)
             work.wait()
-        self._native_bytes += work.wire_bytes
+        self.counters.native_bytes += work.wire_bytes
         if self._flat is None:
             self.after_dense(out)
         elif self._follows_dense:

@@ -67,7 +67,7 @@ class Unit:
 
     def encode(self) -> None:
         """All that a step does with the state before anything travels."""
-        self.reducer.steps += 1
+        self.reducer.counters.steps += 1
         exchange = ShardExchange(self.group, Workspace(torch.device("cpu")))
         for codec in self.reducer.codecs.values():
             message = torch.empty(2, codec.words, dtype=torch.int32)
