@@ -267,7 +267,7 @@ def matrix(bits, group, grad, residual, average, divisor, rows=64, columns=1024,
     x = torch.empty(R, layout.numel, dtype=grad)
     left = None if residual is None else torch.empty(R, layout.numel, dtype=residual)
     ops.quantize_matrix(x, left, message, layout=layout, average=average)
-    ops.dequantize_matrix(message, x[0], layout=layout, divisor=divisor)
+    ops.dequantize_matrix(message[None], x[:1], layout=layout, divisor=divisor)
 
 
 def packed(bits, block, group, low, grad, residual, kind, divisor, numel=1 << 14, R=2) -> None:

@@ -1,10 +1,10 @@
-"""Dequantize a matrix: add up messages in the order of the ranks, divide, tile by tile.
+"""Dequantize matrices: add up messages in the order of the ranks, divide, tile by tile.
 
-``out[i, j] = (sum over r of value * (f_r[i] * v_r[j])) / divisor`` in float32, where a value is
-``2 q + 1``, or of a group 1 or -1 where its code points and else 0. Terms are exact, so a fused
-multiply-add rounds as an addition does, once; additions go from the first message on, and the
-division is IEEE; where the divisor is a power of two, multiplying by its inverse gives the same
-bits.
+Of each of ``K`` rows, ``out[i, j] = (sum over r of value * (f_r[i] * v_r[j])) / divisor`` in
+float32, where a value is ``2 q + 1``, or of a group 1 or -1 where its code points and else 0. Terms
+are exact, so a fused multiply-add rounds as an addition does, once; additions go from the first
+message on, and the division is IEEE; where the divisor is a power of two, multiplying by its
+inverse gives the same bits.
 
 Worked example (2 bits, one element, 2 messages): codes 1 and -2 with f * v = 0.5 and 0.25 add up to
 1.5 - 0.75; divided by 3, 0.25.
@@ -34,7 +34,9 @@ from .scalar import narrow
 _ROWS, _COLUMNS = 4, 1024
 _WARPS = 4
 # Arguments whose alignment makes no difference.
-_PLAIN = ["codes", "f", "rows", "units", "R", "divisor", "mask", "message_stride"]
+_PLAIN = [
+    "codes", "f", "rows", "units", "R", "divisor", "mask", "message_stride", "message_next",
+]  # fmt: skip
 
 
 @jit
@@ -73,7 +75,8 @@ def values_of(words, f, mask, WIDTH: tl.constexpr):
 
 @jit(do_not_specialize=_PLAIN)
 def dequantize_matrix_kernel(
-    codes, f, v, out, rows, columns, units, R, divisor, mask, message_stride,
+    codes, f, v, out, rows, columns, units, R, divisor, mask, message_stride, message_next,
+    out_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
     WORDS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
@@ -92,9 +95,10 @@ def dequantize_matrix_kernel(
     # In columns, not words, so that Triton sees how many neighbours are masked alike.
     within = (word * GROUP + e < row_words * GROUP) & (j < columns)
     exists = r < rows
-    f += r
-    v += j
-    codes += r * row_words + w
+    k = tl.program_id(1).to(tl.int64)
+    f += k * R * rows + r
+    v += k * R * columns + j
+    codes += k * message_stride + r * row_words + w
     # No term is minus zero, so the sum may as well start from zero.
     total = tl.zeros([ROWS, LANES // ALONE, SIZE], tl.float32)
     # Becomes NaN in rows that are not finite, of which most elements have no term.
@@ -118,10 +122,10 @@ def dequantize_matrix_kernel(
                 divisor += scale - scale
             f += rows
             v += columns
-            codes += message_stride
+            codes += message_next
     total = tl.div_rn(total, tl.broadcast_to(divisor, total.shape)) if DIVIDE else total * divisor
     total = narrow(total, out.dtype.element_ty)
-    tl.store(out + (r * columns + j), total, mask=exists & within)
+    tl.store(out + (k * out_stride + r * columns + j), total, mask=exists & within)
 
 
 @on_device_of("out")
@@ -130,17 +134,19 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
     if not layout.rows:
         return
     f, v = read_scales(message, layout=layout)
-    R, lanes = message.shape[0], 32 // layout.width
+    (K, R, _), lanes = message.shape, 32 // layout.width
     alone = 1 if layout.group == 1 else lanes
     each = lanes // alone * layout.group  # columns of a word in a tile
     words = min(_COLUMNS // each, triton.next_power_of_2(layout.row_words))
     tiles = triton.cdiv(layout.row_words, words) * alone
     unit = unit_of(layout.row_words)
     divide = divisor & (divisor - 1) != 0
-    dequantize_matrix_kernel[(triton.cdiv(layout.rows, _ROWS) * tiles,)](
-        message[:, sum(layout.head) :], f, v, out, layout.rows, layout.columns,
+    dequantize_matrix_kernel[(triton.cdiv(layout.rows, _ROWS) * tiles, K)](
+        message[..., sum(layout.head) :], f, v, out, layout.rows, layout.columns,
         layout.row_words // unit, R, float(divisor) if divide else 1.0 / divisor,
-        (1 << layout.width) - 1, message.stride(0),
+        (1 << layout.width) - 1, message.stride(0), message.stride(1),
+        # That of one row means nothing, and would hide how it is aligned.
+        out.stride(0) if K > 1 else 0,
         WIDTH=layout.width, GROUP=layout.group, LANES=lanes, UNIT=unit, WORDS=words, ROWS=_ROWS,
         STEPS=math.gcd(R, _steps(layout)), DIVIDE=divide,
         num_warps=_WARPS, enable_fp_fusion=False,

@@ -26,16 +26,16 @@ _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
 _WORDS = 128
 _WARPS = 4
-_PLAIN = ["message", "f", "v", "rows", "columns", "message_stride"]
+_PLAIN = ["message", "f", "v", "R", "rows", "columns", "message_stride", "message_next"]
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_read_scales_kernel(
-    message, f, v, rows, columns, message_stride, WORDS: tl.constexpr
+    message, f, v, R, rows, columns, message_stride, message_next, WORDS: tl.constexpr
 ):  # fmt: skip
     r = tl.program_id(1).to(tl.int64)
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    message += r * message_stride
+    message += (r // R) * message_stride + (r % R) * message_next
     column_words = (columns + 7) // 8
 
     words = tl.load(message + 1 + word, mask=word < column_words, other=0)
@@ -54,12 +54,13 @@ def matrix_read_scales_kernel(
 
 
 def read_scales(message: Tensor, *, layout: MatrixLayout) -> tuple[Tensor, Tensor]:
-    """Scales of the rows ``[R, rows]`` and of the columns ``[R, columns]``, float32, in buffers."""
-    R = message.shape[0]
-    f = buffer("matrix_f", (R, layout.rows), torch.float32, message.device, None)
-    v = buffer("matrix_v", (R, layout.columns), torch.float32, message.device, None)
-    matrix_read_scales_kernel[(triton.cdiv(max(layout.head), _WORDS), R)](
-        message, f, v, layout.rows, layout.columns, message.stride(0),
+    """Scales of the rows ``[K * R, rows]`` and of the columns ``[K * R, columns]``, float32, in
+    buffers, of messages ``[K, R, words]``."""
+    K, R, _ = message.shape
+    f = buffer("matrix_f", (K * R, layout.rows), torch.float32, message.device, None)
+    v = buffer("matrix_v", (K * R, layout.columns), torch.float32, message.device, None)
+    matrix_read_scales_kernel[(triton.cdiv(max(layout.head), _WORDS), K * R)](
+        message, f, v, R, layout.rows, layout.columns, message.stride(0), message.stride(1),
         WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return f, v

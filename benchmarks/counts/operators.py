@@ -88,7 +88,7 @@ def _quantize_matrix(ops: Any, work: Work, asked: Asked) -> Callable[[], object]
 def _dequantize_matrix(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     R, n, each, _ = _sizes(work)
     layout = _matrix_layout(work)
-    message, out = _empty(R, layout.words), _empty(n, dtype=_DTYPES[work.gradient])
+    message, out = _empty(1, R, layout.words), _empty(1, n, dtype=_DTYPES[work.gradient])
     asked.floor = n * each + 4 * R * layout.words
     return lambda: ops.dequantize_matrix(message, out, layout=layout, divisor=R)
 

@@ -204,15 +204,15 @@ class MatrixOps(Protocol):
     def dequantize_matrix(
         self, message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int
     ) -> None:
-        """Add up messages: ``out = (sum over r of what message r says) / divisor``.
+        """Add up messages: ``out[k] = (sum over r of what message k, r says) / divisor``.
 
         Terms are exact in float32; they are added in the order of ``r``, starting from the first,
         then divided (IEEE), then rounded to ``out``'s dtype. What no group's code points at, and
         rows that say nothing, are +0. Rows that are not finite are NaN.
 
         Args:
-            message: ``[R, words]`` int32.
-            out: ``[rows * columns]`` float32, bfloat16 or float16, written.
+            message: ``[K, R, words]`` int32.
+            out: ``[K, rows * columns]`` float32, bfloat16 or float16, written.
         """
         ...
 

@@ -121,7 +121,7 @@ def quantize(ops, case: Case, average=0.0) -> tuple[Tensor, Tensor | None]:
 
 
 def dequantize(ops, message: Tensor, layout: MatrixLayout, dtype=F32, divisor=1) -> Tensor:
-    out = oracle.widened(oracle.poisoned(layout.numel, dtype=dtype))
-    ops.dequantize_matrix(message, out, layout=layout, divisor=divisor)
+    out = oracle.widened(oracle.poisoned(1, layout.numel, dtype=dtype))
+    ops.dequantize_matrix(message[None], out, layout=layout, divisor=divisor)
     oracle.check_margins(out)
-    return out
+    return out[0]

@@ -91,10 +91,12 @@ def quantized(ops, p: Problem, device: str, aligned: bool = False) -> dict[str, 
 def check_sum(
     message: Tensor, layout: MatrixLayout, device: str, *, dtype=F32, divisor=3, aligned=False
 ) -> Tensor:
-    """dequantize_matrix ``[R, words]`` against the reference."""
+    """dequantize_matrix ``[K, R, words]`` against the reference."""
     out = []
     for ops, where in ((reference, "cpu"), (kernels("ops"), device)):
-        result = placed(oracle.poisoned(layout.numel, dtype=dtype), where, aligned)
+        result = placed(
+            oracle.poisoned(message.shape[0], layout.numel, dtype=dtype), where, aligned
+        )
         sent = placed(message, where, aligned)
         ops.dequantize_matrix(sent, result, layout=layout, divisor=divisor)
         same("message", sent, message)
@@ -112,8 +114,8 @@ def check(p: Problem, device: str, *, dtype=F32, divisor=3, aligned=False) -> di
         same(name, got[name], tensor)
     message = want["message"]
     assert message is not None
-    out = check_sum(message, p.layout, device, dtype=dtype, divisor=divisor, aligned=aligned)
-    results = {**want, "out": out}
+    out = check_sum(message[None], p.layout, device, dtype=dtype, divisor=divisor, aligned=aligned)
+    results = {**want, "out": out[0]}
     return {name: tensor for name, tensor in results.items() if tensor is not None}
 
 

@@ -128,7 +128,20 @@ def _(device):
             p.grad[-1, 75] = float("nan")
             message = quantized(reference, p, "cpu")["message"]
             assert message is not None
-            check_sum(message.contiguous(), p.layout, device, divisor=D)
+            check_sum(message[None].contiguous(), p.layout, device, divisor=D)
+
+
+@case("each row of messages for itself")
+def _(device):
+    for bits, group, columns in ((1, 1, 70), (2, 1, 64), (1, 16, 300)):
+        p = problem(bits, group, 5, columns, residual=None, D=6)
+        p.grad[1, 3] = float("nan")
+        message = quantized(reference, p, "cpu")["message"]
+        assert message is not None
+        for K, aligned in ((3, False), (6, columns == 64)):
+            rows = message.reshape(K, 6 // K, -1)
+            out = check_sum(rows, p.layout, device, divisor=2, aligned=aligned)
+            assert out.isnan().any(1).sum() == 1
 
 
 @case("nothing at all")
@@ -259,9 +272,9 @@ def _(device):
         message = quantized(reference, p, "cpu")["message"]
         assert message is not None
         message = message.contiguous()
-        out = check_sum(message, p.layout, device, dtype=dtype, divisor=divisor)
+        out = check_sum(message[None], p.layout, device, dtype=dtype, divisor=divisor)
         assert out.isnan().sum() == 60
-        backwards = check_sum(message.flip(0), p.layout, device, dtype=dtype, divisor=divisor)
+        backwards = check_sum(message[None].flip(1), p.layout, device, dtype=dtype, divisor=divisor)
         assert bits * group > 1 or not torch.equal(out.nan_to_num(), backwards.nan_to_num())
 
 
@@ -271,7 +284,7 @@ def _(device):
     message = quantized(reference, p, "cpu")["message"]
     assert message is not None
     message = message.contiguous().expand(3, -1)
-    assert check_sum(message, p.layout, device, dtype=F16, divisor=1).isinf().all()
+    assert check_sum(message[None], p.layout, device, dtype=F16, divisor=1).isinf().all()
 
 
 @case("the same launches give the same bits")

@@ -23,14 +23,14 @@ def gpu_step(p: Problem):
     t = {
         "grad": p.grad.cuda(), "residual": p.residual.cuda(),
         "message": oracle.poisoned(p.grad.shape[0], layout.words, dtype=I32).cuda(),
-        "out": oracle.poisoned(layout.numel, dtype=F32).cuda(),
+        "out": oracle.poisoned(1, layout.numel, dtype=F32).cuda(),
     }  # fmt: skip
 
     def run() -> None:
         ops.quantize_matrix(
             t["grad"], t["residual"], t["message"], layout=layout, average=p.average
         )
-        ops.dequantize_matrix(t["message"], t["out"], layout=layout, divisor=3)
+        ops.dequantize_matrix(t["message"][None], t["out"], layout=layout, divisor=3)
 
     return t, run
 
@@ -84,6 +84,6 @@ def test_more_than_two_to_the_31_elements():
     message = torch.empty(1, layout.words, dtype=I32, device="cuda")
     ops.quantize_matrix(grad, residual, message, layout=layout, average=0.0)
     assert not residual.any()
-    out = torch.full((rows * columns,), float("nan"), dtype=BF16, device="cuda")
-    ops.dequantize_matrix(message, out, layout=layout, divisor=1)
-    assert torch.equal(out, grad[0])
+    out = torch.full((1, rows * columns), float("nan"), dtype=BF16, device="cuda")
+    ops.dequantize_matrix(message[None], out, layout=layout, divisor=1)
+    assert torch.equal(out, grad)

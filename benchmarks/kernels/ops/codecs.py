@@ -68,7 +68,7 @@ def matrix(case: Case, row: Row) -> Codec:
         ops.quantize_matrix(row.grad, residual, message, layout=layout, average=0.0)
 
     def read(ops: Ops, messages: Tensor, out: Tensor) -> None:
-        ops.dequantize_matrix(messages, out, layout=layout, divisor=messages.shape[0])
+        ops.dequantize_matrix(messages[None], out[None], layout=layout, divisor=messages.shape[0])
 
     facts = {"rows": layout.rows, "columns": columns, "words": layout.words}
     # No code says 0, so what is left of an element far below its step is rounded.

@@ -16,8 +16,8 @@ def sample_matrix(plan: MatrixPlan, s: Sample) -> Steps:
     layout = replace(plan.layouts[0], rows=s.columns // columns, columns=columns)
     grad = s.grad[:, : layout.numel]
     residual = None if s.residual is None else s.residual[:, : layout.numel]
-    message, out = s.empty(ROWS, layout.words), torch.empty_like(s.grad[0, : layout.numel])
+    message, out = s.empty(ROWS, layout.words), torch.empty_like(s.grad[:1, : layout.numel])
     return (
         lambda: s.ops.quantize_matrix(grad, residual, message, layout=layout, average=s.average),
-        lambda: s.ops.dequantize_matrix(message, out, layout=layout, divisor=ROWS),
+        lambda: s.ops.dequantize_matrix(message[None], out, layout=layout, divisor=ROWS),
     )

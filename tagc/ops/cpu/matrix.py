@@ -52,12 +52,14 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
     if not layout.rows:
         return
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
-    words, distance = rows_of(message)
+    elements = numpy_of(wide)
     base, columns, rows = layout.head
-    dequantize_rows(
-        words, distance, message.shape[0], base + columns, base + columns + rows, layout.rows,
-        np.uint64(layout.group), _codes_of(layout), np.float32(divisor), numpy_of(wide),
-    )  # fmt: skip
+    for k in range(message.shape[0]):
+        words, distance = rows_of(message[k])
+        dequantize_rows(
+            words, distance, message.shape[1], base + columns, base + columns + rows, layout.rows,
+            np.uint64(layout.group), _codes_of(layout), np.float32(divisor), elements[k],
+        )  # fmt: skip
     if wide is not out:
         out.copy_(wide)
 
@@ -78,7 +80,7 @@ def _compile(bits: int, group: int, gradient: torch.dtype, residual: torch.dtype
     left = None if residual is None else torch.zeros(1, 1, dtype=residual)
     message = torch.empty(1, layout.words, dtype=torch.int32)
     quantize_matrix(grad, left, message, layout=layout, average=0.0)
-    dequantize_matrix(message, grad[0], layout=layout, divisor=1)
+    dequantize_matrix(message[None], grad, layout=layout, divisor=1)
 
 
 def prepare_matrix(

@@ -66,11 +66,11 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
     if not layout.rows:
         return
     total = None
-    for row in _values(message, layout).unbind(0):
+    for row in _values(message, layout).unbind(1):
         total = row if total is None else total + row
     assert total is not None
     # Divided by a tensor: by a number, CUDA multiplies with the reciprocal.
-    out.copy_((total / torch.full_like(total, divisor)).flatten())
+    out.copy_((total / torch.full_like(total, divisor)).flatten(1))
 
 
 def _bounded(x: Tensor) -> Tensor:
@@ -181,10 +181,10 @@ def _codes(q: Tensor, layout: MatrixLayout) -> Tensor:
 
 
 def _values(message: Tensor, layout: MatrixLayout) -> Tensor:
-    """What messages ``[R, words]`` int32 stand for, ``[R, rows, columns]`` float32."""
+    """What messages ``[..., words]`` int32 stand for, ``[..., rows, columns]`` float32."""
     sizes = [*layout.head, layout.rows * layout.row_words]
     base, columns, rows, words = message.split(sizes, dim=-1)
-    v = _column_scales(_unpacked(columns, 4, layout.columns))[:, None]
+    v = _column_scales(_unpacked(columns, 4, layout.columns))[..., None, :]
     rows = _unpacked(rows, 8, layout.rows)
     f = _row_scales(rows, base.long())[..., None]
     width = layout.width
