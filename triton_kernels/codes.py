@@ -11,7 +11,7 @@ Worked example (bits 4, levels 7): m = 3.5 gives s = 0.5; x = (-3.5, 0.8, 0.25) 
 from __future__ import annotations
 
 from .jit import constant, jit, tl
-from .scalar import bfloat16_bits, magnitude
+from .scalar import bfloat16_bits, fmix32, magnitude
 
 # Added to a float32 below 2**22, its integer is in the lowest bits.
 _INTEGER = constant(1.5 * 2**23)
@@ -27,8 +27,21 @@ def blocks_and_warps(block: int, each: int = 16) -> tuple[int, int]:
 
 
 @jit
-def quantize_tile(x, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def dither_at(place, salt):
+    """What is added to the codes at places of a row (int32) before they are rounded, float32;
+    ``salt`` is the hash of the row's seed."""
+    h = fmix32(place.to(tl.uint32, bitcast=True) ^ salt) >> 16
+    return ((h + h).to(tl.int32) - 65535).to(tl.float32) * 0.00000762939453125  # 2**-17
+
+
+@jit
+def quantize_tile(
+    x, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, dither=None
+):  # fmt: skip
     """Quantize ``[BLOCKS, BLOCK]`` float32.
+
+    Args:
+        dither: of :func:`dither_at`, ``[BLOCKS, BLOCK]``; None to round to nearest.
 
     Returns:
         bits of the scales ``[BLOCKS]`` int16; words of the codes ``[BLOCKS, block_words]`` int32;
@@ -45,6 +58,8 @@ def quantize_tile(x, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constex
     one = tl.full(s.shape, 1.0, tl.float32)
     inverse = tl.div_rn(one, tl.where(scale != 0, s, one))
     y = tl.minimum(tl.maximum(x * inverse[:, None], -LEVELS), LEVELS)
+    if dither is not None:
+        y += dither
     # Rounded to nearest even by what a float32 has no bits for; the lowest bits are the code then,
     # in two's complement.
     rounded = y + _INTEGER

@@ -15,7 +15,12 @@ def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype |
 
 
 def prepare_blocks(
-    layout: BlockLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
+    layout: BlockLayout,
+    gradient: torch.dtype,
+    residual: torch.dtype | None,
+    average: float,
+    *,
+    dithered: bool = False,
 ) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.prepare_blocks`."""
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
 
-from .codes import blocks_and_warps, quantize_tile, store_message
+from .codes import blocks_and_warps, dither_at, quantize_tile, store_message
 from .device import on_device_of
 from .jit import jit, tl
-from .scalar import narrow_finite, widen
+from .scalar import fmix32, narrow_finite, widen
 
 # Arguments whose alignment makes no difference.
 _PLAIN = ["blocks", "scales", "scales_stride"]
@@ -33,7 +33,7 @@ _PLAIN = ["blocks", "scales", "scales_stride"]
 
 @jit(do_not_specialize=_PLAIN)
 def quantize_kernel(
-    grad, residual, scales, codes, n, blocks, kept, fresh,
+    grad, residual, scales, codes, seeds, n, blocks, kept, fresh,
     grad_stride, residual_stride, scales_stride, codes_stride,
     BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, AVERAGE: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +48,13 @@ def quantize_kernel(
         place = residual + (r * residual_stride + start) + j
         old = widen(tl.load(place, mask=inside, other=0.0))
         x += old
-    scale, words, left, finite = quantize_tile(x, BITS, BLOCKS, BLOCK)
+    if seeds is None:
+        scale, words, left, finite = quantize_tile(x, BITS, BLOCKS, BLOCK)
+    else:
+        salt = fmix32(tl.load(seeds + r).to(tl.uint32, bitcast=True))
+        # Places past 2**32 begin anew.
+        v = dither_at((start + j).to(tl.uint32).to(tl.int32, bitcast=True), salt)
+        scale, words, left, finite = quantize_tile(x, BITS, BLOCKS, BLOCK, v)
     store_message(
         scales + r * scales_stride, codes + r * codes_stride, scale, words, first, blocks,
         BLOCKS, BLOCK * BITS // 32,
@@ -68,6 +74,7 @@ def quantize(
     *,
     layout: BlockLayout,
     average: float,
+    dither: Tensor | None = None,
 ) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.quantize`."""
     if layout.blocks == 0:
@@ -75,7 +82,7 @@ def quantize(
     blocks, warps = blocks_and_warps(layout.block)
     scales, codes = message.view(torch.int16), message[:, layout.scale_words :]
     quantize_kernel[(triton.cdiv(2 * layout.scale_words, blocks), grad.shape[0])](
-        grad, residual, scales, codes, layout.numel, layout.blocks, average, 1 - average,
+        grad, residual, scales, codes, dither, layout.numel, layout.blocks, average, 1 - average,
         grad.stride(0), 0 if residual is None else residual.stride(0), scales.stride(0),
         codes.stride(0),
         BITS=layout.bits, BLOCKS=blocks, BLOCK=layout.block, AVERAGE=average != 0,

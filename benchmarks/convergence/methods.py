@@ -85,6 +85,16 @@ def _quantized(bits: int, kind: str) -> Method:
     )
 
 
+def _stateless(bits: int, rounding: str, block: int = 256) -> Method:
+    """Nothing is kept of what is rounded away."""
+    blocks = "" if block == 256 else f" in blocks of {block}"
+    return Method(
+        name=f"{bits} bits{blocks}, none, {rounding}",
+        codec={"kind": "quantized", "bits": bits, "block": block, "rounding": rounding},
+        feedback={"kind": "none"},
+    )
+
+
 def _packed(percent: float, bits: int, kind: str, group: int = 1, **feedback: Any) -> Method:
     groups = f" in groups of {group}" if group > 1 else ""
     extra = "".join(f", {key} {value:g}" for key, value in feedback.items())
@@ -141,6 +151,11 @@ _ALL = (
     Method(name=BASELINES["average"], average=0.1),
     _quantized(4, "residual"),
     _stored(_quantized(4, "residual"), "bfloat16"),
+    _stored(_quantized(4, "residual"), "int8"),
+    _stateless(8, "stochastic"),
+    _stateless(4, "stochastic"),
+    _stateless(4, "stochastic", 32),
+    _stateless(4, "nearest"),
     _quantized(4, "average"),
     _quantized(4, "momentum"),
     _TWO,

@@ -26,7 +26,7 @@ class _ByHand:
     """An exchange (:class:`tagc.codecs.Exchange`) whose messages somebody else carries."""
 
     def __init__(self, rank: int) -> None:
-        self.row = rank
+        self.source = self.row = rank
         self.takes_leftovers = True
         self.wire_bytes = 0
 

@@ -37,6 +37,15 @@ def _lines() -> Iterator[Line]:
     for name in ("2 bits", "1 bit", "1 of 8", "1 of 32"):
         measured = METHODS[f"{named[name]}, measured lead"]
         yield Line(name=f"{name}, measured lead", method=measured, kept=True)
+    without_memory = {
+        "4 bits, int8 residual": "4 bits, residual, int8 residual",
+        "8 bits, stateless": "8 bits, none, stochastic",
+        "4 bits, stateless": "4 bits, none, stochastic",
+        "4 bits in blocks of 32, stateless": "4 bits in blocks of 32, none, stochastic",
+        "4 bits, stateless, to nearest": "4 bits, none, nearest",
+    }
+    for name, method in without_memory.items():
+        yield Line(name=name, method=METHODS[method], kept=True)
 
 
 LINES = {line.name: line for line in _lines()}

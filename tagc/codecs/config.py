@@ -61,6 +61,11 @@ class CodecConfig(Strict):
     """Kinds of feedback that it can have; the first is what it gets without a word."""
 
     @property
+    def allowed_feedback(self) -> tuple[str, ...]:
+        """Those of :attr:`feedback_kinds` that it can have as it is set."""
+        return self.feedback_kinds
+
+    @property
     def compresses(self) -> bool:
         """Whether anything but the ordinary collective is needed."""
         return True

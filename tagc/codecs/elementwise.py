@@ -30,9 +30,14 @@ class ElementwiseCodec(Codec[P]):
         raise NotImplementedError
 
     def _quantize(
-        self, part: Part[P], grad: Tensor, residual: Tensor | None, message: Tensor
+        self,
+        part: Part[P],
+        grad: Tensor,
+        residual: Tensor | None,
+        message: Tensor,
+        source: int,
     ) -> None:
-        """``[D, columns]`` each to ``[D, words]``."""
+        """``[D, columns]`` each to ``[D, words]``, of the ``source``-th rank that encodes."""
         raise NotImplementedError
 
     def _dequantize(self, plan: P, message: Tensor, out: Tensor, divisor: int) -> None:
@@ -41,13 +46,16 @@ class ElementwiseCodec(Codec[P]):
 
     def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
         """See :meth:`Codec.encode`."""
-        self.encode_rows(grad, message)
+        self._encode(grad, message, exchange.source)
 
     def encode_rows(self, rows: Tensor, message: Tensor) -> None:
         """See :meth:`Codec.encode_rows`."""
+        self._encode(rows, message, 0)
+
+    def _encode(self, rows: Tensor, message: Tensor, source: int) -> None:
         for part in self.parts:
             with part.feedback.opened(rows[:, part.columns], self.steps) as (gradient, residual):
-                self._quantize(part, gradient, residual, message[:, part.words])
+                self._quantize(part, gradient, residual, message[:, part.words], source)
         self.steps += 1
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:

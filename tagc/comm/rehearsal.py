@@ -92,7 +92,8 @@ class _NoExchange:
     :class:`tagc.codecs.Exchange`."""
 
     def __init__(self, workspace: Workspace, ranks: int) -> None:
-        self.row, self.takes_leftovers, self.wire_bytes = 0, True, 0
+        self.source = self.row = self.wire_bytes = 0
+        self.takes_leftovers = True
         self._workspace, self._ranks = workspace, ranks
 
     def add_inside(self, grad: Tensor) -> Tensor:

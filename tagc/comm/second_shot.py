@@ -13,6 +13,8 @@ from tagc.codecs import Codec, CodecSetup, make_codecs
 from tagc.codecs.feedback import SegmentFeedback
 from tagc.plan import UnitPlan
 
+_SECOND_SEED = 1 << 16
+
 
 class SecondShot:
     """An owner's message about the sum of its slice, and the copies between a shard ``[S]`` and
@@ -37,7 +39,9 @@ class SecondShot:
         self.plan = unit.shots.gather
         self._workspace, self._dtype = setup.workspace, unit.info.dtype
         # Sums are not rounded before they are encoded.
-        self._setup = replace(setup, destinations=1, dtype=torch.float32)
+        # And nothing that is left to chance is what it was in the first shot.
+        seed = setup.seed + _SECOND_SEED
+        self._setup = replace(setup, destinations=1, dtype=torch.float32, seed=seed)
         self._pieces: list[_Piece] = []
         self._empty: list[tuple[slice, slice]] = []
         at = column = 0

@@ -7,6 +7,10 @@ in two's complement, clipped to ``[-L, L]``. A scale of 8 significant bits makes
 with or without fused multiply-add. A finer scale would gain nothing, as the residual keeps what the
 codes do not say.
 
+Where nothing keeps what the codes do not say, they can be *dithered*: ``q = rint(x / s + v)`` with
+``v`` between -1/2 and 1/2, so that ``q * s`` is ``x`` on average. ``v`` is a hash of the element's
+place and a seed a row, which makes runs repeatable, on whatever device.
+
 A message is ``[scale words | code words]`` of int32. Two scales share a word, the even one in the
 low half. Element ``i * m + j`` of a block, with ``m = block * bits / 32`` words, has its code in
 bits ``[bits * i, bits * (i + 1))`` of the block's word ``j``: neighbours lie in neighbouring words,
@@ -90,6 +94,7 @@ class BlockOps(Protocol):
         *,
         layout: BlockLayout,
         average: float,
+        dither: Tensor | None = None,
     ) -> None:
         """Accumulate and quantize rows, and keep in the residual what the codes do not say.
 
@@ -98,7 +103,11 @@ class BlockOps(Protocol):
         1. the scale is ``s = bfloat16(m * float32(1 / levels))``, rounded to nearest even and at
            most the largest finite one; 0 if that is below ``MIN_SCALE``; NaN (0x7FC0) if ``m`` is
            not finite, and then the block's codes are 0 and its residual stays as it was;
-        2. codes are ``q = rint(clip(x * (1 / s), -levels, levels))``, 0 where ``s`` is 0;
+        2. codes are ``q = rint(clip(x * (1 / s), -levels, levels))``, 0 where ``s`` is 0; with
+           ``dither`` ``rint(clip(...) + v)``, for element ``j`` of a row with the seed ``d``
+           ``v = (h + 1/2) / 2**16 - 1/2`` with ``h = fmix32(j ^ fmix32(d)) >> 16`` (``fmix32`` is
+           MurmurHash3's finalizer, ``v`` exact). On average ``q * s`` is ``x`` then, but for the
+           clipped largest of a block, which is off by up to ``2**-9`` of itself;
         3. with ``left = x - q * s`` (exact), the residual becomes ``left`` if ``average`` is 0,
            else ``float32(average) * residual + float32(1 - average) * left`` (three roundings, no
            fused multiply-add), rounded to nearest even in its dtype (finite stays finite).
@@ -108,6 +117,8 @@ class BlockOps(Protocol):
             residual: ``[R, numel]`` float32 or bfloat16, updated in place; None for no feedback.
             message: ``[R, words]`` int32, written; padding in codes and scales is 0.
             average: share of the old residual that stays, in [0, 1); LoCo's beta.
+            dither: ``[R]`` int32, a seed for each row; None to round to nearest. Only with up to 8
+                bits (``v`` takes the other 16 of a float32), and without a residual.
         """
         ...
 
@@ -132,6 +143,8 @@ class BlockOps(Protocol):
         gradient: torch.dtype,
         residual: torch.dtype | None,
         average: float,
+        *,
+        dithered: bool = False,
     ) -> None:
         """Compile what :meth:`quantize` and :meth:`dequantize` will need."""
         ...

@@ -59,7 +59,7 @@ class Rule(Selection):
     def _default_feedback(cls, value: object, info: ValidationInfo) -> object:
         codec = info.data.get("codec")  # absent if it was invalid
         if value is None:
-            return FeedbackConfig(kind="none" if codec is None else codec.feedback_kinds[0])
+            return FeedbackConfig(kind="none" if codec is None else codec.allowed_feedback[0])
         return value
 
     @field_validator("feedback")
@@ -68,8 +68,12 @@ class Rule(Selection):
         codec = info.data.get("codec")
         if codec is None:
             return value
-        kinds = codec.feedback_kinds
+        kinds = codec.allowed_feedback
         if value.kind not in kinds:
+            if value.kind in codec.feedback_kinds:
+                raise ValueError(
+                    f"kind {value.kind!r} does not fit {codec.spelled}; choose {' or '.join(kinds)}"
+                )
             if codec.kind == "dense":
                 raise ValueError(
                     f"kind {value.kind!r} has no effect: codec 'dense' sends everything; "

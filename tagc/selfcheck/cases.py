@@ -118,7 +118,10 @@ class _Maker:
 
 
 def _quantize(m: _Maker) -> Case:
-    return _elementwise(m, small_blocks(m.call.option("layout")))
+    case = _elementwise(m, small_blocks(m.call.option("layout")))
+    if m.call.given("dither") is not None:
+        case.tensors["dither"] = m.garbage(_DESTINATIONS)
+    return case
 
 
 def _quantize_matrix(m: _Maker) -> Case:
@@ -148,13 +151,13 @@ def _dequantize(m: _Maker) -> Case:
 
 def _dequantize_matrix(m: _Maker) -> Case:
     layout = small_matrix(m.call.option("layout"))
-    (R,) = m.call.rows
-    x = m.spoilt(m.values(R, layout.numel, dtype=torch.float32))
-    message = m.garbage(R, layout.words)
+    K, R = min(m.call.rows[0], 2), m.call.rows[1]
+    x = m.spoilt(m.values(K * R, layout.numel, dtype=torch.float32))
+    message = m.garbage(K * R, layout.words)
     m.reference.quantize_matrix(x, None, message, layout=layout, average=0.0)
     tensors: dict[str, Tensor | None] = {
-        "message": message,
-        "out": m.garbage(layout.numel, dtype=m.call.dtype("out")),
+        "message": message.view(K, R, -1),
+        "out": m.garbage(K, layout.numel, dtype=m.call.dtype("out")),
     }
     return m.case(tensors, ["out"], layout=layout)
 

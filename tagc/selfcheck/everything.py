@@ -27,7 +27,10 @@ def every_call() -> Iterator[Call]:
     averages, divisors = itertools.cycle((0.0, 0.9)), itertools.cycle((2, 3, 8))
     for bits, block in itertools.product(BITS, (MIN_BLOCK, 256, MAX_BLOCK)):
         layout = BlockLayout(numel=4 * block + 16 * (bits + 1), bits=bits, block=block)
-        yield from _elementwise("quantize", layout, next(dtypes), next(averages), next(divisors))
+        chosen = next(dtypes), next(averages), next(divisors)
+        yield from _elementwise("quantize", layout, *chosen, ("dither", None))
+        if bits <= 8:
+            yield _dithered(layout, chosen[0][0])
     codes = [*((bits, 1) for bits in MATRIX_BITS), *((1, group) for group in GROUPS)]
     for (bits, group), columns in itertools.product(codes, (72, 5000)):
         layout = MatrixLayout(rows=11, columns=columns, bits=bits, group=group)
@@ -43,18 +46,22 @@ def every_call() -> Iterator[Call]:
         yield from _sketched(symbol.name, next(keys), next(dtypes), next(divisors))
 
 
-def _elementwise(operator, layout, dtypes, average, divisor) -> Iterator[Call]:
+def _dithered(layout: BlockLayout, gradient: torch.dtype) -> Call:
+    tensors = (("grad", gradient), ("residual", None), ("message", _I32), ("dither", _I32))
+    return Call("quantize", (2,), tensors, (("layout", layout), ("average", 0.0)))
+
+
+def _elementwise(operator, layout, dtypes, average, divisor, *others) -> Iterator[Call]:
     gradient, residual = dtypes
     yield Call(
         operator,
         (2,),
-        (("grad", gradient), ("residual", residual), ("message", _I32)),
+        (("grad", gradient), ("residual", residual), ("message", _I32), *others),
         (("layout", layout), ("average", average)),
     )
-    inverse = f"de{operator}"
     yield Call(
-        inverse,
-        (1, 8) if inverse == "dequantize" else (8,),
+        f"de{operator}",
+        (1, 8),
         (("message", _I32), ("out", gradient)),
         (("layout", layout), ("divisor", divisor)),
     )

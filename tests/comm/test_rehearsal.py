@@ -75,7 +75,8 @@ def idle() -> Ops:
 
     operators = {name: nothing(name) for name in OPERATORS} | {"peel": peel}
     prepare = dict.fromkeys(
-        ("prepare", "prepare_blocks", "prepare_matrix", "prepare_packed"), lambda *sizes: None
+        ("prepare", "prepare_blocks", "prepare_matrix", "prepare_packed"),
+        lambda *sizes, **options: None,
     )
     return cast(Ops, SimpleNamespace(**operators, **prepare))
 
@@ -105,6 +106,7 @@ def called(rank: int, policy: Any) -> tuple[set[Call], set[Call]]:
     return trained, set(rehearsed.calls)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", RULES)
 def test_a_rehearsal_calls_what_training_calls(name):
     for trained, rehearsed in run_ranks(called, 2, policy(name)):

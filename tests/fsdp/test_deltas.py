@@ -69,6 +69,40 @@ def test_every_rank_has_the_copy_that_messages_make(
     assert any(lags)
 
 
+@on_ranks(2)
+def test_dithered_changes_leave_all_ranks_with_the_same_copy(rank: int, world_size: int) -> None:
+    """What is rounded by chance is rounded once, by the owner: all read the same message. No
+    element is off by a whole code, where to nearest it would be by half of one."""
+    furthest = {}
+    for rounding in ("nearest", "stochastic"):
+        calls: list[Any] = []
+        with recorded(calls):
+            model = wrapped(delta(4, rounding=rounding))
+            train(model, rank, 4)
+        before: dict[int, Tensor] = {}
+        off = []
+        for unit, in_backward, inp, out in calls:
+            rows = out.view(world_size, -1)
+            everyones = gathered(rows)
+            assert torch.equal(everyones[0], everyones[1])
+            if not in_backward:
+                own, known = rows[rank], before.get(id(unit))
+                for segment in unit.plan.segments:
+                    if segment.compressed and known is not None:
+                        span = slice(segment.start, segment.stop)
+                        wanted = (inp[span] - known[span]).abs()
+                        largest = torch.nn.functional.pad(wanted, (0, -len(wanted) % 32))
+                        code = largest.view(-1, 32).amax(1).repeat_interleave(32) / 7
+                        away = (own[span] - inp[span]).abs()
+                        off.append((away / code[: len(away)].clamp(min=1e-20)).max())
+                before[id(unit)] = own.clone()
+        furthest[rounding] = float(torch.stack(off).max())
+    # A scale is rounded by up to 2^-9 of itself, and clips the largest of 7 codes by as much.
+    assert furthest["nearest"] <= 0.5 + 8 * 2**-9
+    assert 0.5 + 8 * 2**-9 < furthest["stochastic"] <= 1 + 8 * 2**-9
+
+
+@pytest.mark.some(1)
 @on_ranks(2, slow(4))
 @pytest.mark.parametrize("bits", [1, slow(2), 4, slow(8)])
 def test_what_a_message_leaves_out_comes_with_the_next(

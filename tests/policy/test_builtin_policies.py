@@ -67,9 +67,8 @@ def test_builtin_takes_every_matrix(name: str, kind: str):
     assert bool(policy.parameters) == (name in ("hybrid", "hosts", "thrifty", "auto"))
     changes = {"hosts": 4, "thrifty": 2}
     if name in changes:
-        assert [rule.codec.model_dump() for rule in policy.parameters] == [
-            {"kind": "delta", "bits": changes[name], "block": 256}
-        ]
+        (codec,) = (rule.codec.model_dump() for rule in policy.parameters)
+        assert {"kind": "delta", "bits": changes[name], "block": 256}.items() <= codec.items()
     if name == "hybrid":
         assert [rule.codec.model_dump() for rule in policy.parameters] == [
             {"kind": "quantized", "bits": 8, "block": 256, "keep_for_backward": True}

@@ -272,8 +272,16 @@ class Quantized:
     bad: np.ndarray  # [n] bool, elements of blocks that hold something not finite
 
 
-def quantize_row(x: np.ndarray, bits: int, block: int) -> Quantized:
+def dither_of(seed: int, n: int) -> np.ndarray:
+    """What is added to ``n`` codes of a row with this seed, float64."""
+    salt = mix(seed & MASK)
+    return np.array([((mix(j ^ salt) >> 16) + 0.5) / 2**16 - 0.5 for j in range(n)])
+
+
+def quantize_row(x: np.ndarray, bits: int, block: int, seed: int | None = None) -> Quantized:
     """Contract of ``BlockOps.quantize`` from float32 ``x`` ``[n]``, up to the residual.
+
+    With a seed, codes are dithered.
 
     In float64 products of float32 are exact; ``np.float32`` rounds them once.
     """
@@ -291,9 +299,13 @@ def quantize_row(x: np.ndarray, bits: int, block: int) -> Quantized:
     exact = s.astype(np.float64)[:, None]
     inverse = np.divide(1.0, exact, out=np.zeros_like(exact), where=exact > 0).astype(np.float32)
     scaled = (wide * inverse.astype(np.float64)).astype(np.float32).astype(np.float64)
-    q = np.rint(np.clip(scaled, -levels, levels)).astype(np.int64)
+    clipped = np.clip(scaled, -levels, levels)
+    if seed is not None:
+        v = dither_of(seed, wide.size).reshape(wide.shape)
+        clipped = np.where(exact > 0, (clipped + v).astype(np.float32), 0.0)
+    q = np.rint(clipped).astype(np.int64)
     left = wide - q * exact
-    assert np.array_equal(left.astype(np.float32), left)
+    assert seed is not None or np.array_equal(left.astype(np.float32), left)
     scale = np.where(finite, s, np.float32(np.nan))
     halves = [0x7FC0 if np.isnan(v) else int(v.view(np.uint32)) >> 16 for v in scale]
     halves += [0] * (len(halves) % 2)

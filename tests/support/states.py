@@ -33,10 +33,11 @@ def rules(codec: dict[str, Any], feedback: dict[str, Any] | None = None, **more:
     return {"schema": 1, "gradients": [rule], **more}
 
 
-def with_changes(bits: int) -> dict:
+def with_changes(bits: int, **more: Any) -> dict:
     """Parameters as changes against a copy."""
     when = {"name": ["first.*.weight", "second.*.weight", "head.weight"]}
-    return rules(QUANTIZED, parameters=[{"when": when, "codec": {"kind": "delta", "bits": bits}}])
+    codec = {"kind": "delta", "bits": bits, **more}
+    return rules(QUANTIZED, parameters=[{"when": when, "codec": codec}])
 
 
 PACKED = {"kind": "packed", "density": 0.3}
@@ -52,6 +53,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "quantized int8": rules(QUANTIZED, {"kind": "residual", "dtype": "int8"}),
     "matrix int8": rules(MATRIX, {"kind": "residual", "dtype": "int8"}),
     "quantized none": rules(QUANTIZED, {"kind": "none"}),
+    "quantized dithered": rules(QUANTIZED | {"rounding": "stochastic"}),
     "quantized momentum": rules(QUANTIZED, {"kind": "momentum", "rate": 0.25}),
     "matrix lead": rules(MATRIX | {"level": 1.3}, LEAD),
     "matrix average": rules(
@@ -77,7 +79,7 @@ POLICIES: dict[str, dict[str, Any]] = {
             }
         ],
     ),
-    "changes": with_changes(4),
+    "changes": with_changes(4, rounding="stochastic"),
     "changes in 1 bit": with_changes(1),
 }
 

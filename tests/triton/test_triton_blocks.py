@@ -34,6 +34,7 @@ class Problem:
     residual: Tensor | None
     layout: BlockLayout
     average: float = 0.0
+    dither: Tensor | None = None
 
 
 def problem(
@@ -68,7 +69,10 @@ def quantized(ops, p: Problem, device: str, aligned: bool = False) -> dict[str, 
     }
     out = {k: placed(v, device, aligned) for k, v in out.items()}
     grad = placed(p.grad, device, aligned)
-    ops.quantize(grad, out["residual"], out["message"], layout=p.layout, average=p.average)
+    ops.quantize(
+        grad, out["residual"], out["message"],
+        layout=p.layout, average=p.average, dither=placed(p.dither, device, True),
+    )  # fmt: skip
     same("gradient", grad, p.grad)
     for tensor in out.values():
         check_margins(tensor)
@@ -149,6 +153,26 @@ def _(device):
 def _(device):
     for bits, grad, residual in ((8, F32, F32), (4, BF16, BF16), (2, F16, F32)):
         check(problem(bits, 64, 1024, grad, residual, 0.5), device, aligned=True, divisor=4)
+
+
+@case("dithered")
+def _(device):
+    for bits, block, numel, grad in ((2, 32, 131, F32), (4, 256, 1500, BF16), (8, 512, 1100, F16)):
+        p = problem(bits, block, numel, grad, None)
+        p.grad[0, 3], p.grad[1, 64:96] = float("nan"), 0.0
+        p.dither = torch.tensor([5, -(2**31) + numel], dtype=I32)
+        check(p, device, divisor=1)
+        p.dither = None
+        to_nearest = quantized(reference, p, "cpu")["message"]
+        p.dither = torch.tensor([6, 7], dtype=I32)
+        assert not torch.equal(quantized(reference, p, "cpu")["message"], to_nearest)
+    check(
+        Problem(
+            problem(4, 64, 1024).grad, None, BlockLayout(numel=1024, bits=4, block=64),
+            dither=torch.tensor([1, 2], dtype=I32),
+        ),
+        device, aligned=True,
+    )  # fmt: skip
 
 
 @case("a non-finite block is NaN and spares its residual")

@@ -1,6 +1,8 @@
 """Codec `delta`, as a policy spells it."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
+
+from pydantic import model_validator
 
 from tagc.codecs.config import Block, CodecConfig, unit
 from tagc.codecs.special import Special
@@ -21,6 +23,15 @@ class DeltaConfig(CodecConfig):
     """Size of an element's code."""
     block: Block = 256
     """Neighbours that share a scale of 16 bits; with 8 and 4 bits only."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """To the nearest code, or up and down by chance, so that changes smaller than half a code reach
+    the copy now and then, and not only once they have added up; with 8 and 4 bits only."""
+
+    @model_validator(mode="after")
+    def _check_rounding(self) -> Self:
+        if self.rounding == "stochastic" and self.needs_matrices:
+            raise ValueError(f"rounding 'stochastic' goes with bits 4 or 8, not {self.bits}")
+        return self
 
     def carries(self, special: Special) -> bool:
         """See :meth:`CodecConfig.carries`: they go whole once, and do not change."""

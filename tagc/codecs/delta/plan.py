@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tagc.codecs.delta.config import DeltaConfig
 from tagc.codecs.matrix.config import MatrixConfig
@@ -60,4 +60,6 @@ def plan_delta(config: DeltaConfig, request: PlanRequest) -> DeltaPlan:
     if config.bits == 1 or config.bits == 2:
         return DeltaPlan(code=plan_matrix(MatrixConfig(bits=config.bits), request))
     code = QuantizedParametersConfig(bits=config.bits, block=config.block)
-    return DeltaPlan(code=plan_quantized(code, request))
+    dithered = config.rounding == "stochastic"
+    plan = replace(plan_quantized(code, request), dithered=dithered, by_content=dithered)
+    return DeltaPlan(code=plan)

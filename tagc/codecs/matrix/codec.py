@@ -19,7 +19,12 @@ class MatrixCodec(ElementwiseCodec[MatrixPlan]):
             self._ops.prepare_matrix(layout, gradient, f.residual_dtype, f.old_share)
 
     def _quantize(
-        self, part: Part[MatrixPlan], grad: Tensor, residual: Tensor | None, message: Tensor
+        self,
+        part: Part[MatrixPlan],
+        grad: Tensor,
+        residual: Tensor | None,
+        message: Tensor,
+        source: int,
     ) -> None:
         for layout, columns, words in part.plan.matrices:
             self._ops.quantize_matrix(
@@ -31,13 +36,18 @@ class MatrixCodec(ElementwiseCodec[MatrixPlan]):
             )
 
     def _dequantize(self, plan: MatrixPlan, message: Tensor, out: Tensor, divisor: int) -> None:
-        for layout, columns, words in plan.matrices:
-            self._ops.dequantize_matrix(
-                message[:, words], out[columns], layout=layout, divisor=divisor
-            )
+        self._dequantize_rows(plan, message[None], out[None], divisor)
 
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
         """See :meth:`Codec.decode_rows`."""
         for part in self.parts:
-            for message, row in zip(received[:, part.words], rows[:, part.columns], strict=True):
-                self._dequantize(part.plan, message[None], row, divisor=1)
+            words, elements = received[:, None, part.words], rows[:, part.columns]
+            self._dequantize_rows(part.plan, words, elements, divisor=1)
+
+    def _dequantize_rows(
+        self, plan: MatrixPlan, message: Tensor, out: Tensor, divisor: int
+    ) -> None:
+        for layout, columns, words in plan.matrices:
+            self._ops.dequantize_matrix(
+                message[..., words], out[:, columns], layout=layout, divisor=divisor
+            )

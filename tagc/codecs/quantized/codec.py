@@ -5,28 +5,50 @@ With the feedback kind ``average`` it is LoCo (arXiv 2407.04480) in DeepSpeed's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from tagc.codecs.codec import Part
+from tagc.codecs.codec import CodecSegment, CodecSetup, Part
 from tagc.codecs.elementwise import ElementwiseCodec
+from tagc.codecs.quantized.dither import Dither
 from tagc.codecs.quantized.plan import QuantizedPlan
 
 
 class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
     """The quantized segments of a unit, or of what it gathers."""
 
+    def __init__(self, segments: Sequence[CodecSegment[QuantizedPlan]], setup: CodecSetup) -> None:
+        super().__init__(segments, setup)
+        self._dithers = {
+            part.columns.start: Dither(setup, part.columns.start)
+            for part in self.parts
+            if part.plan.dithered
+        }
+
     def _prepare(self, part: Part[QuantizedPlan], gradient: torch.dtype) -> None:
         f = part.feedback
-        self._ops.prepare_blocks(part.plan.layout, gradient, f.residual_dtype, f.old_share)
+        self._ops.prepare_blocks(
+            part.plan.layout, gradient, f.residual_dtype, f.old_share, dithered=part.plan.dithered
+        )
 
     def _quantize(
-        self, part: Part[QuantizedPlan], grad: Tensor, residual: Tensor | None, message: Tensor
+        self,
+        part: Part[QuantizedPlan],
+        grad: Tensor,
+        residual: Tensor | None,
+        message: Tensor,
+        source: int,
     ) -> None:
         layout, average = part.plan.layout, part.feedback.old_share
-        self._ops.quantize(grad, residual, message, layout=layout, average=average)
+        dither = self._dithers.get(part.columns.start)
+        seeds = None
+        if dither is not None:
+            by_content = part.plan.by_content
+            seeds = dither.seeds_of(grad) if by_content else dither.seeds(source, self.steps)
+        self._ops.quantize(grad, residual, message, layout=layout, average=average, dither=seeds)
 
     def _dequantize(self, plan: QuantizedPlan, message: Tensor, out: Tensor, divisor: int) -> None:
         self._ops.dequantize(message[None], out[None], layout=plan.layout, divisor=divisor)

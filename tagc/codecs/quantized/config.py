@@ -6,7 +6,11 @@ from tagc.codecs.config import Block, CodecConfig, unit
 
 
 class QuantizedConfig(CodecConfig):
-    """Every element in `bits`, with a scale for every `block` elements; summed in float32."""
+    """Every element in `bits`, with a scale for every `block` elements; summed in float32.
+
+    With `rounding: stochastic` what is rounded away is right on average, and nothing of it is kept:
+    the codec then needs no memory. A run repeats to the bit all the same.
+    """
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("average", "residual", "momentum", "none")
 
@@ -16,6 +20,23 @@ class QuantizedConfig(CodecConfig):
     """Size of an element's code."""
     block: Block = 256
     """Neighbours that share a scale of 16 bits."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """To the nearest code, or up and down by chance, so that the mean is right; `stochastic` goes
+    with feedback kind `none`, and is what makes that one sound."""
+
+    @property
+    def allowed_feedback(self) -> tuple[str, ...]:
+        """See :attr:`CodecConfig.allowed_feedback`: what is right on average owes nothing."""
+        return ("none",) if self._stochastic else self.feedback_kinds
+
+    @property
+    def spelled(self) -> str:
+        """See :attr:`CodecConfig.spelled`."""
+        return super().spelled + (" with rounding 'stochastic'" if self._stochastic else "")
+
+    @property
+    def _stochastic(self) -> bool:
+        return self.rounding == "stochastic"
 
 
 class QuantizedParametersConfig(CodecConfig):

@@ -12,15 +12,25 @@ from tagc.ops.blocks import BlockLayout
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedPlan(CodecPlan):
-    """How one segment is quantized."""
+    """How one segment is quantized.
+
+    Attributes:
+        keep_for_backward: whether the message of a forward serves its backward, too.
+        dithered: whether codes are rounded by chance.
+        by_content: whether that chance comes from the elements themselves, and not from a count of
+            steps: parameters are encoded now and then, by their owner alone.
+    """
 
     layout: BlockLayout
     keep_for_backward: bool = False
+    dithered: bool = False
+    by_content: bool = False
 
     @property
     def name(self) -> str:
         """With the bits."""
-        return f"quantized int{self.layout.bits}{' kept' if self.keep_for_backward else ''}"
+        dithered = " dithered" if self.dithered else ""
+        return f"quantized int{self.layout.bits}{' kept' if self.keep_for_backward else dithered}"
 
     @property
     def reuses_forward_message(self) -> bool:
@@ -29,7 +39,8 @@ class QuantizedPlan(CodecPlan):
 
     @property
     def overshoot(self) -> float:
-        """See :attr:`CodecPlan.overshoot`: half a step each, and a scale's rounding."""
+        """See :attr:`CodecPlan.overshoot`: half a step each, or a whole one that owes nothing, and
+        a scale's rounding."""
         return 1 / self.layout.levels + 2**-8
 
     def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
@@ -54,8 +65,10 @@ def plan_quantized(
 ) -> QuantizedPlan:
     """The sizes of one segment."""
     keep = isinstance(config, QuantizedParametersConfig) and config.keep_for_backward
+    dithered = isinstance(config, QuantizedConfig) and config.rounding == "stochastic"
     return QuantizedPlan(
         layout=BlockLayout(numel=request.columns, bits=config.bits, block=config.block),
         feedback=request.feedback,
         keep_for_backward=keep,
+        dithered=dithered,
     )

@@ -14,7 +14,10 @@ def sample_quantized(plan: QuantizedPlan, s: Sample) -> Steps:
     """Encoding and decoding ``s.grad``."""
     layout = replace(plan.layout, numel=s.columns)
     message, out = s.empty(ROWS, layout.words), torch.empty_like(s.grad[:1])
+    seeds = s.empty(len(s.grad)) if plan.dithered else None
     return (
-        lambda: s.ops.quantize(s.grad, s.residual, message, layout=layout, average=s.average),
+        lambda: s.ops.quantize(
+            s.grad, s.residual, message, layout=layout, average=s.average, dither=seeds
+        ),
         lambda: s.ops.dequantize(message[None], out, layout=layout, divisor=ROWS),
     )

@@ -25,6 +25,7 @@ def quantize(
     *,
     layout: BlockLayout,
     average: float,
+    dither: Tensor | None = None,
 ) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.quantize`."""
     if grad.dtype == torch.float16:  # numba has no float16 arithmetic on CPUs
@@ -34,10 +35,11 @@ def quantize(
     codes = words_of(message[:, layout.scale_words :])
     limit, unit = np.float32(layout.levels), np.float32(1 / layout.levels)
     kept, fresh = np.float32(average), np.float32(1 - average)
+    seeds = None if dither is None else dither.numpy().view(np.uint32)
     for r in range(grad.shape[0]):
         quantize_row(
             g[r], None if e is None else e[r], layout.numel, layout.block, codes_of(layout),
-            limit, unit, kept, fresh, scales[r], codes[r],
+            limit, unit, kept, fresh, None if seeds is None else seeds[r], scales[r], codes[r],
         )  # fmt: skip
 
 
@@ -56,18 +58,26 @@ def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: in
 
 
 @once_a_host
-def _compile(bits: int, gradient: torch.dtype, residual: torch.dtype | None) -> None:
+def _compile(
+    bits: int, gradient: torch.dtype, residual: torch.dtype | None, dithered: bool
+) -> None:
     """Run both once on the smallest input of these dtypes."""
     layout = BlockLayout(numel=1, bits=bits, block=MIN_BLOCK)
     grad = torch.ones(1, 1, dtype=gradient)
     left = None if residual is None else torch.zeros(1, 1, dtype=residual)
     message = torch.empty(1, layout.words, dtype=torch.int32)
-    quantize(grad, left, message, layout=layout, average=0.0)
+    seeds = torch.zeros(1, dtype=torch.int32) if dithered else None
+    quantize(grad, left, message, layout=layout, average=0.0, dither=seeds)
     dequantize(message[None], grad, layout=layout, divisor=1)
 
 
 def prepare_blocks(
-    layout: BlockLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
+    layout: BlockLayout,
+    gradient: torch.dtype,
+    residual: torch.dtype | None,
+    average: float,
+    *,
+    dithered: bool = False,
 ) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.prepare_blocks`; seconds for new ``bits`` or dtypes."""
-    _compile(layout.bits, gradient, residual)
+    _compile(layout.bits, gradient, residual, dithered)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops.blocks import MIN_SCALE, BlockLayout
+from tagc.ops.reference.hashing import MASK, fmix32
 from tagc.ops.reference.select import grouped, rounded
 from tagc.ops.symbols import wrap_int32
 
@@ -19,10 +20,11 @@ def quantize(
     *,
     layout: BlockLayout,
     average: float,
+    dither: Tensor | None = None,
 ) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.quantize`."""
     x = grad.float() if residual is None else grad.float() + residual.float()
-    scale, q, left = quantize_rows(x, layout)
+    scale, q, left = quantize_rows(x, layout, dither)
     message.copy_(torch.cat([pack_scales(scale, layout), pack_codes(q, layout)], dim=-1))
     if residual is None:
         return
@@ -43,11 +45,14 @@ def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: in
     out.copy_(total / torch.full_like(total, divisor))
 
 
-def quantize_rows(x: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, layout: BlockLayout, dither: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Scales, codes and what they leave.
 
     Args:
         x: ``[R, numel]`` float32.
+        dither: ``[R]`` int32, seeds.
 
     Returns:
         ``[R, blocks]`` bfloat16, ``[R, blocks, block]`` int64, ``[R, numel]`` float32.
@@ -59,10 +64,21 @@ def quantize_rows(x: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor, Tenso
     scale = torch.where(largest.isfinite(), scale, torch.nan)
     s = scale.float()[..., None]
     inverse = torch.where(s > 0, 1 / s, 0.0)
-    q = (blocks * inverse).clamp(-layout.levels, layout.levels).round()
+    q = (blocks * inverse).clamp(-layout.levels, layout.levels)
+    if dither is not None:
+        q = q + dither_of(dither, layout.blocks * layout.block).view_as(q)
+    q = q.round()
     q = torch.where(s > 0, q, 0.0)
     left = (blocks - q * s).flatten(1)[:, : layout.numel]
     return scale, q.to(torch.int64), left
+
+
+def dither_of(seeds: Tensor, n: int) -> Tensor:
+    """What is added to codes before they are rounded: ``[R]`` int32 seeds to ``[R, n]`` float32."""
+    salts = fmix32(seeds.to(torch.int64) & MASK)
+    places = torch.arange(n, device=seeds.device, dtype=torch.int64)
+    h = fmix32(places ^ salts[:, None]) >> 16
+    return (2 * h + 1 - (1 << 16)).float() * 2.0**-17
 
 
 def dequantize_rows(message: Tensor, layout: BlockLayout) -> Tensor:
@@ -97,6 +113,11 @@ def _unpack_codes(words: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def prepare_blocks(
-    layout: BlockLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
+    layout: BlockLayout,
+    gradient: torch.dtype,
+    residual: torch.dtype | None,
+    average: float,
+    *,
+    dithered: bool = False,
 ) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.prepare_blocks`; nothing to compile."""

@@ -6,21 +6,12 @@ import torch
 from torch import Tensor
 
 from tagc.ops.bitmap import from_bitmap, to_bitmap
+from tagc.ops.reference.hashing import MASK, fmix32
 from tagc.ops.reference.select import grouped, rounded, select_groups
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.symbols import pack, unpack
 
-_MASK = 0xFFFFFFFF
 _GOLDEN, _STRIDE = 0x9E3779B9, 0x7F4A7C15
-
-
-def fmix32(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finalizer, a bijection; int64 tensor holding uint32 values."""
-    x = x ^ (x >> 16)
-    x = (x * 0x85EBCA6B) & _MASK
-    x = x ^ (x >> 13)
-    x = (x * 0xC2B2AE35) & _MASK
-    return x ^ (x >> 16)
 
 
 def positions(keys: Tensor, seed: Tensor, layout: SketchLayout) -> Tensor:
@@ -39,7 +30,7 @@ def positions(keys: Tensor, seed: Tensor, layout: SketchLayout) -> Tensor:
     if layout.direct:
         return keys[:, None]
     i = torch.arange(layout.hashes, device=keys.device)
-    salt = fmix32((((seed.to(torch.int64) & _MASK) * _GOLDEN) + (i + 1) * _STRIDE) & _MASK)
+    salt = fmix32((((seed.to(torch.int64) & MASK) * _GOLDEN) + (i + 1) * _STRIDE) & MASK)
     spread = (fmix32(keys[:, None] ^ salt) * layout.partition) >> 32
     return i * layout.partition + spread
 

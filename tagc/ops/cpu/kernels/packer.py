@@ -49,7 +49,7 @@ def pack_values(e, n, lanes, keys, stream, whole, finite, block, group, limit, u
         for j in range(elements, hi):
             stream[j] = np.float32(0.0)
         x = stream[lo:hi]
-        scale = quantize_block(x, c, group, limit, unit, codes, b * words)
+        scale = quantize_block(x, c, group, limit, unit, None, N(0), codes, b * words)
         scales[b] = np.uint16(scale >> U(16))
         if e is None:
             continue

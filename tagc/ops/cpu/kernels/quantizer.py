@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import register_jitable
+from numba import types
+from numba.extending import overload, register_jitable
 
-from tagc.ops.cpu.kernels.llvm import bits_float, float_bits, shift_left, shift_right_signed
-from tagc.ops.cpu.kernels.scalar import N, U, compiled, load, store, store_finite
+from tagc.ops.cpu.kernels.llvm import (
+    bits_float,
+    float_bits,
+    shift_left,
+    shift_right,
+    shift_right_signed,
+)
+from tagc.ops.cpu.kernels.scalar import N, U, compiled, fmix32, load, store, store_finite
 
 _ABS, _INF = U(0x7FFFFFFF), U(0x7F800000)
 _LARGEST_SCALE, _MIN_SCALE, _NAN = U(0x7F7F0000), U(0x00800000), U(0x7FC00000)
@@ -27,8 +34,38 @@ def _scale_of(largest, unit):
     return scale if scale >= _MIN_SCALE else U(0)
 
 
+def dither_at(salt, place):
+    """What is added to the code at ``place`` of a row before it is rounded, float32; minus zero,
+    which changes nothing, where ``salt`` is None."""
+    raise NotImplementedError
+
+
+def salt_of(seed):
+    """Hash of the seed of a row's dither, uint32; None where it is None."""
+    raise NotImplementedError
+
+
+@overload(salt_of)
+def _(seed):
+    if isinstance(seed, types.NoneType):
+        return lambda seed: None
+    return lambda seed: fmix32(U(seed))
+
+
+@overload(dither_at, inline="always")
+def _(salt, place):
+    if isinstance(salt, types.NoneType):
+        return lambda salt, place: np.float32(-0.0)
+
+    def dithered(salt, place):
+        h = shift_right(fmix32(U(U(place) ^ salt)), U(16))
+        return np.float32(np.int32(h + h) - np.int32(65535)) * np.float32(2.0**-17)
+
+    return dithered
+
+
 @register_jitable
-def quantize_block(x, c, group, limit, unit, codes, at):
+def quantize_block(x, c, group, limit, unit, salt, first, codes, at):
     """Quantize one block.
 
     Args:
@@ -37,6 +74,8 @@ def quantize_block(x, c, group, limit, unit, codes, at):
         group: a tuple of as many entries as a word has codes.
         limit: float32, the largest code.
         unit: float32, one over it.
+        salt: uint32, the hash of the row's seed; None to round to nearest.
+        first: place of the block's first element in the row.
         codes: ``[...]`` uint32, written from ``at`` on, ``block / len(group)`` words.
         at: where the block's codes begin.
 
@@ -61,7 +100,8 @@ def quantize_block(x, c, group, limit, unit, codes, at):
     for j in range(size):
         scaled = x[j] * inverse
         scaled = limit if scaled > limit else scaled
-        q = np.rint(-limit if scaled < -limit else scaled)
+        scaled = -limit if scaled < -limit else scaled
+        q = np.rint(scaled + dither_at(salt, first + j))
         x[j] = x[j] - q * s
         c[j] = U(np.int32(q))
     width = U(32 // len(group))
@@ -75,7 +115,7 @@ def quantize_block(x, c, group, limit, unit, codes, at):
 
 
 @compiled
-def quantize_row(g, e, n, block, group, limit, unit, kept, fresh, scales, codes):
+def quantize_row(g, e, n, block, group, limit, unit, kept, fresh, seed, scales, codes):
     """Quantize one row, see :meth:`tagc.ops.blocks.BlockOps.quantize`.
 
     Args:
@@ -86,12 +126,14 @@ def quantize_row(g, e, n, block, group, limit, unit, kept, fresh, scales, codes)
         group: a tuple of as many entries as a word has codes.
         limit, unit: float32, the largest code and one over it.
         kept, fresh: float32, shares of the old and of the new residual.
+        seed: uint32, of the dither; None to round to nearest.
         scales: ``[2 * scale_words]`` uint16, written.
         codes: ``[blocks * block_words]`` uint32, written.
     """
     x, c = np.empty(block, np.float32), np.empty(block, np.uint32)
     words = N(block // len(group))
     blocks = N((n + block - 1) // block)
+    salt = salt_of(seed)
     for b in range(blocks):
         base = b * N(block)
         fill = min(N(block), N(n) - base)
@@ -99,7 +141,7 @@ def quantize_row(g, e, n, block, group, limit, unit, kept, fresh, scales, codes)
             x[j] = load(g, base + j) + load(e, base + j)
         for j in range(fill, N(block)):
             x[j] = np.float32(0.0)
-        scale = quantize_block(x, c, group, limit, unit, codes, b * words)
+        scale = quantize_block(x, c, group, limit, unit, salt, base, codes, b * words)
         scales[b] = np.uint16(scale >> U(16))
         if e is None or scale == _NAN:
             continue

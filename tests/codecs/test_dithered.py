@@ -1,0 +1,139 @@
+"""Codec ``quantized`` with stochastic rounding: nothing is kept, and nothing is lost on average."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.distributed import on_ranks
+from support.units import codec_plan, gathered, normal, reduce, unit_reducer
+from tagc.codecs import CodecSetup
+from tagc.codecs.quantized.dither import Dither
+from tagc.codecs.workspace import Workspace
+from tagc.comm.exchanges import ShardExchange
+from tagc.ops import get_ops
+from tagc.policy import Policy, PolicyError
+
+CPU = torch.device("cpu")
+BLOCK = 32
+
+
+def stochastic(bits: int) -> dict[str, object]:
+    return {"kind": "quantized", "bits": bits, "block": BLOCK, "rounding": "stochastic"}
+
+
+@pytest.mark.parametrize("direction", ["gradients", "replicas"])
+@on_ranks(2)
+def test_the_mean_over_steps_is_what_dense_sends(rank, world_size, direction):
+    """A rank's codes are off by less than a step of its scale, with at most half a step of
+    deviation; their mean over ranks and N steps has the deviation of a step / (2 sqrt (W N))."""
+    plan, N = codec_plan(world_size, stochastic(4), direction=direction), 100
+    reducer = unit_reducer(plan)
+    buffers = normal(world_size, plan.columns, 0)
+    mine = buffers[rank] if direction == "gradients" else buffers[rank, :1]
+    rows = buffers[:, rank] if direction == "gradients" else buffers[:, 0]
+    total = torch.zeros(plan.columns, dtype=torch.float64)
+    for _ in range(N):
+        total += reduce(reducer, mine)
+    assert not reducer.residuals
+    for segment in plan.compressed:
+        columns = slice(segment.start, segment.stop)
+        width = -segment.columns % BLOCK
+        blocks = torch.nn.functional.pad(rows[:, columns].abs(), (0, width)).unflatten(
+            1, (-1, BLOCK)
+        )
+        step = (blocks.amax(-1).amax(0) / 7).repeat_interleave(BLOCK)[: segment.columns]
+        off = (total[columns] / N - rows[:, columns].double().mean(0)).abs()
+        # The largest of a block may be clipped, by up to 2^-9 of itself.
+        assert bool((off <= step * (6 / (2 * math.sqrt(N * world_size)) + 7 * 2**-9)).all())
+
+
+@on_ranks(3)
+def test_ranks_round_the_same_numbers_differently(rank, world_size):
+    """Were they to round alike, a sum over ranks would be no better than one of them."""
+    plan = codec_plan(world_size, stochastic(2))
+    reducer = unit_reducer(plan)
+    grad = normal(world_size, plan.columns, 0)[0]
+    message = torch.zeros(world_size, plan.words, dtype=torch.int32)
+
+    world = dist.group.WORLD
+    assert world is not None
+    reducer.encode(grad, message, ShardExchange(world, Workspace(CPU)))
+    for one, other in itertools.combinations(gathered(message), 2):
+        assert (one != other).float().mean() > 0.3
+
+
+@on_ranks(2)
+def test_a_run_that_goes_on_repeats_what_it_would_have_done(rank, world_size):
+    plan = codec_plan(world_size, stochastic(4))
+    reducer = unit_reducer(plan)
+    grads = [normal(world_size, plan.columns, step)[rank] for step in range(6)]
+    first = [reduce(reducer, grad) for grad in grads[:3]]
+    state = {name: value.clone() for name, value in reducer.state().items()}
+    rest = [reduce(reducer, grad) for grad in grads[3:]]
+    again = unit_reducer(plan)
+    again.check_state(state)
+    again.load_state(state)
+    assert all(torch.equal(reduce(again, g), out) for g, out in zip(grads[3:], rest, strict=True))
+    # And the same gradient is not rounded in the same way again.
+    assert not torch.equal(reduce(again, grads[0]), first[0])
+    dist.barrier()
+
+
+def test_no_seed_comes_twice():
+    def setup(seed: int) -> CodecSetup:
+        return CodecSetup(
+            destinations=3, world_size=4, dtype=torch.float32,
+            ops=get_ops(CPU, "reference"), device=CPU, workspace=Workspace(CPU), seed=seed,
+        )  # fmt: skip
+
+    found = [
+        seed
+        for unit, column in itertools.product(range(5), (0, 32, 4096))
+        for dither in [Dither(setup(unit), column)]
+        for source, step in itertools.product(range(4), range(20))
+        for seed in dither.seeds(source, step).tolist()
+    ]
+    assert len(found) == 5 * 3 * 4 * 20 * 3
+    # Of so many numbers of 32 bits, two are the same by chance about once in 330 tries.
+    assert len(set(found)) >= len(found) - 1
+
+
+def test_what_is_right_on_average_owes_nothing():
+    codec = stochastic(4)
+    policy = {"schema": 1, "gradients": [{"when": {}, "codec": codec}]}
+    assert Policy.load(policy).gradients[0].feedback.kind == "none"
+    policy["gradients"][0]["feedback"] = {"kind": "residual"}
+    with pytest.raises(PolicyError, match="rounding 'stochastic'; choose none"):
+        Policy.load(policy)
+
+
+def test_a_plan_says_so():
+    plan = codec_plan(2, stochastic(8))
+    assert {segment.codec.name for segment in plan.compressed} == {"quantized int8 dithered"}
+    nearest = codec_plan(2, {**stochastic(8), "rounding": "nearest"}, {"kind": "none"})
+    assert plan.words == nearest.words
+    (a, *_), (b, *_) = plan.compressed, nearest.compressed
+    assert replace(a.codec, dithered=False) == b.codec
+
+
+def test_seeds_of_parameters_follow_what_changes():
+    """They count nothing, so that a copy that is loaded goes on with the same."""
+    one = Dither(
+        CodecSetup(
+            destinations=1, world_size=2, dtype=torch.float32,
+            ops=get_ops(CPU, "reference"), device=CPU, workspace=Workspace(CPU),
+        ),
+        0,
+    )  # fmt: skip
+    changes = torch.randn(1, 100, generator=torch.Generator().manual_seed(0))
+    seed = one.seeds_of(changes)
+    assert torch.equal(one.seeds_of(changes.clone()), seed)
+    others = [changes * 1.0001, -changes, changes.roll(1) * 2]
+    for other in others:
+        assert not torch.equal(one.seeds_of(other), seed)
