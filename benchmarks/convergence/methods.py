@@ -130,14 +130,22 @@ def _measured(method: Method) -> Method:
     return replace(method, name=f"{method.name}, measured lead", feedback=feedback)
 
 
-def _changes(bits: int, method: Method | None = None, gathered: str = "float32") -> Method:
+def _changes(
+    bits: int,
+    method: Method | None = None,
+    gathered: str = "float32",
+    *,
+    dithered: bool = False,
+) -> Method:
     """With parameters sent as changes against a copy."""
     method = method or Method(name=BASELINES["adam"])
     copy = "" if gathered == "float32" else f" of a {gathered} copy"
+    rounding = ", stochastic" if dithered else ""
     return replace(
         method,
-        name=f"{method.name}, changes{copy} in {bits} bit{'s' if bits > 1 else ''}",
-        parameters={"kind": "delta", "bits": bits},
+        name=f"{method.name}, changes{copy} in {bits} bit{'s' if bits > 1 else ''}{rounding}",
+        parameters={"kind": "delta", "bits": bits}
+        | ({"rounding": "stochastic"} if dithered else {}),
         gathered=gathered,
     )
 
@@ -187,9 +195,12 @@ _ALL = (
     _packed(5, 4, "residual", lead=0.28),
     _packed(5, 4, "momentum"),
     *(_changes(bits) for bits in (8, 4, 2, 1)),
+    _changes(4, dithered=True),
     _changes(4, gathered="bfloat16"),
+    _changes(4, gathered="bfloat16", dithered=True),
     # The policies `hosts` and `thrifty`, and less.
     _changes(4, _stored(_quantized(4, "residual"), "bfloat16")),
+    _changes(4, _stored(_quantized(4, "residual"), "bfloat16"), dithered=True),
     _changes(2, _stored(_BIT, "bfloat16")),
     _changes(2, _stored(_EIGHTH, "bfloat16")),
 )

@@ -55,7 +55,10 @@ def _quantize(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     x, residual = _gradient(work)
     message = _empty(R, layout.words)
     asked.floor = R * (n * (each + left) + 4 * layout.words)
-    return lambda: ops.quantize(x, residual, message, layout=layout, average=work.average)
+    seeds = _empty(R) if work.dithered else None
+    return lambda: ops.quantize(
+        x, residual, message, layout=layout, average=work.average, dither=seeds
+    )
 
 
 def _dequantize(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:

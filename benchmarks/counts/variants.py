@@ -18,6 +18,8 @@ def variants() -> list[Work]:
         Work(op="quantize", bits=8, residual=None),
         Work(op="quantize", bits=2, residual=None),
         Work(op="quantize", block=1024),
+        # stateless.
+        Work(op="quantize", block=32, residual=None, dithered=True),
         Work(op="dequantize"),
         Work(op="dequantize", rows=2),
         Work(op="dequantize", gradient="float32"),

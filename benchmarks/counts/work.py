@@ -23,6 +23,7 @@ class Work:
     Attributes:
         rows: destinations of a gradient, or messages that are added up.
         density: share of the elements that a rank keeps.
+        dithered: whether codes are rounded by chance.
     """
 
     op: str
@@ -35,6 +36,7 @@ class Work:
     density: float | None = None
     symbol: str | None = None
     average: float = 0.0
+    dithered: bool = False
     numel: int = NUMEL
 
     @property
@@ -51,6 +53,8 @@ class Work:
             parts.append(f"group {self.group}")
         if self.average:
             parts.append("average")
+        if self.dithered:
+            parts.append("dithered")
         if self.block != BLOCK:
             parts.append(f"block {self.block}")
         return "/".join(parts)

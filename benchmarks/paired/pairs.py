@@ -37,6 +37,16 @@ def _lines() -> Iterator[Line]:
     for name in ("2 bits", "1 bit", "1 of 8", "1 of 32"):
         measured = METHODS[f"{named[name]}, measured lead"]
         yield Line(name=f"{name}, measured lead", method=measured, kept=True)
+    hosts, thrifty = "4 bits, residual, bfloat16 residual", "matrix, 1 bit, bfloat16 residual"
+    changes = {
+        "changes in 4 bits": "dense, changes in 4 bits",
+        "changes in 4 bits, stochastic": "dense, changes in 4 bits, stochastic",
+        "4 bits, changes in 4 bits": f"{hosts}, changes in 4 bits",
+        "4 bits, changes in 4 bits, stochastic": f"{hosts}, changes in 4 bits, stochastic",
+        "1 bit, changes in 2 bits": f"{thrifty}, changes in 2 bits",
+    }
+    for name, method in changes.items():
+        yield Line(name=name, method=METHODS[method], kept=True)
     without_memory = {
         "4 bits, int8 residual": "4 bits, residual, int8 residual",
         "8 bits, stateless": "8 bits, none, stochastic",

@@ -260,12 +260,12 @@ def test_what_does_not_fit_is_not_advised(capsys: Any) -> None:
     out = run(capsys, *LARGE, "--bandwidth", "100Gbit", "--device-memory", "50GB")
     assert re.search(r"thrifty would take .*, but needs .* a rank: it does not fit", out)
     # `auto` takes changes in 4 bits here, and so needs as much as `hosts`.
-    assert "Compression pays: loco-4bit takes" in out
+    assert "Compression pays: stateless takes" in out
 
 
 @pytest.mark.slow
 def test_nothing_that_fits_is_left(capsys: Any) -> None:
-    out = run(capsys, *LARGE, "--bandwidth", "100Gbit", "--device-memory", "28GiB")
+    out = run(capsys, *LARGE, "--bandwidth", "100Gbit", "--device-memory", "26GiB")
     assert "No policy fits: what it stores is too much beside training itself" in out
     out = run(capsys, *LARGE, "--bandwidth", "100Gbit", "--device-memory", "10GiB")
     assert "Nothing fits in 10.00 GiB a rank, dense bf16 neither: shard over more ranks" in out

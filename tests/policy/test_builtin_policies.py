@@ -23,6 +23,7 @@ EVERY_ELEMENT = {
     "half-bit": "matrix",
     "fifth-bit": "matrix",
     "hosts": "quantized",
+    "stateless": "quantized",
     "thrifty": "matrix",
     "auto": "auto",
 }
@@ -64,7 +65,8 @@ def test_builtin_takes_every_matrix(name: str, kind: str):
             assert policy.gradients[index].codec.kind == kind
         else:
             assert index is None
-    assert bool(policy.parameters) == (name in ("hybrid", "hosts", "thrifty", "auto"))
+    gathered = ("hybrid", "hosts", "thrifty", "stateless", "auto")
+    assert bool(policy.parameters) == (name in gathered)
     changes = {"hosts": 4, "thrifty": 2}
     if name in changes:
         (codec,) = (rule.codec.model_dump() for rule in policy.parameters)

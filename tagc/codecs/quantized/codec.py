@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tagc.codecs.codec import CodecSegment, CodecSetup, Part
 from tagc.codecs.elementwise import ElementwiseCodec
-from tagc.codecs.quantized.dither import Dither
+from tagc.codecs.quantized.dither import Dither, seeds_of
 from tagc.codecs.quantized.plan import QuantizedPlan
 
 
@@ -22,11 +22,8 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
 
     def __init__(self, segments: Sequence[CodecSegment[QuantizedPlan]], setup: CodecSetup) -> None:
         super().__init__(segments, setup)
-        self._dithers = {
-            part.columns.start: Dither(setup, part.columns.start)
-            for part in self.parts
-            if part.plan.dithered
-        }
+        dithered = [part.columns.start for part in self.parts if part.plan.dithered]
+        self._dither = Dither(setup, dithered)
 
     def _prepare(self, part: Part[QuantizedPlan], gradient: torch.dtype) -> None:
         f = part.feedback
@@ -43,11 +40,11 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
         source: int,
     ) -> None:
         layout, average = part.plan.layout, part.feedback.old_share
-        dither = self._dithers.get(part.columns.start)
         seeds = None
-        if dither is not None:
-            by_content = part.plan.by_content
-            seeds = dither.seeds_of(grad) if by_content else dither.seeds(source, self.steps)
+        if part.plan.by_content:
+            seeds = seeds_of(grad)
+        elif part.plan.dithered:
+            seeds = self._dither.seeds(part.columns.start, source, self.steps)
         self._ops.quantize(grad, residual, message, layout=layout, average=average, dither=seeds)
 
     def _dequantize(self, plan: QuantizedPlan, message: Tensor, out: Tensor, divisor: int) -> None:
