@@ -38,7 +38,7 @@ _ATTRIBUTE = "_tagc_compressor"
 class Collectives:
     """What replaces FSDP's collectives, in the order of the units; gatherers and replica reducers
     are empty where the policy leaves them. And the groups that tagc made for it, what tells
-    gatherers of an optimizer's steps, and the ranks that hold the same shard in other copies."""
+    gatherers of an optimizer's steps, and the ranks that hold the same shard in other replicas."""
 
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Collectives:
     replica_group: dist.ProcessGroup | None = None
 
     @property
-    def copy(self) -> int:
+    def replica(self) -> int:
         """Of the sharded model that this rank is in, from 0."""
         return 0 if self.replica_group is None else self.replica_group.rank()
 
@@ -226,7 +226,7 @@ class Compressor:
                 reducer=reducer,
                 shard=unit.group.rank(),
                 shards=unit.group.size(),
-                copy=made.copy,
+                replica=made.replica,
             )
             for reducers in (made.reducers, made.replica_reducers)
             for unit, reducer in zip(self._units, reducers, strict=bool(reducers))

@@ -203,7 +203,7 @@ def slice_locations(
         residuals: ``[N, columns]``, or ``[1, columns]`` of an owner.
         owner: of the only slice that the residuals are about, None for all. Then there is a place
             for each run of neighbouring elements, by elements of the parameter, so that it says the
-            same to other numbers of copies.
+            same to other numbers of replicas.
 
     Raises:
         ValueError: as :func:`locations` does.

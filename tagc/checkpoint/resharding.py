@@ -4,16 +4,16 @@ What a parameter is still owed is the sum of its residuals over all ranks. New r
 takes the residuals of the saved ranks ``j``, ``j + n``, ``j + 2n`` and so on, in the order of
 those that have the parameter, and adds them up; ranks that nothing is left for start empty. (An
 average then divides what was owed by the new number of ranks, like the gradients.) Across replicas
-the same holds for copies of the model, each of which has the parameter in shards.
+the same holds for these, each of which has the parameter in shards.
 
 What the owner of a shard keeps (the average that it hands out with the feedback kind ``momentum``,
 or what was sent last, with a lead) is no debt, but in the units of the gradient itself: there every
-new copy of the model takes the mean over the saved copies. (Across replicas they are all equal.)
+new replica takes the mean over the saved ones. (In rules for replicas they are all equal.)
 FSDP1 cuts parameters anywhere, so there it is saved, and fitted together, by elements.
 
 In two shots across replicas the owner of a slice also owes something of the sum that it hands out.
-It goes to the new owners as it is; where all copies send each other everything, and nobody owns
-anything, to the first copy's residual, times the number of copies that the average divides it by.
+It goes to the new owners as it is; where all replicas send each other everything, and nobody owns
+anything, to the first replica's residual, times the number of them, which the average divides by.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _without_owners(
     if source.alone and holders:
         raise StateError(
             f"{source.where}: it has what its rank owed as an owner in two shots, where now all "
-            "copies send each other everything: load what all ranks saved, with "
+            "replicas send each other everything: load what all ranks saved, with "
             "tagc.compressor(model).load(folder)"
         )
     copies = max((_turn(holders, rank, place)[1] for rank, _, place in holders), default=1)

@@ -32,14 +32,14 @@ class UnitState:
     Attributes:
         direction: ``gradients`` or ``replicas``.
         shard, shards: of the unit's parameters, on this rank.
-        copy: of the sharded model that this rank is in, from 0; 0 where nobody averages over them.
+        replica: that this rank is in, from 0; 0 where nobody averages over them.
     """
 
     direction: str
     reducer: UnitReducer
     shard: int
     shards: int
-    copy: int = 0
+    replica: int = 0
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class UnitState:
                 yield "residual", place, tensor
             for kind, stored in (*owned.items(), (OWNER_RESIDUAL, owed)):
                 for place, tensor in slice_locations(
-                    plan, stored, self.shards, self.shard, self.copy
+                    plan, stored, self.shards, self.shard, self.replica
                 ):
                     yield kind, place, tensor
             return

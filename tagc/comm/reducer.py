@@ -41,7 +41,7 @@ class UnitReducer:
         codecs: by name, in the order of their words in a message.
         counters: of reductions and bytes.
         inside: the sum of the host's ranks, where those add up first.
-        second: the second of two shots, where copies of a shard take two.
+        second: the second of two shots, where replicas of a shard take two.
         gauge: measures how much larger gradients come out than densely; None where nobody asked.
     """
 
@@ -326,7 +326,7 @@ class UnitReducer:
     def _hand_out(
         self, second: SecondShot, total: Tensor, out: Tensor, group: dist.ProcessGroup
     ) -> None:
-        """Second shot: send all copies what this rank added up, and write what all owners did to
+        """Second shot: send all replicas what this rank added up, and write what all owners did to
         ``out`` ``[S]``."""
         with record_function(f"TAGC::second shot ({self._name})"):
             words = second.plan.words

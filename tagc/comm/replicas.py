@@ -1,4 +1,4 @@
-"""Gradients of copies of the sharded model: one unit's average over the ranks that hold a shard."""
+"""Gradients across replicas: one unit's average over the ranks that hold the same shard."""
 
 from __future__ import annotations
 

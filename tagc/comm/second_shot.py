@@ -1,4 +1,4 @@
-"""The second of two shots: what the owners of slices added up, sent to all copies."""
+"""The second of two shots: what the owners of slices added up, sent to all replicas."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SECOND_SEED = 1 << 16
 
 
 class SecondShot:
-    """An owner's message about the sum of its slice, and the copies between a shard ``[S]`` and
+    """An owner's message about the sum of its slice, and what moves between a shard ``[S]`` and
     its slices ``[N, C]``. See :mod:`tagc.plan.two_shots`.
 
-    The owner takes the values that its own message carries, as everybody does: all copies end with
-    the same bits. What the message leaves out is in the owner's residual, ``[1, C]``.
+    The owner takes the values that its own message carries, as everybody does: all replicas end
+    with the same bits. What the message leaves out is in the owner's residual, ``[1, C]``.
 
     Attributes:
         plan: of the message.

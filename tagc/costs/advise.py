@@ -35,7 +35,7 @@ class Question:
         world_size: ranks in all.
         replicas: copies of the sharded model among them.
         link: between hosts.
-        shard_link: within one copy, if that is another.
+        shard_link: within one replica, if that is another.
         compute: seconds of a step without communication; None if unknown.
         overlap: share of the communication that compute can hide.
         dtype: of the gradients that FSDP reduces, before compression.

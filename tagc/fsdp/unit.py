@@ -27,7 +27,7 @@ class Unit:
         group: ranks that it is sharded over.
         gather_info: its all-gather, with all parameters; None where that cannot be replaced, and
             then nor can the all-reduce over replicas.
-        replicas: ranks with the same shard in other copies of the model, where FSDP itself
+        replicas: ranks with the same shard in other replicas of the model, where FSDP itself
             all-reduces over them.
     """
 

@@ -1,10 +1,10 @@
-"""Two shots: an all-reduce of messages whose bytes do not grow with the number of copies.
+"""Two shots: an all-reduce of messages whose bytes do not grow with the number of replicas.
 
-In *one shot* every copy sends its message to all others, and all of them add up all: each receives
-``(N - 1) * b`` bits per element. In *two shots* each of the ``N`` copies owns a slice of the shard:
-it gets a message about its slice from every copy, adds them up, and sends all others one about the
-sum, by the same codec and with a residual of its own: ``2 * b * (N - 1) / N`` bits. That is less
-from 3 copies on, and what 2 copies send each other anyway::
+In *one shot* every replica sends its message to all others, and all of them add up all: each
+receives ``(N - 1) * b`` bits per element. In *two shots* each of the ``N`` replicas owns a slice of
+the shard: it gets a message about its slice from every replica, adds them up, and sends all others
+one about the sum, by the same codec and with a residual of its own: ``2 * b * (N - 1) / N`` bits.
+That is less from 3 replicas on, and what 2 send each other anyway::
 
     shard [S]           slices [N, C]       message about each      the owner's sum [C]
      a a a a b b   ->    a a b         ->    to its owner     ->     one message to all
@@ -119,7 +119,7 @@ def about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
         once = sum(_wire_bytes(replace(unit, shots=None)) for unit in two)
         yield (
             f"replicas of {len(two)} units in two shots: each of the {two[0].info.world_size} "
-            "copies adds up a slice of the shard and sends the sum to all "
+            "replicas adds up a slice of the shard and sends the sum to all "
             f"({format_bytes(sum(map(_wire_bytes, two)))}; in one shot, every message to all, "
             f"{format_bytes(once)})"
         )

@@ -55,7 +55,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoShots:
-    """An all-reduce over ``N`` copies of a shard in two shots, of which each copy owns a slice:
+    """An all-reduce of a shard over ``N`` replicas in two shots, of which each owns a slice:
     messages about every slice go to its owner, who adds them up, and sends one about the sum to
     all. See :mod:`tagc.plan.two_shots`.
 
@@ -77,7 +77,7 @@ class UnitPlan:
     """The segments of one unit in one direction, in column order, without gaps.
 
     Attributes:
-        shots: where copies do not send each other everything: how they go about it instead.
+        shots: where replicas do not send each other everything: how they go about it instead.
     """
 
     info: UnitInfo

@@ -61,7 +61,7 @@ def states(copies: int, shards: int, codec: dict[str, Any], lead: bool) -> list[
             reducer=unit_reducer(plan),
             shard=rank % shards,
             shards=shards,
-            copy=rank // shards,
+            replica=rank // shards,
         )
         for rank in range(copies * shards)
     ]
@@ -70,7 +70,7 @@ def states(copies: int, shards: int, codec: dict[str, Any], lead: bool) -> list[
             for name, place, residual in residuals:
                 value = torch.randn(place.shape, generator=generator)
                 if name.startswith("sent") and plan.shots is None:
-                    value.fill_(2.0)  # alike on all copies
+                    value.fill_(2.0)  # alike on all replicas
                 place.put(residual, value)
     return made
 
@@ -118,7 +118,7 @@ def totals(pieces: Iterator[tuple[str, ParamLocation, Tensor]]) -> dict[str, Ten
 @pytest.mark.parametrize("codec", [QUANTIZED, MATRIX])
 @pytest.mark.parametrize("old", [(4, 2), (3, 1), (2, 2)])
 @pytest.mark.parametrize("new", [(4, 2), (3, 2), (5, 1), (2, 1), (2, 3)])
-def test_what_is_owed_goes_to_other_copies(
+def test_what_is_owed_goes_to_other_replicas(
     codec: dict[str, Any], old: tuple[int, int], new: tuple[int, int]
 ) -> None:
     """Residuals are summed, and owners' go to the new owners; in one shot, which 2 copies take,
@@ -166,7 +166,7 @@ def test_one_ranks_state_does_not_do_for_others() -> None:
 @on_ranks(3)
 @pytest.mark.parametrize("saver", ["safetensors", slow("dcp")])
 def test_a_run_in_two_shots_resumes(rank: int, world_size: int, saver: str) -> None:
-    """Three copies, on native hybrid sharding, to the bit."""
+    """Three replicas, on native hybrid sharding, to the bit."""
     policy = {
         "schema": 1,
         "gradients": [{"when": {}, "codec": {"kind": "dense"}}],

@@ -78,7 +78,7 @@ def test_two_copies_send_each_other_everything(codec: dict[str, Any]) -> None:
 
 def test_what_a_plan_says() -> None:
     plan = planned(8, QUANTIZED)
-    assert "replicas of 1 units in two shots: each of the 8 copies" in str(plan)
+    assert "replicas of 1 units in two shots: each of the 8 replicas" in str(plan)
     assert (
         plan.fingerprint
         != replace(
