@@ -350,6 +350,7 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
             workspaces[unit.device],
             # Units differ in their seeds, so that equal layouts do not share bad luck.
             seed=(i * 0x9E3779B1) % 2**31,
+            rank=dist.get_rank(),
             connect=connect(unit, unit_plan, HostExchange),
             crosses=lambda: unit.all_reduces,
             remedy=unit.unused_parameters_remedy,

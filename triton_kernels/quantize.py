@@ -28,7 +28,7 @@ from .jit import jit, tl
 from .scalar import fmix32, narrow_finite, widen
 
 # Arguments whose alignment makes no difference.
-_PLAIN = ["blocks", "scales", "scales_stride"]
+_PLAIN = ["seeds", "blocks", "scales", "scales_stride"]
 
 
 @jit(do_not_specialize=_PLAIN)

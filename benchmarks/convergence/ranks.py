@@ -26,7 +26,7 @@ class _ByHand:
     """An exchange (:class:`tagc.codecs.Exchange`) whose messages somebody else carries."""
 
     def __init__(self, rank: int) -> None:
-        self.source = self.row = rank
+        self.row = rank
         self.takes_leftovers = True
         self.wire_bytes = 0
 
@@ -117,7 +117,9 @@ class _Unit:
             )
         ops = get_ops(device, "triton" if device.type == "cuda" else None)
         workspace = Workspace(device)
-        self._reducers = [UnitReducer(plan, ops, device, workspace, seed) for _ in range(W)]
+        self._reducers = [
+            UnitReducer(plan, ops, device, workspace, seed, rank=rank) for rank in range(W)
+        ]
         self._messages = torch.empty(W, W, plan.words, dtype=torch.int32, device=device)
 
     def measure_noise(self) -> None:

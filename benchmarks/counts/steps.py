@@ -59,7 +59,7 @@ class _Done:
 class _Alone:
     """An exchange that sends nothing."""
 
-    source, row, takes_leftovers, wire_bytes = 0, 0, True, 0
+    row, takes_leftovers, wire_bytes = 0, True, 0
 
     def add_inside(self, grad: Tensor) -> Tensor:
         return grad

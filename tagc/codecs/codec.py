@@ -46,6 +46,8 @@ class CodecSetup:
         world_size: ranks ``W`` that encode.
         dtype: of the buffer.
         seed: of hashes; units differ in it, so that equal layouts do not share bad luck.
+        rank: of all processes, and ``stage`` of a step (0 gradients, 1 across replicas, 2 what
+            their owners hand out): what is rounded by chance differs in both.
     """
 
     destinations: int
@@ -55,6 +57,8 @@ class CodecSetup:
     device: torch.device
     workspace: Workspace
     seed: int = 0
+    rank: int = 0
+    stage: int = 0
 
 
 @dataclass(frozen=True)

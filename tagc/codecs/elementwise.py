@@ -16,7 +16,7 @@ class ElementwiseCodec(Codec[P]):
     """State and step of segments of which every element is sent.
 
     Attributes:
-        steps: encodings so far, which feedback ``average`` counts.
+        steps: encodings so far, which feedback ``average`` and stochastic rounding count.
     """
 
     def __init__(self, segments: Sequence[CodecSegment[P]], setup: CodecSetup) -> None:
@@ -30,14 +30,9 @@ class ElementwiseCodec(Codec[P]):
         raise NotImplementedError
 
     def _quantize(
-        self,
-        part: Part[P],
-        grad: Tensor,
-        residual: Tensor | None,
-        message: Tensor,
-        source: int,
+        self, part: Part[P], grad: Tensor, residual: Tensor | None, message: Tensor
     ) -> None:
-        """``[D, columns]`` each to ``[D, words]``, of the ``source``-th rank that encodes."""
+        """``[D, columns]`` each to ``[D, words]``."""
         raise NotImplementedError
 
     def _dequantize(self, plan: P, message: Tensor, out: Tensor, divisor: int) -> None:
@@ -46,16 +41,13 @@ class ElementwiseCodec(Codec[P]):
 
     def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
         """See :meth:`Codec.encode`."""
-        self._encode(grad, message, exchange.source)
+        self.encode_rows(grad, message)
 
     def encode_rows(self, rows: Tensor, message: Tensor) -> None:
         """See :meth:`Codec.encode_rows`."""
-        self._encode(rows, message, 0)
-
-    def _encode(self, rows: Tensor, message: Tensor, source: int) -> None:
         for part in self.parts:
             with part.feedback.opened(rows[:, part.columns], self.steps) as (gradient, residual):
-                self._quantize(part, gradient, residual, message[:, part.words], source)
+                self._quantize(part, gradient, residual, message[:, part.words])
         self.steps += 1
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:

@@ -33,14 +33,12 @@ class Exchange(Protocol):
     ranks of a host add up first, ``W`` are hosts; where they hand messages on, all ranks.
 
     Attributes:
-        source: which of the ``W`` this rank is: message ``r`` is that of source ``r``.
         row: the row that this rank decodes.
         takes_leftovers: whether what this rank's decoding leaves goes into its own residual. Of
             the ranks that decode the same row just one takes it.
         wire_bytes: bytes that this rank sent to others so far, messages not counted.
     """
 
-    source: int
     row: int
     takes_leftovers: bool
     wire_bytes: int

@@ -37,7 +37,6 @@ class GroupExchange(ABC):
     def __init__(self, group: dist.ProcessGroup, workspace: Workspace) -> None:
         self._group, self._workspace = group, workspace
         self.groups: tuple[dist.ProcessGroup, ...] = (group,)
-        self.source = group.rank()
         self.wire_bytes = 0
         self.inside_bytes = 0
 

@@ -53,6 +53,7 @@ class UnitReducer:
         workspace: Workspace,
         seed: int,
         *,
+        rank: int = 0,
         connect: Connect | None = None,
         crosses: Callable[[], bool] = lambda: True,
         remedy: str = "",
@@ -61,6 +62,7 @@ class UnitReducer:
         """New state.
 
         Args:
+            rank: of this process, of all.
             connect: the exchange over a group, for one reduction; by default the one for the
                 plan's direction, every rank sending for itself.
             crosses: whether hosts exchange anything in this backward, if ranks of a host add up
@@ -85,6 +87,8 @@ class UnitReducer:
             device=device,
             workspace=workspace,
             seed=seed,
+            rank=rank,
+            stage=1 if plan.direction == "replicas" else 0,
         )
         rules = [s.codec.feedback for s in plan.segments if s.codec.feedback is not None]
         self._follows_dense = any(rule.follows_dense for rule in rules)
@@ -95,10 +99,11 @@ class UnitReducer:
     def reset(self, earlier_steps: int = 0) -> None:
         """Start anew, with empty residuals, after so many reductions elsewhere."""
         self.codecs: dict[str, Codec[Any]] = make_codecs(self._encoded.segments, self._setup)
-        if self.second is not None:
-            self.second.reset()
+        compressed_before = max(0, earlier_steps - self.plan.warmup_steps)
         for codec in self.codecs.values():
-            codec.skip(max(0, earlier_steps - self.plan.warmup_steps))
+            codec.skip(compressed_before)
+        if self.second is not None:
+            self.second.reset(compressed_before)
         self.counters = Counters(earlier_steps=earlier_steps)
         self.inside = HostSum(self._name, self._remedy)
         if self.gauge is not None:

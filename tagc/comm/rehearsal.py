@@ -92,7 +92,7 @@ class _NoExchange:
     :class:`tagc.codecs.Exchange`."""
 
     def __init__(self, workspace: Workspace, ranks: int) -> None:
-        self.source = self.row = self.wire_bytes = 0
+        self.row = self.wire_bytes = 0
         self.takes_leftovers = True
         self._workspace, self._ranks = workspace, ranks
 

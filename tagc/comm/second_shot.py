@@ -13,8 +13,6 @@ from tagc.codecs import Codec, CodecSetup, make_codecs
 from tagc.codecs.feedback import SegmentFeedback
 from tagc.plan import UnitPlan
 
-_SECOND_SEED = 1 << 16
-
 
 class SecondShot:
     """An owner's message about the sum of its slice, and what moves between a shard ``[S]`` and
@@ -39,9 +37,7 @@ class SecondShot:
         self.plan = unit.shots.gather
         self._workspace, self._dtype = setup.workspace, unit.info.dtype
         # Sums are not rounded before they are encoded.
-        # And nothing that is left to chance is what it was in the first shot.
-        seed = setup.seed + _SECOND_SEED
-        self._setup = replace(setup, destinations=1, dtype=torch.float32, seed=seed)
+        self._setup = replace(setup, destinations=1, dtype=torch.float32, stage=2)
         self._pieces: list[_Piece] = []
         self._empty: list[tuple[slice, slice]] = []
         at = column = 0
@@ -50,9 +46,11 @@ class SecondShot:
             at, column = at + cut.columns, column + cut.length
         self.reset()
 
-    def reset(self) -> None:
-        """Start anew, with empty residuals."""
+    def reset(self, earlier_steps: int = 0) -> None:
+        """Start anew, with empty residuals, after so many sums elsewhere."""
         self.codecs: dict[str, Codec[Any]] = make_codecs(self.plan.segments, self._setup)
+        for codec in self.codecs.values():
+            codec.skip(earlier_steps)
 
     @property
     def feedbacks(self) -> dict[int, SegmentFeedback]:

@@ -46,7 +46,8 @@ class Selection(Strict):
 class Rule(Selection):
     """One rule: the gradients of the parameters that `when` selects go through `codec`, with
     `feedback`. Without `feedback`, a codec gets the first kind of those that it can have:
-    `average` if it sends every element, `residual` if it selects, `none` if it is dense.
+    `average` if it sends every element, `residual` if it selects, `none` if it is dense or
+    rounds by chance.
     """
 
     codec: AnyGradientConfig

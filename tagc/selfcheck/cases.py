@@ -120,7 +120,8 @@ class _Maker:
 def _quantize(m: _Maker) -> Case:
     case = _elementwise(m, small_blocks(m.call.option("layout")))
     if m.call.given("dither") is not None:
-        case.tensors["dither"] = m.garbage(_DESTINATIONS)
+        # Of either sign, and another for each row.
+        case.tensors["dither"] = torch.tensor([_GARBAGE, ~_GARBAGE], dtype=torch.int32)
     return case
 
 

@@ -35,6 +35,11 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] =
         RESIDUAL | {"dtype": "int8"},
         {"kind": "quantized", "bits": 8},
     ),
+    "dithered": (
+        {"kind": "quantized", "bits": 4, "block": 32, "rounding": "stochastic"},
+        {"kind": "none"},
+        {"kind": "delta", "bits": 4, "rounding": "stochastic"},
+    ),
     "average": ({"kind": "quantized", "bits": 4}, {"kind": "average"}, None),
     "matrix": ({"kind": "matrix", "bits": 1}, RESIDUAL, {"kind": "delta", "bits": 2}),
     "groups": ({"kind": "matrix", "group": 16}, RESIDUAL | {"dtype": "bfloat16"}, None),

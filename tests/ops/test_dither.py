@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from support import oracle
-from support.block_cases import BF16, F16, F32, both, dequantize, make_case
+from support.block_cases import BF16, CPU, F16, F32, OPS, REFERENCE, both, dequantize, make_case
+from support.marks import named, slow
 from tagc.ops.blocks import BlockLayout
 
-# bits, gradient
-VARIANTS = [(2, F32), (4, BF16), (8, F16)]
+# Of the CPU's those that are compiled for all; float16 is widened first.
+VARIANTS = [
+    *((ops, *variant) for ops in OPS for variant in [(4, F32), (8, F16)]),
+    (REFERENCE, 2, F32),
+    (REFERENCE, 4, BF16),
+    slow(CPU, 2, F32),
+    slow(CPU, 4, BF16),
+]
 
 
 def dithered(ops, grad: Tensor, layout: BlockLayout, seeds: list[int]) -> Tensor:
@@ -24,8 +31,7 @@ def dithered(ops, grad: Tensor, layout: BlockLayout, seeds: list[int]) -> Tensor
     return message
 
 
-@both
-@pytest.mark.parametrize(("bits", "dtype"), VARIANTS, ids=str)
+@pytest.mark.parametrize(("ops", "bits", "dtype"), VARIANTS, ids=named)
 def test_dithers_by_the_contract(ops, bits, dtype):
     rng = np.random.default_rng(1)
     for n, spoilt in itertools.product((1, 33, 300, 1000), (False, True)):

@@ -28,6 +28,8 @@ VARIANTS = [
     (16, F32, None),
     (16, F16, None),
 ]
+# bits, gradient: those rounded by chance.
+DITHERED = [(4, F32), (8, F32)]
 RARER = [(4, BF16, F32), (2, BF16, BF16), (8, F32, F32), (16, BF16, F32)]
 variants = pytest.mark.parametrize(
     ("bits", "grad_dtype", "residual_dtype"),

@@ -46,6 +46,9 @@ def messages() -> None:
     """All the others."""
     for bits, gradient, residual in block_cases.VARIANTS:
         CPU.prepare_blocks(BlockLayout(numel=1, bits=bits), gradient, residual, 0.0)
+    for bits, gradient in block_cases.DITHERED:
+        layout = BlockLayout(numel=1, bits=bits)
+        CPU.prepare_blocks(layout, gradient, None, 0.0, dithered=True)
     for bits, group, gradient, residual in matrix_cases.VARIANTS:
         layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)
         CPU.prepare_matrix(layout, gradient, residual, 0.0)

@@ -18,17 +18,29 @@ def named(value: Any) -> str:
 
 
 def varied(cases: Sequence[pytest.Function], count: int) -> list[pytest.Function]:
-    """So many of a test's cases, that have as many of its parameters' values as they can."""
+    """So many of a test's cases, that have as many of its parameters' values as they can, a value's
+    words counted for themselves (``quantized int8``); where they have as many, far apart."""
     left = {
-        case: {(name, str(value)) for name, value in case.callspec.params.items()} for case in cases
+        case: {
+            (name, word)
+            for name, value in case.callspec.params.items()
+            for word in (str(value), *str(value).split()[:3])
+        }
+        for case in cases
     }
     seen: set[tuple[str, str]] = set()
-    chosen = []
+    chosen: list[int] = []
     while left and len(chosen) < count:
-        best = max(left, key=lambda case: len(left[case] - seen))
+        best = max(
+            left,
+            key=lambda case: (
+                len(left[case] - seen),
+                min((abs(cases.index(case) - i) for i in chosen), default=0),
+            ),
+        )
         seen |= left.pop(best)
-        chosen.append(best)
-    return chosen
+        chosen.append(cases.index(best))
+    return [cases[i] for i in chosen]
 
 
 def covering(*axes: Iterable[Any]) -> list[Any]:

@@ -113,7 +113,8 @@ def plan_of(
 
 def unit_reducer(plan: UnitPlan, ops: str = "reference") -> UnitReducer:
     device = torch.device("cpu")
-    return UnitReducer(plan, get_ops(device, ops), device, Workspace(device), seed=7)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return UnitReducer(plan, get_ops(device, ops), device, Workspace(device), seed=7, rank=rank)
 
 
 def reduce(reducer: UnitReducer, inp: Tensor, op: Any = AVG) -> Tensor:

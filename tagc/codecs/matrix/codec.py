@@ -19,12 +19,7 @@ class MatrixCodec(ElementwiseCodec[MatrixPlan]):
             self._ops.prepare_matrix(layout, gradient, f.residual_dtype, f.old_share)
 
     def _quantize(
-        self,
-        part: Part[MatrixPlan],
-        grad: Tensor,
-        residual: Tensor | None,
-        message: Tensor,
-        source: int,
+        self, part: Part[MatrixPlan], grad: Tensor, residual: Tensor | None, message: Tensor
     ) -> None:
         for layout, columns, words in part.plan.matrices:
             self._ops.quantize_matrix(

@@ -32,19 +32,14 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
         )
 
     def _quantize(
-        self,
-        part: Part[QuantizedPlan],
-        grad: Tensor,
-        residual: Tensor | None,
-        message: Tensor,
-        source: int,
+        self, part: Part[QuantizedPlan], grad: Tensor, residual: Tensor | None, message: Tensor
     ) -> None:
         layout, average = part.plan.layout, part.feedback.old_share
         seeds = None
         if part.plan.by_content:
             seeds = seeds_of(grad)
         elif part.plan.dithered:
-            seeds = self._dither.seeds(part.columns.start, source, self.steps)
+            seeds = self._dither.seeds(part.columns.start, self.steps)
         self._ops.quantize(grad, residual, message, layout=layout, average=average, dither=seeds)
 
     def _dequantize(self, plan: QuantizedPlan, message: Tensor, out: Tensor, divisor: int) -> None:

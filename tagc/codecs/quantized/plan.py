@@ -46,7 +46,8 @@ class QuantizedPlan(CodecPlan):
     def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
         """See :meth:`CodecPlan.scratch_bytes`: codes as int64, and the rest in float32."""
         padded = self.layout.blocks * self.layout.block
-        return padded * max(41 * destinations, 16 * sources) if reference else 0
+        each = 60 if self.dithered else 41
+        return padded * max(each * destinations, 16 * sources) if reference else 0
 
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
         """See :meth:`CodecPlan.cut`: between blocks, which are the segment's own."""
