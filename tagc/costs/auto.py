@@ -253,8 +253,10 @@ def codecs_of(
         feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
         if isinstance(rule.codec, AutoConfig):
             # With all that a copy could make of it.
+            owes = feedback is not None
             pairs += [
-                (resolve_auto(rule.codec, bits, copy_bytes=0), feedback) for bits in AUTO_BITS
+                (resolve_auto(rule.codec, bits, copy_bytes=0, owes=owes), feedback)
+                for bits in AUTO_BITS
             ]
         else:
             pairs.append((rule.codec, feedback))

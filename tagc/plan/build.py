@@ -180,7 +180,8 @@ def _plan_segment(
     feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
     if isinstance(config, AutoConfig):
         copy_bytes = unit.dtype.itemsize / unit.ranks_per_host
-        config = resolve_auto(config, auto_bits, copy_bytes=copy_bytes)
+        owes = feedback is not None
+        config = resolve_auto(config, auto_bits, copy_bytes=copy_bytes, owes=owes)
     return plan_codec(
         config,
         PlanRequest(

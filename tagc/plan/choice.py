@@ -44,12 +44,14 @@ class Choose(Protocol):
         ...
 
 
-def resolve_auto(config: AutoConfig, bits: int, *, copy_bytes: float) -> CodecConfig:
+def resolve_auto(config: AutoConfig, bits: int, *, copy_bytes: float, owes: bool) -> CodecConfig:
     """The codec of so many bits, or of as few as the rule allows.
 
     Args:
         copy_bytes: that a rank would store for every parameter of the model, to be sent changes of
             it only.
+        owes: whether a gradient's residual is kept; where it is not, gradients are rounded by
+            chance.
     """
     parameters = isinstance(config, AutoParametersConfig)
     bits = max(bits, config.min_bits)
@@ -58,7 +60,8 @@ def resolve_auto(config: AutoConfig, bits: int, *, copy_bytes: float) -> CodecCo
     if bits == 16:
         return DenseConfig(wire="bfloat16")
     if not parameters:
-        return QuantizedConfig(bits=8 if bits == 8 else 4)
+        rounding = "nearest" if owes else "stochastic"
+        return QuantizedConfig(bits=8 if bits == 8 else 4, rounding=rounding)
     if bits == 4 and config.memory and config.memory >= copy_bytes:
         return DeltaConfig(bits=4)
     return QuantizedParametersConfig(bits=8, keep_for_backward=config.memory >= _KEPT_BYTES)

@@ -12,7 +12,7 @@ class AutoConfig(CodecConfig):
     """The fastest of dense, bfloat16, 8 and 4 bits on the link that `tagc.wrap` measures.
 
     `min_bits` bounds the choice from below. None of them costs visible quality: 4 bits go with
-    the rule's feedback, by default `average` (LoCo).
+    the rule's feedback, by default `average` (LoCo); with kind `none` they are rounded by chance.
     """
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("average", "residual", "none")

@@ -18,7 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import tagc
 from support.distributed import on_ranks, run_ranks
 from tagc.costs import Link, Speed, auto
+from tagc.costs.auto import codecs_of
 from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.policy import Policy
 
 SLOW = Link(bandwidth=1e6, latency=1e-4)
 FAST = Link(bandwidth=1e12, latency=1e-6)
@@ -327,3 +329,12 @@ def test_a_small_saving_is_not_worth_it() -> None:
 def test_without_a_link_it_says_so() -> None:
     with pytest.raises(tagc.PolicyError, match="needs a measured or a given link"):
         build_plan([unit()], tagc.Policy.load("auto"))
+
+
+def test_what_nothing_is_owed_of_is_rounded_by_chance() -> None:
+    for kind, name in (("average", "quantized int4"), ("none", "quantized int4 dithered")):
+        made = policy()
+        made["gradients"][0]["feedback"] = {"kind": kind}
+        rules = Policy.load(made)
+        found = codecs_of(rules, torch.float32, 2, parameters=False)
+        assert name in {codec.name for codec in found}
