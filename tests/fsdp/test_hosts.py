@@ -60,6 +60,25 @@ def test_hosts_are_found(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
+def test_what_hosts_round_by_chance_is_right_on_average(rank: int, world_size: int) -> None:
+    """The same gradient again and again: the mean of what comes out comes nearer to dense's."""
+    model, dense = wrapped(POLICIES["quantized dithered"], hosts=2), sharded()
+    loss_of(dense, rank, 0).backward()
+    exact = [p.grad.to_local() for p in dense.parameters()]
+    totals = [torch.zeros_like(grad) for grad in exact]
+    off = []
+    for step in range(64):
+        loss_of(model, rank, 0).backward()
+        for total, p in zip(totals, model.parameters(), strict=True):
+            total.add_(p.grad.to_local())
+        model.zero_grad()
+        pairs = zip(totals, exact, strict=True)
+        off.append(sum(((t / (step + 1) - g) ** 2).sum() for t, g in pairs))
+    # A sixty-fourth of the mean square if steps round independently; to nearest, all of it.
+    assert 0 < off[-1] < off[0] / 16
+
+
+@on_ranks(4)
 @pytest.mark.parametrize(
     "policy", [slow("quantized residual"), "packed", "sketch", slow("matrix lead")]
 )
