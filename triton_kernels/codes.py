@@ -15,6 +15,7 @@ from .scalar import bfloat16_bits, fmix32, magnitude
 
 # Added to a float32 below 2**22, its integer is in the lowest bits.
 _INTEGER = constant(1.5 * 2**23)
+_HALF_STEP = constant(2.0**-17)  # of a dither
 
 
 def blocks_and_warps(block: int, each: int = 16) -> tuple[int, int]:
@@ -28,10 +29,10 @@ def blocks_and_warps(block: int, each: int = 16) -> tuple[int, int]:
 
 @jit
 def dither_at(place, salt):
-    """What is added to the codes at places of a row (int32) before they are rounded, float32;
+    """What is added to the codes at places of a row (uint32) before they are rounded, float32;
     ``salt`` is the hash of the row's seed."""
-    h = fmix32(place.to(tl.uint32, bitcast=True) ^ salt) >> 16
-    return ((h + h).to(tl.int32) - 65535).to(tl.float32) * 0.00000762939453125  # 2**-17
+    h = fmix32(place ^ salt) >> 16
+    return ((h + h).to(tl.int32) - 65535).to(tl.float32) * _HALF_STEP
 
 
 @jit

@@ -53,7 +53,7 @@ def quantize_kernel(
     else:
         salt = fmix32(tl.load(seeds + r).to(tl.uint32, bitcast=True))
         # Places past 2**32 begin anew.
-        v = dither_at((start + j).to(tl.uint32).to(tl.int32, bitcast=True), salt)
+        v = dither_at((start + j).to(tl.uint32), salt)
         scale, words, left, finite = quantize_tile(x, BITS, BLOCKS, BLOCK, v)
     store_message(
         scales + r * scales_stride, codes + r * codes_stride, scale, words, first, blocks,

@@ -38,23 +38,19 @@ def _lines() -> Iterator[Line]:
         measured = METHODS[f"{named[name]}, measured lead"]
         yield Line(name=f"{name}, measured lead", method=measured, kept=True)
     hosts, thrifty = "4 bits, residual, bfloat16 residual", "matrix, 1 bit, bfloat16 residual"
-    changes = {
+    others = {
         "changes in 4 bits": "dense, changes in 4 bits",
         "changes in 4 bits, stochastic": "dense, changes in 4 bits, stochastic",
         "4 bits, changes in 4 bits": f"{hosts}, changes in 4 bits",
         "4 bits, changes in 4 bits, stochastic": f"{hosts}, changes in 4 bits, stochastic",
         "1 bit, changes in 2 bits": f"{thrifty}, changes in 2 bits",
-    }
-    for name, method in changes.items():
-        yield Line(name=name, method=METHODS[method], kept=True)
-    without_memory = {
         "4 bits, int8 residual": "4 bits, residual, int8 residual",
         "8 bits, stateless": "8 bits, none, stochastic",
         "4 bits, stateless": "4 bits, none, stochastic",
         "4 bits in blocks of 32, stateless": "4 bits in blocks of 32, none, stochastic",
         "4 bits, stateless, to nearest": "4 bits, none, nearest",
     }
-    for name, method in without_memory.items():
+    for name, method in others.items():
         yield Line(name=name, method=METHODS[method], kept=True)
 
 

@@ -122,10 +122,11 @@ def test_all_replicas_hand_out_the_same_and_the_mean_is_right(rank, world_size):
         total += out
     for segment in plan.compressed:
         columns = slice(segment.start, segment.stop)
-        # Two roundings, each by less than a seventh of the largest near by.
+        # Two roundings with deviations of at most half a step, the first a mean over three ranks:
+        # 0.58 of a step together, of which 6 are allowed; each clips up to 2^-9 of the largest.
         size = torch.nn.functional.max_pool1d(rows[:, columns].abs().amax(0)[None], 63, 1, 31)[0]
         off = (total[columns] / N - rows[:, columns].double().mean(0)).abs()
-        assert bool((off <= size / 7 * (6 / math.sqrt(N) + 14 * 2**-8)).all())
+        assert bool((off <= size / 7 * (6 * 0.58 / math.sqrt(N) + 14 * 2**-9)).all())
 
 
 def test_what_is_right_on_average_owes_nothing():

@@ -18,6 +18,7 @@ RESIDUAL = {"kind": "residual"}
 SMALL = {"kind": "residual", "dtype": "int8"}
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (INT8 | {"bits": 4}, RESIDUAL),
+    (INT8 | {"bits": 4, "rounding": "stochastic"}, {"kind": "none"}),
     (INT8, SMALL),
     (INT8, {"kind": "momentum"}),
     ({"kind": "matrix"}, {"kind": "residual", "lead": 0.8}),

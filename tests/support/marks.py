@@ -21,25 +21,23 @@ def varied(cases: Sequence[pytest.Function], count: int) -> list[pytest.Function
     """So many of a test's cases, that have as many of its parameters' values as they can, a value's
     words counted for themselves (``quantized int8``); where they have as many, far apart."""
     left = {
-        case: {
+        i: {
             (name, word)
             for name, value in case.callspec.params.items()
             for word in (str(value), *str(value).split()[:3])
         }
-        for case in cases
+        for i, case in enumerate(cases)
     }
     seen: set[tuple[str, str]] = set()
     chosen: list[int] = []
+
+    def worth(i: int) -> tuple[int, int]:
+        return len(left[i] - seen), min((abs(i - other) for other in chosen), default=0)
+
     while left and len(chosen) < count:
-        best = max(
-            left,
-            key=lambda case: (
-                len(left[case] - seen),
-                min((abs(cases.index(case) - i) for i in chosen), default=0),
-            ),
-        )
+        best = max(left, key=worth)
         seen |= left.pop(best)
-        chosen.append(cases.index(best))
+        chosen.append(best)
     return [cases[i] for i in chosen]
 
 

@@ -22,8 +22,8 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
 
     def __init__(self, segments: Sequence[CodecSegment[QuantizedPlan]], setup: CodecSetup) -> None:
         super().__init__(segments, setup)
-        dithered = [part.columns.start for part in self.parts if part.plan.dithered]
-        self._dither = Dither(setup, dithered)
+        counted = [p.columns.start for p in self.parts if p.plan.dithered and not p.plan.by_content]
+        self._dither = Dither(setup, counted) if counted else None
 
     def _prepare(self, part: Part[QuantizedPlan], gradient: torch.dtype) -> None:
         f = part.feedback
@@ -38,7 +38,7 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
         seeds = None
         if part.plan.by_content:
             seeds = seeds_of(grad)
-        elif part.plan.dithered:
+        elif self._dither is not None and part.plan.dithered:
             seeds = self._dither.seeds(part.columns.start, self.steps)
         self._ops.quantize(grad, residual, message, layout=layout, average=average, dither=seeds)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tagc.codecs.codec import CodecSetup
-from tagc.ops.reference.hashing import MASK, fmix32
+from tagc.ops.hashing import MASK, fmix32
 from tagc.ops.symbols import wrap_int32
 
 _GOLDEN, _STRIDE = 0x9E3779B9, 0x7F4A7C15

@@ -46,7 +46,7 @@ class QuantizedPlan(CodecPlan):
     def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
         """See :meth:`CodecPlan.scratch_bytes`: codes as int64, and the rest in float32."""
         padded = self.layout.blocks * self.layout.block
-        each = 60 if self.dithered else 41
+        each = 49 if self.dithered else 41
         return padded * max(each * destinations, 16 * sources) if reference else 0
 
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:

@@ -1,4 +1,4 @@
-"""The hash that sketches and dithers share."""
+"""The hash that sketches, dithers and their seeds share, as tensors have it."""
 
 from __future__ import annotations
 
