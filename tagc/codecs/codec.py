@@ -47,7 +47,7 @@ class CodecSetup:
         dtype: of the buffer.
         seed: of hashes; units differ in it, so that equal layouts do not share bad luck.
         rank: of all processes, and ``stage`` of a step (0 gradients, 1 across replicas, 2 what
-            their owners hand out): what is rounded by chance differs in both.
+            their owners hand out, 3 inside hosts): what is rounded by chance differs in both.
     """
 
     destinations: int
@@ -170,6 +170,16 @@ class Codec(Generic[P]):
         Args:
             received: ``[W, words]`` int32.
             rows: ``[W, S]``.
+        """
+        raise NotImplementedError
+
+    def decode_sums(self, received: Tensor, rows: Tensor) -> None:
+        """Write sums of messages to the columns of ``rows``, each over all ranks. Only codecs that
+        ranks of a host add up in.
+
+        Args:
+            received: ``[K, W, words]`` int32, message ``[k, r]`` from rank ``r``.
+            rows: ``[K, S]``.
         """
         raise NotImplementedError
 

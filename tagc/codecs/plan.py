@@ -122,6 +122,11 @@ class CodecPlan:
         """
         return 0
 
+    def widened_bytes(self, sources: int) -> int:
+        """Bytes that torch takes for a moment on a CPU to add up what came from so many sources: it
+        makes float32 of all of it first. The library's own operators do not."""
+        return 0
+
     def used_words(self, columns: int) -> int:
         """Words that matter to an owner whose shard fills only the first ``columns`` of the
         segment's (in FSDP1's flat buffer); the others need not be sent."""

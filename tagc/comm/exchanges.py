@@ -44,6 +44,17 @@ class GroupExchange(ABC):
         """See :meth:`tagc.codecs.Exchange.add_inside`: every rank sends for itself."""
         return grad
 
+    def send_inside(self, received: Tensor, messages: Tensor) -> None:
+        """Send neighbours messages about what they add up, and wait for theirs; only where ranks of
+        a host add up first.
+
+        Args:
+            received: ``[H, R, words]`` int32: ``[h, q]`` is neighbour ``q``'s about what this rank
+                adds up for host ``h``.
+            messages: ``[H * R, words]`` int32, a row for every rank.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def send(self, received: Tensor, message: Tensor) -> CollectiveWork:
         """See :meth:`tagc.codecs.Exchange.send`."""
@@ -133,6 +144,14 @@ class HostExchange(ShardExchange):
             work.wait()
             self.inside_bytes += work.wire_bytes
         return total
+
+    def send_inside(self, received: Tensor, messages: Tensor) -> None:
+        """See :meth:`GroupExchange.send_inside`."""
+        rows = messages.view(received.shape)
+        works = [all_to_all(received[h], rows[h], self._inside) for h in range(len(rows))]
+        for work in works:
+            work.wait()
+            self.inside_bytes += work.wire_bytes
 
 
 class BroadcastExchange(GroupExchange):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from tagc.codecs import Codec, CodecSetup, make_codecs
 from tagc.codecs.state import MAX_COUNT
 from tagc.comm.collectives import failing_in
 from tagc.comm.exchanges import GroupExchange
 from tagc.comm.reduction_check import name_of
+from tagc.plan import UnitPlan
 
 
 class HostSum:
@@ -21,32 +25,53 @@ class HostSum:
 
     Attributes:
         bytes: sent so far to ranks of the same host.
+        codecs: by name, in the order of their words in a message, where ranks of a host send each
+            other messages and not the gradients as they are.
     """
 
-    def __init__(self, unit: str, remedy: str) -> None:
+    def __init__(self, unit: UnitPlan, setup: CodecSetup, remedy: str) -> None:
         """Nothing waits.
 
         Args:
-            unit: its name, for people.
+            setup: of what is sent to other hosts.
             remedy: what to do about parameters without a gradient.
         """
-        self._unit, self._remedy = unit, remedy
+        self._unit, self._remedy, self._message = unit.info.label, remedy, unit.inside
+        self._warmup_steps = unit.warmup_steps
         self._waiting: Tensor | None = None
+        self._workspace = setup.workspace
+        self._shape = (unit.peers, unit.info.ranks_per_host)
         self.bytes = 0
+        self.codecs: dict[str, Codec[Any]] = {}
+        if self._message is not None:
+            hosts, ranks = self._shape
+            inside = replace(setup, destinations=hosts * ranks, world_size=ranks, stage=3)
+            self.codecs = make_codecs(self._message.segments, inside)
 
-    def add(self, grad: Tensor, exchange: GroupExchange, what: str, *, crosses: bool) -> Tensor:
+    def skip(self, steps: int) -> None:
+        """Go on as if so many sums had been made elsewhere."""
+        for codec in self.codecs.values():
+            codec.skip(steps)
+
+    def add(
+        self, grad: Tensor, exchange: GroupExchange, what: str, *, step: int, crosses: bool
+    ) -> Tensor:
         """The sum ``[H, S]`` of the host's ranks, and of the micro-batches that waited; it waits,
         too, unless it crosses.
 
         Args:
             grad: ``[W, S]``.
             what: is going on, for errors.
+            step: reductions before this one: those of the warm-up are added up as they are.
         """
         with (
             failing_in(what, exchange.groups[0]),
             record_function(f"TAGC::add inside the host ({self._unit})"),
         ):
-            total = exchange.add_inside(grad)
+            if self.codecs and step >= self._warmup_steps:
+                total = self._add_messages(grad, exchange)
+            else:
+                total = exchange.add_inside(grad)
         self.bytes += exchange.inside_bytes
         if self._waiting is not None:
             if self._waiting.shape != total.shape:
@@ -63,6 +88,34 @@ class HostSum:
             self._waiting = total.to(torch.float32, copy=True)
         if crosses:
             self._waiting = None
+        return total
+
+    def encode(self, grad: Tensor, messages: Tensor) -> None:
+        """Write messages ``[W, words]`` int32 to neighbours about the rows of ``grad`` ``[W, S]``:
+        row ``h * R + r`` is for the ``r``-th of them."""
+        for codec, words in self._split(messages):
+            codec.encode_rows(grad, words)
+
+    def decode(self, received: Tensor, total: Tensor) -> None:
+        """Write the sums of neighbours' messages ``[H, R, words]`` int32 to ``total``
+        ``[H, S]``."""
+        for codec, words in self._split(received):
+            codec.decode_sums(words, total)
+
+    def _split(self, messages: Tensor) -> list[tuple[Codec[Any], Tensor]]:
+        words = messages.split([codec.words for codec in self.codecs.values()], dim=-1)
+        return list(zip(self.codecs.values(), words, strict=True))
+
+    def _add_messages(self, grad: Tensor, exchange: GroupExchange) -> Tensor:
+        assert self._message is not None
+        (hosts, ranks), words = self._shape, self._message.words
+        take = self._workspace.take
+        messages = take("inside_send", (hosts * ranks, words), torch.int32)
+        received = take("inside_received", (hosts, ranks, words), torch.int32)
+        total = take("inside_sum", (hosts, grad.shape[1]), grad.dtype)
+        self.encode(grad, messages)
+        exchange.send_inside(received, messages)
+        self.decode(received, total)
         return total
 
     def check_alike(self, op: dist.ReduceOp.RedOpType, ranks: int) -> None:

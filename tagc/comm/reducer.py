@@ -105,7 +105,8 @@ class UnitReducer:
         if self.second is not None:
             self.second.reset(compressed_before)
         self.counters = Counters(earlier_steps=earlier_steps)
-        self.inside = HostSum(self._name, self._remedy)
+        self.inside = HostSum(self.plan, self._setup, self._remedy)
+        self.inside.skip(compressed_before)
         if self.gauge is not None:
             self.measure_noise()
 
@@ -249,7 +250,8 @@ class UnitReducer:
             groups = exchange.groups if crosses else exchange.groups[:1]
             self._lockstep.announce(groups, words if crosses else 0, step)
             self._lockstep.confirm()
-            grad = self.inside.add(grad, exchange, self._lockstep.what, crosses=crosses)
+            what = self._lockstep.what
+            grad = self.inside.add(grad, exchange, what, step=step, crosses=crosses)
             if not crosses:
                 out.zero_()
                 return
@@ -390,6 +392,7 @@ class UnitReducer:
         yield "", self.counters
         if self._in_levels:
             yield "", self.inside
+            yield from ((f"inside.{name}", c) for name, c in self.inside.codecs.items())
         yield from self.codecs.items()
         if self.second is not None:
             yield from ((f"second_shot.{name}", c) for name, c in self.second.codecs.items())

@@ -47,6 +47,12 @@ def _rehearse_reduction(unit: UnitPlan, ops: Ops, workspace: Workspace, *, stamp
     shard = torch.empty(unit.columns, dtype=plan.info.dtype, device=_META)
     out = shard if second is None else second.slice_sum()
     exchange = _NoExchange(workspace, plan.sources)
+    if unit.inside is not None:
+        rows, words = unit.info.world_size, unit.inside.words
+        own = torch.empty(rows, plan.columns, dtype=plan.info.dtype, device=_META)
+        messages = torch.empty(rows, words, dtype=torch.int32, device=_META)
+        reducer.inside.encode(own, messages)
+        reducer.inside.decode(messages.view(unit.peers, -1, words), grad)
     for _ in range(_STEPS):
         reducer.encode(grad, send, exchange)
         for codec in reducer.codecs.values():

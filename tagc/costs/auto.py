@@ -25,7 +25,7 @@ from tagc.costs.link import Link
 from tagc.costs.model import unit_seconds
 from tagc.costs.speed import measure_speeds
 from tagc.ops import get_ops
-from tagc.plan import AUTO_BITS, Choice, Direction, UnitPlan, resolve_auto
+from tagc.plan import AUTO_BITS, Choice, Direction, UnitPlan, config_inside, resolve_auto
 from tagc.policy import Policy, Rule
 from tagc.policy.configs import AutoConfig
 
@@ -249,6 +249,8 @@ def codecs_of(
     """Samples of what the rules may become, and of what rides beside it, to be timed."""
     rules = policy.parameters if parameters else (*policy.gradients, *policy.replicas)
     pairs: list[tuple[CodecConfig, FeedbackRule | None]] = [(DenseConfig(), None)]
+    if policy.inside != "native" and not parameters:
+        pairs.append((config_inside(policy.inside), None))
     for rule in rules:
         feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
         if isinstance(rule.codec, AutoConfig):

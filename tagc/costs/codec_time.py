@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tagc.codecs import CodecPlan
+from tagc.costs.traffic import codings
 from tagc.plan import Segment, UnitPlan
 
 
@@ -91,10 +92,15 @@ def _decodings(unit: UnitPlan) -> int:
     return 1 if unit.keeps_copy else unit.info.per_step
 
 
-def codec_seconds(unit: UnitPlan, time: CodecTime) -> float:
-    """Seconds that a rank spends per step encoding and decoding a unit."""
+def codec_seconds(unit: UnitPlan, time: CodecTime, micro_batches: int = 1) -> float:
+    """Seconds that a rank spends encoding and decoding a unit in a step of so many backwards."""
     if not unit.compressed or unit.info.world_size == 1:
         return 0.0
-    return sum(
-        time(part, segment) for part in unit.stages for segment in part.segments if segment.columns
-    )
+    seconds = sum(_seconds(part, time) for part in unit.stages) * codings(unit, micro_batches)
+    if unit.inside is not None:
+        seconds += unit.peers * _seconds(unit.inside, time) * micro_batches
+    return seconds
+
+
+def _seconds(unit: UnitPlan, time: CodecTime) -> float:
+    return sum(time(unit, segment) for segment in unit.segments if segment.columns)

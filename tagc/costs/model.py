@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from tagc.codecs.dense import DensePlan
 from tagc.costs.codec_time import CodecTime, codec_seconds
 from tagc.costs.link import Link
-from tagc.costs.traffic import Traffic, codings, traffic
+from tagc.costs.traffic import Traffic, traffic
 from tagc.plan import Direction, Plan, Segment, UnitInfo, UnitPlan
 
 
 def unit_seconds(unit: UnitPlan, link: Link, time: CodecTime, micro_batches: int = 1) -> float:
     """Seconds per step of one unit in one direction: on the link and in codecs."""
     sent = link.seconds(traffic(unit, micro_batches), unit.info.world_size)
-    return sent + codec_seconds(unit, time) * codings(unit, micro_batches)
+    return sent + codec_seconds(unit, time, micro_batches)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def workload(
     for unit in units:
         key = (unit.direction, unit.info.world_size)
         sums[key] = sums.get(key, Traffic()) + traffic(unit, micro_batches)
-    codec = sum(codec_seconds(unit, time) * codings(unit, micro_batches) for unit in units)
+    codec = sum(codec_seconds(unit, time, micro_batches) for unit in units)
     return Workload(sums, codec)
 
 

@@ -2,6 +2,7 @@
 
 from tagc.plan.build import build_plan
 from tagc.plan.choice import AUTO_BITS, Choice, Choose, resolve_auto
+from tagc.plan.inside import config_inside
 from tagc.plan.memory import Memory, buffers_of
 from tagc.plan.plan import Plan
 from tagc.plan.table import as_list, format_bytes
@@ -25,6 +26,7 @@ __all__ = [
     "as_list",
     "buffers_of",
     "build_plan",
+    "config_inside",
     "format_bytes",
     "in_two_shots",
     "resolve_auto",

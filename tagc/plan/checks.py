@@ -49,10 +49,14 @@ def in_levels(units: Sequence[UnitPlan]) -> Iterator[str]:
         inside = format_bytes(sum(u.inside_bytes for u in mine))
         what, others = f"{mine[0].direction} of {len(mine)} units in two levels", hosts - 1
         if mine[0].direction == "gradients":
+            forms = dict.fromkeys(
+                s.codec.name for u in mine if u.inside is not None for s in u.inside.compressed
+            )
+            form = f" as {' and '.join(forms)}" if forms else ""
             yield (
                 f"{what}: the {ranks} ranks of a host add up first (each sends {inside} to the "
-                f"others in a backward), then a rank sends to one on each of the {others} other "
-                "hosts, which is what the table counts"
+                f"others in a backward{form}), then a rank sends to one on each of the {others} "
+                "other hosts, which is what the table counts"
             )
         else:
             yield (

@@ -85,7 +85,10 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
     dtype = unit.info.dtype
     if R > 1 and unit.direction == "gradients":
         yield "inside_sum", dtype, H * S
-        if gloo:
+        if unit.inside is not None:
+            yield "inside_send", torch.int32, H * R * unit.inside.words
+            yield "inside_received", torch.int32, H * R * unit.inside.words
+        if gloo and (unit.inside is None or unit.warmup_steps):
             yield "inside_recv", dtype, H * R * S
         if not unit.compressed or unit.warmup_steps:
             yield "dense_recv", dtype, H * S
@@ -136,16 +139,27 @@ def _moment(unit: UnitPlan, *, reference: bool) -> int:
     """At most, of the segments, one after the other."""
     if not unit.compressed or unit.info.world_size == 1:
         return 0
-    return max(
+    found = max(
         _moment_of(part, segment, reference=reference)
         for part in unit.stages
         for segment in part.segments
     )
+    if unit.inside is None:
+        return found
+    # Everything at once: rows of all ranks, and then as many messages.
+    ranks = unit.info.world_size
+    inside = [
+        s.codec.scratch_bytes(ranks, ranks, reference=reference) + s.codec.widened_bytes(ranks)
+        for s in unit.inside.segments
+    ]
+    return max(found, *inside)
 
 
 def _moment_of(unit: UnitPlan, segment: Segment, *, reference: bool) -> int:
     codec, feedback, D = segment.codec, segment.codec.feedback, unit.destinations
     found = codec.scratch_bytes(D, unit.sources, reference=reference)
+    if unit.direction != "parameters":  # of which nothing is added up
+        found += codec.widened_bytes(unit.sources)
     if unit.info.dtype == torch.float16 and codec.compressed and not reference:
         found += 4 * D * segment.columns  # the CPU's operators widen it
     if feedback is not None:

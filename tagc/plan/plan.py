@@ -73,7 +73,7 @@ class Plan:
         """Hash of everything that ranks must agree on to exchange messages."""
         content = [
             [u.direction, as_data(u.info), as_data(u.segments)]
-            + ([] if u.shots is None else [as_data(u.shots)])
+            + [as_data(part) for part in (u.shots, u.inside) if part is not None]
             for u in self.all_units
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -78,12 +78,16 @@ class UnitPlan:
 
     Attributes:
         shots: where replicas do not send each other everything: how they go about it instead.
+        inside: where ranks of a host add up and do not send each other the gradients as they are:
+            what each sends another about the rows of one host, and gets from it. See
+            :mod:`tagc.plan.inside`.
     """
 
     info: UnitInfo
     segments: tuple[Segment, ...]
     direction: Direction = "gradients"
     shots: TwoShots | None = None
+    inside: UnitPlan | None = None
 
     @property
     def stages(self) -> tuple[UnitPlan, ...]:
@@ -218,6 +222,8 @@ class UnitPlan:
         with them; of parameters in a step, to hand on what came from other hosts."""
         others = self.info.ranks_per_host - 1
         row = self.buffer_columns * self.info.dtype.itemsize
+        if self.inside is not None:
+            row = 4 * self.inside.words
         if self.direction == "parameters":
             hands_on_messages = self.compressed and not self.keeps_copy
             row = 4 * self.words * self.exchanges if hands_on_messages else row * self.info.per_step

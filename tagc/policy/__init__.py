@@ -2,7 +2,7 @@
 
 from tagc.policy.conditions import When
 from tagc.policy.document import PolicyError
-from tagc.policy.policy import Policy, policies
+from tagc.policy.policy import Inside, Policy, policies
 from tagc.policy.roles import ROLES, ParamInfo, Role, role_of
 from tagc.policy.rules import SMALL, ParameterRule, Rule, first_match, nearest_miss
 from tagc.policy.schema import json_schema
@@ -12,6 +12,7 @@ from tagc.policy.tuning import Tuning
 __all__ = [
     "ROLES",
     "SMALL",
+    "Inside",
     "ParamInfo",
     "ParameterRule",
     "Policy",

@@ -64,6 +64,9 @@ _Rules = Annotated[
 DIRECTIONS = ("gradients", "parameters", "replicas")
 """A policy's lists of rules."""
 
+Inside = Literal["native", "bfloat16", "int8"]
+"""How what a policy compresses travels between the ranks of a host, which add it up first."""
+
 VARIABLE = "TAGC_POLICY"
 """The environment variable that names the policy where the program names none."""
 
@@ -88,6 +91,11 @@ class Policy(Strict):
     """Rules for parameters in FSDP's all-gather; likewise."""
     replicas: _Rules[Rule] = ()
     """Rules for gradients in the all-reduce across replicas of the sharded model; likewise."""
+    inside: Inside = "native"
+    """Where the ranks of a host add up gradients before one message a host is sent: how those that
+    rules compress travel between them. `native` is their own dtype, `bfloat16` 2 bytes, and `int8`
+    one, with a scale for every 256, rounded by chance; sums are in float32. For hosts whose ranks
+    reach each other slowly (PCIe)."""
     roles: dict[Role, OneOrMore[Glob]] = Field(default={})
     """Roles that parameters of this model have by their names: globs, or a list of them, as in
     `name`. The first that fits decides, before what tagc knows of names."""
@@ -167,8 +175,16 @@ class Policy(Strict):
         content = self.model_dump(mode="json", by_alias=True, exclude={"about", "roles", "tuning"})
         if self.roles:
             content["roles"] = [[role, globs] for role, globs in self.roles.items()]
+        if self.inside == "native":
+            del content["inside"]  # as in policies of before there was a choice
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def with_inside(self, inside: Inside) -> "Policy":
+        """The same, but for how ranks of a host add up; its name says so."""
+        policy = self.model_copy(update={"inside": inside})
+        policy._name = f"{self.name}, inside {inside}"
+        return policy
 
     def origins(self, direction: str) -> tuple[str, ...]:
         """For each rule of this list the file that it stands in, or `<dict>`."""

@@ -53,6 +53,8 @@ RARE = (
     "sketch momentum",
     "sketch float32",
     "changes in 1 bit",
+    "inside",
+    "inside warming up",
 )
 
 # The same ranks
@@ -80,6 +82,7 @@ def test_three_ranks_resume(rank: int, world_size: int, saver: str, policy: str)
     ("policy", "saver"),
     [
         ("changes", "safetensors"),
+        ("inside", "dcp"),
         slow("sketch shared", "dcp"),
         slow("parameters", "safetensors"),
         slow("quantized int8", "dcp"),

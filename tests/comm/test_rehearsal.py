@@ -86,7 +86,7 @@ def idle() -> Ops:
     return cast(Ops, SimpleNamespace(**operators, **prepare))
 
 
-def called(rank: int, policy: Any) -> tuple[set[Call], set[Call]]:
+def called(rank: int, policy: Any, hosts: int | None = None) -> tuple[set[Call], set[Call]]:
     """In two steps of training, and in the rehearsal of their plan."""
     model = sharded()
     recorder = Recorder(get_ops("cpu", "reference"))
@@ -95,7 +95,7 @@ def called(rank: int, policy: Any) -> tuple[set[Call], set[Call]]:
         with warnings.catch_warnings():
             # Such small segments pay with no codec.
             warnings.simplefilter("ignore", UserWarning)
-            tagc.wrap(model, policy)
+            tagc.wrap(model, policy, hosts=hosts)
     recorder.calls.clear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(3):
@@ -116,6 +116,13 @@ def called(rank: int, policy: Any) -> tuple[set[Call], set[Call]]:
 def test_a_rehearsal_calls_what_training_calls(name):
     for trained, rehearsed in run_ranks(called, 2, policy(name)):
         assert len(trained) >= 2
+        assert trained == rehearsed
+
+
+def test_a_rehearsal_calls_what_ranks_of_a_host_call():
+    inside = policy("packed") | {"inside": "int8"}
+    for trained, rehearsed in run_ranks(called, 4, inside, 2):
+        assert {call.operator for call in trained} >= {"quantize", "dequantize", "pack"}
         assert trained == rehearsed
 
 

@@ -12,16 +12,12 @@ from torch import Tensor
 
 from support.distributed import on_ranks
 from support.failing import fails
+from support.host_reducers import RANKS_PER_HOST, host_reducer, in_two_levels
 from support.units import codec_plan, gathered, on_grid
-from tagc.codecs.workspace import Workspace
-from tagc.comm import HostExchange, RankOnHost, UnitReducer, gather_by_rank
-from tagc.comm.hosts import host_groups
-from tagc.ops import get_ops
-from tagc.plan import Segment, UnitPlan, build_plan
-from tagc.policy import Policy
+from tagc.comm import UnitReducer
+from tagc.plan import Segment
 
 EXACT: Any = {"rtol": 0, "atol": 0}
-RANKS_PER_HOST = 2
 CODECS: dict[str, dict[str, Any]] = {
     "quantized": {"kind": "quantized", "bits": 8, "block": 64},
     "packed": {"kind": "packed", "density": 0.3, "bits": 8},
@@ -31,17 +27,6 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_two_levels(plan: UnitPlan, codec: dict[str, Any], world_size: int) -> UnitPlan:
-    """The same unit, where ranks of a host send together."""
-    info = replace(plan.info, ranks_per_host=RANKS_PER_HOST)
-    rule = {
-        "when": {"name": ["a.*", "c.*"]},
-        "codec": codec,
-        "feedback": {"kind": "residual"},
-    }
-    return build_plan([info], Policy.load({"schema": 1, "gradients": [rule]})).units[0]
-
-
 @pytest.mark.some(2)
 @on_ranks(4)
 @pytest.mark.parametrize("codec", CODECS)
@@ -49,22 +34,16 @@ def test_two_levels_conserve_what_one_does(rank: int, world_size: int, codec: st
     """To the bit on a grid: what owners got, and what ranks still owe, is what came in; and a rank
     stores a residual for every host, not for every rank."""
     hosts = world_size // RANKS_PER_HOST
-    cpu, group = torch.device("cpu"), dist.group.WORLD
-    assert group is not None
-    said = gather_by_rank([group], {rank: RankOnHost.mine()})
-    groups = host_groups(group, RANKS_PER_HOST, cpu, said)
     flat = codec_plan(world_size, CODECS[codec], {"kind": "residual"})
-    plan = in_two_levels(flat, CODECS[codec], world_size)
+    plan = in_two_levels(flat, CODECS[codec])
     assert (plan.destinations, plan.sources) == (hosts, hosts)
-    workspace = Workspace(cpu)
-    reducer = UnitReducer(
-        plan,
-        get_ops(cpu),
-        cpu,
-        workspace,
-        seed=7,
-        connect=lambda _: HostExchange(groups, workspace),
-    )
+    with host_reducer(rank, plan) as reducer:
+        conserves(reducer, rank, world_size)
+
+
+def conserves(reducer: UnitReducer, rank: int, world_size: int) -> None:
+    plan, group, hosts = reducer.plan, dist.group.WORLD, reducer.plan.peers
+    assert group is not None
     came_in = torch.zeros(world_size, plan.columns, dtype=torch.float64)
     handed_out = torch.zeros(plan.columns, dtype=torch.float64)
     for step in range(6):
@@ -84,31 +63,20 @@ def test_two_levels_conserve_what_one_does(rank: int, world_size: int, codec: st
     first = 4 * (hosts - 1) * hosts * len(summed)
     assert reducer.wire_bytes == planned + first
     assert reducer.inside.bytes == 6 * plan.inside_bytes
-    groups.release()
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("micro", [False, True])
 def test_ranks_at_different_units(rank: int, world_size: int, micro: bool) -> None:
     """Inside a host and between hosts: an error with the names of both."""
-    cpu, group = torch.device("cpu"), dist.group.WORLD
-    assert group is not None
-    said = gather_by_rank([group], {rank: RankOnHost.mine()})
-    groups = host_groups(group, RANKS_PER_HOST, cpu, said)
-    plan = in_two_levels(codec_plan(world_size, CODECS["packed"]), CODECS["packed"], world_size)
+    plan = in_two_levels(codec_plan(world_size, CODECS["packed"]), CODECS["packed"])
     mine = "second" if rank in (0, 3) else "first"
-    workspace = Workspace(cpu)
-    reducer = UnitReducer(
-        replace(plan, info=replace(plan.info, name=mine)),
-        get_ops(cpu),
-        cpu,
-        workspace,
-        seed=7,
-        connect=lambda _: HostExchange(groups, workspace),
-        crosses=lambda: not micro,
-    )
+    renamed = replace(plan, info=replace(plan.info, name=mine))
     out, buffer = torch.zeros(plan.columns), torch.ones(world_size * plan.columns)
-    kind, said_of_it = fails(lambda: reducer.reduce(out, buffer, group, dist.ReduceOp.SUM))
+    group = dist.group.WORLD
+    assert group is not None
+    with host_reducer(rank, renamed, crosses=lambda: not micro) as reducer:
+        kind, said_of_it = fails(lambda: reducer.reduce(out, buffer, group, dist.ReduceOp.SUM))
     assert kind == "DesyncError"
     assert "unit 'first'" in said_of_it
     assert "unit 'second'" in said_of_it

@@ -145,6 +145,13 @@ def test_what_ranks_on_a_host_send(capsys: Any) -> None:
     table = run(capsys, *common, "--ranks-per-host", "8", "--inside-bandwidth", "100GB")
     assert "the 8 ranks of a host add up their gradients first; inside a host: 800 Gbit/s" in table
     assert rows(table)["loco-4bit"][1] != shared["loco-4bit"][1]
+    # Gradients in fp32 then take longest inside: 8 bits there make the fastest faster still.
+    slow = rows(run(capsys, *common, "--ranks-per-host", "8", "--inside-bandwidth", "20Gbit"))
+    inside = [name for name in slow if name.endswith(", inside int8")]
+    assert len(inside) == 1
+    assert all(", inside" not in name for name in shared)
+    seconds = {name: float(row[1].split()[0]) for name, row in slow.items()}
+    assert min(seconds, key=lambda name: seconds[name]) == inside[0]
 
 
 def test_replicas_and_a_policy_of_ones_own(tmp_path: Path, capsys: Any) -> None:

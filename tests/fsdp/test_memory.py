@@ -41,6 +41,8 @@ ON_HOSTS = (
     slow("packed shared"),
     "parameters",
     "changes",
+    "inside",
+    slow("inside warming up"),
 )
 # Each codec, feedback and dtype of residuals is among the others'.
 RARE = {
@@ -52,6 +54,8 @@ RARE = {
     "sketch",
     "warming up",
     "changes in 1 bit",
+    "inside",
+    "inside warming up",
 }
 
 

@@ -55,6 +55,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "quantized none": rules(QUANTIZED, {"kind": "none"}),
     "quantized dithered": rules(QUANTIZED | {"rounding": "stochastic"}),
     "quantized momentum": rules(QUANTIZED, {"kind": "momentum", "rate": 0.25}),
+    "inside": rules(QUANTIZED, {"kind": "residual"}, inside="int8"),
+    "inside warming up": rules(PACKED | {"warmup_steps": 2}, inside="bfloat16"),
     "matrix lead": rules(MATRIX | {"level": 1.3}, LEAD),
     "matrix average": rules(
         {"kind": "matrix", "warmup_steps": 1}, {"kind": "average", "beta": 0.5, "reset_steps": 3}

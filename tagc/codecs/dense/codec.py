@@ -40,6 +40,13 @@ class DenseCodec(Codec[DensePlan]):
             decoded.copy_(total)
             part.feedback.correct(decoded, columns)
 
+    def decode_sums(self, received: Tensor, rows: Tensor) -> None:
+        """See :meth:`Codec.decode_sums`."""
+        for part in self.parts:
+            wide = torch.float64 if part.plan.wire == torch.float64 else torch.float32
+            elements = elements_of(received[..., part.words], part.plan)
+            rows[:, part.columns].copy_(elements.sum(1, dtype=wide))
+
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
         """See :meth:`Codec.decode_rows`."""
         for part in self.parts:

@@ -38,6 +38,10 @@ class DensePlan(CodecPlan):
         """See :meth:`CodecPlan.scratch_bytes`: the sum in float32, and its average."""
         return 2 * max(4, self.wire.itemsize) * self.numel
 
+    def widened_bytes(self, sources: int) -> int:
+        """See :meth:`CodecPlan.widened_bytes`."""
+        return 4 * sources * self.numel if self.wire.itemsize < 4 else 0
+
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
         """See :meth:`CodecPlan.cut`: anywhere."""
         length = -(-self.numel // owners)

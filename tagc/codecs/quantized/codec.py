@@ -45,6 +45,13 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
     def _dequantize(self, plan: QuantizedPlan, message: Tensor, out: Tensor, divisor: int) -> None:
         self._ops.dequantize(message[None], out[None], layout=plan.layout, divisor=divisor)
 
+    def decode_sums(self, received: Tensor, rows: Tensor) -> None:
+        """See :meth:`Codec.decode_sums`: sums beyond float16's range are infinite, as the dtype's
+        own are."""
+        for part in self.parts:
+            words, elements = received[..., part.words], rows[:, part.columns]
+            self._ops.dequantize(words, elements, layout=part.plan.layout, divisor=1)
+
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
         """See :meth:`Codec.decode_rows`."""
         for part in self.parts:

@@ -1,0 +1,151 @@
+"""What ranks of a host add up may travel between them in fewer bits: policy key ``inside``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support.distributed import on_ranks
+from support.host_reducers import host_reducer, in_two_levels
+from support.units import codec_plan, gathered, normal, reduce
+from tagc.plan import UnitPlan
+from tagc.plan.inside import with_inside
+from tagc.policy import Policy, PolicyError
+
+SUM = dist.ReduceOp.SUM
+OWING = {"kind": "quantized", "bits": 4, "block": 64}
+FORMS = ("bfloat16", "int8")
+
+
+def plan_of(world_size: int, inside: str, codec: dict[str, Any] = OWING, **of: Any) -> UnitPlan:
+    dtype = of.pop("dtype", torch.float32)
+    plan = codec_plan(world_size, codec, {"kind": "residual"}, dtype)
+    return in_two_levels(plan, codec, inside=inside, **of)
+
+
+def integers(world_size: int, columns: int, step: int) -> Tensor:
+    """`[R, W, S]` that either form carries as they are: every block's largest is 127."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (world_size, world_size, columns)
+    buffers = torch.randint(-127, 128, shape, generator=generator).float()
+    buffers[..., ::20] = 127
+    return buffers
+
+
+@on_ranks(4)
+def test_what_fits_is_added_up_as_it_is(rank: int, world_size: int) -> None:
+    """To the bit, residuals too; and the plan knows the bytes."""
+    native = plan_of(world_size, "native")
+    assert native.inside is None
+    sent = {"native": native.inside_bytes}
+    results = {inside: outcome(rank, plan_of(world_size, inside)) for inside in ("native", *FORMS)}
+    for inside in FORMS:
+        for mine, theirs in zip(results[inside], results["native"], strict=True):
+            assert torch.equal(mine, theirs)
+        sent[inside] = plan_of(world_size, inside).inside_bytes
+    dense = sum(s.columns for s in native.dense)
+    rows = 2 * 4  # two hosts, a neighbour each; bytes of a word
+    assert sent["native"] == rows * native.columns
+    # 911 and 303 columns: words of two elements, or blocks of 256 with half a word each.
+    assert sent["bfloat16"] == rows * (456 + 152 + dense)
+    assert sent["int8"] == rows * (2 + 4 * 64 + 1 + 2 * 64 + dense)
+
+
+def outcome(rank: int, plan: UnitPlan) -> list[Tensor]:
+    """Of three steps, and what is owed then."""
+    found: list[Tensor] = []
+    with host_reducer(rank, plan) as reducer:
+        for step in range(3):
+            found.append(reduce(reducer, integers(4, plan.columns, step)[rank], SUM))
+        assert reducer.inside.bytes == 3 * plan.inside_bytes
+        found += [residual.clone() for residual in reducer.residuals.values()]
+    return found
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("micro", [False, True])
+def test_what_is_rounded_by_chance_is_right_on_average(
+    rank: int, world_size: int, micro: bool
+) -> None:
+    """Of steps, and of micro-batches that wait: none rounds as another did."""
+    plan, repeats = plan_of(world_size, "int8"), 64
+    buffers = normal(world_size, plan.columns, 0)
+    exact = buffers.double().sum(0)[rank]
+    once = conserved(rank, plan, buffers[rank], 1, micro=False) - exact
+    mean = conserved(rank, plan, buffers[rank], repeats, micro=micro) / repeats - exact
+    for s in plan.compressed:
+        # If they are independent, the mean square is a 64th; allow for twice that.
+        pair = [off[s.start : s.stop].square().mean() for off in (mean, once)]
+        assert 0 < pair[0] < pair[1] / 32
+    for s in plan.dense:
+        # But for the rounding of float32, of every step or micro-batch.
+        assert mean[s.start : s.stop].abs().max() < 2**-24 * (repeats + 4) * buffers.abs().max()
+
+
+def conserved(rank: int, plan: UnitPlan, buffer: Tensor, repeats: int, *, micro: bool) -> Tensor:
+    """What this rank was handed out and is owed, ``[S]``, after the same gradient so many times,
+    which is all that ranks of a host did not round away."""
+    waits = iter([micro] * (repeats - 1))
+    with host_reducer(rank, plan, crosses=lambda: not next(waits, False)) as reducer:
+        outs = [reduce(reducer, buffer, SUM).double() for _ in range(repeats)]
+        owed = torch.zeros(plan.peers, plan.columns, dtype=torch.float64)
+        for start, residual in reducer.residuals.items():
+            owed[:, start : start + residual.shape[1]] = residual
+    # By those with this one's place on every host, about this one's host.
+    host, place = divmod(rank, 2)
+    return torch.stack(outs).sum(0) + gathered(owed)[place::2, host].sum(0)
+
+
+@on_ranks(4)
+def test_the_warm_up_is_added_up_as_it_is(rank: int, world_size: int) -> None:
+    codec = {"kind": "packed", "density": 0.3, "warmup_steps": 2}
+    plans = [plan_of(world_size, inside, codec) for inside in ("native", "int8")]
+    found = []
+    for plan in plans:
+        with host_reducer(rank, plan) as reducer:
+            buffers = (normal(world_size, plan.columns, step)[rank] for step in range(3))
+            found.append([reduce(reducer, buffer, SUM) for buffer in buffers])
+    *warm, first = (torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert warm == [True, True]
+    assert not first
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("inside", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_what_is_not_finite_stays_so(
+    rank: int, world_size: int, inside: str, dtype: torch.dtype
+) -> None:
+    plan = plan_of(world_size, inside, dtype=dtype)
+    # Two bytes are no fewer than two.
+    assert (plan.inside is None) == (inside == "bfloat16" and dtype.itemsize == 2)
+    for value in (torch.nan, torch.inf):
+        buffers = torch.ones(world_size, world_size, plan.columns, dtype=dtype)
+        buffers[1, :, 40] = value
+        with host_reducer(rank, plan) as reducer:
+            out = reduce(reducer, buffers[rank], SUM)
+        assert not out[40].isfinite()
+        # Blocks are of 256 elements inside, and of 64 between hosts.
+        assert out[256:].isfinite().all()
+
+
+def test_a_policy_says_it_once():
+    rule = {"when": {"role": "mlp"}, "codec": OWING}
+    plain = Policy.load({"schema": 1, "gradients": [rule]})
+    said = {i: Policy.load({"schema": 1, "gradients": [rule], "inside": i}) for i in FORMS}
+    # What was there before has the hash that it had.
+    assert Policy.load({"schema": 1, "gradients": [rule], "inside": "native"}).hash == plain.hash
+    assert len({plain.hash, *(policy.hash for policy in said.values())}) == 3
+    extended = Policy.load({"schema": 1, "extends": "hosts", "inside": "int8"})
+    assert (extended.inside, Policy.load("hosts").inside) == ("int8", "native")
+    with pytest.raises(PolicyError, match="inside: unknown value 'int4'; did you mean 'int8'"):
+        Policy.load({"schema": 1, "gradients": [rule], "inside": "int4"})
+
+
+def test_one_rank_on_a_host_adds_up_nothing():
+    plan = codec_plan(4, OWING, {"kind": "residual"})
+    assert with_inside(plan, "int8") is plan

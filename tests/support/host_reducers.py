@@ -1,0 +1,58 @@
+"""Reducers of ranks that share hosts, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tagc.codecs.workspace import Workspace
+from tagc.comm import HostExchange, RankOnHost, UnitReducer, gather_by_rank
+from tagc.comm.hosts import host_groups
+from tagc.ops import get_ops
+from tagc.plan import UnitPlan, build_plan
+from tagc.policy import Policy
+
+RANKS_PER_HOST = 2
+
+
+def in_two_levels(
+    plan: UnitPlan, codec: dict[str, Any], feedback: str = "residual", **keys: Any
+) -> UnitPlan:
+    """The unit of :func:`support.units.codec_plan`, where ranks of a host send together.
+
+    Args:
+        keys: of the policy.
+    """
+    info = replace(plan.info, ranks_per_host=RANKS_PER_HOST)
+    rule = {"when": {"name": ["a.*", "c.*"]}, "codec": codec, "feedback": {"kind": feedback}}
+    return build_plan([info], Policy.load({"schema": 1, "gradients": [rule], **keys})).units[0]
+
+
+@contextmanager
+def host_reducer(rank: int, plan: UnitPlan, **options: Any) -> Iterator[UnitReducer]:
+    """A reducer in hosts of two ranks.
+
+    Args:
+        options: of :class:`tagc.comm.UnitReducer`.
+    """
+    cpu, group = torch.device("cpu"), dist.group.WORLD
+    assert group is not None
+    said = gather_by_rank([group], {rank: RankOnHost.mine()})
+    groups = host_groups(group, RANKS_PER_HOST, cpu, said)
+    workspace = Workspace(cpu)
+    yield UnitReducer(
+        plan,
+        get_ops(cpu),
+        cpu,
+        workspace,
+        seed=7,
+        rank=rank,
+        connect=lambda _: HostExchange(groups, workspace),
+        **options,
+    )
+    groups.release()
