@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import tagc
 from support.distributed import on_ranks
+from support.live_bytes import stored_bytes
 from support.marks import slow
 from support.states import POLICIES, run, wrapped
-from tagc.comm import CopyGatherer, MessageGatherer
 from tagc.plan import buffers_of
-
-
-def stored(model: Any) -> int:
-    """Of all tensors that a rank keeps between steps for what the plan counts."""
-    compressor = tagc.compressor(model)
-    total = 0
-    for reducer in (*compressor.reducers, *compressor.replica_reducers):
-        for feedback in reducer.feedbacks.values():
-            if feedback.residual is not None:
-                total += feedback.residual._stored.nbytes
-            if feedback.owner_state is not None:
-                total += feedback.owner_state.nbytes
-    for gatherer in compressor.gatherers:
-        if isinstance(gatherer, CopyGatherer):
-            total += gatherer.copy.rows.nbytes
-        elif isinstance(gatherer, MessageGatherer) and gatherer._forward_message is not None:
-            total += gatherer._forward_message.nbytes
-    return total
-
 
 # One of each kind: what they share, others have on two ranks.
 ON_HOSTS = (
@@ -79,7 +58,7 @@ def check(rank: int, name: str, hosts: int | None) -> None:
     compressor = tagc.compressor(model)
     plan = compressor.plan()
     run(model, rank, range(2 + max(unit.warmup_steps for unit in plan.units)))
-    assert plan.memory.stored == stored(model)
+    assert plan.memory.stored == stored_bytes(model)
     assert plan.memory.note in str(plan)
     found = compressor.reducers[0]._workspace._buffers
     sizes = {(buffer, dtype): t.numel() for (buffer, dtype, _), t in found.items()}

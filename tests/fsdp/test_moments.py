@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+import tagc
 from support.distributed import on_ranks
 from support.gathering import INT8
-from support.live_bytes import peak_of
+from support.live_bytes import peak_of, stored_bytes
 from support.marks import slow
 from support.units import codec_plan, matrix_plan, normal, reduce, unit_reducer
+from tagc.comm import CopyGatherer, UnitReducer
 from tagc.plan.memory import memory_of
 
 RESIDUAL = {"kind": "residual"}
@@ -59,3 +63,52 @@ def test_the_reference_takes_no_more(
     assert taken <= said + SLACK, (taken, said)
     assert said <= 2.2 * (taken + SLACK), (taken, said)
     assert memory_of([plan], gloo=True).moment < said or codec["kind"] == "dense"
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("policy", ["hosts", "thrifty", "hosts, inside"])
+def test_the_peak_is_within_a_tenth(rank: int, world_size: int, policy: str) -> None:
+    """Of what a rank needs for gradients and parameters on two hosts, in the policies made for
+    them: what is stored, buffers, and the most that any exchange makes besides."""
+    model = nn.Sequential(*(block() for _ in range(2)))
+    for part in (*model, model):
+        fully_shard(part)
+    name, comma, _ = policy.partition(",")
+    chosen = {"schema": 1, "extends": name, "inside": "int8" if comma else "native"}
+    taken: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, UnitReducer, "reduce", taken)
+        watch(patch, CopyGatherer, "gather", taken)
+        tagc.wrap(model, chosen, hosts=2, ops="cpu")
+        for step in range(3):
+            taken.clear()
+            model(normal(world_size, WIDTH, step)[rank]).square().mean().backward()
+    compressor = tagc.compressor(model)
+    buffers = compressor.reducers[0]._workspace._buffers.values()
+    measured = stored_bytes(model) + sum(t.nbytes for t in buffers) + max(taken)
+    said = compressor.plan().memory.peak
+    assert 0.9 < said / measured < 1.1
+
+
+WIDTH = 256
+
+
+def block() -> nn.Module:
+    """Two matrices that roles know."""
+    module = nn.Module()
+    module.up_proj = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+    module.down_proj = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+    module.forward = lambda x: module.down_proj(module.up_proj(x))  # type: ignore[method-assign]
+    return module
+
+
+def watch(patch: pytest.MonkeyPatch, owner: type, name: str, taken: list[int]) -> None:
+    """Note what calls of a method make."""
+    method = getattr(owner, name)
+
+    def watched(self: Any, *args: Any, **options: Any) -> Any:
+        answers: list[Any] = []
+        taken.append(peak_of(lambda: answers.append(method(self, *args, **options))))
+        return answers[0]
+
+    patch.setattr(owner, name, watched)

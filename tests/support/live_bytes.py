@@ -1,4 +1,4 @@
-"""Bytes of the tensors that torch's operations make, while they live."""
+"""Bytes of tensors: of those that operations make, while they live, and of those that are kept."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+import tagc
+from tagc.comm import CopyGatherer, MessageGatherer
 
 
 class LiveBytes(TorchDispatchMode):
@@ -57,3 +60,21 @@ def peak_of(call: Any) -> int:
     with torch.no_grad(), LiveBytes() as live:
         call()
     return live.peak
+
+
+def stored_bytes(model: Any) -> int:
+    """Of all tensors that a rank keeps between steps for what the plan counts."""
+    compressor = tagc.compressor(model)
+    total = 0
+    for reducer in (*compressor.reducers, *compressor.replica_reducers):
+        for feedback in reducer.feedbacks.values():
+            if feedback.residual is not None:
+                total += feedback.residual._stored.nbytes
+            if feedback.owner_state is not None:
+                total += feedback.owner_state.nbytes
+    for gatherer in compressor.gatherers:
+        if isinstance(gatherer, CopyGatherer):
+            total += gatherer.copy.rows.nbytes
+        elif isinstance(gatherer, MessageGatherer) and gatherer._forward_message is not None:
+            total += gatherer._forward_message.nbytes
+    return total

@@ -55,9 +55,11 @@ class MomentumFeedback(FeedbackRule):
         """Always float32."""
         return torch.float32
 
-    def scratch_bytes(self, destinations: int, columns: int) -> int:
-        """See :meth:`FeedbackRule.scratch_bytes`: and the gradient's share."""
-        return super().scratch_bytes(destinations, columns) + 8 * destinations * columns
+    def scratch_bytes(self, destinations: int, columns: int, dtype: torch.dtype) -> int:
+        """See :meth:`FeedbackRule.scratch_bytes`: or the gradient's share, of one in float32."""
+        own = (4 if dtype == torch.float32 else 8) * destinations * columns
+        opened = 4 * destinations * columns if self.dtype == torch.int8 else 0
+        return max(super().scratch_bytes(destinations, columns, dtype), own + opened)
 
     def before(self, gradient: Tensor, residual: Tensor) -> Tensor:
         """``rate * gradient`` in float32; the residual decays in place."""

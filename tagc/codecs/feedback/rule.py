@@ -64,11 +64,18 @@ class FeedbackRule:
         """Stored for an element of the own shard."""
         return 0 if self.owner_state is None else 4
 
-    def scratch_bytes(self, destinations: int, columns: int) -> int:
-        """Taken for a moment: a residual in 8 bits is opened in float32; what the owner makes of a
-        sum."""
+    def scratch_bytes(self, destinations: int, columns: int, dtype: torch.dtype) -> int:
+        """Taken for a moment, at most: a residual in 8 bits is opened in float32; what the owner
+        makes of a sum.
+
+        Args:
+            dtype: of the gradients.
+        """
         opened = 4 * destinations * columns if self.dtype == torch.int8 else 0
-        return opened + (0 if self.owner_state is None else 22 * columns)
+        # A mask, the sum with zeros there, what is handed out; a buffer in float32 for narrower
+        # dtypes; and two masks of float16's range, with what is kept inside of it.
+        each = {torch.float32: 13, torch.bfloat16: 17, torch.float16: 22}[dtype]
+        return max(opened, 0 if self.owner_state is None else each * columns)
 
     @property
     def old_share(self) -> float:
