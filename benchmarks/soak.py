@@ -1,4 +1,4 @@
-"""``soak``: memory, density and unresolved keys over thousands of steps on 2 ranks.
+"""``soak``: memory, density and unresolved keys over thousands of steps on 2 ranks, or on 2 hosts.
 
 A small transformer trains with one codec for every matrix of a layer. Every rank notes its
 resident memory (``/proc/self/statm``) and what Python holds (``tracemalloc``) at regular steps:
@@ -34,7 +34,7 @@ from .records import Record, append, markdown
 
 __all__ = ["about", "add_arguments", "plots", "run", "soak", "table"]
 
-about = "memory of 2 ranks over thousands of steps, with density and unresolved keys"
+about = "memory of ranks over thousands of steps, with density and unresolved keys"
 
 RANKS = 2
 SETTLED = 10
@@ -64,9 +64,21 @@ POLICY: dict[str, Any] = {
 }
 
 
+# What only hosts have: changes against a copy, gradients in 8 bits inside, micro-batches that wait.
+ON_HOSTS: dict[str, Any] = POLICY | {
+    "inside": "int8",
+    "parameters": [
+        {"when": {"name": "*linear*.weight"}, "codec": {"kind": "delta", "bits": 4}},
+        *POLICY["parameters"],
+    ],
+}
+_MICRO_BATCHES = 2
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--hosts", type=int, help="ranks on each of two hosts; default: 2 ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the results, a line each")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write a PNG file there")
 
@@ -76,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plots:
         pyplot()  # before minutes of work, not after
     facts = {"suite": "soak"} | machine()
-    records = [facts | record for record in soak(args.steps)]
+    records = [facts | record for record in soak(args.steps, args.hosts)]
     if args.json:
         for record in records:
             append(args.json, record)
@@ -87,15 +99,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def soak(steps: int) -> list[Record]:
-    """Train on 2 ranks; one record a rank."""
+def soak(steps: int, hosts: int | None = None) -> list[Record]:
+    """Train on 2 ranks, or on 2 hosts of so many; one record a rank."""
+    ranks = RANKS * (hosts or 1)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(steps, folder), nprocs=RANKS)
-        return [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(RANKS)]
+        mp.spawn(_rank, args=(ranks, steps, folder, hosts), nprocs=ranks)
+        return [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(ranks)]
 
 
-def _rank(rank: int, steps: int, folder: str) -> None:
-    join(rank, RANKS, folder, minutes=2)
+def _rank(rank: int, ranks: int, steps: int, folder: str, hosts: int | None) -> None:
+    join(rank, ranks, folder, minutes=2)
     torch.manual_seed(0)
     model: Any = Net(_WIDTH, _LAYERS)
     for layer in model.layers:
@@ -103,14 +116,15 @@ def _rank(rank: int, steps: int, folder: str) -> None:
     fully_shard(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # so small a model may cost more compressed
-        tagc.wrap(model, POLICY)
-    record = _train(model, rank, steps)
+        tagc.wrap(model, POLICY if hosts is None else ON_HOSTS, hosts=hosts)
+    record = {"ranks_per_host": hosts or 1} | _train(model, rank, steps, hosts)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(record))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _train(model: Any, rank: int, steps: int) -> Record:
+def _train(model: Any, rank: int, steps: int, hosts: int | None) -> Record:
+    micro_batches = 1 if hosts is None else _MICRO_BATCHES
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     text = torch.tensor(list(Path(__file__).read_bytes()))
     draw = torch.Generator().manual_seed(rank)
@@ -118,10 +132,13 @@ def _train(model: Any, rank: int, steps: int) -> Record:
     noted: dict[str, list[float]] = {"step": [], "resident": [], "traced": []}
     tracemalloc.start()
     for step in range(1, steps + 1):
-        start = torch.randint(len(text) - _LENGTH, (_BATCH, 1), generator=draw)
-        tokens = text[start + torch.arange(_LENGTH)]
-        loss = nn.functional.cross_entropy(model(tokens), tokens.roll(-1, 1).flatten())
-        loss.backward()
+        for left in reversed(range(micro_batches)):
+            if hosts is not None:
+                model.set_requires_all_reduce(left == 0)
+            start = torch.randint(len(text) - _LENGTH, (_BATCH, 1), generator=draw)
+            tokens = text[start + torch.arange(_LENGTH)]
+            loss = nn.functional.cross_entropy(model(tokens), tokens.roll(-1, 1).flatten())
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if step == SETTLED or step % every == 0:

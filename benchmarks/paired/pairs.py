@@ -39,11 +39,19 @@ def _lines() -> Iterator[Line]:
         yield Line(name=f"{name}, measured lead", method=measured, kept=True)
     hosts, thrifty = "4 bits, residual, bfloat16 residual", "matrix, 1 bit, bfloat16 residual"
     others = {
+        "changes in 8 bits": "dense, changes in 8 bits",
         "changes in 4 bits": "dense, changes in 4 bits",
+        "changes in 2 bits": "dense, changes in 2 bits",
+        "changes in 1 bit": "dense, changes in 1 bit",
+        "changes in 4 bits, bf16 copy": "dense, changes of a bfloat16 copy in 4 bits",
+        "changes in 4 bits, bf16 copy, stochastic": (
+            "dense, changes of a bfloat16 copy in 4 bits, stochastic"
+        ),
         "changes in 4 bits, stochastic": "dense, changes in 4 bits, stochastic",
         "4 bits, changes in 4 bits": f"{hosts}, changes in 4 bits",
         "4 bits, changes in 4 bits, stochastic": f"{hosts}, changes in 4 bits, stochastic",
         "1 bit, changes in 2 bits": f"{thrifty}, changes in 2 bits",
+        "1 of 8, changes in 2 bits": "matrix, 1 of 8, bfloat16 residual, changes in 2 bits",
         "4 bits, int8 residual": "4 bits, residual, int8 residual",
         "8 bits, stateless": "8 bits, none, stochastic",
         "4 bits, stateless": "4 bits, none, stochastic",
