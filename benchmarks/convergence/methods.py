@@ -203,6 +203,7 @@ _ALL = (
     _changes(4, _stored(_quantized(4, "residual"), "bfloat16"), dithered=True),
     _changes(2, _stored(_BIT, "bfloat16")),
     _changes(2, _stored(_EIGHTH, "bfloat16")),
+    _changes(2, _stored(_measured(_EIGHTH), "bfloat16")),
 )
 METHODS = {method.name: method for method in _ALL}
 QUICK = ("dense", "4 bits, residual", "matrix, 1 bit")

@@ -24,16 +24,22 @@ from .copies import SimulatedCopies
 from .methods import Method
 from .ranks import SimulatedRanks
 from .recipe import FIRST, Recipe
+from .words import in_words
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _HELD_OUT = 256
 _CHUNK = 256
+BYTES = 256
 _EVALUATIONS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The model and its batches; the default has 0.87 M parameters."""
+    """The model and its batches; the default has 0.87 M parameters.
+
+    Attributes:
+        vocabulary: of bytes; more are words (:mod:`.words`).
+    """
 
     width: int = 128
     layers: int = 4
@@ -41,6 +47,13 @@ class Shape:
     context: int = 64
     ranks: int = 4
     batch: int = 8
+    vocabulary: int = BYTES
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What differs; records from before there were words know of none."""
+        mine = dict(vars(self))
+        return {k: v for k, v in mine.items() if k != "vocabulary" or v != BYTES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +76,7 @@ class Run:
             "feedback": m.feedback,
             "average": m.average,
             "betas": list(m.betas),
-            **vars(self.shape),
+            **self.shape.key,
             "steps": self.steps,
             "rate": self.rate,
             "seed": self.seed,
@@ -76,8 +89,8 @@ def train(run: Run, device: str = "cpu") -> Record:
     """Train and validate.
 
     Returns:
-        ``loss`` (nats per byte on held-out text, the mean of the recipe's last evaluations; None if
-        it diverged), ``losses`` by step, on fewer windows but for those last ones,
+        ``loss`` (nats per token on held-out text, the mean of the recipe's last evaluations; None
+        if it diverged), ``losses`` by step, on fewer windows but for those last ones,
         ``bits`` per compressed element, ``bits_with_warmup``, ``step_ms``; ``parameter_bits`` where
         parameters are compressed.
     """
@@ -86,10 +99,14 @@ def train(run: Run, device: str = "cpu") -> Record:
 
 
 def _train(run: Run, device: torch.device) -> Record:
-    gpt, corpus = _example("gpt"), _corpus()
     shape = run.shape
+    gpt, corpus = _example("gpt"), _corpus(shape.vocabulary)
     config = gpt.GPTConfig(
-        context=shape.context, width=shape.width, layers=shape.layers, heads=shape.heads
+        vocab=shape.vocabulary,
+        context=shape.context,
+        width=shape.width,
+        layers=shape.layers,
+        heads=shape.heads,
     )
     torch.manual_seed(run.seed)
     model = gpt.GPT(config).to(device)
@@ -164,16 +181,18 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.device) 
 @torch.no_grad()
 def _validate(model: Any, corpus: Any, device: torch.device, windows: int) -> float:
     tokens, targets = corpus.held_out(windows, model.config.context, rank=0, ranks=1)
+    chunk = max(1, _CHUNK * BYTES // model.config.vocab)  # logits take memory
     losses = [
         _loss(model, batch, device).item() * len(batch[0])
-        for batch in zip(tokens.split(_CHUNK), targets.split(_CHUNK), strict=True)
+        for batch in zip(tokens.split(chunk), targets.split(chunk), strict=True)
     ]
     return math.fsum(losses) / len(tokens)
 
 
 @cache
-def _corpus() -> Any:
-    return _example("text").load_corpus()
+def _corpus(vocabulary: int) -> Any:
+    corpus = _example("text").load_corpus()
+    return corpus if vocabulary == BYTES else in_words(corpus, vocabulary)
 
 
 def _example(name: str) -> Any:

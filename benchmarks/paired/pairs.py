@@ -52,6 +52,9 @@ def _lines() -> Iterator[Line]:
         "4 bits, changes in 4 bits, stochastic": f"{hosts}, changes in 4 bits, stochastic",
         "1 bit, changes in 2 bits": f"{thrifty}, changes in 2 bits",
         "1 of 8, changes in 2 bits": "matrix, 1 of 8, bfloat16 residual, changes in 2 bits",
+        "1 of 8, measured lead, changes in 2 bits": (
+            "matrix, 1 of 8, measured lead, bfloat16 residual, changes in 2 bits"
+        ),
         "4 bits, int8 residual": "4 bits, residual, int8 residual",
         "8 bits, stateless": "8 bits, none, stochastic",
         "4 bits, stateless": "4 bits, none, stochastic",

@@ -41,6 +41,8 @@ _ALL = (
     # Less noise of gradients to hide that of codecs.
     Setting(name="8 k tokens", shape=replace(_SHAPE, batch=32), steps=300),
     Setting(name="32 k tokens", shape=replace(_SHAPE, batch=128), steps=150),
+    # An embedding and a head of many rows, most of which no token of a step touches.
+    Setting(name="8 k words", shape=replace(_SHAPE, vocabulary=8192), steps=400, max_rates=3),
     Setting(name="2000 steps", steps=2000),
     Setting(name="width 128, 4 layers", shape=Shape()),
     Setting(
