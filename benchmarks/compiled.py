@@ -39,7 +39,7 @@ SKETCH = {
 }  # fmt: skip
 BLOCKS = {"quantize_kernel", "dequantize_kernel"}
 MATRIX = {
-    "matrix_columns_kernel", "matrix_rows_kernel", "matrix_scales_kernel", "quantize_matrix_kernel",
+    "matrix_columns_kernel", "matrix_scales_kernel", "quantize_matrix_kernel",
     "matrix_read_scales_kernel", "dequantize_matrix_kernel",
 }  # fmt: skip
 PACKED = {

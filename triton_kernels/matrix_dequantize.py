@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 from torch import Tensor
 
@@ -141,13 +142,15 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
     tiles = triton.cdiv(layout.row_words, words) * alone
     unit = unit_of(layout.row_words)
     divide = divisor & (divisor - 1) != 0
-    dequantize_matrix_kernel[(triton.cdiv(layout.rows, _ROWS) * tiles, K)](
+    # Divisions, which are calls, and float32 elements take registers.
+    rows = _ROWS // 2 if divide and out.dtype == torch.float32 else _ROWS
+    dequantize_matrix_kernel[(triton.cdiv(layout.rows, rows) * tiles, K)](
         message[..., sum(layout.head) :], f, v, out, layout.rows, layout.columns,
         layout.row_words // unit, R, float(divisor) if divide else 1.0 / divisor,
         (1 << layout.width) - 1, message.stride(0), message.stride(1),
         # That of one row means nothing, and would hide how it is aligned.
         out.stride(0) if K > 1 else 0,
-        WIDTH=layout.width, GROUP=layout.group, LANES=lanes, UNIT=unit, WORDS=words, ROWS=_ROWS,
+        WIDTH=layout.width, GROUP=layout.group, LANES=lanes, UNIT=unit, WORDS=words, ROWS=rows,
         STEPS=math.gcd(R, _steps(layout)), DIVIDE=divide,
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """Numbers of quantized matrices: sums in lanes, scales and their inverses, elements of a group.
 
 The format is :mod:`tagc.ops.matrix`'. Everything is integer or correctly rounded, and the order of
-every float sum is the format's: the caller adds to lanes, front to back, :func:`pairs` adds up
-lanes. Sums have no negative terms, so adding a zero for what is not there changes no bit.
+every float sum is the format's: the caller adds to lanes, or to a row's table, front to back;
+:func:`pairs` adds up lanes, :func:`sum_words` and :func:`sum_places` a table. Sums have no negative
+terms, so adding a zero for what is not there changes no bit.
 
 A column's scale is ``1.5**o * 2**k`` with ``o`` 0 or 1, so its inverse is ``2**-k`` or the float32
 next to 2/3, times ``2**-k``: integer arithmetic on the exponent instead of a division.
@@ -22,6 +23,9 @@ _TOP = constant(15)
 _BIAS = constant(COLUMN_BIAS)
 _INFINITY = constant(0x7F800000)
 _LARGEST = constant((127 << 23) + ((int(LARGEST).bit_length() - 1) << 23))
+# Exponents of a scale and its inverse add up to this; and by how much the float32 next to 4/3 is
+# less than 1.5.
+_BOTH, _LESS = constant(254 << 23), constant((1 << 22) - 0x2AAAAB)
 _CHUNK = constant(64)
 
 
@@ -80,31 +84,44 @@ def column_code(total, top):
 
 
 @jit
-def column_scale(code):
-    """``v``, float32."""
-    return ((code + _BIAS) << 22).to(tl.float32, bitcast=True)
+def upper_of(code):
+    """The upper 10 bits of ``v``, which are all that it has."""
+    return code + _BIAS
 
 
 @jit
-def column_inverse(code):
+def scale_of(upper):
+    """``v``, float32."""
+    return (upper << 22).to(tl.float32, bitcast=True)
+
+
+@jit
+def inverse_of(upper):
     """``1 / v``, rounded to nearest even as by a division."""
-    upper = code + _BIAS
-    exponent = upper >> 1
-    odd = ((253 - exponent) << 23) + 0x2AAAAB
-    bits = tl.where((upper & 1) != 0, odd, (254 - exponent) << 23)
+    bits = -(upper << 22) - (upper & 1) * _LESS + _BOTH
     return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def sum_words(table, LOG_WORDS: tl.constexpr):
+    """Of a row's table: ``[ROWS, PLACES, 2**LOG_WORDS]`` to ``[ROWS, PLACES]``; see
+    :attr:`tagc.ops.matrix.MatrixLayout.word_lanes`."""
+    total = tl.reshape(table, [table.shape[0], table.shape[1] * table.shape[2]])
+    for _ in tl.static_range(LOG_WORDS):
+        # A sum of two numbers has no order.
+        total = tl.sum(tl.reshape(total, [total.shape[0], total.shape[1] // 2, 2]), 2)
+    return total
+
+
+@jit
+def sum_places(total, LOG_PLACES: tl.constexpr):
+    """Then of the places: ``[ROWS, 2**LOG_PLACES]`` to ``[ROWS]``."""
+    for _ in tl.static_range(LOG_PLACES):
+        total = tl.sum(tl.reshape(total, [total.shape[0], 2, total.shape[1] // 2]), 1)
+    return tl.reshape(total, [total.shape[0]])
 
 
 @jit
 def row_scale(byte, base):
     """``f``, float32, of bytes that are scales."""
     return ((byte + base) << 20).to(tl.float32, bitcast=True)
-
-
-@jit
-def first_largest(y, GROUP: tl.constexpr):
-    """Place of the first largest ``|y|`` of each group: ``[..., GROUP]`` to ``[...]`` int32."""
-    b = magnitude(y)
-    place = tl.arange(0, GROUP)[None, None, :]
-    is_largest = b == tl.expand_dims(tl.max(b, 2), 2)
-    return tl.min(tl.where(is_largest, place, GROUP), 2)

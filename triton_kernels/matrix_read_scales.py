@@ -19,7 +19,7 @@ from torch import Tensor
 from tagc.ops.matrix import NOT_FINITE, NOTHING, MatrixLayout
 
 from .jit import constant, jit, tl
-from .matrix_numbers import column_scale, row_scale
+from .matrix_numbers import row_scale, scale_of, upper_of
 from .scratch import buffer
 
 _NOTHING = constant(NOTHING)
@@ -42,7 +42,7 @@ def matrix_read_scales_kernel(
     lane = tl.arange(0, 8)[None, :]
     j = word[:, None] * 8 + lane
     code = (words[:, None] >> (4 * lane)) & 15
-    tl.store(v + r * columns + j, column_scale(code), mask=j < columns)
+    tl.store(v + r * columns + j, scale_of(upper_of(code)), mask=j < columns)
 
     words = tl.load(message + 1 + column_words + word, mask=word < (rows + 3) // 4, other=0)
     lane = tl.arange(0, 4)[None, :]

@@ -1,14 +1,15 @@
-"""The head of a quantized matrix's message: base, scales of columns and of rows.
+"""The head of a quantized matrix's message: base, scales of columns, room for those of rows.
 
-The largest sum of a row, divided by the sum of the columns' scales, is ``a``; the base is 8 times
-its biased exponent, minus ``CENTRE``, or 0 if ``a`` is below ``MIN_MEAN``. A row's byte is the
-upper bits of its scale minus the base, at most 254, and ``NOTHING`` below 1.
+The base follows from the largest column's sum: 8 times its biased exponent, in half octaves
+rounded, less the logarithm of the rows, rounded down, minus ``CENTRE``; 0 below ``MIN_EXPONENT``.
 
-Worked example: a = 5 has the biased exponent 129 and the base 832; a row with the scale 3, of which
-the upper 12 bits are 1028, has the byte 196.
+Worked example: 20 rows and a largest sum of 100, which rounds to 96, of the biased exponent 133;
+16 rows are 2**4, so the exponent is 129 and the base 8 * 129 - 136 = 896.
 
-A program writes some words, of the columns' scales and of the rows', whichever there are. The
-columns' scales and their inverses are written as float32 as well, for every element needs them.
+A program writes some words, of the columns' scales and of the rows', whichever there are; those of
+rows are zeros, bytes that the rows' kernel fills in. The columns' scales are written as their upper
+bits as well, for every element needs them. Where every element has a code, all rows divide by the
+same sum over columns, which the first program takes.
 """
 
 from __future__ import annotations
@@ -16,83 +17,94 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from tagc.ops.matrix import CENTRE, MIN_MEAN, NOT_FINITE, NOTHING, MatrixLayout
+from tagc.ops.matrix import CENTRE, MIN_EXPONENT, MatrixLayout
 
 from .jit import constant, jit, tl
-from .matrix_numbers import column_code, column_inverse, column_scale, largest_of
-from .matrix_rows import NO_FIT
+from .matrix_numbers import column_code, largest_of, scale_of, sum_places, sum_words, upper_of
 
 _CENTRE = constant(CENTRE)
-_MIN_MEAN = constant(MIN_MEAN)
-_NO_FIT = constant(NO_FIT)
-_NOTHING = constant(NOTHING)
-_NOT_FINITE = constant(NOT_FINITE)
+_MIN_EXPONENT = constant(MIN_EXPONENT)
 _WORDS = 128
-_WARPS = 4
+# Elements of the sum over columns that a warp has.
+_OF_WARP, _FEWEST_WARPS = 512, 4
 _PLAIN = [
-    "sums", "tops", "fits", "largest", "norms", "message", "v", "inverse_v", "rows", "columns",
-    "column_tiles", "row_tiles", "message_stride",
+    "sums", "tops", "message", "uppers", "norms", "columns", "column_tiles", "row_bytes", "log",
+    "row_words", "message_stride",
 ]  # fmt: skip
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_scales_kernel(
-    sums, tops, fits, largest, norms, message, v, inverse_v, rows, columns, column_tiles, row_tiles,
-    message_stride, WORDS: tl.constexpr,
+    sums, tops, message, uppers, norms, columns, column_tiles, row_bytes, log, row_words,
+    message_stride,
+    FITTED: tl.constexpr, LANES: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     message += d * message_stride
+    sums += d * columns
     top = largest_of(tops + d * column_tiles, column_tiles)
-    most = tl.full([1], 0, tl.int32) + largest_of(largest + d * row_tiles, row_tiles)
-    mean = most.to(tl.float32, bitcast=True)
-    mean = tl.div_rn(mean, tl.load(norms + d + tl.arange(0, 1)))
-    base = 8 * (mean.to(tl.int32, bitcast=True) >> 23) - _CENTRE
-    base = tl.where(mean < _MIN_MEAN, 0, base)
     if tl.program_id(0) == 0:
+        exponent = tl.full([1], 0, tl.int32) + (top >> 1) - log
+        base = tl.where(exponent < _MIN_EXPONENT, 0, 8 * exponent - _CENTRE)
         tl.store(message + tl.arange(0, 1), base)
+        if norms is not None:
+            place = tl.arange(0, 1 << LOG_PLACES)[None, :, None]
+            w = tl.arange(0, 1 << LOG_WORDS)[None, None, :]
+            table = tl.zeros([1, 1 << LOG_PLACES, 1 << LOG_WORDS], tl.float32)
+            for first in range(0, row_words, 1 << LOG_WORDS):
+                j = place * row_words + first + w
+                there = (place < LANES) & (w < row_words - first) & (j < columns)
+                code = column_code(tl.load(sums + j, mask=there, other=0.0), top)
+                v = tl.where(there, scale_of(upper_of(code)), 0.0)
+                if FITTED:
+                    v = v * v
+                table += v
+            norm = sum_places(sum_words(table, LOG_WORDS), LOG_PLACES)
+            tl.store(norms + d + tl.arange(0, 1), norm)
 
     lane = tl.arange(0, 8)[None, :]
     j = word[:, None] * 8 + lane
-    total = tl.load(sums + d * columns + j, mask=j < columns, other=0.0)
+    total = tl.load(sums + j, mask=j < columns, other=0.0)
     code = tl.where(j < columns, column_code(total, top), 0)
-    tl.store(v + d * columns + j, column_scale(code), mask=j < columns)
-    tl.store(inverse_v + d * columns + j, column_inverse(code), mask=j < columns)
+    tl.store(uppers + d * columns + j, upper_of(code).to(tl.int16), mask=j < columns)
     code = code.to(tl.uint32, bitcast=True)
     words = tl.sum(code << (4 * lane).to(tl.uint32), 1).to(tl.int32, bitcast=True)
     column_words = (columns + 7) // 8
     tl.store(message + 1 + word, words, mask=word < column_words)
-
-    lane = tl.arange(0, 4)[None, :]
-    i = word[:, None] * 4 + lane
-    fit = tl.load(fits + d * rows + i, mask=i < rows, other=0)
-    byte = fit - base[:, None]
-    byte = tl.where((byte < 1) | (base[:, None] == 0), _NOTHING, tl.minimum(byte, 254))
-    byte = tl.where(fit == _NO_FIT, _NOT_FINITE, byte).to(tl.uint32, bitcast=True)
-    words = tl.sum(byte << (8 * lane).to(tl.uint32), 1).to(tl.int32, bitcast=True)
-    tl.store(message + 1 + column_words + word, words, mask=word < (rows + 3) // 4)
+    nothing = tl.zeros([WORDS], tl.int32)
+    tl.store(message + 1 + column_words + word, nothing, mask=word < row_bytes)
 
 
 def write_scales(
     sums: Tensor,
     tops: Tensor,
-    fits: Tensor,
-    largest: Tensor,
-    norms: Tensor,
     message: Tensor,
-    v: Tensor,
-    inverse_v: Tensor,
+    uppers: Tensor,
+    norms: Tensor | None,
     *,
     layout: MatrixLayout,
 ) -> None:
-    """Write the head of ``message`` ``[D, words]`` int32, and the columns' scales ``v`` and their
-    inverses, both ``[D, columns]`` float32.
+    """Write the head of ``message`` ``[D, words]`` int32, but for the rows' scales.
 
-    The others are from :func:`.matrix_columns.sum_columns` and :func:`.matrix_rows.fit_rows`.
+    Args:
+        sums, tops: from :func:`.matrix_columns.sum_columns`.
+        uppers: ``[D, columns]`` int16, written: the upper 10 bits of the columns' scales.
+        norms: ``[D]`` float32, written: what the sums of rows are divided by; None with a group,
+            where rows differ in it.
     """
-    words = max(layout.head)
-    matrix_scales_kernel[(triton.cdiv(words, _WORDS), message.shape[0])](
-        sums, tops, fits, largest, norms, message, v, inverse_v, layout.rows, layout.columns,
-        tops.shape[1], largest.shape[1], message.stride(0),
-        WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,
+    _, _, row_bytes = layout.head
+    words = words_at_a_time(layout)
+    warps = max(_FEWEST_WARPS, layout.places * words // _OF_WARP)
+    matrix_scales_kernel[(triton.cdiv(max(layout.head), _WORDS), message.shape[0])](
+        sums, tops, message, uppers, norms, layout.columns, tops.shape[1], row_bytes,
+        layout.rows.bit_length() - 1, layout.row_words, message.stride(0),
+        FITTED=layout.fitted, LANES=32 // layout.width, LOG_PLACES=layout.places.bit_length() - 1,
+        LOG_WORDS=words.bit_length() - 1, WORDS=_WORDS, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def words_at_a_time(layout: MatrixLayout) -> int:
+    """Words of the table that a row is summed in; a power of two."""
+    return min(layout.word_lanes, triton.next_power_of_2(layout.row_words))

@@ -91,11 +91,11 @@ def beside(records: Iterable[Record], before: Iterable[Record]) -> str:
             "now", "launches before", "now", "bound by, now"]  # fmt: skip
     parts = [CAVEAT, markdown(head, rows)]
     policies = {r["policy"]: r for r in old if "policy" in r}
-    steps = [r for r in records if "policy" in r and r["policy"] in policies]
-    if steps:
+    steps = [r for r in records if "policy" in r]
+    if policies and steps:
         found = [
-            [r["policy"], *(p[k] for k in ("launches_per_block", "launches_per_step")
-                            for p in (policies[r["policy"]], r))]
+            [r["policy"], *(p.get(k, "") for k in ("launches_per_block", "launches_per_step")
+                            for p in (policies.get(r["policy"], {}), r))]
             for r in steps
         ]  # fmt: skip
         head = ["policy", "launches of a block before", "now", "of a step before", "now"]

@@ -52,21 +52,24 @@ GROUPS = {8: 4, 16: 5, 32: 6}
 # By bits: half the distance between the values that neighbouring codes stand for, in units of the
 # mean magnitude, that leaves a Gaussian the least squared error. A fit needs no such factor.
 _DISTANCE = {1: 1.0, 2: 0.624, 4: 0.21}
-# Matrices whose largest row mean is smaller send nothing, so that no product of scales and no
-# inverse of one is subnormal.
-MIN_MEAN = 2.0**-60
 # Larger magnitudes count as this in the sums, so that those stay finite.
 LARGEST = 2.0**64
 # A column's 4 bits, plus this, are the upper 10 bits of its scale as a float32.
 COLUMN_BIAS = 2 * 127 - 15
-# The byte of a row whose scale is the power of two below the largest row mean.
-CENTRE = 200
+# Matrices whose largest column has a mean with a smaller biased exponent send nothing, so that no
+# product of scales and no inverse of one is subnormal.
+MIN_EXPONENT = 127 - 60
+# The byte of a row whose scale is the power of two below the mean of the largest column: rows may
+# exceed that by 14 octaves, and fall short of it by 17.
+CENTRE = 136
 # Bytes that are no scales: of rows that send nothing, and of rows with a NaN or an infinity.
 NOTHING, NOT_FINITE = 0, 255
-# Sums are taken in so many lanes: lane l adds up the elements l, l + lanes, ..., in their order;
-# then neighbouring lanes are added, pair by pair. All implementations keep to this order, so that
-# all get the same bits.
-ROW_LANES, COLUMN_LANES = 32, 8
+# A column is summed in so many lanes: lane l adds up the elements l, l + lanes, ..., in their
+# order; then neighbouring lanes are added, pair by pair. All implementations keep to the order of
+# this sum and of a row's (MatrixLayout.word_lanes), so that all get the same bits.
+COLUMN_LANES = 8
+# Columns of a row that are added up in a tree, at least, before there is a chain of such.
+SPAN = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,24 @@ class MatrixLayout:
         return -(-self.codes // (32 // self.width))
 
     @property
+    def places(self) -> int:
+        """Codes of a word, rounded up to a power of two."""
+        return 1 << (32 // self.width - 1).bit_length()
+
+    @property
+    def word_lanes(self) -> int:
+        """Words of a row that are added to side by side.
+
+        What a row's codes stand for is summed as a table ``[places, word_lanes]``: what code ``i``
+        of word ``j`` stands for is added to place ``[i, j % word_lanes]``, words in their order;
+        what is not there counts as 0. Then neighbouring words are added, pair by pair, until a
+        place has one number left; and the second half of the places to the first, until there is
+        one.
+        """
+        words = -(-SPAN // (32 // self.width * self.group))
+        return 1 << (words - 1).bit_length()
+
+    @property
     def head(self) -> tuple[int, int, int]:
         """int32 words of the base, of the columns' scales and of the rows'."""
         return 1, -(-self.columns // 8), -(-self.rows // 4)
@@ -170,21 +191,21 @@ class MatrixOps(Protocol):
         Per destination, all in float32, of ``x = float32(grad) + float32(residual)``, and ``u``,
         the magnitude of ``x``, at most ``LARGEST``, or 0 where it is not finite:
 
-        1. the sum of ``u`` over each column, in ``COLUMN_LANES`` lanes, and over each row, in
-           ``ROW_LANES``;
+        1. the sum of ``u`` over each column, in ``COLUMN_LANES`` lanes;
         2. with ``t`` the float32 bits of a column's sum plus 2**21, shifted right by 22, the
            column's 4 bits are ``t - max(t) + 15``, at least 0;
-        3. ``a`` is the largest sum of the rows that are finite, divided by that of ``v`` in
-           ``ROW_LANES`` lanes. The base is 8 times its biased exponent, minus ``CENTRE``; 0 if
-           ``a`` is below ``MIN_MEAN``, and then all rows that are finite say ``NOTHING``;
+        3. ``a``, about the biased exponent of an element's mean magnitude in units of ``v``, is
+           ``max(t)`` shifted right by 1, minus the logarithm of the rows, rounded down. The base is
+           ``8 * a - CENTRE``; 0 if ``a`` is below ``MIN_EXPONENT``, and then all rows that are
+           finite say ``NOTHING``;
         4. what codes stand for: all elements, or of each group the first with the largest
            ``|x * (1 / v)|`` (which rounds twice; the last group of a row may be short);
-        5. the row's scale: where ``fitted``, the sum over codes of ``u * v``, in ``ROW_LANES``
-           lanes, divided by that of ``v * v``, likewise; else the row's sum divided by that of
-           ``v``. Times ``float32(distance)``, and with ``t`` the bits of that plus 2**19, shifted
-           right by 20, the row's byte is ``t - base``, at most 254, and ``NOTHING`` if that is
-           below 1. ``NOT_FINITE`` if the row has an element that is not finite. What is
-           ``NOTHING`` or ``NOT_FINITE`` has the codes 0;
+        5. the row's scale: where ``fitted``, the sum over codes of ``u * v``, divided by that of
+           ``v * v``; else that of ``u`` divided by that of ``v``; see
+           :attr:`MatrixLayout.word_lanes`. Times ``float32(distance)``, and with ``t`` the bits
+           of that plus 2**19, shifted right by 20, the row's byte is ``t - base``, at most 254, and
+           ``NOTHING`` if that is below 1. ``NOT_FINITE`` if the row has an element that is not
+           finite. What is ``NOTHING`` or ``NOT_FINITE`` has the codes 0;
         6. codes are ``floor(y * 0.5)``, clipped, with ``y = (x * (1 / f)) * (1 / v)``, which
            rounds four times; with a group the place in it, and ``group`` more where ``x`` there
            has its sign bit set;

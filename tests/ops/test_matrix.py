@@ -87,6 +87,17 @@ def test_quotients_round_as_the_contract_says(bits, ops):
         assert words == found.words
 
 
+@both
+def test_rows_longer_than_a_table(ops):
+    """Which are summed in chunks of words."""
+    rng = np.random.default_rng(7)
+    for bits, group, columns in ((1, 1, 4097), (4, 1, 9000), (1, 16, 7003)):
+        case = make_case((2, columns), 1, (bits, group, F32, BF16), rng, level=1.0, spoilt=False)
+        assert case.layout.row_words > case.layout.word_lanes
+        message, _ = quantize(ops, case)
+        assert message[0].tolist() == matrix_oracle.quantize(case.x[0].numpy(), case.layout).words
+
+
 # Added one at a time to the first of these, ones are lost; added up before, they reach the next
 # scale: 1.25 and 1.0625 times 2**24 are halfway between two.
 ALMOST = {"column": 1.25 * 2**24 - 4, "row": 1.0625 * 2**24 - 4}
@@ -98,10 +109,11 @@ ALMOST = {"column": 1.25 * 2**24 - 4, "row": 1.0625 * 2**24 - 4}
     [
         ("column", [8, 16, 24, 32, 40, 48]),
         ("column", [1, 3, 5, 7]),
-        ("row", [32, 64, 96, 128, 160, 192]),
-        ("row", [1, 2, 17, 18]),
+        # 32 places of 8 words: neighbours, then halves.
+        ("row", [1, 2, 4, 128, 64, 32, 16, 8]),
+        ("row", [4, 5, 6, 7]),
     ],
-    ids=["lane of a column", "lanes of a column", "lane of a row", "lanes of a row"],
+    ids=["lane of a column", "lanes of a column", "one by one in a row", "together in a row"],
 )
 def test_sums_add_up_in_the_order_of_the_format(of, ones, ops):
     layout = MatrixLayout(rows=50, columns=256)
@@ -119,8 +131,8 @@ def test_sums_add_up_in_the_order_of_the_format(of, ones, ops):
     if of == "column":
         assert message[0, 1] & 0xFF == 15 << 4 | 13  # 0.5 and 1
     else:
-        scale = found.said[0, 0]
-        assert scale == 2.0**16
+        # Four of them reach the next scale if they meet before they meet the first.
+        assert found.said[0, 0] == (1.125 if ones == [4, 5, 6, 7] else 1.0) * 2.0**16
 
 
 @pytest.mark.some(8)
@@ -229,12 +241,13 @@ def test_what_is_not_finite_shows_in_its_row_and_stays_out_of_the_residual(bits,
 
 @both
 def test_nothing_is_sent_of_what_is_too_small(ops):
-    """The largest row mean is `2**-60` or nothing is sent; other rows reach 24 octaves below."""
+    """The largest column's mean is `2**-60` or nothing is sent; rows reach 17 octaves below it."""
     layout = MatrixLayout(rows=4, columns=8)
-    for mean, sends in ((2.0**-60, True), (2.0**-60 * 0.999, False), (0.0, False), (2.0**63, True)):
+    for mean, sends in ((2.0**-60, True), (2.0**-60 * 0.874, False), (0.0, False), (2.0**63, True)):
         grad = torch.full((4, 8), mean)
-        grad[1] *= 2.0**-24
-        grad[2] *= 2.0**-26
+        grad[0] *= 4 - 2.0**-16 - 2.0**-18
+        grad[1] *= 2.0**-16
+        grad[2] *= 2.0**-18
         grad[3] = 0.0
         case = Case(grad.view(1, -1), torch.zeros(1, 32), layout)
         message, left = quantize(ops, case)

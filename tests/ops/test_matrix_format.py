@@ -71,14 +71,14 @@ def test_rows_and_columns_of_a_shard():
 def test_a_message_written_out(ops):
     """Of three rows and three columns, whose sums are 8, 6 and 0: scales 1, 0.75 and 2**-7 * 0.75.
 
-    The largest row mean is 7 / (1.75 + 2**-7 * 0.75), which is 3.99, in the octave of 2: its
-    biased exponent is 128. Bits of 4.0, the upper 12 of them, are 0x408 = 1032.
+    The largest sum has the biased exponent 130, and three rows are 2, rounded down, to the power
+    of 1. Bits of 4.0, the upper 12 of them, are 0x408 = 1032.
     """
     layout = MatrixLayout(rows=3, columns=3)
     grad = torch.tensor([[4.0, -3, 0, -4, 3, 0, 0, 0, 0]])
     message = oracle.widened(oracle.poisoned(1, layout.words, dtype=torch.int32))
     ops.quantize_matrix(grad, None, message, layout=layout, average=0.0)
-    base = 8 * 128 - 200
+    base = 8 * (130 - 1) - 136
     # The fit is (4 * 1 + 3 * 0.75) / (1 + 0.75**2 + (2**-7 * 0.75)**2), nearest to 4.0.
     byte = 0x408 - base
     assert message[0].tolist() == [
@@ -107,8 +107,8 @@ def test_a_message_of_groups_written_out(ops):
     ops.quantize_matrix(grad, None, message, layout=layout, average=0.0)
     codes = [place + 16 * (t % 2) for t, place in enumerate(places)]
     words = [w & oracle.MASK for w in message[0].tolist()]
-    # All columns have scale 1, and the row's is 1.125: the mean 1.0 and a bit has exponent 127.
-    assert words[0] == 8 * 127 - 200
+    # All columns have scale 1, and the row's is 1.125; the largest sum is that, of exponent 127.
+    assert words[0] == 8 * 127 - 136
     assert words[1:15] == [0xFFFF_FFFF] * 14
     assert words[15] == 0x3F9 - words[0]
     assert words[16] == codes[0] | codes[2] << 5 | codes[4] << 10 | codes[6] << 15

@@ -6,6 +6,7 @@ Meant for small inputs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,24 @@ def lane_sum(values: np.ndarray, lanes: int) -> np.float32:
     return totals[0]
 
 
+def code_sum(values: np.ndarray, width: int, group: int) -> np.float32:
+    """What the codes of a row stand for, code `i` of word `j` in place `[i, j]` of a table, as
+    wide as 4096 columns need at most; then neighbouring words are added, and halves of places."""
+    lanes = 32 // width
+    places = 2 ** math.ceil(math.log2(lanes))
+    words, wide = -(-len(values) // lanes), 2 ** math.ceil(math.log2(4096 / (lanes * group)))
+    table = [F(0)] * (places * wide)
+    for k, value in enumerate(values):
+        at = k // words * wide + k % words % wide
+        table[at] = F(table[at] + value)
+    for _ in range(int(math.log2(wide))):
+        table = [F(a + b) for a, b in zip(table[::2], table[1::2], strict=True)]
+    while len(table) > 1:
+        half = len(table) // 2
+        table = [F(a + b) for a, b in zip(table[:half], table[half:], strict=True)]
+    return table[0]
+
+
 def bits_of(value: np.float32) -> int:
     return int(F(value).view(np.uint32))
 
@@ -64,8 +83,13 @@ def digits(values: list[int], width: int) -> list[int]:
     ]
 
 
+def uppers(u: np.ndarray) -> list[int]:
+    """The upper 10 bits of the columns' sums, rounded."""
+    return [(bits_of(lane_sum(column, 8)) + 2**21) >> 22 for column in u.T]
+
+
 def column_codes(u: np.ndarray) -> list[int]:
-    rounded = [(bits_of(lane_sum(column, 8)) + 2**21) >> 22 for column in u.T]
+    rounded = uppers(u)
     return [max(0, t - max(rounded) + 15) for t in rounded]
 
 
@@ -85,10 +109,8 @@ def quantize(x: np.ndarray, layout: Any) -> Quantized:
     good = np.array([bool(row.all()) for row in finite])
     codes_of_columns = column_codes(u)
     v = np.array([column_scale(code) for code in codes_of_columns], F)
-    sums = [lane_sum(row, 32) for row in u]
-    largest = max([F(0), *(s for s, ok in zip(sums, good, strict=True) if ok)])
-    mean = F(largest / lane_sum(v, 32))
-    base = 0 if mean < 2.0**-60 else 8 * (bits_of(mean) >> 23) - 200
+    exponent = (max(uppers(u)) >> 1) - int(math.log2(rows))
+    base = 0 if exponent < 67 else 8 * exponent - 136
     distance = F(layout.level * DISTANCES[bits])
     bytes_of_rows, codes = [], []
     said, spoken = np.zeros(x.shape, np.float64), np.zeros(x.shape, bool)
@@ -98,10 +120,9 @@ def quantize(x: np.ndarray, layout: Any) -> Quantized:
         byte = 255
         if good[i]:
             at = largest_of(x[i], v, group)
-            if bits == 1:
-                fit = lane_sum((u[i] * v)[at], 32) / lane_sum((v * v)[at], 32)
-            else:
-                fit = sums[i] / lane_sum(v, 32)
+            stands, norm = (u[i] * v, v * v) if bits == 1 else (u[i], v)
+            width = WIDTHS.get(group, bits)
+            fit = code_sum(stands[at], width, group) / code_sum(norm[at], width, group)
             byte = min(254, ((bits_of(F(F(fit) * distance)) + 2**19) >> 20) - base)
             if byte < 1 or base == 0:
                 byte = 0

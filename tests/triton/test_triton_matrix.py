@@ -30,10 +30,11 @@ from support.matrix_kernels import (
     row_bytes,
 )
 from tagc.ops import reference
-from tagc.ops.matrix import GROUPS, MIN_MEAN
+from tagc.ops.matrix import GROUPS
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 LARGEST = torch.finfo(F32).max
+LEAST = 2.0**-60  # mean of the largest column
 
 CASES = case = Cases()
 
@@ -112,6 +113,18 @@ def _(device):
             check(problem(bits, group, 3, columns, BF16, BF16, D=1), device, dtype=BF16)
 
 
+@case("rows longer than a program's registers")
+def _(device):
+    # Sums in several chunks of words, instead of rows of tens of thousands.
+    with mock.patch("tagc.ops.matrix.SPAN", 256):
+        for bits, group, columns in ((1, 1, 700), (2, 1, 513), (1, 8, 1030), (1, 32, 800)):
+            for average in (0.0, 0.9):
+                p = problem(bits, group, 3, columns, F32, BF16, average, D=2)
+                assert p.layout.row_words > p.layout.word_lanes
+                p.grad[1, columns + 600 % columns] = float("nan")
+                check(p, device)
+
+
 @case("rows that send nothing keep the sign of a zero")
 def _(device):
     for bits, group in ((1, 1), (4, 1), (1, 8)):
@@ -156,23 +169,24 @@ def _(device):
         check(p, device, aligned=True, divisor=4)
 
 
-@case("the largest row comes last")
+@case("the largest column comes last")
 def _(device):
     # More partial maxima than are read at once.
-    p = problem(4, 1, 520, 1, D=1)
-    p.grad[0, -1] = 1e5
-    found = row_bytes(check(p, device)["message"][0], p.layout)
-    assert found[-1] == max(found) > 170
-
-
-@case("the largest column comes last, and a byte is at most 254")
-def _(device):
-    # One column has nearly all of the sums, so the fit of its row exceeds the row's mean by far.
-    x = torch.full((1, 4170), 2.0**-32)
+    x = torch.full((1, 4170), 2.0**-8)
     x[0, -1] = 1.0
-    layout = replace(filled(x, 1, 32).layout, level=3.9)
-    p = Problem(x, None, layout)
-    assert row_bytes(check(p, device)["message"][0], layout) == [254]
+    done = check(filled(x), device)
+    assert done["message"][0, 0] == 8 * 127 - 136
+
+
+@case("the largest row comes last, and a byte is at most 254")
+def _(device):
+    # One row has nearly all of the sums, so that it exceeds the mean of rows by far.
+    x = torch.full((8192, 1), 2.0**-20)
+    x[-1] = 1.0
+    layout = replace(filled(x).layout, level=3.9)
+    p = Problem(x.view(1, -1), None, layout)
+    found = row_bytes(check(p, device)["message"][0], layout)
+    assert found[-1] == 254 > found[0]
 
 
 @case("level")
@@ -211,20 +225,20 @@ def _(device):
 @case("numbers next to zero")
 def _(device):
     for bits, group in ((1, 1), (2, 1), (1, 8)):
-        for scale in (0.0, 1e-45, MIN_MEAN * 0.9, MIN_MEAN, 1.0):
+        for scale in (0.0, 1e-45, LEAST / 4, LEAST, 1.0):
             x = torch.full((3, 20), 1.0)
             x[2, 8] = -1e-42  # its code is negative all the same
             x[0, ::2] = -1.0
             x[1, 3] = -0.0
             done = check(filled(x * scale, bits, group), device)
-            assert (done["message"][0, 0] == 0) == (scale < MIN_MEAN)
+            assert (done["message"][0, 0] == 0) == (scale < LEAST)
 
 
 @case("the least mean that is sent")
 def _(device):
-    p = filled(torch.full((4, 16), MIN_MEAN))
+    p = filled(torch.full((4, 16), LEAST))
     assert check(p, device)["message"][0, 0] != 0
-    p.grad *= 1 - 2.0**-24
+    p.grad *= 0.874  # from 0.875 on it rounds to the next octave
     assert not check(p, device)["message"][0, 3:].any()
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tagc.ops.matrix import (
     CENTRE,
     COLUMN_BIAS,
     COLUMN_LANES,
     LARGEST,
-    MIN_MEAN,
+    MIN_EXPONENT,
     NOT_FINITE,
     NOTHING,
-    ROW_LANES,
     MatrixLayout,
 )
 from tagc.ops.reference.select import grouped, rounded
@@ -33,9 +33,9 @@ def quantize_matrix(
         return
     x = grad.float() if residual is None else grad.float() + residual.float()
     x = x.unflatten(-1, (layout.rows, layout.columns))
-    columns = _columns(x)
+    columns, top = _columns(x)
     v = _column_scales(columns)[:, None].expand_as(x)
-    base = _base(x, v)
+    base = _base(top, layout.rows)
     place = _largest(x * (1 / v), layout.group) if layout.group > 1 else None
     rows = _rows(x, v, place, base, layout)
     f = _row_scales(rows, base)[..., None]
@@ -100,10 +100,31 @@ def _float(upper: Tensor, bits: int) -> Tensor:
     return (upper << (32 - bits)).to(torch.int32).view(torch.float32)
 
 
-def _columns(x: Tensor) -> Tensor:
-    """``[D, rows, columns]`` to ``[D, columns]`` int64, the scales' codes."""
+def _code_sum(c: Tensor, layout: MatrixLayout) -> Tensor:
+    """Sum over the last dimension, a number for every code of a row, in the order of
+    :attr:`MatrixLayout.word_lanes`."""
+    lanes, words = 32 // layout.width, layout.row_words
+    chunks = -(-words // layout.word_lanes)
+    c = pad(c, (0, lanes * words - layout.codes)).unflatten(-1, (lanes, words))
+    c = pad(c, (0, chunks * layout.word_lanes - words, 0, layout.places - lanes))
+    total, *rest = c.unflatten(-1, (chunks, layout.word_lanes)).unbind(-2)
+    for chunk in rest:
+        total = total + chunk
+    while total.shape[-1] > 1:
+        total = total[..., 0::2] + total[..., 1::2]
+    total = total[..., 0]
+    while total.shape[-1] > 1:
+        first, second = total.chunk(2, dim=-1)
+        total = first + second
+    return total[..., 0]
+
+
+def _columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``[D, rows, columns]`` to ``[D, columns]`` int64, the scales' codes, and ``[D, 1]`` int64,
+    the upper bits of the largest sum."""
     t = _upper(_lane_sum(_bounded(x).mT, COLUMN_LANES), 10)
-    return (t - t.amax(-1, keepdim=True) + 15).clamp(min=0)
+    top = t.amax(-1, keepdim=True)
+    return (t - top + 15).clamp(min=0), top
 
 
 def _column_scales(columns: Tensor) -> Tensor:
@@ -111,13 +132,10 @@ def _column_scales(columns: Tensor) -> Tensor:
     return _float(columns + COLUMN_BIAS, 10)
 
 
-def _base(x: Tensor, v: Tensor) -> Tensor:
-    """The matrices' bases, ``[D, 1]`` int64; ``x`` and ``v`` are ``[D, rows, columns]``."""
-    sums = _lane_sum(_bounded(x), ROW_LANES)
-    sums = torch.where(x.isfinite().all(-1), sums, 0.0).amax(-1, keepdim=True)
-    mean = sums / _lane_sum(v[:, 0], ROW_LANES)[:, None]
-    exponent = mean.view(torch.int32).long() >> 23
-    return torch.where(mean < MIN_MEAN, 0, 8 * exponent - CENTRE)
+def _base(top: Tensor, rows: int) -> Tensor:
+    """The matrices' bases, ``[D, 1]`` int64, by the upper bits of their largest columns' sums."""
+    exponent = (top >> 1) - (rows.bit_length() - 1)
+    return torch.where(exponent < MIN_EXPONENT, 0, 8 * exponent - CENTRE)
 
 
 def _largest(y: Tensor, group: int) -> Tensor:
@@ -134,7 +152,7 @@ def _rows(x: Tensor, v: Tensor, place: Tensor | None, base: Tensor, layout: Matr
         u, w = (grouped(t, layout.group).gather(-1, place)[..., 0] for t in (u, v))
     if layout.fitted:
         u, w = u * w, w * w
-    fit = _lane_sum(u, ROW_LANES) / _lane_sum(w, ROW_LANES)
+    fit = _code_sum(u, layout) / _code_sum(w, layout)
     byte = (_upper(fit * x.new_tensor(layout.distance), 12) - base).clamp(max=254)
     byte = torch.where((byte < 1) | (base == 0), NOTHING, byte)
     return torch.where(x.isfinite().all(-1), byte, NOT_FINITE)

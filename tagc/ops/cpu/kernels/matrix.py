@@ -18,10 +18,18 @@ from tagc.ops.cpu.kernels.llvm import (
     shift_right_signed,
 )
 from tagc.ops.cpu.kernels.scalar import N, U, compiled, load, store, store_finite
-from tagc.ops.matrix import CENTRE, COLUMN_BIAS, COLUMN_LANES, NOT_FINITE, NOTHING, ROW_LANES
+from tagc.ops.matrix import (
+    CENTRE,
+    COLUMN_BIAS,
+    COLUMN_LANES,
+    MIN_EXPONENT,
+    NOT_FINITE,
+    NOTHING,
+    SPAN,
+)
 
 _ABS, _INF = U(0x7FFFFFFF), U(0x7F800000)
-_LARGEST, _MIN_MEAN = U((127 + 64) << 23), U((127 - 60) << 23)
+_LARGEST = U((127 + 64) << 23)
 _ONE, _TWO, _HALF = np.float32(1.0), np.float32(2.0), np.float32(0.5)
 
 
@@ -44,19 +52,45 @@ def _pairs(total, lanes):
 
 
 @register_jitable
-def _lane_sum(x, total):
-    """Sum of ``x``, ``[n]`` float32, in lanes; ``total``, ``[ROW_LANES]`` float32, is scratch."""
-    for lane in range(N(ROW_LANES)):
-        total[lane] = np.float32(0.0)
-    whole = N(x.size // ROW_LANES)
-    for k in range(whole):
-        base = k * N(ROW_LANES)
-        for lane in range(N(ROW_LANES)):
-            total[lane] += x[base + lane]
-    base = whole * N(ROW_LANES)
-    for lane in range(N(x.size) - base):
-        total[lane] += x[base + lane]
-    return _pairs(total, ROW_LANES)
+def _code_sum(c, lanes, words, table):
+    """Sum of what a row's codes stand for, see :attr:`tagc.ops.matrix.MatrixLayout.word_lanes`.
+
+    Args:
+        c: ``[codes]`` float32, of which there are at most ``lanes * words``.
+        lanes, words: uint64, codes of a word, and words.
+        table: ``[2, lanes, wide]`` float32, scratch, ``wide`` a power of two: as many words as are
+            added to side by side, or no fewer than there are.
+    """
+    n, wide = N(c.size), N(table.shape[2])
+    for i in range(lanes):
+        row, first = table[0, i], i * words
+        there = min(words, n - first) if n > first else N(0)
+        side = min(there, wide)
+        for j in range(side):
+            row[j] = c[first + j]
+        for j in range(side, wide):
+            row[j] = np.float32(0.0)
+        for chunk in range(wide, there, wide):
+            for j in range(min(wide, there - chunk)):
+                row[j] += c[first + chunk + j]
+    # Rows are neighbours, each a power of two wide: so pairs are those of the flat table.
+    flat, side = table.reshape(2, -1), N(0)
+    width = lanes * wide
+    while width > lanes:
+        width //= N(2)
+        source, target = flat[side], flat[N(1) - side]
+        for k in range(width):
+            target[k] = source[N(2) * k] + source[N(2) * k + N(1)]
+        side = N(1) - side
+    total, half = flat[side], N(1)
+    while half < lanes:
+        half *= N(2)
+    while half > N(1):
+        half //= N(2)
+        # Where the lanes are no power of two, the missing ones are zeros.
+        for i in range(min(half, lanes - half) if lanes > half else N(0)):
+            total[i] += total[half + i]
+    return total[0]
 
 
 @register_jitable
@@ -106,18 +140,14 @@ def quantize_columns(g, e, rows, v, columns):
         The base of the rows' scales, uint32.
     """
     n = N(v.size)
-    x, u = np.empty(v.size, np.float32), np.empty(v.size, np.float32)
+    u = np.empty(v.size, np.float32)
     lanes = np.zeros((COLUMN_LANES, v.size), np.float32)
-    total = np.empty(ROW_LANES, np.float32)
-    largest = np.float32(0.0)
+    total = np.empty(COLUMN_LANES, np.float32)
     for i in range(N(rows)):
-        finite = _load_row(g, e, i * n, x, u)
+        start = i * n
         row = lanes[i % N(COLUMN_LANES)]
         for j in range(n):
-            row[j] += u[j]
-        if finite:
-            mean = _lane_sum(u, total)
-            largest = mean if mean > largest else largest
+            row[j] += _bounded(load(g, start + j) + load(e, start + j))
     for j in range(n):
         for k in range(COLUMN_LANES):
             total[k] = lanes[k, j]
@@ -133,10 +163,13 @@ def quantize_columns(g, e, rows, v, columns):
         code = U(15) - below if below < U(15) else U(0)
         columns[j >> N(3)] |= shift_left(U(code), U(N(4) * (j & N(7))))
     read_scales(columns, v)
-    bits = float_bits(largest / _lane_sum(v, total))
-    if bits < _MIN_MEAN:
+    exponent, left = N(shift_right(top, U(1))), N(rows)
+    while left > N(1):
+        left >>= N(1)
+        exponent -= N(1) if exponent else N(0)
+    if exponent < N(MIN_EXPONENT):
         return U(0)
-    return U(U(8) * shift_right(bits, U(23)) - U(CENTRE))
+    return U(U(8) * U(exponent) - U(CENTRE))
 
 
 @register_jitable
@@ -172,7 +205,10 @@ def quantize_rows(g, e, rows, v, base, size, group, distance, kept, fresh, scale
     words = (count + lanes - N(1)) // lanes
     x, u = np.empty(v.size, np.float32), np.empty(v.size, np.float32)
     inverse, squares = np.empty(v.size, np.float32), np.empty(count, np.float32)
-    total, place = np.empty(ROW_LANES, np.float32), np.empty(count, np.uint64)
+    place, wide = np.empty(count, np.uint64), N(1)
+    while wide < words and wide * lanes * size < N(SPAN):
+        wide *= N(2)
+    table = np.empty((2, lanes, wide), np.float32)
     c = np.zeros(words * lanes, np.uint32)
     half, mask = np.float32(1 << (32 // len(group) - 1)), U(U(0xFFFFFFFF) >> U(32 - width))
     fitted = grouped or len(group) == 32
@@ -180,7 +216,7 @@ def quantize_rows(g, e, rows, v, base, size, group, distance, kept, fresh, scale
         inverse[j] = _ONE / v[j]
         if not grouped:
             squares[j] = v[j] * v[j] if fitted else v[j]
-    norm = _lane_sum(squares, total) if not grouped else _ONE
+    norm = _code_sum(squares, lanes, words, table) if not grouped else _ONE
     for j in range(N(scales.size)):
         scales[j] = U(0)
     for i in range(N(rows)):
@@ -189,11 +225,11 @@ def quantize_rows(g, e, rows, v, base, size, group, distance, kept, fresh, scale
         if _load_row(g, e, start, x, u):
             if grouped:
                 _find_largest(x, u, v, inverse, size, place, squares)
-                norm = _lane_sum(squares, total)
+                norm = _code_sum(squares, lanes, words, table)
             elif fitted:
                 for j in range(n):
                     u[j] = u[j] * v[j]
-            byte = _byte_of(_lane_sum(u[:count], total) / norm * distance, base)
+            byte = _byte_of(_code_sum(u[:count], lanes, words, table) / norm * distance, base)
         scales[i >> N(2)] |= shift_left(byte, U(N(8) * (i & N(3))))
         if byte == U(NOTHING) or byte == U(NOT_FINITE):
             for j in range(words):
