@@ -162,6 +162,7 @@ POLICIES = (
     "hybrid",
     "hosts",
     "thrifty",
+    "stateless",
 )
 QUICK = ("fp32", "bf16-wire", "all")
 

@@ -19,7 +19,7 @@ from tagc.plan.checks import (
     unshared_supports,
 )
 from tagc.plan.choice import AUTO_BITS, Choose, resolve_auto
-from tagc.plan.inside import with_inside
+from tagc.plan.inside import with_inside, without_effect
 from tagc.plan.param_slices import columns_of
 from tagc.plan.plan import Plan
 from tagc.plan.table import as_list
@@ -91,6 +91,7 @@ def build_plan(
         for note in unshared_supports(plans, rules)
     ]
     notes += [note for units in directions[:2] for note in in_levels(units)]
+    notes += without_effect(directions[0], policy.inside)
     notes += about_shots(directions[2])
     notes += left_out(directions[1], policy)
     notes += beyond_their_names([unit for units in directions for unit in units])

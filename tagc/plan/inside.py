@@ -8,6 +8,7 @@ What a policy leaves dense is added up as it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -28,6 +29,16 @@ assert set(_CONFIGS) == set(get_args(Inside))
 def config_inside(inside: Inside) -> CodecConfig:
     """The codec that stands behind the word."""
     return _CONFIGS[inside]
+
+
+def without_effect(units: Sequence[UnitPlan], inside: Inside) -> Iterator[str]:
+    """Why nothing is sent in fewer bits inside hosts, although the policy asks for it."""
+    if inside == "native" or any(unit.inside is not None for unit in units):
+        return
+    why = "every rank sends for itself"
+    if any(unit.info.ranks_per_host > 1 for unit in units):
+        why = "the gradients that it compresses have two bytes already"
+    yield f"the policy's key 'inside: {inside}' changes nothing here: {why}"
 
 
 def with_inside(unit: UnitPlan, inside: Inside) -> UnitPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ from torch import Tensor
 from support.distributed import on_ranks
 from support.host_reducers import host_reducer, in_two_levels
 from support.units import codec_plan, gathered, normal, reduce
-from tagc.plan import UnitPlan
-from tagc.plan.inside import with_inside
+from tagc.plan import UnitPlan, build_plan
 from tagc.policy import Policy, PolicyError
 
 SUM = dist.ReduceOp.SUM
@@ -146,6 +146,15 @@ def test_a_policy_says_it_once():
         Policy.load({"schema": 1, "gradients": [rule], "inside": "int4"})
 
 
-def test_one_rank_on_a_host_adds_up_nothing():
-    plan = codec_plan(4, OWING, {"kind": "residual"})
-    assert with_inside(plan, "int8") is plan
+@pytest.mark.parametrize(
+    ("ranks_per_host", "dtype", "why"),
+    [(1, torch.float32, "sends for itself"), (2, torch.bfloat16, "have two bytes already")],
+)
+def test_a_plan_says_where_it_changes_nothing(ranks_per_host, dtype, why):
+    info = replace(codec_plan(4, OWING, None, dtype).info, ranks_per_host=ranks_per_host)
+    rule = {"when": {"name": "a.*"}, "codec": OWING}
+    policy = Policy.load({"schema": 1, "gradients": [rule], "inside": "bfloat16"})
+    plan = build_plan([info], policy)
+    assert plan.units[0].inside is None
+    notes = [note for note in plan.notes if "inside: bfloat16" in note]
+    assert [why in note for note in notes] == [True]
