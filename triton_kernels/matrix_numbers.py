@@ -21,8 +21,9 @@ from .scalar import magnitude, widen
 
 _TOP = constant(15)
 _BIAS = constant(COLUMN_BIAS)
-_INFINITY = constant(0x7F800000)
-_LARGEST = constant((127 << 23) + ((int(LARGEST).bit_length() - 1) << 23))
+INFINITY = constant(0x7F800000)
+# The bits of ``LARGEST``.
+LARGEST_BITS = constant((127 << 23) + ((int(LARGEST).bit_length() - 1) << 23))
 # Exponents of a scale and its inverse add up to this; and by how much the float32 next to 4/3 is
 # less than 1.5.
 _BOTH, _LESS = constant(254 << 23), constant((1 << 22) - 0x2AAAAB)
@@ -48,7 +49,7 @@ def load_x(grad, residual, at, inside):
 def bounded(x):
     """Magnitude, at most ``LARGEST``, and 0 where ``x`` is not finite."""
     b = magnitude(x)
-    b = tl.where(b < _INFINITY, tl.minimum(b, _LARGEST), 0)
+    b = tl.where(b < INFINITY, tl.minimum(b, LARGEST_BITS), 0)
     return b.to(tl.float32, bitcast=True)
 
 
@@ -106,11 +107,8 @@ def inverse_of(upper):
 def sum_words(table, LOG_WORDS: tl.constexpr):
     """Of a row's table: ``[ROWS, PLACES, 2**LOG_WORDS]`` to ``[ROWS, PLACES]``; see
     :attr:`tagc.ops.matrix.MatrixLayout.word_lanes`."""
-    total = tl.reshape(table, [table.shape[0], table.shape[1] * table.shape[2]])
-    for _ in tl.static_range(LOG_WORDS):
-        # A sum of two numbers has no order.
-        total = tl.sum(tl.reshape(total, [total.shape[0], total.shape[1] // 2, 2]), 2)
-    return total
+    places = tl.reshape(table, [table.shape[0] * table.shape[1], table.shape[2]])
+    return tl.reshape(pairs(places, LOG_WORDS), [table.shape[0], table.shape[1]])
 
 
 @jit

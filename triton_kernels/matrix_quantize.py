@@ -20,26 +20,31 @@ Products ``(2 q + 1) * f * v`` are exact, so a fused multiply-add leaves what a 
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 from torch import Tensor
 
-from tagc.ops.matrix import LARGEST, NOT_FINITE, NOTHING, MatrixLayout
+from tagc.ops.matrix import NOT_FINITE, NOTHING, MatrixLayout
 
 from .device import on_device_of
 from .jit import constant, jit, tl
 from .matrix_columns import column_tiles, sum_columns
-from .matrix_numbers import inverse_of, row_scale, scale_of, sum_places, sum_words, unit_of
+from .matrix_numbers import (
+    INFINITY,
+    LARGEST_BITS,
+    inverse_of,
+    row_scale,
+    scale_of,
+    sum_places,
+    sum_words,
+    unit_of,
+)
 from .matrix_scales import words_at_a_time, write_scales
 from .scalar import magnitude, narrow_finite, widen
 from .scratch import buffer
 
 _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
-_INFINITY = constant(0x7F800000)
-_LARGEST = constant((127 + int(math.log2(LARGEST))) << 23)
 # Below it, half of a float32 is below zero; it is the negative one next to zero.
 _LEAST = constant(-(2.0**-149))
 # Added to a small float32, its integer is in the lowest bits, in two's complement.
@@ -109,7 +114,7 @@ def place_and_left(x, first, f, sends, v, shift, GROUP: tl.constexpr):
 def stands_for(x, v, first, GROUP: tl.constexpr, FITTED: tl.constexpr):
     """What is summed for every code; with a group ``first`` is from :func:`first_of_groups`."""
     # What is not finite counts as something here: its row says nothing anyway.
-    u = tl.minimum(magnitude(x), _LARGEST).to(tl.float32, bitcast=True)
+    u = tl.minimum(magnitude(x), LARGEST_BITS).to(tl.float32, bitcast=True)
     if FITTED:
         u = u * v
     if GROUP > 1:
@@ -200,7 +205,7 @@ def quantize_matrix_kernel(
     byte = tl.div_rn(total, norms) * distance
     byte = ((byte.to(tl.int32, bitcast=True) + (1 << 19)) >> 20) - base
     byte = tl.where((byte < 1) | (base == 0), _NOTHING, tl.minimum(byte, 254))
-    byte = tl.where(worst < _INFINITY, byte, _NOT_FINITE)
+    byte = tl.where(worst < INFINITY, byte, _NOT_FINITE)
     tl.store(scales + d * (4 * message_stride) + first_row + r, byte.to(tl.uint8), mask=exists)
     sends = (byte != _NOTHING) & (byte != _NOT_FINITE)
     one = tl.full([ROWS], 1.0, tl.float32)
@@ -282,8 +287,7 @@ def quantize_matrix(
     of_row = layout.places * words * group
     rows = min(max(1, _ELEMENTS // of_row), triton.next_power_of_2(layout.rows))
     warps = max(1, rows * of_row // _OF_WARP)
-    _, columns, row_bytes = layout.head
-    scales = message[:, 1 + columns : 1 + columns + row_bytes].view(torch.uint8)
+    scales = message[:, sum(layout.head[:2]) : sum(layout.head)].view(torch.uint8)
     quantize_matrix_kernel[(triton.cdiv(layout.rows, rows), D)](
         grad, residual, uppers, norms, message, scales, message[:, sum(layout.head) :],
         layout.rows, layout.columns, layout.row_words // unit, layout.distance, average,

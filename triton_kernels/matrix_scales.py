@@ -28,14 +28,14 @@ _WORDS = 128
 # Elements of the sum over columns that a warp has.
 _OF_WARP, _FEWEST_WARPS = 512, 4
 _PLAIN = [
-    "sums", "tops", "message", "uppers", "norms", "columns", "column_tiles", "row_bytes", "log",
-    "row_words", "message_stride",
+    "sums", "tops", "message", "uppers", "norms", "columns", "column_tiles", "row_scale_words",
+    "log", "row_words", "message_stride",
 ]  # fmt: skip
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_scales_kernel(
-    sums, tops, message, uppers, norms, columns, column_tiles, row_bytes, log, row_words,
+    sums, tops, message, uppers, norms, columns, column_tiles, row_scale_words, log, row_words,
     message_stride,
     FITTED: tl.constexpr, LANES: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -74,7 +74,7 @@ def matrix_scales_kernel(
     column_words = (columns + 7) // 8
     tl.store(message + 1 + word, words, mask=word < column_words)
     nothing = tl.zeros([WORDS], tl.int32)
-    tl.store(message + 1 + column_words + word, nothing, mask=word < row_bytes)
+    tl.store(message + 1 + column_words + word, nothing, mask=word < row_scale_words)
 
 
 def write_scales(
@@ -94,11 +94,11 @@ def write_scales(
         norms: ``[D]`` float32, written: what the sums of rows are divided by; None with a group,
             where rows differ in it.
     """
-    _, _, row_bytes = layout.head
+    _, _, row_scale_words = layout.head
     words = words_at_a_time(layout)
     warps = max(_FEWEST_WARPS, layout.places * words // _OF_WARP)
     matrix_scales_kernel[(triton.cdiv(max(layout.head), _WORDS), message.shape[0])](
-        sums, tops, message, uppers, norms, layout.columns, tops.shape[1], row_bytes,
+        sums, tops, message, uppers, norms, layout.columns, tops.shape[1], row_scale_words,
         layout.rows.bit_length() - 1, layout.row_words, message.stride(0),
         FITTED=layout.fitted, LANES=32 // layout.width, LOG_PLACES=layout.places.bit_length() - 1,
         LOG_WORDS=words.bit_length() - 1, WORDS=_WORDS, num_warps=warps, enable_fp_fusion=False,

@@ -37,6 +37,10 @@ class CodecSegment(Protocol[PlanOf]):
     def codec(self) -> PlanOf: ...
 
 
+STAGES = 4
+"""Of a step, in which a rank encodes; see :class:`CodecSetup`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CodecSetup:
     """What a codec is made for.

@@ -127,6 +127,10 @@ class CodecPlan:
         makes float32 of all of it first. The library's own operators do not."""
         return 0
 
+    def sums_bytes(self, rows: int, ranks: int, *, reference: bool) -> int:
+        """As :meth:`scratch_bytes`, where ranks of a host add up so many rows at once."""
+        return self.scratch_bytes(rows * ranks, rows * ranks, reference=reference)
+
     def used_words(self, columns: int) -> int:
         """Words that matter to an owner whose shard fills only the first ``columns`` of the
         segment's (in FSDP1's flat buffer); the others need not be sent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,6 +77,7 @@ class Candidate:
         memory: bytes of a rank, activations left aside.
         waste: of the backend's own reduce-scatter, see :class:`tagc.costs.link.Link`.
         chosen: whether its plan is for this link only.
+        written: how to write the policy, where it has no name or file of its own.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Candidate:
     dense: bool = False
     waste: float = 1.0
     chosen: bool = False
+    written: str = ""
 
 
 class Advisor:
@@ -120,7 +122,7 @@ class Advisor:
                 self.candidates.append(self._candidate(policy))
             except PolicyError as error:
                 self.refused[policy.name] = str(error)
-        self._add_inside([fewer[name] for name in fewer if name not in self.refused])
+        self._add_inside({name: p for name, p in fewer.items() if name not in self.refused})
 
     def _candidate(self, policy: Policy) -> Candidate:
         q = self.question
@@ -128,10 +130,17 @@ class Advisor:
         chosen = is_automatic(policy)
         return Candidate(policy.name, work, memory, waste=self._waste, chosen=chosen)
 
-    def _add_inside(self, policies: Sequence[Policy]) -> None:
-        """Add the fastest of these, which send fewer bits inside hosts, if it is clearly faster
-        than all others."""
-        found = [c for c in map(self._candidate, policies) if self.fits(c)]
+    def _add_inside(self, policies: Mapping[str, Policy]) -> None:
+        """Add the fastest of these, which send fewer bits inside hosts than the policies of their
+        names, if it is clearly faster than all others."""
+        found = [
+            replace(
+                self._candidate(policy),
+                written=f"{{schema: 1, extends: {name}, inside: {policy.inside}}}",
+            )
+            for name, policy in policies.items()
+        ]
+        found = [c for c in found if self.fits(c)]
         best = min(found, key=lambda c: self.cost(c).seconds, default=None)
         rival = self.best(dense=False)
         if best and rival and self.cost(best).seconds < (1 - PAYS) * self.cost(rival).seconds:
@@ -327,6 +336,8 @@ def verdict(advisor: Advisor) -> list[str]:
             f"Compression does not pay: the best policy, {other.name}, takes {after}, and "
             f"{dense.name} {before}."
         ]
+    if other.written:
+        lines.append(f"{other.name} is written as {other.written}.")
     if faster is not other:
         lines.append(
             f"{faster.name} would take {format_seconds(advisor.cost(faster).seconds)}, but needs "

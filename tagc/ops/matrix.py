@@ -12,7 +12,8 @@ less so in embeddings (docs/quality.md has the measurements). Both are found ane
   That is within a quarter of the quotient, which is near enough, as the residual keeps what the
   codes do not say;
 * ``f_i``, of the row, a number of 4 significant bits, kept as a byte: its upper 12 bits as a
-  float32 are the byte plus a ``base`` that the matrix has. It is fitted to the row once ``v`` is
+  float32 are the byte plus a ``base`` that the matrix has, which follows from the largest column's
+  sum: so a row needs no other row's. It is fitted to the row once ``v`` is
   known, so that a row's residual never has more energy than the row had (where all codes have the
   same size, and for levels below 2). If it were the row's root mean square, the residual could
   grow where one element is much larger than the rest.
@@ -59,8 +60,8 @@ COLUMN_BIAS = 2 * 127 - 15
 # Matrices whose largest column has a mean with a smaller biased exponent send nothing, so that no
 # product of scales and no inverse of one is subnormal.
 MIN_EXPONENT = 127 - 60
-# The byte of a row whose scale is the power of two below the mean of the largest column: rows may
-# exceed that by 14 octaves, and fall short of it by 17.
+# The byte of a row whose scale is about the mean of the largest column, to a factor of two: rows
+# may exceed that by 14 octaves, and fall short of it by 16.
 CENTRE = 136
 # Bytes that are no scales: of rows that send nothing, and of rows with a NaN or an infinity.
 NOTHING, NOT_FINITE = 0, 255
@@ -196,8 +197,8 @@ class MatrixOps(Protocol):
            column's 4 bits are ``t - max(t) + 15``, at least 0;
         3. ``a``, about the biased exponent of an element's mean magnitude in units of ``v``, is
            ``max(t)`` shifted right by 1, minus the logarithm of the rows, rounded down. The base is
-           ``8 * a - CENTRE``; 0 if ``a`` is below ``MIN_EXPONENT``, and then all rows that are
-           finite say ``NOTHING``;
+           ``8 * a - CENTRE`` (finite elements of rows that are not finite count in it); 0 if ``a``
+           is below ``MIN_EXPONENT``, and then all rows that are finite say ``NOTHING``;
         4. what codes stand for: all elements, or of each group the first with the largest
            ``|x * (1 / v)|`` (which rounds twice; the last group of a row may be short);
         5. the row's scale: where ``fitted``, the sum over codes of ``u * v``, divided by that of

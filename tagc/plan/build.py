@@ -19,7 +19,7 @@ from tagc.plan.checks import (
     unshared_supports,
 )
 from tagc.plan.choice import AUTO_BITS, Choose, resolve_auto
-from tagc.plan.inside import with_inside, without_effect
+from tagc.plan.inside import plan_inside, without_effect
 from tagc.plan.param_slices import columns_of
 from tagc.plan.plan import Plan
 from tagc.plan.table import as_list
@@ -159,7 +159,7 @@ def _plan_unit(
             )
             start = stop
         plan = UnitPlan(info=unit, segments=tuple(segments), direction=direction)
-        return with_inside(in_fewest_bytes(plan), policy.inside)
+        return plan_inside(in_fewest_bytes(plan), policy.inside)
 
     used = [rules[run.rule].codec for run in runs if run.rule is not None]
     # What cannot be compressed is left as it is.

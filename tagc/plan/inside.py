@@ -35,13 +35,16 @@ def without_effect(units: Sequence[UnitPlan], inside: Inside) -> Iterator[str]:
     """Why nothing is sent in fewer bits inside hosts, although the policy asks for it."""
     if inside == "native" or any(unit.inside is not None for unit in units):
         return
-    why = "every rank sends for itself"
-    if any(unit.info.ranks_per_host > 1 for unit in units):
+    if not any(unit.info.ranks_per_host > 1 for unit in units):
+        why = "every rank sends for itself"
+    elif any(unit.compressed for unit in units):
         why = "the gradients that it compresses have two bytes already"
+    else:
+        why = "no gradient is compressed between hosts"
     yield f"the policy's key 'inside: {inside}' changes nothing here: {why}"
 
 
-def with_inside(unit: UnitPlan, inside: Inside) -> UnitPlan:
+def plan_inside(unit: UnitPlan, inside: Inside) -> UnitPlan:
     """The unit, its ranks adding up inside a host as a policy says, where they do."""
     adds_up = unit.direction == "gradients" and unit.info.ranks_per_host > 1
     # Two bytes are no fewer than two.

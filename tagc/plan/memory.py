@@ -146,13 +146,18 @@ def _moment(unit: UnitPlan, *, reference: bool) -> int:
     )
     if unit.inside is None:
         return found
-    # Everything at once: rows of all ranks, and then as many messages.
-    ranks = unit.info.world_size
     inside = [
-        s.codec.scratch_bytes(ranks, ranks, reference=reference) + s.codec.widened_bytes(ranks)
+        s.codec.sums_bytes(unit.peers, unit.info.ranks_per_host, reference=reference)
+        + _widened(unit, s, unit.info.world_size, reference=reference)
         for s in unit.inside.segments
     ]
     return max(found, *inside)
+
+
+def _widened(unit: UnitPlan, segment: Segment, rows: int, *, reference: bool) -> int:
+    """What the CPU's operators make of float16 before they encode it."""
+    widens = unit.info.dtype == torch.float16 and segment.compressed and not reference
+    return 4 * rows * segment.columns if widens else 0
 
 
 def _moment_of(unit: UnitPlan, segment: Segment, *, reference: bool) -> int:
@@ -160,8 +165,7 @@ def _moment_of(unit: UnitPlan, segment: Segment, *, reference: bool) -> int:
     found = codec.scratch_bytes(D, unit.sources, reference=reference)
     if unit.direction != "parameters":  # of which nothing is added up
         found += codec.widened_bytes(unit.sources)
-    if unit.info.dtype == torch.float16 and codec.compressed and not reference:
-        found += 4 * D * segment.columns  # the CPU's operators widen it
+    found += _widened(unit, segment, D, reference=reference)
     if feedback is not None:
         if feedback.dtype == torch.int8 and reference:
             # It is stored as the codec `quantized` would send it.

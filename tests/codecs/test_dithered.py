@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.distributed import on_ranks
 from support.units import codec_plan, gathered, normal, reduce, unit_reducer
 from tagc.codecs import CodecSetup
+from tagc.codecs.codec import STAGES
 from tagc.codecs.quantized.dither import Dither, seeds_of
 from tagc.codecs.workspace import Workspace
 from tagc.comm.exchanges import ShardExchange
@@ -98,13 +99,13 @@ def test_no_seed_comes_twice():
     columns = (0, 32, 4096)
     found = [
         seed
-        for unit, rank, stage in itertools.product(range(4), range(6), range(3))
+        for unit, rank, stage in itertools.product(range(4), range(6), range(STAGES))
         for dither in [Dither(setup(unit, rank, stage), columns)]
         for column, step in itertools.product(columns, range(6))
         for seed in dither.seeds(column, step).tolist()
     ]
-    assert len(found) == 4 * 6 * 3 * 3 * 6 * 3
-    # Of so many numbers of 32 bits, two are the same by chance once in 57 tries.
+    assert len(found) == 4 * 6 * STAGES * 3 * 6 * 3
+    # Of so many numbers of 32 bits, two are the same by chance once in 32 tries.
     assert len(set(found)) >= len(found) - 1
 
 

@@ -147,12 +147,16 @@ def test_a_policy_says_it_once():
 
 
 @pytest.mark.parametrize(
-    ("ranks_per_host", "dtype", "why"),
-    [(1, torch.float32, "sends for itself"), (2, torch.bfloat16, "have two bytes already")],
+    ("ranks_per_host", "dtype", "codec", "why"),
+    [
+        (1, torch.float32, OWING, "sends for itself"),
+        (2, torch.bfloat16, OWING, "have two bytes already"),
+        (2, torch.float32, {"kind": "dense"}, "no gradient is compressed"),
+    ],
 )
-def test_a_plan_says_where_it_changes_nothing(ranks_per_host, dtype, why):
+def test_a_plan_says_where_it_changes_nothing(ranks_per_host, dtype, codec, why):
     info = replace(codec_plan(4, OWING, None, dtype).info, ranks_per_host=ranks_per_host)
-    rule = {"when": {"name": "a.*"}, "codec": OWING}
+    rule = {"when": {"name": "a.*"}, "codec": codec}
     policy = Policy.load({"schema": 1, "gradients": [rule], "inside": "bfloat16"})
     plan = build_plan([info], policy)
     assert plan.units[0].inside is None

@@ -33,7 +33,7 @@ from tagc.costs.link import GLOO_REDUCE_SCATTER
 from tagc.costs.model import native_units
 from tagc.costs.shapes import ranks_in_levels
 from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan, build_plan
-from tagc.plan.inside import with_inside
+from tagc.plan.inside import plan_inside
 from tagc.policy import Policy
 
 COLUMNS = 65536
@@ -210,7 +210,7 @@ def test_two_levels(codec: dict[str, Any]) -> None:
 def test_what_ranks_of_a_host_send_each_other_is_encoded_too() -> None:
     """In every backward: rows for four ranks, and as many messages decoded."""
     alone = plan(INT4, ranks_per_host=2)
-    unit = with_inside(alone, "int8")
+    unit = plan_inside(alone, "int8")
     speeds = {
         "quantized int4 with float32 feedback": Speed(encode=1.0, decode=100.0),
         "quantized int8 dithered": Speed(encode=1e4, decode=1e6),

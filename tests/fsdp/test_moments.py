@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +16,11 @@ from support.gathering import INT8
 from support.live_bytes import peak_of, stored_bytes
 from support.marks import slow
 from support.units import codec_plan, matrix_plan, normal, reduce, unit_reducer
+from tagc.codecs import CodecSetup, PlanRequest, plan_codec
+from tagc.codecs.dense import DenseCodec, DenseConfig
+from tagc.codecs.workspace import Workspace
 from tagc.comm import CopyGatherer, UnitReducer
+from tagc.ops import get_ops
 from tagc.plan.memory import memory_of
 
 RESIDUAL = {"kind": "residual"}
@@ -88,6 +93,32 @@ def test_the_peak_is_within_a_tenth(rank: int, world_size: int, policy: str) -> 
     measured = stored_bytes(model) + sum(t.nbytes for t in buffers) + max(taken)
     said = compressor.plan().memory.peak
     assert 0.9 < said / measured < 1.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_inside_a_host_take_no_more(dtype: torch.dtype) -> None:
+    """Of five hosts of three ranks. (What torch widens it does not tell.)"""
+    plan = plan_codec(DenseConfig(), PlanRequest(columns=1000, world_size=3, dtype=dtype))
+    codec = DenseCodec([Whole(0, 1000, plan)], setup_of(dtype))
+    received = torch.zeros(5, 3, plan.words, dtype=torch.int32)
+    rows = torch.empty(5, 1000, dtype=dtype)
+    taken = peak_of(lambda: codec.decode_sums(received, rows))
+    assert taken + plan.widened_bytes(15) == plan.sums_bytes(5, 3, reference=False)
+
+
+@dataclass
+class Whole:
+    start: int
+    stop: int
+    codec: Any
+
+
+def setup_of(dtype: torch.dtype) -> CodecSetup:
+    cpu = torch.device("cpu")
+    return CodecSetup(
+        destinations=15, world_size=3, dtype=dtype, ops=get_ops(cpu), device=cpu,
+        workspace=Workspace(cpu),
+    )  # fmt: skip
 
 
 WIDTH = 256

@@ -223,7 +223,8 @@ def test_an_infinite_quotient_is_larger_than_the_largest_number(ops):
 
 @sizes_on_both
 def test_what_is_not_finite_shows_in_its_row_and_stays_out_of_the_residual(bits, group, ops):
-    """A sum of finite numbers that overflows counts, too; columns' scales change, no more."""
+    """A sum of finite numbers that overflows counts, too; of other rows the columns' scales and the
+    base change, no more."""
     for value, old in ((math.nan, 0.5), (-math.inf, 0.5), (3e38, 3e38)):
         grad, residual = torch.ones(2, 100), torch.full((2, 100), 0.5)
         grad[1, 47], residual[1, 47] = value, old

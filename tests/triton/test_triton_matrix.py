@@ -105,7 +105,6 @@ def _(device):
 def _(device):
     # Smaller tiles instead of rows of thousands.
     with (
-        mock.patch.object(kernels("matrix_quantize"), "_ELEMENTS", 64),
         mock.patch.object(kernels("matrix_dequantize"), "_COLUMNS", 64),
         mock.patch.object(kernels("matrix_columns"), "_PROGRAMS", 1),
     ):

@@ -42,6 +42,10 @@ class DensePlan(CodecPlan):
         """See :meth:`CodecPlan.widened_bytes`."""
         return 4 * sources * self.numel if self.wire.itemsize < 4 else 0
 
+    def sums_bytes(self, rows: int, ranks: int, *, reference: bool) -> int:
+        """See :meth:`CodecPlan.sums_bytes`: the sums in float32, beside what torch widens."""
+        return max(4, self.wire.itemsize) * rows * self.numel + self.widened_bytes(rows * ranks)
+
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
         """See :meth:`CodecPlan.cut`: anywhere."""
         length = -(-self.numel // owners)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tagc.codecs.codec import CodecSetup
+from tagc.codecs.codec import STAGES, CodecSetup
 from tagc.ops.hashing import MASK, fmix32
 from tagc.ops.symbols import wrap_int32
 
@@ -30,7 +30,7 @@ class Dither:
         rows = torch.arange(setup.destinations, dtype=torch.int64, device=setup.device)
         # Each is hashed before the next comes in, so that no sum of them is another's.
         mixed = fmix32((starts * _STRIDE + setup.seed * _GOLDEN) & MASK)
-        mixed = fmix32((mixed ^ (3 * setup.rank + setup.stage)) & MASK)
+        mixed = fmix32((mixed ^ (STAGES * setup.rank + setup.stage)) & MASK)
         self._first = wrap_int32(fmix32(mixed[:, None] ^ rows))
         self._step: int | None = None
         self._seeds = self._first
