@@ -33,6 +33,7 @@ from .matrix_numbers import (
     INFINITY,
     LARGEST_BITS,
     inverse_of,
+    load_x,
     row_scale,
     scale_of,
     sum_places,
@@ -181,9 +182,7 @@ def quantize_matrix_kernel(
             j = place * row_span + at
             within = (at < row_span) & (j < columns)
             inside = exists[:, None, None] & within
-            x = widen(tl.load(grad + (start + j), mask=inside, other=0.0))
-            if residual is not None:
-                x += widen(tl.load(residual + (start + j), mask=inside, other=0.0))
+            x = load_x(grad, residual, start + j, inside)
             upper = tl.load(uppers + j, mask=within, other=0).to(tl.int32)
             v = scale_of(upper)
             worst = tl.maximum(worst, tl.max(tl.max(magnitude(x), 2), 1))
@@ -194,7 +193,8 @@ def quantize_matrix_kernel(
                 squares += at_places(tl.broadcast_to(v * v, x.shape), first, GROUP)
             table += stands_for(x, v, first, GROUP, FITTED)
         total = sum_words(table, LOG_WORDS)
-        norm = sum_words(squares, LOG_WORDS)
+        if GROUP > 1:
+            norm = sum_words(squares, LOG_WORDS)
 
     total = sum_places(total, LOG_PLACES)
     if GROUP == 1:
