@@ -1,8 +1,9 @@
 """Codes: quantize a tile of blocks, and read codes back. The format is :mod:`tagc.ops.blocks`'.
 
 A block's scale is ``s = bfloat16(m / levels)`` for its largest magnitude ``m``, a code
-``q = rint(clip(x * (1 / s), -levels, levels))``, and what a code leaves is ``x - q * s``. The
-reciprocal is an IEEE division (a GPU's plain ``/`` is approximate); ``q * s`` is exact.
+``q = rint(x * (1 / s))``, clipped where that can be more than ``levels``, and what a code leaves is
+``x - q * s``. The reciprocal is an IEEE division (a GPU's plain ``/`` is approximate); ``q * s`` is
+exact.
 
 Worked example (bits 4, levels 7): m = 3.5 gives s = 0.5; x = (-3.5, 0.8, 0.25) has the codes
 (-7, 2, 0) and leaves (0, -0.2, 0.25).
@@ -13,9 +14,9 @@ from __future__ import annotations
 from .jit import constant, jit, tl
 from .scalar import bfloat16_bits, fmix32, magnitude
 
-# Added to a float32 below 2**22, its integer is in the lowest bits.
+# Added to a float32 below 2**22, its integer is in the lowest bits; and what that is itself.
 _INTEGER = constant(1.5 * 2**23)
-_HALF_STEP = constant(2.0**-17)  # of a dither
+_INTEGER_BITS = constant(0x4B400000)
 
 
 def blocks_and_warps(block: int, each: int = 16) -> tuple[int, int]:
@@ -28,51 +29,85 @@ def blocks_and_warps(block: int, each: int = 16) -> tuple[int, int]:
 
 
 @jit
-def dither_at(place, salt):
-    """What is added to the codes at places of a row (uint32) before they are rounded, float32;
-    ``salt`` is the hash of the row's seed."""
-    h = fmix32(place ^ salt) >> 16
-    return ((h + h).to(tl.int32) - 65535).to(tl.float32) * _HALF_STEP
+def dither_of(pair, salt):
+    """What is added to codes before they are rounded, float32 ``[N, M, 2 * K]``.
+
+    Args:
+        pair: uint32 ``[N, M, K]``: half the place in the row of each pair of neighbours, who share
+            a hash.
+        salt: hash of the row's seed.
+    """
+    h = fmix32(pair ^ salt)
+    # 16 bits and half of one more behind the exponent of 1: from 1 to 2, exactly.
+    low = ((h << 7) & 0x7FFF80) | 0x3F800040
+    high = ((h >> 9) & 0x7FFF80) | 0x3F800040
+    both = tl.reshape(tl.join(low, high), [h.shape[0], h.shape[1], 2 * h.shape[2]])
+    return both.to(tl.float32, bitcast=True) - 1.5
 
 
 @jit
-def quantize_tile(
-    x, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, dither=None
-):  # fmt: skip
-    """Quantize ``[BLOCKS, BLOCK]`` float32.
+def _scale_bits(m, DITHERED: tl.constexpr):
+    """bfloat16 scale of float32 ``m``: bits, uint32; of what is dithered, rounded up."""
+    if DITHERED:
+        up = (m.to(tl.uint32, bitcast=True) + 0xFFFD) >> 16
+        return tl.minimum(up, 0x7F7F)  # the largest
+    else:
+        return bfloat16_bits(m)
+
+
+@jit
+def quantize_tile(x, BITS: tl.constexpr, dither=None):
+    """Quantize blocks.
 
     Args:
-        dither: of :func:`dither_at`, ``[BLOCKS, BLOCK]``; None to round to nearest.
+        x: parts of the blocks' lanes, front to back: a tuple of float32 ``[BLOCKS, PART, WORDS]``.
+            Codes of parts are put together inside of threads.
+        dither: of :func:`dither_of`, likewise; None to round to nearest.
 
     Returns:
-        bits of the scales ``[BLOCKS]`` int16; words of the codes ``[BLOCKS, block_words]`` int32;
-        what the codes leave ``[BLOCKS, BLOCK]`` float32; whether blocks are finite ``[BLOCKS]``.
+        bits of the scales ``[BLOCKS]`` int16; words of the codes ``[BLOCKS, WORDS]`` int32; what
+        the codes leave, a tuple as ``x``; whether blocks are finite ``[BLOCKS]``.
     """
     LEVELS: tl.constexpr = (1 << (BITS - 1)) - 1
-    LANES: tl.constexpr = 32 // BITS
-    WORDS: tl.constexpr = BLOCK // LANES
-    largest = tl.max(magnitude(x), 1)
+    # Elsewhere the scale's rounding, by up to 2**-8, takes no code past the last.
+    CLIP: tl.constexpr = BITS == 16 if dither is None else BITS != 4
+    PART: tl.constexpr = x[0].shape[1]
+    # A code's float32, plus _INTEGER, as an integer is a constant plus the code. The sum of these,
+    # each times its lane's unit, is that of codes made positive by half their span, which have no
+    # carries, and of constants; half the span more or less is the sign bit flipped.
+    ONES: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # a 1 in every lane
+    SIGNS: tl.constexpr = ONES << (BITS - 1)
+    CONSTANT: tl.constexpr = (SIGNS - _INTEGER_BITS * ONES) & 0xFFFFFFFF
+    largest = magnitude(x[0])
+    for k in tl.static_range(1, len(x)):
+        largest = tl.maximum(largest, magnitude(x[k]))
+    largest = tl.max(tl.max(largest, 2), 1)
     finite = largest < 0x7F800000
-    scale = bfloat16_bits(largest.to(tl.float32, bitcast=True) * (1.0 / LEVELS))
+    scale = _scale_bits(largest.to(tl.float32, bitcast=True) * (1.0 / LEVELS), dither is not None)
     scale = tl.where(finite & (scale >= 0x80), scale, 0)  # 0x80 is MIN_SCALE
     s = (scale << 16).to(tl.float32, bitcast=True)
     one = tl.full(s.shape, 1.0, tl.float32)
     inverse = tl.div_rn(one, tl.where(scale != 0, s, one))
-    y = tl.minimum(tl.maximum(x * inverse[:, None], -LEVELS), LEVELS)
-    if dither is not None:
-        y += dither
-    # Rounded to nearest even by what a float32 has no bits for; the lowest bits are the code then,
-    # in two's complement.
-    rounded = y + _INTEGER
-    code = rounded.to(tl.uint32, bitcast=True) & ((1 << BITS) - 1)
-    left = x - (rounded - _INTEGER) * s[:, None]
-    # A code of minus zero, which x = -0 has where there is a scale, leaves +0; this one is +0. To
-    # add minus zero changes nothing; spelled in bits, since Triton before 3.9 takes -0.0 for 0.
+    # A code of minus zero, which x = -0 has where there is a scale, leaves +0; rounded by an
+    # addition it is +0. To add minus zero changes nothing; spelled in bits, since Triton before 3.9
+    # takes -0.0 for 0.
     minus_zero = tl.full(scale.shape, -0x80000000, tl.int32).to(tl.float32, bitcast=True)
-    left += tl.where(scale != 0, 0.0, minus_zero)[:, None]
-    shift = (tl.arange(0, LANES) * BITS).to(tl.uint32)
-    lanes = tl.reshape(code, [BLOCKS, LANES, WORDS]) << shift[None, :, None]
-    words = tl.sum(lanes, 1).to(tl.int32, bitcast=True)
+    zero = tl.where(scale != 0, 0.0, minus_zero)
+    total = tl.full([1, 1], CONSTANT, tl.uint32)
+    left = ()
+    for k in tl.static_range(len(x)):
+        y = x[k] * inverse[:, None, None]
+        if CLIP:
+            y = tl.minimum(tl.maximum(y, -LEVELS), LEVELS)
+        if dither is not None:
+            y += dither[k]
+        # Rounded to nearest even by what a float32 has no bits for.
+        rounded = y + _INTEGER
+        unit = tl.full([PART], 1, tl.uint32) << (tl.arange(0, PART) * BITS).to(tl.uint32)
+        unit <<= k * PART * BITS
+        total += tl.sum(rounded.to(tl.uint32, bitcast=True) * unit[None, :, None], 1)
+        left += (x[k] - (rounded - _INTEGER) * s[:, None, None] + zero[:, None, None],)
+    words = (total ^ SIGNS).to(tl.int32, bitcast=True)
     words = tl.where(scale[:, None] != 0, words, 0)
     scale = tl.where(finite, scale, 0x7FC0).to(tl.uint16).to(tl.int16, bitcast=True)
     return scale, words, left, finite
@@ -107,30 +142,24 @@ def code_of(word, lane, BITS: tl.constexpr):
 
 
 @jit
-def codes_of(words, mask, BITS: tl.constexpr):
-    """Codes of int32 words ``[N, WORDS]``, as float32 ``[N, LANES, WORDS]``.
+def codes_at(words, mask, LANE: tl.constexpr, BITS: tl.constexpr):
+    """Codes of one lane of int32 words, as float32.
 
-    Codes of few bits need no shift and no conversion each: a float32 with the exponent ``23 - p``
-    counts in units of its bit ``p``, so a code becomes a part of its mantissa where it is in the
-    word, and what the exponent stands for is subtracted, exactly. In two's complement, a code with
-    its sign bit flipped is the code plus half its span. Lanes too high for a mantissa's 23 bits
-    come down together.
+    They need no shift and no conversion each: a float32 with the exponent ``23 - p`` counts in
+    units of its bit ``p``, so a code becomes a part of its mantissa where it is in the word, and
+    what the exponent stands for is subtracted, exactly. In two's complement, a code with its sign
+    bit flipped is the code plus half its span. Lanes too high for a mantissa's 23 bits come down
+    together.
 
     Args:
         mask: int32 scalar ``(1 << BITS) - 1``, an argument of the kernel. Were it a constant, every
             use of it in a loop would be an instruction more.
     """
-    LANES: tl.constexpr = 32 // BITS
-    LOW: tl.constexpr = 23 // BITS  # lanes that fit
-    lane = tl.arange(0, LANES)[None, :, None]
-    if BITS >= 8:
-        return code_of(words[:, None, :], lane, BITS)
-    else:
-        down = (lane // LOW) * (LOW * BITS)
-        place = lane * BITS - down
-        moved = words[:, None, :].to(tl.uint32, bitcast=True) >> down.to(tl.uint32)
-        code = moved & (mask.to(tl.uint32, bitcast=True) << place.to(tl.uint32))
-        exponent = (127 + 23 - place) << 23
-        half = 1 << (place + BITS - 1)
-        m = (code ^ (exponent + half).to(tl.uint32)).to(tl.float32, bitcast=True)
-        return m - ((1 << (23 - place)) + (1 << (BITS - 1))).to(tl.float32)
+    FIT: tl.constexpr = 23 // BITS
+    DOWN: tl.constexpr = LANE // FIT * FIT * BITS
+    PLACE: tl.constexpr = LANE * BITS - DOWN
+    EXPONENT: tl.constexpr = (127 + 23 - PLACE) << 23
+    HALF: tl.constexpr = 1 << (PLACE + BITS - 1)
+    code = (words.to(tl.uint32, bitcast=True) >> DOWN) & (mask << PLACE).to(tl.uint32, bitcast=True)
+    m = (code ^ (EXPONENT + HALF)).to(tl.float32, bitcast=True)
+    return m - float((1 << (23 - PLACE)) + (1 << (BITS - 1)))

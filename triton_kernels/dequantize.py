@@ -21,11 +21,12 @@ from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
 
-from .codes import blocks_and_warps, codes_of, scale_of
+from .codes import blocks_and_warps, codes_at, scale_of
 from .device import on_device_of
 from .jit import jit, tl
-from .scalar import narrow
 
+# Elements of a thread: some neighbours of each of the lanes that share its words.
+_EACH = 32
 # Messages whose loads are in flight at a time.
 _STEPS = 4
 # Arguments whose alignment makes no difference.
@@ -47,21 +48,30 @@ def dequantize_kernel(
     word = b[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     scales += k * scales_stride + first
     codes += k * codes_stride + first * WORDS
-    # Minus zero: the sum starts from the first product, whatever its sign.
-    total = tl.full([BLOCKS, LANES, WORDS], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+    # Minus zero: the sum starts from the first product, whatever its sign. A thread has all codes
+    # of its words, lane by lane.
+    minus_zero = tl.full([BLOCKS, WORDS], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+    totals = (minus_zero,) * LANES
     exists = b < blocks - first
     for _ in range(0, R, STEPS):
         for _ in tl.static_range(STEPS):
             s = scale_of(tl.load(scales + b, mask=exists, other=0))
             w = tl.load(codes + word, mask=exists[:, None], other=0)
-            total += codes_of(w, mask, BITS) * s[:, None, None]
+            s = tl.broadcast_to(s[:, None], w.shape)
+            added = ()
+            for lane in tl.static_range(LANES):
+                # Products are exact, so it rounds as an addition does, once.
+                added += (tl.fma(codes_at(w, mask, lane, BITS), s, totals[lane]),)
+            totals = added
             scales += scales_next
             codes += codes_next
-    total = tl.div_rn(total, tl.zeros_like(total) + divisor) if DIVIDE else total * divisor
     start = first * BLOCK
-    j = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = narrow(tl.reshape(total, [BLOCKS, BLOCK]), out.dtype.element_ty)
-    tl.store(out + (k * out_stride + start) + j, x, mask=j < n - start)
+    out += k * out_stride + start
+    for lane in tl.static_range(LANES):
+        x = totals[lane]
+        x = tl.div_rn(x, tl.zeros_like(x) + divisor) if DIVIDE else x * divisor
+        j = b[:, None] * BLOCK + lane * WORDS + tl.arange(0, WORDS)[None, :]
+        tl.store(out + j, x.to(out.dtype.element_ty), mask=j < n - start)
 
 
 @on_device_of("out")
@@ -70,7 +80,7 @@ def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: in
     if layout.blocks == 0:
         return
     K, R, _ = message.shape
-    blocks, warps = blocks_and_warps(layout.block, 32 if layout.bits < 8 else 16)
+    blocks, warps = blocks_and_warps(layout.block, _EACH)
     scales, codes = message.view(torch.int16), message[..., layout.scale_words :]
     divide = divisor & (divisor - 1) != 0
     dequantize_kernel[(triton.cdiv(layout.blocks, blocks), K)](

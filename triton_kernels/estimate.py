@@ -26,7 +26,6 @@ from .scalar import (
     lane_sums,
     load_words,
     magnitude,
-    narrow,
     narrow_finite,
     popcount,
     widen,
@@ -101,7 +100,7 @@ def estimate_kernel(
                 x = widen(tl.load(residual + j, mask=owed, other=0.0)) + share
                 dtype: tl.constexpr = residual.dtype.element_ty
                 finite = magnitude(x) < 0x7F800000
-                x = tl.where(finite, narrow_finite(x, dtype), narrow(x, dtype))
+                x = tl.where(finite, narrow_finite(x, dtype), x.to(dtype))
                 tl.store(residual + j, x, mask=owed)
 
 

@@ -18,7 +18,6 @@ from tagc.ops.sketch import SketchLayout
 
 from .hashing import cell_at, hash_of
 from .jit import jit, tl
-from .scalar import narrow
 from .stash import LANES_OF_A_STEP, STASH, STASH_WORDS, pop, push_bits
 from .table import Table, listing_programs, packed
 
@@ -50,7 +49,7 @@ def keys_kernel(
     dtype: tl.constexpr = out.dtype.element_ty
     for start in range(turn * FILL, n, programs * tl.num_programs(1) * FILL):
         j = start + tl.arange(0, FILL)
-        tl.store(out + j, fill.to(dtype) if RAW else narrow(fill, dtype), mask=j < n)
+        tl.store(out + j, fill.to(dtype), mask=j < n)
 
     seed_value = tl.load(seed)
     mine = stash + turn * STASH

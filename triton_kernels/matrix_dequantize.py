@@ -29,7 +29,6 @@ from .device import on_device_of
 from .jit import jit, tl
 from .matrix_numbers import unit_of
 from .matrix_read_scales import read_scales
-from .scalar import narrow
 
 # Rows of a program's tile, and its columns, all stretches together.
 _ROWS, _COLUMNS = 4, 1024
@@ -125,7 +124,7 @@ def dequantize_matrix_kernel(
             v += columns
             codes += message_next
     total = tl.div_rn(total, tl.broadcast_to(divisor, total.shape)) if DIVIDE else total * divisor
-    total = narrow(total, out.dtype.element_ty)
+    total = total.to(out.dtype.element_ty)
     tl.store(out + (k * out_stride + r * columns + j), total, mask=exists & within)
 
 

@@ -37,7 +37,7 @@ from tagc.ops.sketch import SketchLayout
 from .hashing import cell_at, hash_of, key_of
 from .jit import jit, tl
 from .keys import contribution
-from .scalar import lane_sums, narrow
+from .scalar import lane_sums
 from .stash import LANES_OF_A_STEP, pop, push
 from .table import LISTS, ROOM, Table, packed, peeling_programs
 
@@ -94,7 +94,7 @@ def _recover(
         j = tl.expand_dims(key.to(tl.int64), 1) * LANES + tl.arange(0, LANES)
         # Where a rank sent poison, all is NaN, and stays it.
         there = tl.expand_dims(ours, 1) & (j < tl.where(tl.load(marks + words) == 0, n, 0))
-        tl.store(out + j, narrow(x, out.dtype.element_ty), mask=there)
+        tl.store(out + j, x.to(out.dtype.element_ty), mask=there)
     return ours, key, symbol
 
 

@@ -22,11 +22,13 @@ from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
 
-from .codes import blocks_and_warps, dither_at, quantize_tile, store_message
+from .codes import blocks_and_warps, dither_of, quantize_tile, store_message
 from .device import on_device_of
 from .jit import jit, tl
-from .scalar import fmix32, narrow_finite, widen
+from .scalar import fmix32, widen
 
+# Elements of a thread: some neighbours of each of the lanes that share its words.
+_EACH = 32
 # Arguments whose alignment makes no difference.
 _PLAIN = ["seeds", "blocks", "scales", "scales_stride"]
 
@@ -37,33 +39,46 @@ def quantize_kernel(
     grad_stride, residual_stride, scales_stride, codes_stride,
     BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, AVERAGE: tl.constexpr,
 ):  # fmt: skip
+    LANES: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = BLOCK // LANES
     r = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     start = first * BLOCK
     b = tl.arange(0, BLOCKS)
-    j = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = j < n - start
-    x = widen(tl.load(grad + (r * grad_stride + start) + j, mask=inside, other=0.0))
+    of_block = b[:, None, None] * BLOCK
+    word = tl.arange(0, WORDS)[None, None, :]
+    grad += r * grad_stride + start
     if residual is not None:
-        place = residual + (r * residual_stride + start) + j
-        old = widen(tl.load(place, mask=inside, other=0.0))
-        x += old
-    if seeds is None:
-        scale, words, left, finite = quantize_tile(x, BITS, BLOCKS, BLOCK)
-    else:
+        residual += r * residual_stride + start
+    salt = None
+    if seeds is not None:
         salt = fmix32(tl.load(seeds + r).to(tl.uint32, bitcast=True))
-        # Places past 2**32 begin anew.
-        v = dither_at((start + j).to(tl.uint32), salt)
-        scale, words, left, finite = quantize_tile(x, BITS, BLOCKS, BLOCK, v)
+    x, old, dither = (), (), ()
+    for lane in tl.static_range(LANES):
+        j = of_block + lane * WORDS + word
+        inside = j < n - start
+        some = widen(tl.load(grad + j, mask=inside, other=0.0))
+        if residual is not None:
+            old += (widen(tl.load(residual + j, mask=inside, other=0.0)),)
+            some += old[lane]
+        x += (some,)
+        if seeds is not None:
+            pair = (of_block + lane * WORDS) // 2 + tl.arange(0, WORDS // 2)[None, None, :]
+            # Of 2**32 pairs; those past the last begin anew.
+            dither += (dither_of((start // 2 + pair).to(tl.uint32), salt),)
+    scale, words, left, finite = quantize_tile(x, BITS, None if seeds is None else dither)
     store_message(
         scales + r * scales_stride, codes + r * codes_stride, scale, words, first, blocks,
-        BLOCKS, BLOCK * BITS // 32,
+        BLOCKS, WORDS,
     )  # fmt: skip
     if residual is not None:
-        if AVERAGE:
-            left = kept * old + fresh * left
-        left = narrow_finite(left, residual.dtype.element_ty)
-        tl.store(place, left, mask=inside & finite[:, None])
+        for lane in tl.static_range(LANES):
+            j = of_block + lane * WORDS + word
+            stays = left[lane]
+            if AVERAGE:
+                stays = kept * old[lane] + fresh * stays
+            stays = stays.to(residual.dtype.element_ty)
+            tl.store(residual + j, stays, mask=(j < n - start) & finite[:, None, None])
 
 
 @on_device_of("grad")
@@ -79,7 +94,7 @@ def quantize(
     """See :meth:`tagc.ops.blocks.BlockOps.quantize`."""
     if layout.blocks == 0:
         return
-    blocks, warps = blocks_and_warps(layout.block)
+    blocks, warps = blocks_and_warps(layout.block, _EACH)
     scales, codes = message.view(torch.int16), message[:, layout.scale_words :]
     quantize_kernel[(triton.cdiv(2 * layout.scale_words, blocks), grad.shape[0])](
         grad, residual, scales, codes, dither, layout.numel, layout.blocks, average, 1 - average,

@@ -1,8 +1,8 @@
 """Device functions that several kernels share: hash, bit tricks, storage dtypes, rounding.
 
-Everything is written in integer and correctly rounded operations, so that Triton's interpreter, a
-CPU and every GPU give the same bits. Conversions to and from bfloat16 go through the bit pattern:
-the interpreter's own conversion truncates.
+Everything is written in integer and correctly rounded operations, so that a CPU and every GPU give
+the same bits; Triton's interpreter does, too, once it is told to round to bfloat16, not to truncate
+(tests/support/interpreter.py).
 """
 
 from __future__ import annotations
@@ -100,33 +100,18 @@ def widen(x):
 
 
 @jit
-def narrow(x, dtype: tl.constexpr):
-    """float32 rounded to nearest even in ``dtype``; NaN stays NaN."""
-    if dtype == tl.bfloat16:
-        b = x.to(tl.uint32, bitcast=True)
-        b = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
-        b = tl.where(x == x, b, 0x7FC0)
-        return b.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x.to(dtype)
-
-
-@jit
 def bfloat16_bits(x):
     """Finite float32 rounded to nearest even in bfloat16, where it stays finite: bits, uint32."""
-    # The largest bfloat16.
-    x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
-    b = x.to(tl.uint32, bitcast=True)
-    return (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+    return narrow_finite(x, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @jit
 def narrow_finite(x, dtype: tl.constexpr):
     """Finite float32 rounded to nearest even in the dtype of a residual, where it stays finite."""
     if dtype == tl.bfloat16:
-        return bfloat16_bits(x).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x.to(dtype)
+        # The largest bfloat16.
+        x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
+    return x.to(dtype)
 
 
 @jit

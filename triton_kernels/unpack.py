@@ -29,7 +29,7 @@ from .device import on_device_of
 from .jit import jit, tl
 from .rank import RANK_BLOCK, rank, run_start
 from .read_index import read_index
-from .scalar import load_bitmap, narrow
+from .scalar import load_bitmap
 from .scratch import buffer
 
 # Elements of a thread and of a program.
@@ -188,7 +188,7 @@ def unpack_kernel(
     total = tl.where(poisoned != 0, float("nan"), total)
     start = tile.to(tl.int64) * TILE
     j = tl.arange(0, TILE)
-    tl.store(out + start + j, narrow(total, out.dtype.element_ty), mask=j < n - start)
+    tl.store(out + start + j, total.to(out.dtype.element_ty), mask=j < n - start)
 
 
 def _values(layout: PackedLayout) -> int:

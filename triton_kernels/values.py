@@ -47,13 +47,14 @@ def values_kernel(
         finite = tl.max(magnitude(x), 1) < 0x7F800000
         x = tl.where(finite[:, None], x, 0.0)
         inside = inside & finite[:, None]
-    scale, words, left, _finite = quantize_tile(tl.reshape(x, [BLOCKS, BLOCK]), BITS, BLOCKS, BLOCK)
+    tile = tl.reshape(x, [BLOCKS, 32 // BITS, BLOCK * BITS // 32])
+    scale, words, left, _finite = quantize_tile((tile,), BITS)
     store_message(
         scales + r * scales_stride, codes + r * codes_stride, scale, words, first, blocks,
         BLOCKS, BLOCK * BITS // 32,
     )  # fmt: skip
     if residual is not None:
-        left = tl.reshape(left, [BLOCKS * BLOCK // GROUP, GROUP])
+        left = tl.reshape(left[0], [BLOCKS * BLOCK // GROUP, GROUP])
         tl.store(residual + j, narrow_finite(left, residual.dtype.element_ty), mask=inside)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
-from .scalar import bits_of, lane_sums, load_words, narrow, popcount
+from .scalar import bits_of, lane_sums, load_words, popcount
 from .table import Table
 
 _WORDS = 16
@@ -46,7 +46,7 @@ def write_kernel(
     x = tl.where(poison, float("nan"), x)
     j = tl.expand_dims(group, 2) * LANES + tl.arange(0, LANES)
     start = first * (32 * LANES)
-    tl.store(out + start + j, narrow(x, out.dtype.element_ty), mask=j < n - start)
+    tl.store(out + start + j, x.to(out.dtype.element_ty), mask=j < n - start)
 
 
 def write(

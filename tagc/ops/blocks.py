@@ -100,14 +100,18 @@ class BlockOps(Protocol):
 
         Per block of ``x = float32(grad) + float32(residual)`` with largest magnitude ``m``:
 
-        1. the scale is ``s = bfloat16(m * float32(1 / levels))``, rounded to nearest even and at
-           most the largest finite one; 0 if that is below ``MIN_SCALE``; NaN (0x7FC0) if ``m`` is
-           not finite, and then the block's codes are 0 and its residual stays as it was;
+        1. the scale is ``s = bfloat16(m * float32(1 / levels))``, rounded to nearest even, with
+           ``dither`` rounded up, unless ``m * float32(1 / levels)`` is only up to 2 units in the
+           last place above a bfloat16; at most the largest finite one; 0 if that is below
+           ``MIN_SCALE``; NaN (0x7FC0) if ``m`` is not finite, and then the block's codes are 0 and
+           its residual stays as it was;
         2. codes are ``q = rint(clip(x * (1 / s), -levels, levels))``, 0 where ``s`` is 0; with
            ``dither`` ``rint(clip(...) + v)``, for element ``j`` of a row with the seed ``d``
-           ``v = (h + 1/2) / 2**16 - 1/2`` with ``h = fmix32(j ^ fmix32(d)) >> 16`` (``fmix32`` is
-           MurmurHash3's finalizer, ``v`` exact). On average ``q * s`` is ``x`` then, but for the
-           clipped largest of a block, which is off by up to ``2**-9`` of itself;
+           ``v = (h + 1/2) / 2**16 - 1/2``, where ``h`` is of ``fmix32((j >> 1) ^ fmix32(d))`` the
+           lower 16 bits if ``j`` is even, else the upper ones (``fmix32`` is MurmurHash3's
+           finalizer, ``v`` exact). On average ``q * s`` is ``x`` then: with a scale rounded up,
+           there is nothing to clip but what rounding adds, ``2**-21`` of ``x`` at most, and what
+           is beyond the largest bfloat16;
         3. with ``left = x - q * s`` (exact), the residual becomes ``left`` if ``average`` is 0,
            else ``float32(average) * residual + float32(1 - average) * left`` (three roundings, no
            fused multiply-add), rounded to nearest even in its dtype (finite stays finite).

@@ -86,10 +86,23 @@ def ran(body: str, **options: int) -> list[int]:
         ("cvt.rzi.s32.f32 %r1, 0f7F000000;", 0x7FFFFFFF),
         ("cvt.rn.f32.s32 %r1, 16777217;", 0x4B800000),
         ("cvt.rn.f16x2.f32 %r1, 0f3F800000, 0f477FF000;", 0x3C007C00),  # the lower overflows
+        ("cvt.rn.bf16x2.f32 %r1, 0f3F808000, 0f3F818000;", 0x3F803F82),  # both are ties
+        ("cvt.rn.bf16x2.f32 %r1, 0f7F7FFFFF, 0fFFC00001;", 0x7F807FFF),  # infinite, NaN
     ],
 )
 def test_one_number(line, want):
     assert ran(line) == [want] * 32
+
+
+def test_fields_of_wide_registers():
+    fields = [(16, 16, 0x7788), (40, 64, 0x112233), (0, 64, 0x778899AA), (64, 8, 0)]
+    for place, length, want in fields:
+        body = f"""
+            mov.b64 %rd9, 0x11223344778899AA;
+            bfe.u64 %rd9, %rd9, {place}, {length};
+            cvt.u32.u64 %r1, %rd9;
+        """
+        assert ran(body) == [want] * 32
 
 
 def test_exchanges_between_lanes():

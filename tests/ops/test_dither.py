@@ -44,10 +44,11 @@ def test_dithers_by_the_contract(ops, bits, dtype):
 
 
 def test_a_dither_written_out():
-    """fmix32(0) is 0, so row 0's dither at place 0 is the smallest there is."""
-    v = oracle.dither_of(0, 3)
-    assert v[0] == 2**-17 - 0.5
-    assert v[1] == (0x514E28B7 >> 16) / 2**16 + 2**-17 - 0.5  # fmix32(1)
+    """fmix32(0) is 0, so row 0's dither at places 0 and 1 is the smallest there is."""
+    v = oracle.dither_of(0, 4)
+    assert v[0] == v[1] == 2**-17 - 0.5
+    assert v[2] == 0x28B7 / 2**16 + 2**-17 - 0.5  # fmix32(1) is 0x514E28B7
+    assert v[3] == 0x514E / 2**16 + 2**-17 - 0.5
     assert np.abs(oracle.dither_of(5, 4096)).max() < 0.5
 
 
@@ -65,6 +66,20 @@ def test_the_mean_is_right(ops):
     nearest = torch.empty(1, layout.words, dtype=torch.int32)
     ops.quantize(x, None, nearest, layout=layout, average=0.0)
     assert (dequantize(ops, nearest[None], layout)[0] - x[0]).abs().max() > 0.4
+
+
+@both
+def test_the_largest_of_a_block_is_not_clipped(ops):
+    """A scale rounded to nearest would be too small for half of these, by up to 2^-9: their codes
+    would be 7, whatever the dither, and the mean of 4000 too small."""
+    N = 4000
+    layout = BlockLayout(numel=32 * 64, bits=4, block=32)
+    x = torch.zeros(64, 32)
+    x[:, 3] = torch.linspace(7, 8, 64)
+    message = dithered(ops, x.reshape(1, -1).expand(N, -1).contiguous(), layout, list(range(N)))
+    mean = dequantize(ops, message[None], layout, divisor=N)[0].view(64, 32)[:, 3]
+    # A step is missed with a chance of at most 7 * 2^-7, so deviations are below 0.23 steps of 8/7.
+    assert (mean - x[:, 3]).abs().max() <= 6 * 0.23 * 8 / 7 / math.sqrt(N)
 
 
 @both

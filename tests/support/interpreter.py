@@ -1,4 +1,4 @@
-"""Triton's interpreter: what it needs to run the kernels, and twice as quickly.
+"""Triton's interpreter: what it needs to run the kernels, as GPUs round, and twice as quickly.
 
 What is left out is what it does over and over to no effect, as Triton 3.4 to 3.9 do; another
 version that has no such part stays as it is.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
+
 
 def prepare() -> None:
     """Call it before the first kernel."""
@@ -17,6 +19,7 @@ def prepare() -> None:
         accept_numpy(interpreter)
     patch_once(interpreter)
     skip_overflow(interpreter)
+    round_to_nearest(interpreter)
 
 
 def accept_numpy(interpreter: Any) -> None:
@@ -57,3 +60,17 @@ def skip_overflow(interpreter: Any) -> None:
     options = interpreter.interpreter_builder.options
     if not options.debug:
         object.__setattr__(options, "sanitize_overflow", False)
+
+
+def round_to_nearest(interpreter: Any) -> None:
+    """Let it convert float32 to bfloat16 as GPUs do; by itself it drops the lower half."""
+    builder, tl = interpreter.InterpreterBuilder, importlib.import_module("triton.language")
+    convert = builder.cast_impl
+
+    def rounded(self: Any, src: Any, dst_type: Any) -> Any:
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return convert(self, src, dst_type)
+        half = torch.from_numpy(src.data.copy()).to(torch.bfloat16).view(torch.uint16)
+        return interpreter.TensorHandle(half.numpy(), tl.bfloat16)
+
+    builder.cast_impl = rounded

@@ -275,7 +275,18 @@ class Quantized:
 def dither_of(seed: int, n: int) -> np.ndarray:
     """What is added to ``n`` codes of a row with this seed, float64."""
     salt = mix(seed & MASK)
-    return np.array([((mix(j ^ salt) >> 16) + 0.5) / 2**16 - 0.5 for j in range(n)])
+    halves = [mix(j >> 1 ^ salt) >> 16 * (j & 1) & 0xFFFF for j in range(n)]
+    return (np.array(halves) + 0.5) / 2**16 - 0.5
+
+
+def rounded_up(s: np.ndarray) -> np.ndarray:
+    """The least bfloat16 that positive float32 exceed by 2 units in their last place or less."""
+    s = s.copy()
+    for _ in range(2):
+        s = np.where(s > 0, np.nextafter(s, np.float32(0)), s)
+    near = to_bfloat16(s)
+    bits = near.view(np.uint32) + np.where(near < s, np.uint32(1 << 16), np.uint32(0))
+    return bits.astype(np.uint32).view(np.float32)
 
 
 def quantize_row(x: np.ndarray, bits: int, block: int, seed: int | None = None) -> Quantized:
@@ -294,7 +305,11 @@ def quantize_row(x: np.ndarray, bits: int, block: int, seed: int | None = None) 
     wide[~finite] = 0.0
     largest = np.abs(wide).max(1, initial=0.0)
     s = (largest * float(np.float32(1 / levels))).astype(np.float32)
-    s = to_bfloat16(np.minimum(s, np.float32(2.0**127 * (2 - 2.0**-7))))
+    largest_scale = np.float32(2.0**127 * (2 - 2.0**-7))
+    if seed is None:
+        s = to_bfloat16(np.minimum(s, largest_scale))
+    else:
+        s = np.minimum(rounded_up(s), largest_scale)
     s[s < 2.0**-126] = 0.0
     exact = s.astype(np.float64)[:, None]
     inverse = np.divide(1.0, exact, out=np.zeros_like(exact), where=exact > 0).astype(np.float32)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -44,7 +45,6 @@ from benchmarks.compiled_table import table
 pytestmark = [pytest.mark.timeout(600), pytest.mark.device]
 # Few of the combinations that have among them every kernel, symbol, residual and choice of groups.
 FEW = {80: {"share": 10, "turn": 2}, 90: {"share": 11, "turn": 0}}
-tile = importlib.import_module("tagc.triton_kernels.codes").blocks_and_warps
 
 
 def kernel(name: str) -> Any:
@@ -103,20 +103,45 @@ def test_decoding_stores_vectors(compiled):
         assert any("st.global.v4.b32" in k.ptx for k in kernels), name
 
 
-def test_quantize_reads_and_writes_16_bytes_at_a_time(compiled):
+def widths(ptx: str, what: str) -> Counter[int]:
+    """Accesses to memory of a thread, by their bytes."""
+    found = re.findall(rf"\b{what}\.global(?:\.v(\d))?\.b(\d+)", ptx)
+    return Counter(int(vector or 1) * int(bits) // 8 for vector, bits in found)
+
+
+SIZES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "constexpr": 0}
+
+
+def test_blocks_are_read_and_written_by_what_a_thread_has_of_a_lane(compiled):
+    """A thread has 32 elements, as many neighbours of each lane of its words as a code has bits."""
     kernels = [k for k in compiled if k.name == "quantize_kernel"]
     assert kernels
     for k in kernels:
-        assert "ld.global" not in k.ptx.replace("ld.global.v4.b32", ""), k.variant
-        # All that is narrower: scales, and codes of blocks that are too small for the warp.
-        c = k.constants
-        count, warps = tile(c["BLOCK"])
-        elements = count * c["BLOCK"] // (32 * warps)
-        size = {"*fp32": 4, "*bf16": 2, "constexpr": 0}[k.signature["residual"]]
-        wide = len(re.findall(r"st\.global\.v4\.b32", k.ptx))
-        codes = elements * c["BITS"] // 8 // 16 if c["BLOCK"] * c["BITS"] >= 128 else 0
-        assert wide >= elements * size // 16, (k.variant, c, wide)
-        assert wide <= elements * size // 16 + max(1, codes), (k.variant, c, wide)
+        bits, read, written = k.constants["BITS"], widths(k.ptx, "ld"), widths(k.ptx, "st")
+        expected: Counter[int] = Counter()
+        for name in ("grad", "residual"):
+            if size := SIZES[k.signature[name]]:
+                width = min(16, bits * size)
+                expected[width] += 32 * size // width
+        if "seeds" in k.signature and k.signature["seeds"] != "constexpr":
+            expected[4] += 1
+        assert read == expected, (k.variant, k.constants)
+        # Then codes, as many words as a code has bits, and scales, one at a time.
+        residual = Counter[int]()
+        if size := SIZES[k.signature["residual"]]:
+            width = min(16, bits * size)
+            residual[width] += 32 * size // width
+        assert written >= residual, (k.variant, k.constants)
+        assert (written - residual).total() <= bits + 2, (k.variant, k.constants)
+
+
+def test_sums_of_blocks_are_stored_by_what_a_thread_has_of_a_lane(compiled):
+    kernels = [k for k in compiled if k.name == "dequantize_kernel"]
+    assert kernels
+    for k in kernels:
+        size = SIZES[k.signature["out"]]
+        width = min(16, k.constants["BITS"] * size)
+        assert widths(k.ptx, "st") == {width: 32 * size // width}, (k.variant, k.constants)
 
 
 def test_matrices_are_read_and_written_16_bytes_at_a_time(compiled):
@@ -144,7 +169,7 @@ def test_matrices_are_read_and_written_16_bytes_at_a_time(compiled):
 
 
 def test_sums_store_16_bytes_at_a_time(compiled):
-    for name in ("dequantize_kernel", "dequantize_matrix_kernel", "unpack_kernel"):
+    for name in ("dequantize_matrix_kernel", "unpack_kernel"):
         kernels = [k for k in compiled if k.name == name]
         assert kernels
         for k in kernels:
@@ -163,14 +188,16 @@ def test_values_move_whole_groups(compiled):
 def test_arithmetic_is_ieee(compiled):
     """No division by an approximate reciprocal, nothing flushed to zero, no contraction.
 
-    Codec matrix asks for fused additions itself, of products that are exact.
+    Fused additions are asked for where products are exact.
     """
     kernels = [k for k in compiled if k.name in BLOCKS | MATRIX | PACKED]
     assert {"quantize_kernel", "quantize_matrix_kernel", "values_kernel"} <= {
         k.name for k in kernels if "div.rn.f32" in k.ptx
     }
     for k in kernels:
-        fused = k.name in {"quantize_matrix_kernel", "dequantize_matrix_kernel"}
+        fused = k.name in {
+            "quantize_matrix_kernel", "dequantize_matrix_kernel", "dequantize_kernel"
+        }  # fmt: skip
         ptx = k.ptx.replace("fma.rn.f32", "") if fused else k.ptx
         wrong = re.findall(r"\b(?:div\.full|div\.approx|rcp|fma)\S*f32|\S+\.ftz\S*", ptx)
         assert not wrong, (k.name, k.variant, wrong)

@@ -59,7 +59,8 @@ def quantize_rows(
     """
     blocks = grouped(x, layout.block)
     largest = blocks.abs().amax(-1)
-    scale = (largest * x.new_tensor(1 / layout.levels)).clamp(max=_LARGEST).to(torch.bfloat16)
+    scale = largest * x.new_tensor(1 / layout.levels)
+    scale = scale.clamp(max=_LARGEST).to(torch.bfloat16) if dither is None else _rounded_up(scale)
     scale = torch.where(scale < MIN_SCALE, 0.0, scale)
     scale = torch.where(largest.isfinite(), scale, torch.nan)
     s = scale.float()[..., None]
@@ -73,11 +74,19 @@ def quantize_rows(
     return scale, q.to(torch.int64), left
 
 
+def _rounded_up(x: Tensor) -> Tensor:
+    """The least bfloat16 that positive float32 exceed by no more than 2 units in their last place;
+    finite, unless ``x`` is not."""
+    up = ((x.view(torch.int32) + 0xFFFD) >> 16 << 16).view(torch.float32)
+    return torch.where(x.isfinite(), up.clamp(max=_LARGEST), x).to(torch.bfloat16)
+
+
 def dither_of(seeds: Tensor, n: int) -> Tensor:
     """What is added to codes before they are rounded: ``[R]`` int32 seeds to ``[R, n]`` float32."""
     salts = fmix32(seeds.to(torch.int64) & MASK)
-    places = torch.arange(n, device=seeds.device, dtype=torch.int64)
-    h = fmix32(places ^ salts[:, None]) >> 16
+    pairs = torch.arange((n + 1) // 2, device=seeds.device, dtype=torch.int64)
+    h = fmix32(pairs ^ salts[:, None])
+    h = torch.stack([h & 0xFFFF, h >> 16], dim=-1).flatten(-2)[:, :n]
     return (2 * h + 1 - (1 << 16)).float() * 2.0**-17
 
 

@@ -50,8 +50,11 @@ def to_space(i: Instruction) -> Step:
 def convert(i: Instruction) -> Step:
     """Between integers and floats of all widths, with the rounding that the opcode names."""
     to, source = i.parts[-2], i.parts[-1]
-    if to == "f16x2":
+    if to in ("f16x2", "bf16x2"):
         return _convert_pair(i)
+    if to == "bf16":
+        need(i.parts[1:] == ("rn", "bf16", "f32"), "how it rounds")
+        return calculation(i, _bfloat16, 32)
     rounding = i.parts[1] if len(i.parts) == 4 else ""
     need(len(i.parts) <= 4 and all(x[1:] in ("8", "16", "32", "64") for x in (to, source)), "what")
     wide, narrow = int(source[1:]), int(to[1:])
@@ -88,9 +91,18 @@ def convert(i: Instruction) -> Step:
 
 def _convert_pair(i: Instruction) -> Step:
     """Two floats to halves of a register, the first to the upper one."""
-    need(i.parts[1:] == ("rn", "f16x2", "f32"), "how it rounds")
+    need(i.parts[1:] in (("rn", "f16x2", "f32"), ("rn", "bf16x2", "f32")), "how it rounds")
 
     def half(x):
+        if i.parts[2] == "bf16x2":
+            return _bfloat16(x).astype(np.uint32)
         return computed(x.view(np.float32).astype(np.float16)).astype(np.uint32)
 
     return calculation(i, lambda high, low: half(high) << np.uint32(16) | half(low), 32, 32)
+
+
+def _bfloat16(x: np.ndarray) -> np.ndarray:
+    """Bits of float32, as those of bfloat16: the upper half, to nearest even."""
+    near = (x + np.uint32(0x7FFF) + ((x >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    bad = (x & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.where(bad, np.uint16(NAN[16]), near.astype(np.uint16))

@@ -20,17 +20,19 @@ _LARGEST_SCALE, _MIN_SCALE, _NAN = U(0x7F7F0000), U(0x00800000), U(0x7FC00000)
 
 
 @register_jitable
-def _scale_of(largest, unit):
-    """Scale of a block, a bfloat16 as the bits of a float32, uint32.
+def _scale_of(largest, unit, salt):
+    """Scale of a block, a bfloat16 as the bits of a float32, uint32; rounded up, with a salt.
 
     Args:
         largest: uint32, bits of the block's largest magnitude.
         unit: float32, one over the largest code.
+        salt: of :func:`dither_at`.
     """
     if largest >= _INF:
         return _NAN
     b = min(float_bits(bits_float(largest) * unit), _LARGEST_SCALE)
-    scale = U(U(b + U(0x7FFF) + ((b >> U(16)) & U(1))) & U(0xFFFF0000))
+    up = U(0x7FFF) + ((b >> U(16)) & U(1)) if salt is None else U(0xFFFD)
+    scale = U(U(b + up) & U(0xFFFF0000))
     return scale if scale >= _MIN_SCALE else U(0)
 
 
@@ -58,7 +60,9 @@ def _(salt, place):
         return lambda salt, place: np.float32(-0.0)
 
     def dithered(salt, place):
-        h = shift_right(fmix32(U(U(place) ^ salt)), U(16))
+        # The lower half is for even places.
+        h = shift_right(fmix32(U(U(N(place) >> N(1)) ^ salt)), U((U(place) & U(1)) << U(4)))
+        h = U(h & U(0xFFFF))
         return np.float32(np.int32(h + h) - np.int32(65535)) * np.float32(2.0**-17)
 
     return dithered
@@ -90,7 +94,7 @@ def quantize_block(x, c, group, limit, unit, salt, first, codes, at):
     for j in range(size):
         m = U(float_bits(x[j]) & _ABS)
         largest = m if m > largest else largest
-    scale = _scale_of(largest, unit)
+    scale = _scale_of(largest, unit, salt)
     if scale == U(0) or scale == _NAN:
         for j in range(words):
             codes[at + j] = U(0)
