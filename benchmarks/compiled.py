@@ -41,6 +41,7 @@ BLOCKS = {"quantize_kernel", "dequantize_kernel"}
 MATRIX = {
     "matrix_columns_kernel", "matrix_scales_kernel", "quantize_matrix_kernel",
     "matrix_read_scales_kernel", "dequantize_matrix_kernel",
+    "dequantize_groups_kernel",
 }  # fmt: skip
 PACKED = {
     "select_kernel", "count_kernel", "drop_kernel", "rank_kernel", "scan_kernel", "list_kernel",

@@ -1,25 +1,21 @@
 """Dequantize matrices: add up messages in the order of the ranks, divide, tile by tile.
 
 Of each of ``K`` rows, ``out[i, j] = (sum over r of value * (f_r[i] * v_r[j])) / divisor`` in
-float32, where a value is ``2 q + 1``, or of a group 1 or -1 where its code points and else 0. Terms
-are exact, so a fused multiply-add rounds as an addition does, once; additions go from the first
-message on, and the division is IEEE; where the divisor is a power of two, multiplying by its
-inverse gives the same bits.
+float32, where a value is ``2 q + 1``. Terms are exact, so a fused multiply-add rounds as an
+addition does, once; additions go from the first message on, and the division is IEEE; where the
+divisor is a power of two, multiplying by its inverse gives the same bits.
 
 Worked example (2 bits, one element, 2 messages): codes 1 and -2 with f * v = 0.5 and 0.25 add up to
 1.5 - 0.75; divided by 3, 0.25.
 
 Two kernels: :mod:`.matrix_read_scales` unpacks the scales of rows and columns, and the sum's is
-here. A program's tile is some rows of as many stretches of columns as a word has codes; where
-neighbours share a code, of one such stretch, as lanes that are no power of two would leave threads
-idle. A thread has some columns of all of the tile's rows, which share the columns' scales.
+here, or in :mod:`.matrix_groups`, where neighbours share a code. A program's tile is some rows of
+some words, and all columns that have their codes there. A thread has some neighbouring words of all
+of the tile's rows, which share the columns' scales, and some neighbouring lanes of these words.
 """
 
 from __future__ import annotations
 
-import math
-
-import torch
 import triton
 from torch import Tensor
 
@@ -27,12 +23,14 @@ from tagc.ops.matrix import MatrixLayout
 
 from .device import on_device_of
 from .jit import jit, tl
+from .matrix_groups import dequantize_groups
 from .matrix_numbers import unit_of
 from .matrix_read_scales import read_scales
 
-# Rows of a program's tile, and its columns, all stretches together.
-_ROWS, _COLUMNS = 4, 1024
-_WARPS = 4
+# Rows of a program's tile; lanes of a thread; and its words, in the lanes of all of its threads.
+# What a thread has of a message is in flight at once, so few warps do: with 168 registers there are
+# 12 on a multiprocessor, which wait for 48 KiB at a time.
+_ROWS, _INNER, _WORDS = 4, 4, 512
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     "codes", "f", "rows", "units", "R", "divisor", "mask", "message_stride", "message_next",
@@ -40,92 +38,101 @@ _PLAIN = [
 
 
 @jit
-def values_of(words, f, mask, WIDTH: tl.constexpr):
-    """What codes of int32 words ``[ROWS, 1, WORDS]`` stand for, times ``f`` ``[ROWS, 1, 1]``, as
-    float32 ``[ROWS, LANES, WORDS]``.
+def value_of(word, f, mask, WIDTH: tl.constexpr, at: tl.constexpr):
+    """What the code ``at`` of int32 words that begin at bit 5 stands for, times ``f``."""
+    PLACE: tl.constexpr = 5 + at * WIDTH
+    code = word & (mask << PLACE)
+    # The code's upper bit is turned, and its unit is that of the number.
+    m = (code ^ (((127 + 24 - PLACE) << 23) + (1 << (PLACE + WIDTH - 1)))).to(
+        tl.float32, bitcast=True
+    )
+    above = f * -float((1 << (24 - PLACE)) + (1 << WIDTH) - 1)
+    return tl.fma(m, tl.broadcast_to(f, m.shape), tl.broadcast_to(above, m.shape))
 
-    Codes of several bits become a part of a mantissa, as in :func:`.codes.codes_of`, but in units
+
+@jit
+def values_of(words, outer, f, mask, WIDTH: tl.constexpr, INNER: tl.constexpr):
+    """What codes of the lanes ``INNER * outer + i`` of int32 words stand for, times ``f``; for each
+    ``i``, float32.
+
+    Codes of several bits become a part of a mantissa, as in :func:`.codes.codes_at`, but in units
     of half a code, for ``2 q + 1``. What the exponent stands for has few enough bits for an exact
-    product with ``f`` if no code begins below bit 5; others turn around the word to get there.
+    product with ``f`` if no code begins below bit 5; words are turned around to get there.
 
     Args:
-        mask: int32 scalar ``(1 << WIDTH) - 1``, see :func:`.codes.codes_of`.
+        outer: int32, as ``words`` or of a shape that fits.
+        mask: int32 scalar ``(1 << WIDTH) - 1``, see :func:`.codes.codes_at`.
     """
-    LANES: tl.constexpr = 32 // WIDTH
-    lane = tl.arange(0, LANES)[None, :, None]
+    values = ()
     if WIDTH == 1:
-        # The code -1 stands for -1, and 0 for 1.
-        sign = (words << (31 - lane)) & -0x80000000
-        return (f.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+        last = words << (32 - INNER - outer * INNER)
+        for i in tl.static_range(INNER):
+            # The code -1 stands for -1, and 0 for 1.
+            sign = (last << (INNER - 1 - i)) & -0x80000000
+            values += ((f.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True),)
     else:
-        FIRST: tl.constexpr = 5 + (-5) % WIDTH
-        FIT: tl.constexpr = (23 - FIRST) // WIDTH
-        turn = (lane * WIDTH - FIRST + 32) % 32 // (FIT * WIDTH) * (FIT * WIDTH)
-        place = (lane * WIDTH - turn + 32) % 32
+        FIT: tl.constexpr = (23 - 5) // WIDTH
         u = words.to(tl.uint32, bitcast=True)
-        turned = (u << ((32 - turn) % 32).to(tl.uint32)) | (u >> turn.to(tl.uint32))
-        u = tl.where(turn == 0, u, turned)
-        code = u & (mask.to(tl.uint32, bitcast=True) << place.to(tl.uint32))
-        exponent = (127 + 24 - place) << 23
-        half = 1 << (place + WIDTH - 1)
-        m = (code ^ (exponent + half).to(tl.uint32)).to(tl.float32, bitcast=True)
-        above = ((1 << (24 - place)) + (1 << WIDTH) - 1).to(tl.float32)
-        return tl.fma(m, tl.broadcast_to(f, m.shape), tl.broadcast_to(-above * f, m.shape))
+        for i in tl.static_range(INNER):
+            turn = (outer * INNER + i // FIT * FIT) * WIDTH - 5
+            turned = (u >> (turn & 31).to(tl.uint32)) | (u << (-turn & 31).to(tl.uint32))
+            values += (value_of(turned.to(tl.int32, bitcast=True), f, mask, WIDTH, i % FIT),)
+    return values
 
 
 @jit(do_not_specialize=_PLAIN)
 def dequantize_matrix_kernel(
     codes, f, v, out, rows, columns, units, R, divisor, mask, message_stride, message_next,
     out_stride,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
-    WORDS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, DIVIDE: tl.constexpr,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
+    WORDS: tl.constexpr, NEXT: tl.constexpr, ROWS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    SIZE: tl.constexpr = WORDS * GROUP
-    ALONE: tl.constexpr = LANES if GROUP > 1 else 1  # tiles that share the words
     row_words = units * UNIT
-    across = (row_words + WORDS - 1) // WORDS * ALONE
-    first = (tl.program_id(0) // across).to(tl.int64) * ROWS
-    tile = tl.program_id(0) % across
-    word = tile // ALONE * WORDS
-    lane = tile % ALONE + tl.arange(0, LANES // ALONE)[None, :, None]
-    r = first + tl.arange(0, ROWS)[:, None, None]
-    e = tl.arange(0, SIZE)[None, None, :]
-    w = word + tl.arange(0, WORDS)[None, None, :]
-    j = (lane * row_words + word) * GROUP + e
-    # In columns, not words, so that Triton sees how many neighbours are masked alike.
-    within = (word * GROUP + e < row_words * GROUP) & (j < columns)
-    exists = r < rows
+    across = tl.cdiv(row_words, WORDS)
+    # The last tile is moved to where there are as many rows, and words; what others have is read,
+    # too, and not stored.
+    begin = (tl.program_id(0) // across).to(tl.int64) * ROWS
+    first = tl.minimum(begin, rows - ROWS)
+    outer = tl.arange(0, OUTER)[:, None, None]
+    next = tl.arange(0, NEXT)[None, None, :]
+    begins = tl.program_id(0) % across * WORDS + tl.arange(0, WORDS // NEXT)[None, :, None] * NEXT
+    # Repeated for all lanes, so that every load has its data where it is needed.
+    begins = tl.broadcast_to(begins, [OUTER, WORDS // NEXT, 1])
+    w = tl.minimum(begins, row_words - NEXT)
     k = tl.program_id(1).to(tl.int64)
-    f += k * R * rows + r
-    v += k * R * columns + j
-    codes += k * message_stride + r * row_words + w
+    f += k * R * rows + first
+    # Of two lanes in a word, see matrix_read_scales.py.
+    v += k * R * (OUTER * INNER // 2) * row_words + (outer * (INNER // 2) * row_words + w)
+    codes += k * message_stride + first * row_words + w
     # No term is minus zero, so the sum may as well start from zero.
-    total = tl.zeros([ROWS, LANES // ALONE, SIZE], tl.float32)
-    # Becomes NaN in rows that are not finite, of which most elements have no term.
-    divisor += tl.zeros([ROWS, 1, 1], tl.float32)
-    for _ in range(0, R, STEPS):
-        for _ in tl.static_range(STEPS):
-            scale = tl.load(f, mask=exists, other=0.0)
-            column = tl.broadcast_to(tl.load(v, mask=within, other=0.0), total.shape)
-            words = tl.load(codes, mask=exists & (w < row_words), other=0)
-            if GROUP == 1:
-                total = tl.fma(values_of(words, scale, mask, WIDTH), column, total)
-            else:
-                # The sign is the code's upper bit.
-                words = tl.reshape(words, [ROWS, WORDS, 1]) << (32 - WIDTH - lane * WIDTH)
-                place = (words.to(tl.uint32, bitcast=True) >> (32 - WIDTH)).to(tl.int32)
-                said = scale.to(tl.int32, bitcast=True) ^ (words & -0x80000000)
-                hit = place % GROUP == tl.arange(0, GROUP)[None, None, :]
-                said = tl.broadcast_to(said.to(tl.float32, bitcast=True), hit.shape)
-                term = tl.fma(tl.reshape(said, total.shape), column, total)
-                total = tl.where(tl.reshape(hit, total.shape), term, total)
-                divisor += scale - scale
-            f += rows
-            v += columns
-            codes += message_next
-    total = tl.div_rn(total, tl.broadcast_to(divisor, total.shape)) if DIVIDE else total * divisor
-    total = total.to(out.dtype.element_ty)
-    tl.store(out + (k * out_stride + r * columns + j), total, mask=exists & within)
+    totals = (tl.zeros([OUTER, WORDS // NEXT, NEXT], tl.float32),) * (ROWS * INNER)
+    for _ in range(R):
+        column = ()
+        for i in tl.static_range(INNER // 2):
+            both = tl.load(v + i * row_words + next)
+            column += ((both << 16).to(tl.float32, bitcast=True),)
+            column += ((both & -0x10000).to(tl.float32, bitcast=True),)
+        added = ()
+        for row in tl.static_range(ROWS):
+            scale = tl.load(f + row)
+            words = tl.load(codes + row * row_words + next)
+            values = values_of(words, outer, scale, mask, WIDTH, INNER)
+            for i in tl.static_range(INNER):
+                added += (tl.fma(values[i], column[i], totals[row * INNER + i]),)
+        totals = added
+        f += rows
+        v += OUTER * INNER // 2 * row_words
+        codes += message_next
+    out += k * out_stride + first * columns
+    j = outer * INNER * row_words + w + next
+    for row in tl.static_range(ROWS):
+        end = tl.where(first + row >= begin, columns, 0)
+        for i in tl.static_range(INNER):
+            x = totals[row * INNER + i]
+            x = tl.div_rn(x, tl.zeros_like(x) + divisor) if DIVIDE else x * divisor
+            ours = (begins < row_words) & (j < end - i * row_words)
+            at = out + row * columns + i * row_words + j
+            tl.store(at, x.to(out.dtype.element_ty), mask=ours)
 
 
 @on_device_of("out")
@@ -133,28 +140,27 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
     """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
     if not layout.rows:
         return
-    f, v = read_scales(message, layout=layout)
+    if layout.group > 1:
+        dequantize_groups(message, out, layout=layout, divisor=divisor)
+        return
+    scales = read_scales(message, layout=layout, apart=layout.row_words)
     (K, R, _), lanes = message.shape, 32 // layout.width
-    alone = 1 if layout.group == 1 else lanes
-    each = lanes // alone * layout.group  # columns of a word in a tile
-    words = min(_COLUMNS // each, triton.next_power_of_2(layout.row_words))
-    tiles = triton.cdiv(layout.row_words, words) * alone
+    outer = lanes // _INNER
+    words = min(_WORDS // outer, triton.next_power_of_2(layout.row_words))
+    tiles = triton.cdiv(layout.row_words, words)
     unit = unit_of(layout.row_words)
+    # A thread has 4 neighbours of each lane.
+    warps = max(1, outer * words // (4 * 32))
     divide = divisor & (divisor - 1) != 0
-    # Divisions, which are calls, and float32 elements take registers.
-    rows = _ROWS // 2 if divide and out.dtype == torch.float32 else _ROWS
+    # Divisions, which are calls, and codes of several bits take registers.
+    rows = _ROWS if divide or layout.width > 1 else 2 * _ROWS
+    rows = min(rows, 1 << (layout.rows.bit_length() - 1))
     dequantize_matrix_kernel[(triton.cdiv(layout.rows, rows) * tiles, K)](
-        message[..., sum(layout.head) :], f, v, out, layout.rows, layout.columns,
+        message[..., sum(layout.head) :], *scales, out, layout.rows, layout.columns,
         layout.row_words // unit, R, float(divisor) if divide else 1.0 / divisor,
         (1 << layout.width) - 1, message.stride(0), message.stride(1),
         # That of one row means nothing, and would hide how it is aligned.
         out.stride(0) if K > 1 else 0,
-        WIDTH=layout.width, GROUP=layout.group, LANES=lanes, UNIT=unit, WORDS=words, ROWS=rows,
-        STEPS=math.gcd(R, _steps(layout)), DIVIDE=divide,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        WIDTH=layout.width, UNIT=unit, INNER=_INNER, OUTER=outer, WORDS=words,
+        NEXT=min(4, unit), ROWS=rows, DIVIDE=divide, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _steps(layout: MatrixLayout) -> int:
-    """Messages whose loads are in flight at a time, at most."""
-    return 4 if layout.bits == 1 else 2

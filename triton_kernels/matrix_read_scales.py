@@ -1,13 +1,15 @@
-"""The head of a quantized matrix's message, read: scales of rows and of columns as float32.
+"""The head of a quantized matrix's message, read: scales of rows as float32, and of columns as
+bfloat16, two in a word.
 
 Every element needs both of each message, and so do the rows below a column and the columns beside a
 row. So they are unpacked once, not for every tile. A row that says nothing has the scale 0, one
-that is not finite NaN.
+that is not finite NaN. Columns that share a word are ``apart`` places apart, so that a thread that
+sums up to them loads both at a time.
 
 Worked example (base 832): a row's byte 196 and the column's code 12 are the scales 3 and 0.375.
 
-A program reads some words of one message, of the columns' scales and of the rows', whichever there
-are.
+A program reads the scales of some pairs of columns of one message, and some words of the rows',
+whichever there are.
 """
 
 from __future__ import annotations
@@ -26,23 +28,27 @@ _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
 _WORDS = 128
 _WARPS = 4
-_PLAIN = ["message", "f", "v", "R", "rows", "columns", "message_stride", "message_next"]
+_PLAIN = ["message", "f", "v", "R", "rows", "pairs", "message_stride", "message_next"]
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_read_scales_kernel(
-    message, f, v, R, rows, columns, message_stride, message_next, WORDS: tl.constexpr
+    message, f, v, R, rows, pairs, apart, columns, message_stride, message_next,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(1).to(tl.int64)
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     message += (r // R) * message_stride + (r % R) * message_next
     column_words = (columns + 7) // 8
 
-    words = tl.load(message + 1 + word, mask=word < column_words, other=0)
-    lane = tl.arange(0, 8)[None, :]
-    j = word[:, None] * 8 + lane
-    code = (words[:, None] >> (4 * lane)) & 15
-    tl.store(v + r * columns + j, scale_of(upper_of(code)), mask=j < columns)
+    both = tl.zeros([WORDS], tl.uint32)
+    for half in tl.static_range(2):
+        j = word + (word // apart + half) * apart
+        codes = tl.load(message + 1 + j // 8, mask=j < columns, other=0)
+        scale = scale_of(upper_of((codes >> (4 * (j % 8)).to(tl.int32)) & 15))
+        # It is a bfloat16.
+        both |= scale.to(tl.uint32, bitcast=True) >> (16 - 16 * half)
+    tl.store(v + r * pairs + word, both.to(tl.int32, bitcast=True), mask=word < pairs)
 
     words = tl.load(message + 1 + column_words + word, mask=word < (rows + 3) // 4, other=0)
     lane = tl.arange(0, 4)[None, :]
@@ -53,14 +59,24 @@ def matrix_read_scales_kernel(
     tl.store(f + r * rows + i, scale, mask=i < rows)
 
 
-def read_scales(message: Tensor, *, layout: MatrixLayout) -> tuple[Tensor, Tensor]:
-    """Scales of the rows ``[K * R, rows]`` and of the columns ``[K * R, columns]``, float32, in
-    buffers, of messages ``[K, R, words]``."""
+def read_scales(message: Tensor, *, layout: MatrixLayout, apart: int) -> tuple[Tensor, Tensor]:
+    """Scales of messages ``[K, R, words]``, in buffers.
+
+    Args:
+        apart: of columns in a pair.
+
+    Returns:
+        Scales of the rows ``[K * R, rows]`` float32; and of the columns ``[K * R, pairs]`` int32,
+        as many as the codes of a row: ``2 * apart * p + i`` in the lower half of ``p * apart + i``,
+        and the one ``apart`` after it in the upper one. Past the last column they are arbitrary.
+    """
     K, R, _ = message.shape
+    pairs = layout.row_words * (32 // layout.width) * layout.group // 2
     f = buffer("matrix_f", (K * R, layout.rows), torch.float32, message.device, None)
-    v = buffer("matrix_v", (K * R, layout.columns), torch.float32, message.device, None)
-    matrix_read_scales_kernel[(triton.cdiv(max(layout.head), _WORDS), K * R)](
-        message, f, v, R, layout.rows, layout.columns, message.stride(0), message.stride(1),
-        WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,
+    v = buffer("matrix_v", (K * R, pairs), torch.int32, message.device, None)
+    programs = triton.cdiv(max(pairs, layout.head[2]), _WORDS)
+    matrix_read_scales_kernel[(programs, K * R)](
+        message, f, v, R, layout.rows, pairs, apart, layout.columns, message.stride(0),
+        message.stride(1), WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return f, v

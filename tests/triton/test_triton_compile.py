@@ -44,7 +44,7 @@ from benchmarks.compiled_table import table
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.device]
 # Few of the combinations that have among them every kernel, symbol, residual and choice of groups.
-FEW = {80: {"share": 10, "turn": 2}, 90: {"share": 11, "turn": 0}}
+FEW = {80: {"share": 10, "turn": 1}, 90: {"share": 11, "turn": 0}}
 
 
 def kernel(name: str) -> Any:
@@ -70,8 +70,9 @@ def check_memory(kernels: list[Compiled]) -> None:
         where = f"{k.name}({k.variant}) on sm_{k.arch}"
         assert k.spilled == 0, f"{where} spills {k.spilled} bytes"
         assert not re.search(r"\b(ld|st|atom|red)\S*\.local", k.ptx), f"{where} uses local memory"
-        # Full occupancy of the warps that these bandwidth-bound kernels need to hide latency.
-        assert k.registers <= 128, f"{where} takes {k.registers} registers"
+        # As many warps as kernels need to hide latency; one loads enough at a time to need fewer.
+        most = 168 if k.name == "dequantize_matrix_kernel" else 128
+        assert k.registers <= most, f"{where} takes {k.registers} registers"
 
 
 def test_every_kernel_compiles(compiled):
@@ -168,12 +169,14 @@ def test_matrices_are_read_and_written_16_bytes_at_a_time(compiled):
     assert len(found) == 2
 
 
-def test_sums_store_16_bytes_at_a_time(compiled):
-    for name in ("dequantize_matrix_kernel", "unpack_kernel"):
+def test_sums_store_what_a_thread_has_side_by_side(compiled):
+    for name in ("dequantize_matrix_kernel", "dequantize_groups_kernel", "unpack_kernel"):
         kernels = [k for k in compiled if k.name == name]
         assert kernels
         for k in kernels:
-            assert "st.global" not in k.ptx.replace("st.global.v4.b32", ""), (name, k.variant)
+            size = SIZES[k.signature["out"]]
+            width = k.constants["NEXT"] * size if name == "dequantize_matrix_kernel" else 16
+            assert set(widths(k.ptx, "st")) == {width}, (name, k.variant)
 
 
 def test_values_move_whole_groups(compiled):
@@ -196,7 +199,8 @@ def test_arithmetic_is_ieee(compiled):
     }
     for k in kernels:
         fused = k.name in {
-            "quantize_matrix_kernel", "dequantize_matrix_kernel", "dequantize_kernel"
+            "quantize_matrix_kernel", "dequantize_matrix_kernel", "dequantize_groups_kernel",
+            "dequantize_kernel",
         }  # fmt: skip
         ptx = k.ptx.replace("fma.rn.f32", "") if fused else k.ptx
         wrong = re.findall(r"\b(?:div\.full|div\.approx|rcp|fma)\S*f32|\S+\.ftz\S*", ptx)

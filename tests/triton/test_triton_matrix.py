@@ -105,10 +105,11 @@ def _(device):
 def _(device):
     # Smaller tiles instead of rows of thousands.
     with (
-        mock.patch.object(kernels("matrix_dequantize"), "_COLUMNS", 64),
+        mock.patch.object(kernels("matrix_dequantize"), "_WORDS", 16),
+        mock.patch.object(kernels("matrix_groups"), "_WARPS", 1),
         mock.patch.object(kernels("matrix_columns"), "_PROGRAMS", 1),
     ):
-        for bits, group, columns in ((1, 1, 170), (4, 1, 300), (1, 8, 200), (1, 32, 400)):
+        for bits, group, columns in ((1, 1, 170), (4, 1, 300), (1, 8, 600), (1, 32, 1100)):
             check(problem(bits, group, 3, columns, BF16, BF16, D=1), device, dtype=BF16)
 
 

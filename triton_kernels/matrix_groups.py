@@ -1,0 +1,138 @@
+"""Dequantize matrices whose neighbours share a code: the group's place that it points at, and a
+sign.
+
+As in :mod:`.matrix_dequantize`, but with the value 1 or -1 where a group's code points, and else 0;
+rows that are not finite are NaN as a whole, though most of their elements have no term.
+
+Worked example (groups of 4, one row, 2 messages): f * v = 0.5 everywhere, and codes point at place
+2, both, one with a sign: 0, 0, 0, 0; point they at 1 and 2, the group is 0, 0.5, -0.5, 0, and
+divided by 2 half of it.
+
+A program has some rows of some groups, one after the other along the columns. A thread has up to 16
+neighbours of one group, in all of the tile's rows, which share the columns' scales.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from tagc.ops.matrix import MatrixLayout
+
+from .jit import jit, tl
+from .matrix_read_scales import read_scales
+from .unpack import in_order
+
+# Threads, elements of a thread, and how many of them are neighbours at most.
+_WARPS, _ELEMENTS, _EACH = 4, 64, 16
+# Columns that are loaded and stored at a time.
+_WIDE = 8
+# Arguments whose alignment makes no difference.
+_PLAIN = [
+    "codes", "f", "rows", "row_words", "R", "divisor", "message_stride", "message_next",
+]  # fmt: skip
+
+
+@jit
+def columns_of(x, N: tl.constexpr):
+    """The columns of ``[T, N]``, a tuple of ``[T]``.""" ""
+    if N == 1:
+        return (tl.reshape(x, [x.numel]),)
+    else:
+        HALF: tl.constexpr = N // 2
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], HALF, 2]))
+        even, odd = columns_of(even, HALF), columns_of(odd, HALF)
+        both = ()
+        for i in tl.static_range(HALF):
+            both += (even[i], odd[i])
+        return both
+
+
+@jit(do_not_specialize=_PLAIN)
+def dequantize_groups_kernel(
+    codes, f, v, out, rows, columns, row_words, span, R, divisor, message_stride, message_next,
+    out_stride,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr,
+    THREADS: tl.constexpr, ROWS: tl.constexpr, DIVIDE: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = GROUP // EACH  # threads of a group
+    PAIRS: tl.constexpr = WIDE // 2
+    across = tl.cdiv(columns, THREADS * EACH)
+    # The last tile is moved to where there are as many rows; what others have is not stored.
+    begin = (tl.program_id(0) // across).to(tl.int64) * ROWS
+    first = tl.minimum(begin, rows - ROWS)
+    t = tl.program_id(0) % across * THREADS + tl.arange(0, THREADS)
+    # Threads past the last group read that one.
+    group = tl.minimum(t // PARTS, tl.cdiv(columns, GROUP) - 1)
+    part = t % PARTS
+    up = 32 - WIDTH - group // row_words * WIDTH
+    k = tl.program_id(1).to(tl.int64)
+    f += k * R * rows + first
+    v += k * R * span + (group * (GROUP // 2) + part * (EACH // 2))[:, None]
+    codes += k * message_stride + first * row_words + group % row_words
+    pair = tl.arange(0, PAIRS)[None, :]
+    # Places are compared where they are, below a code's sign.
+    BELOW: tl.constexpr = 32 - WIDTH
+    ours = (part * EACH) << BELOW
+    totals = (tl.zeros([THREADS], tl.float32),) * (ROWS * EACH)
+    spoilt = (tl.zeros([], tl.float32),) * ROWS
+    for _ in range(R):
+        column = ()
+        for h in tl.static_range(EACH // WIDE):
+            both = columns_of(tl.load(v + (h * PAIRS + pair)), PAIRS)
+            for i in tl.static_range(PAIRS):
+                column += ((both[i] << 16).to(tl.float32, bitcast=True),)
+                column += ((both[i] & -0x10000).to(tl.float32, bitcast=True),)
+        added, seen = (), ()
+        for row in tl.static_range(ROWS):
+            scale = tl.load(f + row)
+            code = tl.load(codes + row * row_words) << up
+            # The sign is the code's upper bit.
+            said = scale.to(tl.int32, bitcast=True) ^ (code & -0x80000000)
+            said = said.to(tl.float32, bitcast=True)
+            place = (code ^ ours) & ((GROUP - 1) << BELOW)
+            for e in tl.static_range(EACH):
+                total = totals[row * EACH + e]
+                term = tl.fma(said, column[e], total)
+                added += (tl.where(place == (e << BELOW), term, total),)
+            seen += (tl.fma(scale, 0.0, spoilt[row]),)
+        totals, spoilt = added, seen
+        f += rows
+        v += span
+        codes += message_next
+    out += k * out_stride + first * columns
+    wide = tl.arange(0, WIDE)[None, :]
+    for row in tl.static_range(ROWS):
+        # A scale is NaN in rows that are not finite.
+        over = divisor + spoilt[row]
+        end = tl.where(first + row >= begin, columns, 0)
+        for h in tl.static_range(EACH // WIDE):
+            some = ()
+            for e in tl.static_range(WIDE):
+                x = totals[row * EACH + h * WIDE + e]
+                x = tl.div_rn(x, tl.zeros_like(x) + over) if DIVIDE else x * over
+                some += (x.to(out.dtype.element_ty),)
+            j = t[:, None] * EACH + h * WIDE + wide
+            x = tl.reshape(in_order(some, WIDE), [THREADS, WIDE])
+            tl.store(out + row * columns + j, x, mask=j < end)
+
+
+def dequantize_groups(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
+    """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
+    K, R, _ = message.shape
+    f, v = read_scales(message, layout=layout, apart=1)
+    each = min(layout.group, _EACH)
+    rows = min(_ELEMENTS // each, 1 << (layout.rows.bit_length() - 1))
+    threads = 32 * _WARPS
+    tiles = triton.cdiv(triton.cdiv(layout.columns, each), threads)
+    divide = divisor & (divisor - 1) != 0
+    dequantize_groups_kernel[(triton.cdiv(layout.rows, rows) * tiles, K)](
+        message[..., sum(layout.head) :], f, v, out, layout.rows, layout.columns,
+        layout.row_words, v.shape[1], R, float(divisor) if divide else 1.0 / divisor,
+        message.stride(0), message.stride(1),
+        # That of one row means nothing, and would hide how it is aligned.
+        out.stride(0) if K > 1 else 0,
+        WIDTH=layout.width, GROUP=layout.group, EACH=each, WIDE=min(each, _WIDE), THREADS=threads,
+        ROWS=rows, DIVIDE=divide,
+        num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
