@@ -93,17 +93,22 @@ class Launch:
 
 
 class Compiler:
-    """Passes for a Triton driver; its device number is the architecture."""
+    """Passes for a Triton driver.
 
-    def __init__(self, arch: int) -> None:
+    Args:
+        purpose: part of the device's name. Kernels keep what was compiled for a device as long as
+            the process lives, so who needs a log of it needs a device that nobody else has.
+    """
+
+    def __init__(self, arch: int, purpose: str = "") -> None:
         from triton.backends.compiler import GPUTarget
 
-        self._arch, self._target = arch, GPUTarget("cuda", arch, 32)
+        self._device, self._target = f"{arch} {purpose}", GPUTarget("cuda", arch, 32)
 
-    def get_current_device(self) -> int:
-        return self._arch
+    def get_current_device(self) -> Any:
+        return self._device
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device: Any) -> int:
         return 0
 
     def get_current_target(self) -> Any:
@@ -149,7 +154,7 @@ def compiling(
         tempfile.TemporaryDirectory() as cache,
         mock.patch.object(backend, "make_ptx", with_right_lines),
         mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1"),
-        mock.patch.object(driver, "_active", Compiler(arch)),
+        mock.patch.object(driver, "_active", Compiler(arch, "logged")),
         mock.patch.object(JITFunction, "run", run),
     ):
         yield found

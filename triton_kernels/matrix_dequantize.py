@@ -16,6 +16,7 @@ of the tile's rows, which share the columns' scales, and some neighbouring lanes
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
@@ -28,8 +29,8 @@ from .matrix_numbers import unit_of
 from .matrix_read_scales import read_scales
 
 # Rows of a program's tile; lanes of a thread; and its words, in the lanes of all of its threads.
-# What a thread has of a message is in flight at once, so few warps do: with 168 registers there are
-# 12 on a multiprocessor, which wait for 48 KiB at a time.
+# What a thread has of a message is in flight at once: with up to 254 registers there are 8 warps or
+# more on a multiprocessor, which wait for 32 KiB of codes.
 _ROWS, _INNER, _WORDS = 4, 4, 512
 # Arguments whose alignment makes no difference.
 _PLAIN = [
@@ -152,8 +153,9 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
     # A thread has 4 neighbours of each lane.
     warps = max(1, outer * words // (4 * 32))
     divide = divisor & (divisor - 1) != 0
-    # Divisions, which are calls, and codes of several bits take registers.
-    rows = _ROWS if divide or layout.width > 1 else 2 * _ROWS
+    # Divisions, which are calls, codes of several bits, and float32 elements take registers.
+    many = divide or layout.width > 1 or out.dtype == torch.float32
+    rows = _ROWS if many else 2 * _ROWS
     rows = min(rows, 1 << (layout.rows.bit_length() - 1))
     dequantize_matrix_kernel[(triton.cdiv(layout.rows, rows) * tiles, K)](
         message[..., sum(layout.head) :], *scales, out, layout.rows, layout.columns,

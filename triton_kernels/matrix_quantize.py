@@ -33,7 +33,6 @@ from .matrix_numbers import (
     INFINITY,
     LARGEST_BITS,
     inverse_of,
-    load_x,
     row_scale,
     scale_of,
     sum_places,
@@ -50,6 +49,10 @@ _NOT_FINITE = constant(NOT_FINITE)
 _LEAST = constant(-(2.0**-149))
 # Added to a small float32, its integer is in the lowest bits, in two's complement.
 _INTEGER = constant(1.5 * 2**23)
+# What first_of_groups returns: from this bit on a place, in these units; below it a sign, and the
+# upper bits of a column's scale.
+_PLACE, _NEXT_PLACE = constant(11), constant(1 << 11)
+_IS_NEGATIVE, _UPPER = constant(1 << 10), constant((1 << 10) - 1)
 # Elements of a program, where rows are not longer, and of a warp.
 _ELEMENTS, _OF_WARP = 4096, 512
 # Arguments whose alignment makes no difference.
@@ -57,24 +60,33 @@ _PLAIN = ["message", "scales", "codes", "norms", "rows", "units", "distance", "m
 
 
 @jit
-def first_of_groups(x, inverse_v, GROUP: tl.constexpr):
-    """Twice the place of the first largest ``|x * inverse_v|`` of each group, and one more where
-    ``x`` there has its sign bit: ``[ROWS, PLACES, WORDS * GROUP]`` to ``[ROWS, PLACES, WORDS]``."""
+def first_of_groups(x, upper, GROUP: tl.constexpr):
+    """What codes of groups say of the first largest ``|x * (1 / v)|`` of each, and what they mean.
+
+    Args:
+        x: ``[ROWS, PLACES, WORDS * GROUP]`` float32.
+        upper: of ``v``, int32 of a shape that fits.
+
+    Returns:
+        ``[ROWS, PLACES, WORDS]`` int32: the place from bit ``_PLACE`` on, below it whether
+        ``x`` there has its sign bit, and then the upper 10 bits of ``v``.
+    """
     WORDS: tl.constexpr = x.shape[2] // GROUP
     place = tl.arange(0, GROUP)[None, None, None, :]
-    b = magnitude(tl.reshape(x * inverse_v, [x.shape[0], x.shape[1], WORDS, GROUP]))
-    signs = tl.reshape(x.to(tl.uint32, bitcast=True) >> 31, b.shape)
+    b = magnitude(tl.reshape(x * inverse_of(upper), [x.shape[0], x.shape[1], WORDS, GROUP]))
+    # The sign bit comes down.
+    signs = (x.to(tl.uint32, bitcast=True) >> 21) & _IS_NEGATIVE
+    about = tl.reshape(signs.to(tl.int32) | upper, b.shape) | place * _NEXT_PLACE
     is_largest = b == tl.expand_dims(tl.max(b, 3), 3)
-    # The least is the first of the largest, with its sign below it.
-    return tl.min(tl.where(is_largest, place * 2 + signs.to(tl.int32), 2 * GROUP), 3)
+    return tl.min(tl.where(is_largest, about, GROUP * _NEXT_PLACE), 3)
 
 
 @jit
-def at_places(x, first, GROUP: tl.constexpr):
-    """The element of each group of ``x`` that ``first`` says."""
-    grouped = tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // GROUP, GROUP])
-    hit = (first >> 1)[:, :, :, None] == tl.arange(0, GROUP)[None, None, None, :]
-    return tl.sum(tl.where(hit, grouped, 0.0), 3)
+def at_places(bits, first, GROUP: tl.constexpr):
+    """Of each group the element of ``bits``, not negative, that ``first`` says."""
+    grouped = tl.reshape(bits, [bits.shape[0], bits.shape[1], bits.shape[2] // GROUP, GROUP])
+    hit = (first >> _PLACE)[:, :, :, None] == tl.arange(0, GROUP)[None, None, None, :]
+    return tl.max(tl.where(hit, grouped, 0), 3)
 
 
 @jit
@@ -100,27 +112,104 @@ def code_and_left(x, f, inverse_f, v, inverse_v, shift, WIDTH: tl.constexpr):
 @jit
 def place_and_left(x, first, f, sends, v, shift, GROUP: tl.constexpr):
     """Codes of the groups of ``x``, by their ``first``, and what they leave, likewise."""
-    negative = (first & 1) != 0
+    negative = (first & _IS_NEGATIVE) != 0
     f = tl.where(negative, f, -f)
-    said = tl.where(sends[:, None, None], first >> 1, GROUP)
+    said = tl.where(sends[:, None, None], first >> _PLACE, GROUP)
     hit = said[:, :, :, None] == tl.arange(0, GROUP)[None, None, None, :]
     f = tl.reshape(tl.broadcast_to(f[:, :, :, None], hit.shape), x.shape)
     left = tl.fma(f, tl.broadcast_to(v, x.shape), x)
     left = tl.where(tl.reshape(hit, x.shape), left, x)
-    code = (first >> 1) + tl.where(negative, GROUP, 0)
+    code = (first >> _PLACE) + tl.where(negative, GROUP, 0)
     return code << shift, left
 
 
 @jit
 def stands_for(x, v, first, GROUP: tl.constexpr, FITTED: tl.constexpr):
     """What is summed for every code; with a group ``first`` is from :func:`first_of_groups`."""
-    # What is not finite counts as something here: its row says nothing anyway.
-    u = tl.minimum(magnitude(x), LARGEST_BITS).to(tl.float32, bitcast=True)
-    if FITTED:
-        u = u * v
+    b = magnitude(x)
     if GROUP > 1:
-        u = at_places(u, first, GROUP)
-    return u
+        b = at_places(b, first, GROUP)
+        v = scale_of(first & _UPPER)
+    # What is not finite counts as something here: its row says nothing anyway.
+    u = tl.minimum(b, LARGEST_BITS).to(tl.float32, bitcast=True)
+    return u * v if FITTED else u
+
+
+@jit
+def square_of(first):
+    """``v * v`` of the elements that ``first`` says."""
+    v = scale_of(first & _UPPER)
+    return v * v
+
+
+@jit
+def places_of(PART: tl.constexpr, MOST: tl.constexpr, REST: tl.constexpr):
+    """Places of a word's codes: ``MOST`` in the first part, and ``REST`` in the second one."""
+    if PART == 0:
+        return tl.arange(0, MOST)[None, :, None]
+    else:
+        return MOST + tl.arange(0, REST)[None, :, None]
+
+
+@jit
+def load_part(grad, residual, uppers, start, exists, place, e, row_span, columns):
+    """``x``, the residual, or ``x`` if there is none, and the upper bits of ``v``, of the elements
+    ``e`` at places; 0 where there is nothing."""
+    # In columns, not words, so that Triton sees how many neighbours are masked alike.
+    j = place * row_span + e
+    within = (e < row_span) & (j < columns)
+    inside = exists[:, None, None] & within
+    x = widen(tl.load(grad + (start + j), mask=inside, other=0.0))
+    old = x
+    if residual is not None:
+        old = widen(tl.load(residual + (start + j), mask=inside, other=0.0))
+        x += old
+    return x, old, tl.load(uppers + j, mask=within, other=0).to(tl.int32)
+
+
+@jit
+def store_part(residual, left, old, kept, fresh, start, stored, place, e, row_span, columns,
+               AVERAGE: tl.constexpr):  # fmt: skip
+    """The residual that is left."""
+    j = place * row_span + e
+    if AVERAGE:
+        left = kept * old + fresh * left
+    left = narrow_finite(left, residual.dtype.element_ty)
+    within = (e < row_span) & (j < columns)
+    tl.store(residual + (start + j), left, mask=stored & within)
+
+
+@jit
+def say(x, f, inverse_f, sends, upper, first, place, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """Codes of a part as ``[ROWS, WORDS]`` int32, and what they leave."""
+    v = scale_of(upper)
+    # What is past the row's end is zeros, of which all codes are 0.
+    if GROUP == 1:
+        code, left = code_and_left(x, f, inverse_f, v, inverse_of(upper), place * WIDTH, WIDTH)
+    else:
+        code, left = place_and_left(x, first, f, sends, v, place * WIDTH, GROUP)
+    return tl.where(sends[:, None], tl.sum(code, 1), 0), left
+
+
+@jit
+def with_zeros(x, N: tl.constexpr):
+    """``[ROWS, n]``, and zeros after it: ``[ROWS, N]``."""
+    if x.shape[1] == N:
+        return x
+    else:
+        both = tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1))
+        return with_zeros(tl.reshape(both, [x.shape[0], 2 * x.shape[1]]), N)
+
+
+@jit
+def sum_parts(parts, LOG_MOST: tl.constexpr, LOG_WORDS: tl.constexpr):
+    """Of a row's table, in parts ``[ROWS, places, WORDS]``: ``[ROWS]``; see
+    :attr:`tagc.ops.matrix.MatrixLayout.word_lanes`."""
+    total = sum_words(parts[0], LOG_WORDS)
+    if len(parts) > 1:
+        # The table's places past the rest are 0, which adds nothing.
+        total += with_zeros(sum_words(parts[1], LOG_WORDS), 1 << LOG_MOST)
+    return sum_places(total, LOG_MOST)
 
 
 @jit(do_not_specialize=_PLAIN)
@@ -128,21 +217,21 @@ def quantize_matrix_kernel(
     grad, residual, uppers, norms, message, scales, codes, rows, columns, units, distance, kept,
     fresh, grad_stride, residual_stride, message_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, FITTED: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr,
-    WHOLE: tl.constexpr, AVERAGE: tl.constexpr, THREADS: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, LOG_MOST: tl.constexpr, REST: tl.constexpr,
+    LOG_WORDS: tl.constexpr, WHOLE: tl.constexpr, AVERAGE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    PLACES: tl.constexpr = 1 << LOG_PLACES
+    # Tensors have powers of two of elements; where words have another number of codes, those are
+    # in two parts.
+    MOST: tl.constexpr = 1 << LOG_MOST
+    PARTS: tl.constexpr = 2 if REST else 1
     WORDS: tl.constexpr = 1 << LOG_WORDS
-    ELEMENTS: tl.constexpr = ROWS * PLACES * WORDS * GROUP
+    ELEMENTS: tl.constexpr = ROWS * (REST if REST else MOST) * WORDS * GROUP
     row_words = units * UNIT
     row_span = row_words * GROUP
     d = tl.program_id(1).to(tl.int64)
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     r = tl.arange(0, ROWS)
     exists = r < rows - first_row
-    place = tl.arange(0, PLACES)[None, :, None]
-    # Where a word has no code, it has zeros to be shifted, by as much as is defined.
-    shift = tl.minimum(place * WIDTH, 31)
     e = tl.arange(0, WORDS * GROUP)[None, None, :]
     w = tl.arange(0, WORDS)[None, :]
     grad += d * grad_stride
@@ -154,53 +243,48 @@ def quantize_matrix_kernel(
     start = (first_row + r)[:, None, None] * columns
     at_words = (first_row + r)[:, None] * row_words + w
 
+    worst = tl.zeros([ROWS], tl.int32)
+    xs, olds, vs, firsts, tables, squares = (), (), (), (), (), ()
     if WHOLE:
-        # In columns, not words, so that Triton sees how many neighbours are masked alike.
-        j = place * row_span + e
-        within = (e < row_span) & (j < columns)
-        inside = exists[:, None, None] & within
-        x = widen(tl.load(grad + (start + j), mask=inside, other=0.0))
-        if residual is not None:
-            old = widen(tl.load(residual + (start + j), mask=inside, other=0.0))
-            x += old
-        upper = tl.load(uppers + j, mask=within, other=0).to(tl.int32)
-        v = scale_of(upper)
-        worst = tl.max(tl.max(magnitude(x), 2), 1)
-        if GROUP == 1:
-            first = None
-        else:
-            first = first_of_groups(x, inverse_of(upper), GROUP)
-            squares = at_places(tl.broadcast_to(v * v, x.shape), first, GROUP)
-            norm = sum_words(squares, LOG_WORDS)
-        total = sum_words(stands_for(x, v, first, GROUP, FITTED), LOG_WORDS)
-    else:
-        worst = tl.zeros([ROWS], tl.int32)
-        table = tl.zeros([ROWS, PLACES, WORDS], tl.float32)
-        squares = tl.zeros([ROWS, PLACES, WORDS], tl.float32)
-        for word in range(0, row_words, WORDS):
-            at = word * GROUP + e
-            j = place * row_span + at
-            within = (at < row_span) & (j < columns)
-            inside = exists[:, None, None] & within
-            x = load_x(grad, residual, start + j, inside)
-            upper = tl.load(uppers + j, mask=within, other=0).to(tl.int32)
-            v = scale_of(upper)
+        for part in tl.static_range(PARTS):
+            place = places_of(part, MOST, REST)
+            x, old, upper = load_part(
+                grad, residual, uppers, start, exists, place, e, row_span, columns
+            )
             worst = tl.maximum(worst, tl.max(tl.max(magnitude(x), 2), 1))
-            if GROUP == 1:
+            first = upper if GROUP == 1 else first_of_groups(x, upper, GROUP)
+            tables += (stands_for(x, scale_of(upper), first, GROUP, FITTED),)
+            squares += (square_of(first),)
+            xs += (x,)
+            olds += (old,)
+            vs += (upper,)
+            firsts += (first,)
+    else:
+        for part in tl.static_range(PARTS):
+            tables += (tl.zeros([ROWS, places_of(part, MOST, REST).shape[1], WORDS], tl.float32),)
+        squares = tables
+        for word in range(0, row_words, WORDS):
+            more, more_squares = (), ()
+            for part in tl.static_range(PARTS):
+                place, at = places_of(part, MOST, REST), word * GROUP + e
+                x, old, upper = load_part(
+                    grad, residual, uppers, start, exists, place, at, row_span, columns
+                )
+                worst = tl.maximum(worst, tl.max(tl.max(magnitude(x), 2), 1))
                 first = None
-            else:
-                first = first_of_groups(x, inverse_of(upper), GROUP)
-                squares += at_places(tl.broadcast_to(v * v, x.shape), first, GROUP)
-            table += stands_for(x, v, first, GROUP, FITTED)
-        total = sum_words(table, LOG_WORDS)
-        if GROUP > 1:
-            norm = sum_words(squares, LOG_WORDS)
+                if GROUP > 1:
+                    first = first_of_groups(x, upper, GROUP)
+                    more_squares += (squares[part] + square_of(first),)
+                more += (tables[part] + stands_for(x, scale_of(upper), first, GROUP, FITTED),)
+            tables = more
+            if GROUP > 1:
+                squares = more_squares
 
-    total = sum_places(total, LOG_PLACES)
+    total = sum_parts(tables, LOG_MOST, LOG_WORDS)
     if GROUP == 1:
         norms = tl.broadcast_to(tl.load(norms + d), [ROWS])
     else:
-        norms = sum_places(norm, LOG_PLACES)
+        norms = sum_parts(squares, LOG_MOST, LOG_WORDS)
     base = tl.load(message)
     byte = tl.div_rn(total, norms) * distance
     byte = ((byte.to(tl.int32, bitcast=True) + (1 << 19)) >> 20) - base
@@ -215,44 +299,38 @@ def quantize_matrix_kernel(
     stored = (exists & (byte != _NOT_FINITE))[:, None, None]
 
     if WHOLE:
-        # What is past the row's end is zeros, of which all codes are 0.
-        if GROUP == 1:
-            code, left = code_and_left(x, f, inverse_f, v, inverse_of(upper), shift, WIDTH)
-        else:
-            code, left = place_and_left(x, first, f, sends, v, shift, GROUP)
-        if residual is not None:
-            if ELEMENTS < THREADS:
-                # Several threads have the same element then: all read it before one writes.
-                tl.debug_barrier()
-            if AVERAGE:
-                left = kept * old + fresh * left
-            left = narrow_finite(left, residual.dtype.element_ty)
-            tl.store(residual + (start + j), left, mask=stored & within)
-        words = tl.where(sends[:, None], tl.sum(code, 1), 0)
+        words = tl.zeros([ROWS, WORDS], tl.int32)
+        if residual is not None and ELEMENTS < THREADS:
+            # Several threads have the same element then: all read it before one writes.
+            tl.debug_barrier()
+        for part in tl.static_range(PARTS):
+            place = places_of(part, MOST, REST)
+            some, left = say(
+                xs[part], f, inverse_f, sends, vs[part], firsts[part], place, WIDTH, GROUP
+            )
+            words += some
+            if residual is not None:
+                store_part(
+                    residual, left, olds[part], kept, fresh, start, stored, place, e, row_span,
+                    columns, AVERAGE,
+                )  # fmt: skip
         tl.store(codes + at_words, words, mask=exists[:, None] & (w < row_words))
     else:
         for word in range(0, row_words, WORDS):
-            at = word * GROUP + e
-            j = place * row_span + at
-            within = (at < row_span) & (j < columns)
-            inside = exists[:, None, None] & within
-            x = widen(tl.load(grad + (start + j), mask=inside, other=0.0))
-            if residual is not None:
-                old = widen(tl.load(residual + (start + j), mask=inside, other=0.0))
-                x += old
-            upper = tl.load(uppers + j, mask=within, other=0).to(tl.int32)
-            v = scale_of(upper)
-            if GROUP == 1:
-                code, left = code_and_left(x, f, inverse_f, v, inverse_of(upper), shift, WIDTH)
-            else:
-                first = first_of_groups(x, inverse_of(upper), GROUP)
-                code, left = place_and_left(x, first, f, sends, v, shift, GROUP)
-            if residual is not None:
-                if AVERAGE:
-                    left = kept * old + fresh * left
-                left = narrow_finite(left, residual.dtype.element_ty)
-                tl.store(residual + (start + j), left, mask=stored & within)
-            words = tl.where(sends[:, None], tl.sum(code, 1), 0)
+            words = tl.zeros([ROWS, WORDS], tl.int32)
+            for part in tl.static_range(PARTS):
+                place, at = places_of(part, MOST, REST), word * GROUP + e
+                x, old, upper = load_part(
+                    grad, residual, uppers, start, exists, place, at, row_span, columns
+                )
+                first = upper if GROUP == 1 else first_of_groups(x, upper, GROUP)
+                some, left = say(x, f, inverse_f, sends, upper, first, place, WIDTH, GROUP)
+                words += some
+                if residual is not None:
+                    store_part(
+                        residual, left, old, kept, fresh, start, stored, place, at, row_span,
+                        columns, AVERAGE,
+                    )  # fmt: skip
             inside = exists[:, None] & (w < row_words - word)
             tl.store(codes + (at_words + word), words, mask=inside)
 
@@ -284,7 +362,9 @@ def quantize_matrix(
     sum_columns(grad, residual, sums, tops, layout=layout)
     write_scales(sums, tops, message, uppers, norms, layout=layout)
     unit, words = unit_of(layout.row_words), words_at_a_time(layout)
-    of_row = layout.places * words * group
+    lanes = 32 // layout.width
+    log_most = lanes.bit_length() - 1
+    of_row = words * group << log_most
     rows = min(max(1, _ELEMENTS // of_row), triton.next_power_of_2(layout.rows))
     warps = max(1, rows * of_row // _OF_WARP)
     scales = message[:, sum(layout.head[:2]) : sum(layout.head)].view(torch.uint8)
@@ -294,7 +374,7 @@ def quantize_matrix(
         1 - average, grad.stride(0), 0 if residual is None else residual.stride(0),
         message.stride(0),
         WIDTH=layout.width, GROUP=group, FITTED=layout.fitted, UNIT=unit, ROWS=rows,
-        LOG_PLACES=layout.places.bit_length() - 1, LOG_WORDS=words.bit_length() - 1,
-        WHOLE=words >= layout.row_words, AVERAGE=average != 0,
-        THREADS=32 * warps, num_warps=warps, enable_fp_fusion=False,
+        LOG_MOST=log_most, REST=lanes - (1 << log_most), LOG_WORDS=words.bit_length() - 1,
+        WHOLE=words >= layout.row_words, AVERAGE=average != 0, THREADS=32 * warps,
+        num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -21,15 +21,19 @@ def arithmetic(i: Instruction) -> Step:
     if i.kind == "f":
         return floats.arithmetic(i)
     signed = type_of(i.kind, i.bits)
-    need(len(i.parts) == 2, "modifiers")
+    relu = i.base in ("min", "max") and i.kind == "s" and i.parts[1] == "relu"
+    need(len(i.parts) == 2 + relu, "modifiers")
     if i.base in ("abs", "neg"):
         function: Any = {"abs": np.abs, "neg": np.negative}[i.base]
         return calculation(i, lambda x: bits_of(function(x.view(signed))), i.bits)
     if i.base in ("min", "max"):
         least = {"min": np.minimum, "max": np.maximum}[i.base]
-        return calculation(
-            i, lambda x, y: bits_of(least(x.view(signed), y.view(signed))), i.bits, i.bits
-        )
+
+        def bounded(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+            found = least(x.view(signed), y.view(signed))
+            return bits_of(np.maximum(found, 0) if relu else found)
+
+        return calculation(i, bounded, i.bits, i.bits)
     sums = {"add": np.add, "sub": np.subtract}[i.base]
     return calculation(i, lambda x, y: sums(x, y), i.bits, i.bits)
 
