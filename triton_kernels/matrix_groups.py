@@ -21,7 +21,7 @@ from tagc.ops.matrix import MatrixLayout
 
 from .jit import jit, tl
 from .matrix_read_scales import read_scales
-from .unpack import in_order
+from .scalar import in_order
 
 # Threads, elements of a thread, and how many of them are neighbours at most.
 _WARPS, _ELEMENTS, _EACH = 4, 64, 16

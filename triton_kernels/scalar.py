@@ -86,7 +86,7 @@ def slot_of(word, first):
 def lowest_bit(word):
     """Place of the lowest set bit of uint32 values, int32; negative where there is none."""
     # A power of two is exact in float32, and its exponent is the place.
-    bit = (word & (~word + 1)).to(tl.float32)
+    bit = (word & (0 - word)).to(tl.float32)
     return (bit.to(tl.int32, bitcast=True) >> 23) - 127
 
 
@@ -132,6 +132,20 @@ def rint(x):
     a = tl.where(a < 8388608.0, (a + 8388608.0) - 8388608.0, a)
     b = a.to(tl.int32, bitcast=True) | (b & -0x80000000)
     return b.to(tl.float32, bitcast=True)
+
+
+@jit
+def in_order(parts, N: tl.constexpr):
+    """``N`` tensors ``[T]`` as one, ``[T * N]``: all of the first thread, then the next one's."""
+    if N == 1:
+        return tl.reshape(parts[0], [parts[0].numel])
+    else:
+        # The last pair to be joined are neighbours.
+        HALF: tl.constexpr = N // 2
+        joined = ()
+        for i in tl.static_range(HALF):
+            joined += (tl.join(parts[i], parts[i + HALF]),)
+        return in_order(joined, HALF)
 
 
 @jit

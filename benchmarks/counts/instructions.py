@@ -121,17 +121,19 @@ def _copies(kernel: Compiled, code: list[Block]) -> dict[int, float]:
                 made[one.chain][block.cycle] += 1
     # A line of a function that is inlined in several places is several chains.
     chains = Counter(_last(chain) for chain in made)
-    copies: dict[int, float] = {}
+    ratios: defaultdict[int, list[float]] = defaultdict(list)
     rests: set[int] = set()
     for chain, by_cycle in made.items():
         line = _last(chain)
         cycles = [cycle for cycle, _ in by_cycle.most_common() if cycle >= 0]
         if not cycles or not written[line]:
             continue
-        ratio = by_cycle[cycles[0]] * chains[line] / written[line]
-        copies[cycles[0]] = max(copies.get(cycles[0], 1.0), ratio)
+        accesses = by_cycle[cycles[0]]
+        ratios[cycles[0]] += [accesses * chains[line] / written[line]] * accesses
         # What is left over of the turns, once the largest cycle has made its own.
         rests.update(cycles[1:])
+    # What most accesses say: of some the assembler says that they are of another place.
+    copies = {cycle: max(1.0, statistics.median_low(x)) for cycle, x in ratios.items()}
     return copies | dict.fromkeys(rests - copies.keys(), math.inf)
 
 

@@ -142,7 +142,7 @@ def _unpack(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     asked.hints = {"bitmap": _bits(kept, layout.groups)}
     if layout.low_bits:
         asked.hints = dict(asked.hints) | {"read_kernel.high": _of_high(layout, kept)}
-    turns, slots = _turns(layout, kept), _values(layout) // layout.group - 1
+    turns, slots = _turns(layout, kept)
 
     def start(call: Call) -> Any:
         offset, _, run, _ = call.arguments
@@ -155,20 +155,16 @@ def _unpack(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     return lambda: ops.unpack(message, None, out, layout=layout, divisor=R)
 
 
-def _values(layout: PackedLayout) -> int:
-    return importlib.import_module("tagc.triton_kernels.unpack")._values(layout)
-
-
-def _turns(layout: PackedLayout, kept: int) -> float:
-    """How many turns a tile takes for a message, on average: its groups are marked with the same
-    chance, each on its own."""
+def _turns(layout: PackedLayout, kept: int) -> tuple[float, int]:
+    """How many turns a tile takes for a message, on average, and the slots of one: its groups are
+    marked with the same chance, each on its own."""
     unpack = importlib.import_module("tagc.triton_kernels.unpack")
-    groups, slots = unpack._TILE // layout.group, _values(layout) // layout.group - 1
+    groups, (_, slots, _) = unpack._TILE // layout.group, unpack.turn_of(layout)
     mean = kept / layout.groups
     turns = 1.0
     for turn in range(1, groups // max(1, slots) + 1):
         turns += 1 - binomial_at_most(turn * slots, groups, mean)
-    return turns
+    return turns, slots
 
 
 def _select(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:

@@ -419,6 +419,16 @@ def test_every_key_is_counted_and_peeled_once(record):
     assert one["kernels"]["estimate"]["atomics"] == 0
 
 
+def test_every_element_of_a_message_is_read_and_added_once(record):
+    """However its loop is unrolled: a thread reads a value, or a zero, for every element."""
+    found = [r for r in record if r.get("op") == "unpack" and r["group"] == 1]
+    assert found
+    for one in found:
+        name = (one["case"], one["machine"])
+        assert one["pipes"]["shared"] >= 1, name
+        assert one["pipes"]["fma"] >= 1, name
+
+
 def recount(works: list[Work], machine: str, record: list[Record]) -> None:
     found = [count(work, MACHINES[machine]) for work in works]
     assert all_worse(found, record) == []

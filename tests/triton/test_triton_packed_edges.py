@@ -134,8 +134,8 @@ def _(device):
         counts = check(p, device)["counts"]
         assert counts[0, 2] == capacity
         assert counts[2, 2] == 0
-        usual = kernels("unpack")._values(p.layout)
-        assert n < 2 * tile or min(capacity * group, tile) > usual
+        _, slots, _ = kernels("unpack").turn_of(p.layout)
+        assert n < 2 * tile or min(capacity, tile // group) > slots
 
 
 @case("tiles that are full, and blocks of ranks that are")
