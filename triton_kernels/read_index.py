@@ -22,11 +22,11 @@ from .jit import jit, tl
 from .rank import RANK_BLOCK, rank, run_start
 from .scalar import load_bitmap, popcount
 
-# Words per program, two per thread.
-_WORDS = 256
+# Words per program, four per thread.
+_WORDS = 512
 _WARPS = 4
 _PLAIN = [
-    *("starts", "groups", "high_words", "low_words", "blocks"),
+    *("starts", "words", "high_words", "low_words", "blocks"),
     *("low", "high", "bitmap", "index_stride", "bitmap_stride"),
 ]
 
@@ -42,36 +42,47 @@ def load_window(low, at, words):
 
 
 @jit
-def marks_of(bits, window, LOW: tl.constexpr, STEPS: tl.constexpr):
-    """Marks of the groups of ``STEPS`` bits of the high bitmap, from the high part of the first on.
+def marks_of(bits, window, LOW: tl.constexpr):
+    """Marks of the groups of 8 bits of the high bitmap, from the high part of the first on.
 
     Args:
         bits: uint32, from bit 0 on.
         window: uint32, low parts of those that are set, from bit 0 on.
 
     Returns:
-        the marks, uint32, and by how many groups the set bits have come forward, uint32.
+        the marks, uint32; by how many groups the set bits come forward, uint32; the window behind
+        their low parts.
     """
-    MOST: tl.constexpr = (STEPS - 1) << LOW
+    MOST: tl.constexpr = 7 << LOW
     marks = tl.zeros_like(bits)
     behind = marks + MOST
     # A step moves the marks of those before by one high part.
-    for j in tl.static_range(STEPS):
+    for j in tl.static_range(8):
         one = (bits >> j) & 1
         marks = (marks >> (1 << LOW)) + (one << (behind + (window & ((1 << LOW) - 1))))
         window = window >> (one * LOW)
         behind -= one << LOW
-    return marks, MOST - behind
+    return marks, MOST - behind, window
+
+
+@jit
+def set_marks(bitmap, words, marks, start):
+    """Set 32 marks from bit ``start`` of a bitmap on, uint32 tensors."""
+    both = marks.to(tl.uint64) << (start & 31).to(tl.uint64)
+    lower, upper = both.to(tl.int32), (both >> 32).to(tl.int32)
+    w = (start >> 5).to(tl.int32)
+    # No group is beyond the last word, unless the message is damaged.
+    tl.atomic_or(bitmap + w, lower, mask=(lower != 0) & (w < words), sem="relaxed")
+    tl.atomic_or(bitmap + w + 1, upper, mask=(upper != 0) & (w < words - 1), sem="relaxed")
 
 
 @jit(do_not_specialize=_PLAIN)
 def read_kernel(
-    low, high, offset, starts, bitmap, groups, high_words, low_words, blocks,
+    low, high, offset, starts, bitmap, words, high_words, low_words, blocks,
     index_stride, bitmap_stride, LOW: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Bits at a time: the low parts of so many fit a word.
-    STEPS: tl.constexpr = 32 // LOW if LOW > 4 else 8
-    MASK: tl.constexpr = (1 << LOW) - 1
+    STEPS: tl.constexpr = 32 // LOW
     r = tl.program_id(1).to(tl.int64)
     run = tl.program_id(0)
     w = run * WORDS + tl.arange(0, WORDS)
@@ -82,38 +93,28 @@ def read_kernel(
     i = first + tl.cumsum(count, 0) - count
     low += r * index_stride
     bitmap += r * bitmap_stride
-    limit = groups.to(tl.uint32, bitcast=True)
     # The high part of the first bit, moved up; one less after every set bit.
-    high_part = ((w * 32 - i) << LOW).to(tl.uint32, bitcast=True)
-    for part in tl.static_range(32 // STEPS):
-        i = w * 32 - (high_part.to(tl.int32, bitcast=True) >> LOW)
+    start = ((w * 32 - i) << LOW).to(tl.uint32, bitcast=True)
+    for k in tl.static_range(0, 32, STEPS):
+        i = w * 32 + k - (start.to(tl.int32, bitcast=True) >> LOW)
         window = load_window(low, i.to(tl.uint32, bitcast=True) * LOW, low_words)
-        bits = word >> (part * STEPS)
-        start = high_part + (part * STEPS << LOW)
+        bits = word >> k
         if LOW <= 2:
-            marks, ahead = marks_of(bits, window, LOW, STEPS)
-            high_part -= ahead
-            # No group is beyond the last, unless the message is damaged.
-            room = tl.minimum(limit - tl.minimum(start, limit), 32).to(tl.uint64)
-            marks &= ((tl.full(room.shape, 1, tl.uint64) << room) - 1).to(tl.uint32)
-            both = marks.to(tl.uint64) << (start & 31).to(tl.uint64)
-            place = bitmap + (start >> 5)
-            first, second = both.to(tl.uint32), (both >> 32).to(tl.uint32)
-            tl.atomic_or(place, first.to(tl.int32, bitcast=True), mask=first != 0, sem="relaxed")
-            place += 1
-            tl.atomic_or(place, second.to(tl.int32, bitcast=True), mask=second != 0, sem="relaxed")
+            for j in tl.static_range(0, STEPS, 8):
+                marks, ahead, window = marks_of(bits >> j, window, LOW)
+                set_marks(bitmap, words, marks, start)
+                start += (8 << LOW) - ahead
         else:
             for j in tl.static_range(STEPS):
-                marked = ((bits >> j) & 1) != 0
-                group = start + (j << LOW) + (window & MASK)
-                bit = tl.full(group.shape, 1, tl.uint32) << (group & 31)
-                tl.atomic_or(
-                    bitmap + (group >> 5), bit.to(tl.int32, bitcast=True),
-                    mask=marked & (group < limit), sem="relaxed",
-                )  # fmt: skip
-                start = tl.where(marked, start - (1 << LOW), start)
-                window = tl.where(marked, window >> LOW, window)
-            high_part = start - (part * STEPS << LOW)
+                one = (bits >> j) & 1
+                group = start + (window & ((1 << LOW) - 1))
+                place = (group >> 5).to(tl.int32)
+                bit = (one << (group & 31)).to(tl.int32, bitcast=True)
+                # No group is beyond the last word, unless the message is damaged.
+                ours = (one != 0) & (place < words)
+                tl.atomic_or(bitmap + place, bit, mask=ours, sem="relaxed")
+                start += (1 << LOW) - (one << LOW)
+                window = window >> (one * LOW)
 
 
 @on_device_of("index")
@@ -128,7 +129,7 @@ def read_index(index: Tensor, bitmap: Tensor, *, layout: PackedLayout) -> None:
     low, high = index[:, : layout.low_words], index[:, layout.low_words :]
     ranks = rank(high, 32 * layout.high_words, "high", layout=layout, step=_WORDS)
     read_kernel[(triton.cdiv(layout.high_words, _WORDS), index.shape[0])](
-        low, high, ranks.offset, ranks.starts, bitmap, layout.groups, layout.high_words,
+        low, high, ranks.offset, ranks.starts, bitmap, layout.bitmap_words, layout.high_words,
         layout.low_words, triton.cdiv(layout.high_words, RANK_BLOCK), index.stride(0),
         bitmap.stride(0),
         LOW=layout.low_bits, WORDS=_WORDS, BLOCK=RANK_BLOCK, num_warps=_WARPS,

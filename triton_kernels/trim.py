@@ -144,7 +144,7 @@ def drop_kernel(
             key = w * 32 + lowest_bit(word)
             x, _j, _inside = load_groups(grad, residual, key, word != 0, n, LANES, False)
             size = tl.max(magnitude(x), 1)
-            bit = word & (~word + 1)
+            bit = word & (0 - word)
             stays |= tl.where(size > last, bit, 0)
             tied |= tl.where(size == last, bit, 0)
             word ^= bit
@@ -153,7 +153,7 @@ def drop_kernel(
         turn = taken + tl.cumsum(ties, 0) - ties
         taken += tl.sum(ties, 0)
         for _ in range(tl.max(ties, 0)):
-            bit = tied & (~tied + 1)
+            bit = tied & (0 - tied)
             stays |= tl.where(turn < places, bit, 0)
             tied ^= bit
             turn += 1

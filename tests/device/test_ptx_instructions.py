@@ -98,15 +98,21 @@ def test_one_number(line, want):
     assert ran(line) == [want] * 32
 
 
-def test_fields_of_wide_registers():
-    fields = [(16, 16, 0x7788), (40, 64, 0x112233), (0, 64, 0x778899AA), (64, 8, 0)]
-    for place, length, want in fields:
-        body = f"""
-            mov.b64 %rd9, 0x11223344778899AA;
-            bfe.u64 %rd9, %rd9, {place}, {length};
-            cvt.u32.u64 %r1, %rd9;
-        """
-        assert ran(body) == [want] * 32
+@pytest.mark.parametrize(
+    ("kind", "place", "length", "want"),
+    [
+        ("u", 16, 16, 0x7788), ("u", 40, 64, 0x912233), ("u", 0, 64, 0x778899AA), ("u", 64, 8, 0),
+        ("s", 16, 15, 0xFFFFF788), ("s", 16, 16, 0x7788), ("s", 40, 64, 0xFF912233),
+        ("s", 40, 16, 0x2233), ("s", 64, 8, 0xFFFFFFFF), ("s", 16, 0, 0),
+    ],
+)  # fmt: skip
+def test_fields_of_wide_registers(kind, place, length, want):
+    body = f"""
+        mov.b64 %rd9, 0x91223344778899AA;
+        bfe.{kind}64 %rd9, %rd9, {place}, {length};
+        cvt.u32.u64 %r1, %rd9;
+    """
+    assert ran(body) == [want] * 32
 
 
 def test_exchanges_between_lanes():

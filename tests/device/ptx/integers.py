@@ -124,14 +124,24 @@ def funnel(i: Instruction) -> Step:
 @emulates("bfe")
 def field(i: Instruction) -> Step:
     """A field of bits, its place and length in the low bytes of two words."""
-    need(i.bits == 32 or i.kind != "s", "64 bits and a sign")
+
+    def low_ones(count):
+        # A shift by 64 is not defined, here.
+        ones = (np.uint64(1) << np.minimum(count, np.uint64(63))) - np.uint64(1)
+        return np.where(count < 64, ones, ~np.uint64(0))
 
     def extract_wide(x, place, length):
         place, length = (v.astype(np.uint64) & np.uint64(255) for v in (place, length))
-        # A shift by 64 is not defined, here.
         got = np.where(place < 64, x >> np.minimum(place, np.uint64(63)), np.uint64(0))
-        ones = (np.uint64(1) << np.minimum(length, np.uint64(63))) - np.uint64(1)
-        return np.where(length < 64, got & ones, got)
+        got &= low_ones(length)
+        if i.kind == "s":
+            last = np.minimum(
+                place + np.maximum(length, np.uint64(1)) - np.uint64(1), np.uint64(63)
+            )
+            negative = (length > 0) & ((x >> last) & np.uint64(1) != 0)
+            kept = np.minimum(length, np.uint64(64) - np.minimum(place, np.uint64(64)))
+            got = np.where(negative, got | ~low_ones(kept), got)
+        return got
 
     if i.bits == 64:
         return calculation(i, extract_wide, 64, 32, 32)
