@@ -40,7 +40,7 @@ from .matrix_numbers import (
     unit_of,
 )
 from .matrix_scales import words_at_a_time, write_scales
-from .scalar import magnitude, narrow_finite, widen
+from .scalar import magnitude, narrow_finite, negated, widen
 from .scratch import buffer
 
 _NOTHING = constant(NOTHING)
@@ -97,7 +97,7 @@ def code_and_left(x, f, inverse_f, v, inverse_v, shift, WIDTH: tl.constexpr):
     v = tl.broadcast_to(v, x.shape)
     if WIDTH == 1:
         negative = y < _LEAST
-        f = tl.where(negative, f, -f)
+        f = tl.where(negative, f, negated(f))
         return tl.where(negative, tl.full([1, 1, 1], 1, tl.int32) << shift, 0), tl.fma(f, v, x)
     else:
         HALF: tl.constexpr = 1 << (WIDTH - 1)
@@ -106,14 +106,14 @@ def code_and_left(x, f, inverse_f, v, inverse_v, shift, WIDTH: tl.constexpr):
         nearest = tl.where(nearest - _INTEGER > y, nearest - 1.0, nearest)
         q = nearest - _INTEGER
         code = nearest.to(tl.int32, bitcast=True) & ((1 << WIDTH) - 1)
-        return code << shift, tl.fma(q + q + 1.0, -f * v, x)
+        return code << shift, tl.fma(q + q + 1.0, negated(f) * v, x)
 
 
 @jit
 def place_and_left(x, first, f, sends, v, shift, GROUP: tl.constexpr):
     """Codes of the groups of ``x``, by their ``first``, and what they leave, likewise."""
     negative = (first & _IS_NEGATIVE) != 0
-    f = tl.where(negative, f, -f)
+    f = tl.where(negative, f, negated(f))
     said = tl.where(sends[:, None, None], first >> _PLACE, GROUP)
     hit = said[:, :, :, None] == tl.arange(0, GROUP)[None, None, None, :]
     f = tl.reshape(tl.broadcast_to(f[:, :, :, None], hit.shape), x.shape)

@@ -91,6 +91,12 @@ def lowest_bit(word):
 
 
 @jit
+def negated(x):
+    """``-x`` of float32, of zeros, too: for Triton before 3.9 a minus is a difference from 0."""
+    return (x.to(tl.int32, bitcast=True) ^ -0x80000000).to(tl.float32, bitcast=True)
+
+
+@jit
 def widen(x):
     """float32 of a float32, bfloat16 or float16 tensor, exactly."""
     if x.dtype == tl.bfloat16:

@@ -1,0 +1,48 @@
+"""The kernels' source: what an older Triton, of which users have one, takes for something else."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from support.paths import ROOT
+
+# What a minus stands before, but for constants: integers, and numbers that are not zero or are
+# added to what is not minus zero.
+INTEGERS = {"turn", "upper << 22", "contribution(key, h, PACKED)"}
+NOT_ZERO = {"levels", "symbol"}
+
+
+def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Functions that Triton compiles, with their files."""
+    for path in sorted((ROOT / "triton_kernels").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                for decorator in node.decorator_list:
+                    call = decorator.func if isinstance(decorator, ast.Call) else decorator
+                    if isinstance(call, ast.Name) and call.id == "jit":
+                        yield path.name, node
+
+
+def test_no_float_that_may_be_zero_has_a_minus():
+    """Before 3.9 that is a difference from 0, so -0 becomes 0: ``scalar.negated`` is for these."""
+    found = 0
+    for file, function in kernels():
+        for node in ast.walk(function):
+            if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+                found += 1
+                operand = ast.unparse(node.operand)
+                constant = isinstance(node.operand, ast.Constant) or operand.isupper()
+                constant |= operand.startswith("float(") and "tl." not in operand
+                where = f"{file}:{node.lineno}: -{operand}"
+                assert constant or operand in INTEGERS | NOT_ZERO, where
+                assert operand not in ("0.0", "0"), where
+    assert found > 5
+
+
+def test_no_unsigned_number_is_inverted():
+    """Triton's interpreter before 3.7 cannot: it takes all ones for a Python integer of -1."""
+    for file, function in kernels():
+        for node in ast.walk(function):
+            if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+                assert ast.unparse(node.operand) == "bit", f"{file}:{node.lineno}"
