@@ -3,16 +3,19 @@
 #   make demo                              plain FSDP2 beside policy hybrid, under four minutes
 #   make demo POLICIES=hybrid,non-attn     more policies (names or YAML files), a run each
 #   make demo TORCH=torch                  the registry's newest torch; TORCH= keeps what is installed
+#   make test-device TRITON=3.6.0          kernels as an older Triton compiles them, in an environment of its own
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 RANKS ?= 2
 POLICIES ?= hybrid
 STEPS ?= 900
+TRITON ?=
 
-BIN := .venv/bin
+VENV := .venv$(if $(TRITON),-triton-$(TRITON))
+BIN := $(VENV)/bin
 # The stamp names the choice of torch, so that another choice installs again.
-INSTALLED := .venv/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
+INSTALLED := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
 # The environment of `make test-device` for package ttsem, and the Python that it is made with.
 TTSEM := .venv-ttsem
@@ -31,10 +34,11 @@ help: ## list the targets
 
 # torch goes first and alone: its version is a choice, the rest follows from pyproject.toml.
 $(INSTALLED): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(strip $(TORCH)),$(BIN)/python -m pip install $(foreach word,$(TORCH),'$(word)'))
 	$(BIN)/python -m pip install -e '.[demo,test,lint]'
-	rm -f .venv/.installed-*
+	$(if $(TRITON),$(BIN)/python -m pip install 'triton==$(TRITON)')
+	rm -f $(VENV)/.installed-*
 	touch $@
 
 # The script sets its own threads; without the variable torchrun prints a notice about them.
@@ -55,9 +59,9 @@ $(TTSEM)/.installed: pyproject.toml
 	$(TTSEM)/bin/python -m pip install -e . 'pytest>=8,<9.2' pytest-timeout hypothesis
 	touch $@
 
-test-device: $(INSTALLED) $(TTSEM)/.installed ## run all GPU kernels without a GPU in three ways, for minutes
+test-device: $(INSTALLED) $(if $(TRITON),,$(TTSEM)/.installed) ## run all GPU kernels without a GPU in three ways, for minutes
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not frontend" tests/triton tests/device
-	PYTHONPATH=tests OMP_NUM_THREADS=1 $(TTSEM)/bin/python -m device.frontend tests/triton/test_triton_*.py tests/device/test_frontend_*.py
+	$(if $(TRITON),,PYTHONPATH=tests OMP_NUM_THREADS=1 $(TTSEM)/bin/python -m device.frontend tests/triton/test_triton_*.py tests/device/test_frontend_*.py)
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
