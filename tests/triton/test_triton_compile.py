@@ -70,7 +70,7 @@ def check_memory(kernels: list[Compiled]) -> None:
         where = f"{k.name}({k.variant}) on sm_{k.arch}"
         assert k.spilled == 0, f"{where} spills {k.spilled} bytes"
         assert not re.search(r"\b(ld|st|atom|red)\S*\.local", k.ptx), f"{where} uses local memory"
-        # As many warps as kernels need to hide latency; some have enough to do at a time to need fewer.
+        # As many warps as kernels need to hide latency; some have more to do at a time.
         most = {"dequantize_matrix_kernel": 254, "unpack_kernel": 168}.get(k.name, 128)
         assert k.registers <= most, f"{where} takes {k.registers} registers"
 
