@@ -163,8 +163,6 @@ def unpack(
     scales, codes = received.view(torch.int16), received[:, values.scale_words :]
     divide = divisor & (divisor - 1) != 0
     decoded, slots, whole = turn_of(layout)
-    # For 16 warps on a multiprocessor, where that costs a few moves; for 12 where it would spill.
-    registers = 128 if whole and values.bits < 16 else 168
     unpack_kernel[(triton.cdiv(layout.bitmap_words, step),)](
         message[:, POISON], bitmap, offset, starts, scales, codes, out, layout.numel, R,
         layout.groups, layout.capacity, values.blocks,
@@ -173,5 +171,5 @@ def unpack(
         scales.stride(0), codes.stride(0),
         GROUP=layout.group, BITS=values.bits, BLOCK=values.block, THREADS=32 * _WARPS, EACH=_EACH,
         VALUES=decoded, SLOTS=slots, WHOLE=whole, RANK_BLOCK=RANK_BLOCK, DIVIDE=divide,
-        num_warps=_WARPS, maxnreg=registers, enable_fp_fusion=False,
+        num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
