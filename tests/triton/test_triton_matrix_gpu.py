@@ -63,11 +63,11 @@ def test_a_cuda_graph_holds_a_step(bits, group, average):
             same(name, t[name], want[name])
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(512, 4096), (3, 16384), (2048, 1500)])
 @pytest.mark.parametrize(("bits", "group"), [(1, 1), (4, 1), (1, 32)])
-def test_large_matrices(bits, group):
+def test_large_matrices(bits, group, rows, columns):
     """Sizes of a model's layers: many programs, long lanes."""
-    for rows, columns in ((512, 4096), (3, 16384), (2048, 1500)):
-        check(problem(bits, group, rows, columns, BF16, BF16), "cuda", aligned=True)
+    check(problem(bits, group, rows, columns, BF16, BF16), "cuda", aligned=True)
 
 
 def test_more_than_two_to_the_31_elements():
