@@ -1,6 +1,6 @@
 """Entries: what the codes of a sparse message stand for, in order.
 
-Blocks that are decoded whole cost a load for the codes of a word and two instructions for each;
+Blocks that are decoded whole cost a load for the codes of a word, and a few instructions for each;
 where blocks are large, and a tile needs a small part of one, entries are decoded one by one.
 
 Worked example (bits 4, blocks of 32, so 4 words of 8 codes): entries 30 to 33 are the codes in

@@ -76,13 +76,6 @@ def word_of(bits):
 
 
 @jit
-def slot_of(word, first):
-    """Position of each bit among all set bits, ``[N, 32]``; ``first`` ``[N]`` is that of bit 0."""
-    below = (tl.full([32], 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)) - 1
-    return first[:, None] + popcount(word[:, None] & below[None, :])
-
-
-@jit
 def lowest_bit(word):
     """Place of the lowest set bit of uint32 values, int32; negative where there is none."""
     # A power of two is exact in float32, and its exponent is the place.
@@ -92,7 +85,7 @@ def lowest_bit(word):
 
 @jit
 def negated(x):
-    """``-x`` of float32, of zeros, too: for Triton before 3.9 a minus is a difference from 0."""
+    """``-x`` of float32, of zeros, too: for Triton before 3.8 a minus is a difference from 0."""
     return (x.to(tl.int32, bitcast=True) ^ -0x80000000).to(tl.float32, bitcast=True)
 
 

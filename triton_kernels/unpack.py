@@ -38,21 +38,16 @@ from .scratch import buffer
 _EACH = 64
 _WARPS = 4
 _TILE = 32 * _WARPS * _EACH
+# Blocks up to this are decoded whole, of larger ones single entries.
+_WHOLE = 512
+# Values that are decoded at once at most; beside zeros, their places in bytes fit 16 bits.
+_MOST = 4096
+# What a message usually has of the groups that it has room for.
+_USUAL = 0.95
 # Arguments whose alignment makes no difference.
 _PLAIN = [
-    *(
-        "poison",
-        "starts",
-        "scales",
-        "codes",
-        "R",
-        "groups",
-        "capacity",
-        "blocks",
-        "divisor",
-        "mask",
-    ),
-    *("poison_stride", "bitmap_stride", "offset_stride", "starts_stride"),
+    *("poison", "starts", "scales", "codes", "R", "groups", "capacity", "blocks", "divisor"),
+    *("mask", "poison_stride", "bitmap_stride", "offset_stride", "starts_stride"),
     *("scales_stride", "codes_stride"),
 ]
 
@@ -111,14 +106,6 @@ def unpack_kernel(
     start = tile.to(tl.int64) * TILE
     j = tl.arange(0, TILE)
     tl.store(out + start + j, total.to(out.dtype.element_ty), mask=j < n - start)
-
-
-# Blocks up to this are decoded whole, of larger ones single entries.
-_WHOLE = 512
-# Values that are decoded at once at most; beside zeros, their places in bytes fit 16 bits.
-_MOST = 4096
-# What a message usually has of the groups that it has room for.
-_USUAL = 0.95
 
 
 def turn_of(layout: PackedLayout) -> tuple[int, int, bool]:

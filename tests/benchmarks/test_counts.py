@@ -1,13 +1,8 @@
-"""Counts of the GPU kernels: the counter itself on small kernels, and the committed record.
-
-A count needs Triton's compiler and no GPU. A few operators are counted anew here; all of them with
-``make test-device``.
-"""
+"""Counts of GPU kernels: the counter on small kernels. It needs Triton's compiler and no GPU."""
 
 from __future__ import annotations
 
 import importlib
-import math
 from typing import Any
 
 import numpy as np
@@ -19,25 +14,16 @@ import triton
 import triton.language as tl
 
 from benchmarks.compiled import Launch, compiling
-from benchmarks.counts import RECORD
 from benchmarks.counts.ask import ask
-from benchmarks.counts.compare import all_worse, key, worse
-from benchmarks.counts.count import count, count_launch
-from benchmarks.counts.estimate import Moved, moved, seconds
+from benchmarks.counts.compare import all_worse, worse
+from benchmarks.counts.count import count_launch
 from benchmarks.counts.follow import follow
 from benchmarks.counts.language import Hint
 from benchmarks.counts.lines import add_file
-from benchmarks.counts.machines import A100, B200, H100, MACHINES, occupancy
+from benchmarks.counts.machines import H100
 from benchmarks.counts.operators import OPERATORS
-from benchmarks.counts.peeling import simulate
-from benchmarks.counts.pipes import PIPES, passes, pipe_of
-from benchmarks.counts.sass import blocks_of
-from benchmarks.counts.steps import count_step
-from benchmarks.counts.table import beside, table
-from benchmarks.counts.variants import quick, variants
 from benchmarks.counts.work import Asked, Work
-from benchmarks.records import Record, read
-from tagc.costs.shapes import synthetic
+from benchmarks.records import Record
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("counts")]
 add_file(__file__)
@@ -202,21 +188,6 @@ def test_of_few_lanes_the_sectors_count():
     assert one["sectors"] == pytest.approx(4 * N * (1 + 2 * touched))
 
 
-def test_a_table_has_both_sides():
-    slow = {"suite": "counts", "machine": "H100", "case": "planted", "share_of_copy": 0.25,
-            "per_element": 40.0, "launches": 7, "bytes": 30, "floor_bytes": 10,
-            "kernels": {"a": {"bound": "alu", "share_of_time": 0.7},
-                        "b": {"bound": "L2", "share_of_time": 0.3}}}  # fmt: skip
-    fast = slow | {"share_of_copy": 0.5, "per_element": 8.0, "launches": 2, "bytes": 20}
-    steps = [{"policy": "all", "launches_per_block": n, "launches_per_step": 32 * n,
-              "blocks": 32, "ranks": 8, "parameters": 7e9} for n in (9, 4)]  # fmt: skip
-    text = beside([fast, steps[1]], [slow, steps[0], slow | {"machine": "A100"}])
-    assert "| planted | 25% | 50% | 40.0 | 8.0 | 3.00 | 2.00 | 7 | 2 | a: alu, b: L2 |" in text
-    assert "| all | 9 | 4 | 288 | 128 |" in text
-    assert "new | " not in text
-    assert "| other |  | 50% |" in beside([fast | {"case": "other"}], [slow])
-
-
 def test_what_is_seldom_is_not_counted():
     assert counted(rarely, ints(), ints(), N)["bytes"] == 4 * N
 
@@ -247,27 +218,6 @@ def test_what_is_stashed_is_worked_off():
     assert one["atomics"] == pytest.approx(32 * 1024 * 0.05, rel=0.02)
     steps = 32 * 1024 * 0.05 / 32
     assert one["all_pipes"]["atomic"] == pytest.approx(steps, abs=2)
-
-
-def test_peeling_by_lists():
-    keys, cells, hashes = 20_000, 27_000, 4
-    some = {"keys": keys, "cells": cells, "hashes": hashes, "room": 256, "block": 32}
-    found = simulate(**some, programs=64, launches=3, limit=64)
-    assert found.recovered == keys
-    assert found.sizes[-1] == 0
-    # A cell is looked at once: those that hold one key at first, and those that are freed.
-    freed = sum(sum(map(sum, launch)) for launch in found.freed)
-    assert found.sizes[0] + freed == found.taken
-    assert 1 < found.taken / keys < 1.4
-    # A key alone in a cell at first: of a Poisson number of keys, one.
-    mean = keys * hashes / cells
-    assert found.sizes[0] == pytest.approx(cells * mean * math.exp(-mean), rel=0.03)
-    # Whatever the limit makes of it, it is the same work.
-    short = simulate(**some, programs=64, launches=8, limit=2)
-    assert max(short.steps[:-1]) <= 64 // 4
-    assert short.sizes[1] > 0
-    assert (short.recovered, short.sizes[-1]) == (keys, 0)
-    assert short.taken == pytest.approx(found.taken, rel=0.03)
 
 
 def test_a_hint_without_its_argument_is_an_error(monkeypatch):
@@ -311,149 +261,3 @@ def test_a_slower_kernel_is_noticed():
     assert {line.split()[2] for line in worse(of(twice), of(fast))} == {"bytes", "per_element"}
     assert "atomics" in str(worse(of(counted(hashed, ints(), ints(), N)), of(fast)))
     assert all_worse([of(fast)], []) == ["H100 planted: not in the record"]
-
-
-SASS = """
-.text.k:
-\t//## File "/a/triton_kernels/k.py", line 5
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-.L_x_1:
-\t//## File "/a/triton_kernels/h.py", line 3 inlined at "/a/triton_kernels/k.py", line 7
-\t//## File "/a/triton_kernels/k.py", line 7
-        /*0010*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;
-        /*0020*/               @P1 BRA `(.L_x_1) ;
-        /*0030*/                   EXIT ;
-.L_x_2:
-        /*0040*/                   BRA `(.L_x_2);
-"""
-
-
-def test_machine_code_is_read_by_blocks():
-    first, loop, end, padding = blocks_of(SASS)
-    assert [i.opcode for i in first.instructions] == ["MOV"]
-    assert [(i.opcode, i.guarded) for i in loop.instructions] == [
-        ("LDG.E.128", True),
-        ("BRA", True),
-    ]
-    assert loop.instructions[0].chain == (
-        ("/a/triton_kernels/k.py", 7), ("/a/triton_kernels/h.py", 3)
-    )  # fmt: skip
-    assert (first.depth, loop.depth, end.depth, padding.depth) == (0, 1, 0, 1)
-    assert loop.next == [2, 1]
-    assert end.next == []
-
-
-def test_a_uniform_branch_may_fall_through():
-    """sm_100's; without what follows it, loops seemed to be executed never."""
-    first, loop, end, _ = blocks_of(SASS.replace("@P1 BRA `", "BRA.U UP0, `"))
-    assert first.next == [1]
-    assert loop.next == [2, 1]
-    assert end.next == []
-
-
-def test_pipes_of_opcodes():
-    pipes = {
-        "FFMA": "fma", "FADD2": "fma", "IMAD.HI.U32": "imul", "LOP3.LUT": "alu",
-        "UIADD3": "uniform",
-        "MUFU.RCP": "xu", "I2F.S16": "xu", "I2FP.F32.S32": "alu", "POPC": "xu",
-        "LDG.E.128": "global",
-        "REDG.E.ADD.STRONG.GPU": "atomic", "SHFL.IDX": "shuffle", "LDS": "shared", "BRA": "branch",
-        "BAR.SYNC.DEFER_BLOCKING": "barrier", "S2R": "other", "DADD": "fp64",
-    }  # fmt: skip
-    assert {opcode: pipe_of(opcode) for opcode in pipes} == pipes
-    assert set(pipes.values()) == set(PIPES)
-    assert passes("FADD2.FTZ") == 2
-    with pytest.raises(ValueError, match="no pipe is known for NEWOP"):
-        pipe_of("NEWOP.X")
-    for machine in MACHINES.values():
-        assert set(machine.rates) == set(PIPES)
-
-
-def test_time_is_that_of_the_bound():
-    some = Moved(memory=H100.memory, sectors=0.0)
-    times = seconds(H100, {"alu": 1e6}, 1e6, some, 10_000)
-    assert times["memory"] == pytest.approx(1 / 0.9)
-    assert times["issue"] == pytest.approx(1e6 / 4 / H100.clock / 132 / 0.8)
-    assert times["alu"] == pytest.approx(2 * times["issue"])
-    # One program runs on one multiprocessor.
-    assert seconds(H100, {}, 1e6, some, 1)["issue"] == pytest.approx(132 * times["issue"])
-    assert (
-        seconds(A100, {"fma": 1e6}, 0, some, 10**6)["fma"]
-        > 2 * (seconds(H100, {"fma": 1e6}, 0, some, 10**6)["fma"])
-    )
-    assert moved([], {}, 1, B200.cache) == Moved()
-
-
-def test_occupancy():
-    assert occupancy(H100, registers=32, shared=0, warps=4) == 1.0
-    assert occupancy(H100, registers=64, shared=0, warps=4) == 0.5
-    assert occupancy(H100, registers=128, shared=0, warps=4) == 0.25
-    # 32 programs at most, of one warp each; then shared memory.
-    assert occupancy(H100, registers=32, shared=0, warps=1) == 0.5
-    assert occupancy(A100, registers=32, shared=81 << 10, warps=4) == 2 * 4 / 64
-
-
-@pytest.fixture(scope="module")
-def record() -> list[Record]:
-    return read([RECORD])
-
-
-def test_the_record_has_every_operator(record):
-    held = {key(r) for r in record}
-    assert {("H100", work.name) for work in quick()} <= held
-    assert {w.op for w in quick()} == set(OPERATORS)
-    assert len({work.name for work in variants()}) == len(variants())
-    assert RECORD.stat().st_size < 200_000
-    text = table(record)
-    assert "not measured" in text
-    assert "share on H100" in text
-
-
-def test_every_key_is_counted_and_peeled_once(record):
-    """An addition for each of its cells; then a bit and an addition for each but one."""
-    (one,) = [r for r in record if r.get("case") == "decode/bfloat16/float32/2 rows/5%/int8x4"
-              and r["machine"] == "H100"]  # fmt: skip
-    keys, hashes = int(one["note"].split(": ")[1].split()[0]), 4
-    assert one["kernels"]["keys"]["atomics"] == pytest.approx(hashes * keys, rel=0.01)
-    assert one["kernels"]["peel"]["atomics"] == pytest.approx(hashes * keys, rel=0.03)
-    assert one["kernels"]["estimate"]["atomics"] == 0
-
-
-def test_every_element_of_a_message_is_read_and_added_once(record):
-    """However its loop is unrolled: a thread reads a value, or a zero, for every element."""
-    found = [r for r in record if r.get("op") == "unpack" and r["group"] == 1]
-    assert found
-    for one in found:
-        name = (one["case"], one["machine"])
-        assert one["pipes"]["shared"] >= 1, name
-        assert one["pipes"]["fma"] >= 1, name
-
-
-def recount(works: list[Work], machine: str, record: list[Record]) -> None:
-    found = [count(work, MACHINES[machine]) for work in works]
-    assert all_worse(found, record) == []
-
-
-# All that is in the record is recounted with the mark `device`; of three operators, one case here.
-def test_no_operator_got_slower(record):
-    ops = {"quantize", "dequantize", "dequantize_matrix"}
-    works = {work.op: work for work in reversed(variants()) if work.op in ops}
-    recount([*works.values()], "H100", record)
-
-
-@pytest.mark.device
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("op", OPERATORS)
-def test_no_variant_got_slower(op, record):
-    held = {key(r) for r in record}
-    works = [work for work in variants() if work.op == op and ("H100", work.name) in held]
-    assert works
-    recount(works, "H100", record)
-
-
-def test_no_step_launches_more(record):
-    found = [count_step("loco-4bit"), count_step("packed-20")]
-    assert all_worse(found, record) == []
-    small = count_step("loco-4bit", synthetic(10_000_000))
-    assert small["blocks"] < found[0]["blocks"]
-    assert small["launches_per_block"] == found[0]["launches_per_block"]

@@ -47,8 +47,8 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.device]
 # Few of the combinations that have among them every kernel, symbol, residual and choice of groups.
 FEW = {80: {"share": 10, "turn": 1}, 90: {"share": 11, "turn": 0}}
 
-# Bytes that kernels spill: Triton 3.6 has two words of `count` on sm_80.
-SPILLED = 8 if triton.__version__.startswith("3.6.") else 0
+# Bytes that kernels spill, by name and architecture: Triton 3.6 has two words of one.
+SPILLED = {("count_kernel", 80): 8} if triton.__version__.startswith("3.6.") else {}
 
 
 def kernel(name: str) -> Any:
@@ -72,7 +72,7 @@ def compiled(request) -> list[Compiled]:
 def check_memory(kernels: list[Compiled]) -> None:
     for k in kernels:
         where = f"{k.name}({k.variant}) on sm_{k.arch}"
-        assert k.spilled <= SPILLED, f"{where} spills {k.spilled} bytes"
+        assert k.spilled <= SPILLED.get((k.name, k.arch), 0), f"{where} spills {k.spilled} bytes"
         assert not re.search(r"\b(ld|st|atom|red)\S*\.local", k.ptx), f"{where} uses local memory"
         # As many warps as kernels need to hide latency; some have more to do at a time.
         most = {"dequantize_matrix_kernel": 254, "unpack_kernel": 168}.get(k.name, 128)

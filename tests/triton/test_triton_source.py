@@ -25,7 +25,7 @@ def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 def test_no_float_that_may_be_zero_has_a_minus():
-    """Before 3.9 that is a difference from 0, so -0 becomes 0: ``scalar.negated`` is for these."""
+    """Before 3.8 that is a difference from 0, so -0 becomes 0: ``scalar.negated`` is for these."""
     found = 0
     for file, function in kernels():
         for node in ast.walk(function):
@@ -41,7 +41,7 @@ def test_no_float_that_may_be_zero_has_a_minus():
 
 
 def test_no_unsigned_number_is_inverted():
-    """Triton's interpreter before 3.7 cannot: it takes all ones for a Python integer of -1."""
+    """Triton's interpreter before 3.9 cannot: it takes all ones for a Python integer of -1."""
     for file, function in kernels():
         for node in ast.walk(function):
             if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
