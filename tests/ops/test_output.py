@@ -8,7 +8,7 @@ import torch
 
 from tagc.ops.cpu.arrays import numpy_of
 from tagc.ops.cpu.kernels import bitmap
-from tagc.ops.cpu.kernels.output import TILE, write_tile
+from tagc.ops.cpu.kernels.output import TILE, new_tile, write_tile
 
 # Elements: stored as usual, and past the caches.
 SIZES = [1, 33, TILE + 5, (1 << 19) + 77]
@@ -25,7 +25,11 @@ def test_tiles_are_divided_and_rounded_like_torch(dtype, divisor, offset):
         sums = sums.view(torch.float32)
         sums = torch.where(sums.isnan(), 0.0, sums)
         whole = torch.full((n + 2 * 16,), torch.nan, dtype=dtype)
-        out, tile = whole[offset : offset + n], np.zeros(TILE, np.float32)
+        out = whole[offset : offset + n]
+        tile = new_tile(numpy_of(out))
+        assert tile.shape == (TILE,)
+        assert not tile.any()
+        assert (tile.ctypes.data // 4 - out.data_ptr() // out.itemsize) % 16 == 0
         for base in range(0, n, TILE):
             piece = sums[base : base + TILE].numpy()
             tile[: piece.size] = piece

@@ -11,7 +11,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from tagc.ops.cpu.kernels.output import TILE, write_tile
+from tagc.ops.cpu.kernels.output import TILE, new_tile, write_tile
 from tagc.ops.cpu.kernels.scalar import N, compiled, lane_of, load, store_finite
 
 
@@ -42,7 +42,7 @@ def write_shard(values, keys, n, group, step, divisor, out):
         out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
     """
     lanes = len(group)
-    sums, t = np.zeros(TILE, np.float32), N(0)
+    sums, t = new_tile(out), N(0)
     for base in range(N(0), N(n), N(TILE)):
         end = base + N(TILE)
         while t < N(keys.size):

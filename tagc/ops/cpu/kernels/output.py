@@ -19,8 +19,26 @@ from tagc.ops.cpu.kernels.scalar import N, U, compiled, store
 
 # Elements of a tile; 256 of the largest groups, as ``unpacker`` asks.
 TILE = 8192
+# float32 of a line of the caches.
+_LINE = 16
 # Bytes of a shard from which on it goes past the caches.
 _LARGE = 1 << 20
+
+
+@compiled
+def new_tile(out):
+    """A tile of zeros for :func:`write_tile`: ``[TILE]`` float32.
+
+    It begins as many elements after a multiple of 64 bytes as ``out`` does, so that where a store
+    to ``out`` is aligned, the loads and stores of sums are, too: without, they take twice as long.
+
+    Args:
+        out: ``[n]`` float32 or the bits of bfloat16 as uint16, the shard.
+    """
+    room = np.zeros(TILE + _LINE, np.float32)
+    place = N(out.ctypes.data) // N(out.itemsize)
+    first = (place - N(room.ctypes.data) // N(room.itemsize)) & N(_LINE - 1)
+    return room[first : first + N(TILE)]
 
 
 @compiled
@@ -28,7 +46,7 @@ def write_tile(sums, count, divisor, out, base):
     """Divide, round and write a tile of the shard, and leave zeros in ``sums``.
 
     Args:
-        sums: ``[TILE]`` float32; become zeros.
+        sums: ``[TILE]`` float32, from :func:`new_tile`; become zeros.
         count: elements to write, at most ``TILE``.
         divisor: float32.
         out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.

@@ -26,16 +26,18 @@ def recover(keys, seed, hashes, partition, cells):
         seed: int32.
         hashes: cells of a key.
         partition: cells of a partition.
-        cells: ``[cells]`` int32 or float32, the sums; become what is left in them.
+        cells: ``[cells]`` int32 or float32, the sums; become what is left in them if a key is
+            not recovered.
 
     Returns:
         ``[count]`` of the dtype of ``cells``, the symbols by key, 0 where not recovered;
-        ``[count]`` uint8, 1 where recovered; ``[count * hashes]`` uint32, the cells of each key,
-        garbage if all were recovered; ``[cells]`` int32, how many keys are left in each cell.
+        ``[count]`` uint8, 1 where recovered; ``[count * hashes]`` uint32, the cells of each key;
+        ``[cells]`` int32, how many keys are left in each cell. The last two are garbage if all
+        were recovered.
     """
     salts = salts_of(seed, hashes)
     where = np.empty(keys.size * salts.size, np.uint32)
-    values, degree = np.zeros(keys.size, cells.dtype), np.zeros(cells.size, np.int32)
+    values, degree = np.zeros(keys.size, cells.dtype), np.empty(cells.size, np.int32)
     done = np.zeros(keys.size, np.uint8)
     _solve(keys, salts, partition, cells, where, values, done, degree)
     return values, done, where, degree
@@ -48,11 +50,12 @@ def _solve(keys, salts, partition, cells, where, values, done, degree):
         keys: ``[count]`` uint32, ascending.
         salts: ``[hashes]`` uint32.
         partition: cells of a partition.
-        cells: ``[cells]`` int32 or float32, the sums; become what is left in them.
+        cells: ``[cells]`` int32 or float32, the sums; become what is left in them if a key is
+            not recovered.
         where: ``[count * hashes]`` uint32, written if a key is not recovered.
         values: ``[count]`` of the dtype of ``cells``, zeros, written where recovered.
         done: ``[count]`` uint8, zeros, written where recovered.
-        degree: ``[cells]`` int32, written.
+        degree: ``[cells]`` int32, written if a key is not recovered.
     """
     raise NotImplementedError
 
@@ -137,7 +140,7 @@ def _peel_compact(keys, salts, partition, cells, where, values, done, degree):
 
     Args:
         keys: ``[count]`` uint32, ascending; at most 2**20.
-        cells: ``[cells]`` int32, the sums; become what is left in them.
+        cells: ``[cells]`` int32, the sums; become what is left in them if a key is not recovered.
         salts, partition, where, values, done, degree: as in :func:`_solve`.
     """
     hashes = N(salts.size)
@@ -185,9 +188,9 @@ def _peel_compact(keys, salts, partition, cells, where, values, done, degree):
                 # happens once, so the queue needs no more room than there are cells.
                 queue[tail] = p
                 tail += N(rest & 63 == 1)
-    for c in range(N(cells.size)):
-        cells[c], degree[c] = table[c] >> 32, table[c] & 63
     if found < N(keys.size):
+        for c in range(N(cells.size)):
+            cells[c], degree[c] = table[c] >> 32, table[c] & 63
         _locate(keys, salts, partition, at, where)
 
 

@@ -22,7 +22,7 @@ from tagc.ops.cpu.kernels.llvm import (
     shift_right,
     trailing_zeros,
 )
-from tagc.ops.cpu.kernels.output import TILE, write_tile
+from tagc.ops.cpu.kernels.output import TILE, new_tile, write_tile
 from tagc.ops.cpu.kernels.quantizer import dequantize_block, scale_at
 from tagc.ops.cpu.kernels.scalar import N, U, compiled
 
@@ -146,7 +146,7 @@ def unpack_shard(
         bits = count_bits(indexes[at : at + N(high_words)])
         state[r, _COUNT] = min(N(bits), N(capacity))
         state[r, _DENSE] = N(is_dense(high_words, bits))
-    sums = np.zeros(TILE, np.float32)
+    sums = new_tile(out)
     for base in range(N(0), N(n), N(TILE)):
         start = base // size
         for r in range(N(ranks)):
