@@ -26,7 +26,7 @@ def test_tiles_are_divided_and_rounded_like_torch(dtype, divisor, offset):
         sums = torch.where(sums.isnan(), 0.0, sums)
         whole = torch.full((n + 2 * 16,), torch.nan, dtype=dtype)
         out = whole[offset : offset + n]
-        tile = new_tile(numpy_of(out))
+        tile = new_tile(TILE, numpy_of(out))
         assert tile.shape == (TILE,)
         assert not tile.any()
         assert (tile.ctypes.data // 4 - out.data_ptr() // out.itemsize) % 16 == 0

@@ -100,7 +100,7 @@ def _float(upper: Tensor, bits: int) -> Tensor:
     return (upper << (32 - bits)).to(torch.int32).view(torch.float32)
 
 
-def _code_sum(c: Tensor, layout: MatrixLayout) -> Tensor:
+def code_sum(c: Tensor, layout: MatrixLayout) -> Tensor:
     """Sum over the last dimension, a number for every code of a row, in the order of
     :attr:`MatrixLayout.word_lanes`."""
     lanes, words = 32 // layout.width, layout.row_words
@@ -152,7 +152,7 @@ def _rows(x: Tensor, v: Tensor, place: Tensor | None, base: Tensor, layout: Matr
         u, w = (grouped(t, layout.group).gather(-1, place)[..., 0] for t in (u, v))
     if layout.fitted:
         u, w = u * w, w * w
-    fit = _code_sum(u, layout) / _code_sum(w, layout)
+    fit = code_sum(u, layout) / code_sum(w, layout)
     byte = (_upper(fit * x.new_tensor(layout.distance), 12) - base).clamp(max=254)
     byte = torch.where((byte < 1) | (base == 0), NOTHING, byte)
     return torch.where(x.isfinite().all(-1), byte, NOT_FINITE)

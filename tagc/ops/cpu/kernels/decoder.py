@@ -42,7 +42,7 @@ def write_shard(values, keys, n, group, step, divisor, out):
         out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
     """
     lanes = len(group)
-    sums, t = new_tile(out), N(0)
+    sums, t = new_tile(TILE, out), N(0)
     for base in range(N(0), N(n), N(TILE)):
         end = base + N(TILE)
         while t < N(keys.size):

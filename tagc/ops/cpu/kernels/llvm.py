@@ -202,6 +202,64 @@ def _adds(lanes: int) -> Any:
 add_one, add_two, add_four = _adds(1), _adds(2), _adds(4)
 
 
+def _codes(add: bool) -> Any:
+    """An instruction that takes 8 words of codes apart; ``add`` to what is there, or write it."""
+
+    def take_apart(typingctx, words, at, group, s, out, to, apart):
+        width = 32 // len(group)
+
+        def codegen(context, builder, signature, args):
+            source = _address(context, builder, signature, args, 0)
+            place = _address(context, builder, signature, args, 4)
+            word, scale = _load(builder, source, _INT, 8), _splat(builder, args[3], 8)
+            above = ir.Constant(word.type, [32 - width] * 8)
+            for i in range(len(group)):
+                up = ir.Constant(word.type, [32 - width * (i + 1)] * 8)
+                code = builder.ashr(builder.shl(word, up), above)
+                x = builder.fmul(scale, builder.sitofp(code, scale.type))
+                if add:
+                    x = builder.fadd(_load(builder, place, _FLOAT, 8), x)
+                _store(builder, x, place)
+                place = builder.gep(place, [args[6]])
+            return context.get_dummy_value()
+
+        index = types.uint64
+        return types.void(words, index, group, types.float32, out, index, index), codegen
+
+    take_apart.__doc__ = f"""{"Add" if add else "Write"} the elements of 8 words of a block's codes.
+
+    Args:
+        words: ``[...]`` uint32, of which 8 from ``at`` on are taken.
+        group: a tuple of as many entries as a word has codes.
+        s: float32, the scale.
+        out: ``[...]`` float32; the codes ``i`` of the words belong to 8 elements from
+            ``to + i * apart`` on.
+    """
+    return _instruction(take_apart)
+
+
+put_codes, add_codes = _codes(add=False), _codes(add=True)
+
+
+@_instruction
+def add_pairs(typingctx, source, at, target, to):
+    """Add 16 neighbours in pairs: write ``source[at + 2 * k] + source[at + 2 * k + 1]`` to
+    ``target[to + k]``, float32, for ``k`` below 8."""
+
+    def codegen(context, builder, signature, args):
+        x = _load(builder, _address(context, builder, signature, args, 0), _FLOAT, 16)
+        places, other = ir.VectorType(_INT, 8), ir.Constant(x.type, ir.Undefined)
+        even, odd = (
+            builder.shuffle_vector(x, other, ir.Constant(places, list(range(first, 16, 2))))
+            for first in (0, 1)
+        )
+        total = builder.fadd(even, odd)
+        _store(builder, total, _address(context, builder, signature, args, 2))
+        return context.get_dummy_value()
+
+    return types.void(source, types.uint64, target, types.uint64), codegen
+
+
 @_instruction
 def drain(typingctx, sums, at, factor, out, to):
     """Move 32 bytes of the output past the caches, and leave zeros where they come from.

@@ -11,13 +11,15 @@ import numpy as np
 from numba.extending import register_jitable
 
 from tagc.ops.cpu.kernels.llvm import (
+    add_pairs,
     bits_float,
     float_bits,
     shift_left,
     shift_right,
     shift_right_signed,
 )
-from tagc.ops.cpu.kernels.scalar import N, U, compiled, load, store, store_finite
+from tagc.ops.cpu.kernels.output import TILE, new_tile, write_tile
+from tagc.ops.cpu.kernels.scalar import N, U, compiled, load, store_finite
 from tagc.ops.matrix import (
     CENTRE,
     COLUMN_BIAS,
@@ -52,67 +54,72 @@ def _pairs(total, lanes):
 
 
 @register_jitable
-def _code_sum(c, lanes, words, table):
+def code_sum(c, lanes, words, table):
     """Sum of what a row's codes stand for, see :attr:`tagc.ops.matrix.MatrixLayout.word_lanes`.
 
     Args:
         c: ``[codes]`` float32, of which there are at most ``lanes * words``.
         lanes, words: uint64, codes of a word, and words.
-        table: ``[2, lanes, wide]`` float32, scratch, ``wide`` a power of two: as many words as are
-            added to side by side, or no fewer than there are.
+        table: ``[2 * lanes * wide + 16]`` float32, scratch, ``wide`` a power of two: as many words
+            as are added to side by side, or no fewer than there are.
     """
-    n, wide = N(c.size), N(table.shape[2])
-    for i in range(lanes):
-        row, first = table[0, i], i * words
-        there = min(words, n - first) if n > first else N(0)
-        side = min(there, wide)
-        for j in range(side):
-            row[j] = c[first + j]
-        for j in range(side, wide):
-            row[j] = np.float32(0.0)
-        for chunk in range(wide, there, wide):
-            for j in range(min(wide, there - chunk)):
-                row[j] += c[first + chunk + j]
+    n = N(c.size)
+    size = (N(table.size) - N(16)) // N(2)
+    wide, source, target = size // lanes, N(0), size
+    if n == size and wide > N(1) and n & N(15) == N(0):  # what would be copied is there
+        for k in range(N(0), size // N(2), N(8)):
+            add_pairs(c, N(2) * k, table, target + k)
+        source, target, size = target, source, size // N(2)
+    else:
+        for i in range(lanes):
+            row, first = i * wide, i * words
+            there = min(words, n - first) if n > first else N(0)
+            side = min(there, wide)
+            for j in range(side):
+                table[row + j] = c[first + j]
+            for j in range(side, wide):
+                table[row + j] = np.float32(0.0)
+            for chunk in range(wide, there, wide):
+                for j in range(min(wide, there - chunk)):
+                    table[row + j] += c[first + chunk + j]
     # Rows are neighbours, each a power of two wide: so pairs are those of the flat table.
-    flat, side = table.reshape(2, -1), N(0)
-    width = lanes * wide
-    while width > lanes:
-        width //= N(2)
-        source, target = flat[side], flat[N(1) - side]
-        for k in range(width):
-            target[k] = source[N(2) * k] + source[N(2) * k + N(1)]
-        side = N(1) - side
-    total, half = flat[side], N(1)
+    while size > lanes:
+        size //= N(2)
+        for k in range(N(0), size, N(8)):  # more than are there, in scratch
+            add_pairs(table, source + N(2) * k, table, target + k)
+        source, target = target, source
+    half = N(1)
     while half < lanes:
         half *= N(2)
     while half > N(1):
         half //= N(2)
         # Where the lanes are no power of two, the missing ones are zeros.
         for i in range(min(half, lanes - half) if lanes > half else N(0)):
-            total[i] += total[half + i]
-    return total[0]
+            table[source + i] += table[source + half + i]
+    return table[source]
 
 
 @register_jitable
-def _load_row(g, e, base, x, u):
+def _load_row(g, e, base, weights, x, u):
     """Load one row.
 
     Args:
         g: ``[...]``, the gradient, float32 or the bits of bfloat16 as uint16.
         e: ``[...]``, the residual, likewise; or None.
         base: where the row begins in both.
+        weights: ``[columns]`` float32.
         x: ``[columns]`` float32, written: their sum.
-        u: ``[columns]`` float32, written: bounded magnitudes of ``x``.
+        u: ``[columns]`` float32, written: bounded magnitudes of ``x``, times the weights.
 
     Returns:
         Whether all of ``x`` is finite.
     """
     largest = U(0)
     for j in range(N(x.size)):
-        x[j] = load(g, base + j) + load(e, base + j)
-        u[j] = _bounded(x[j])
-    for j in range(N(x.size)):
-        b = U(float_bits(x[j]) & _ABS)
+        y = load(g, base + j) + load(e, base + j)
+        x[j] = y
+        b = U(float_bits(y) & _ABS)
+        u[j] = _bounded(y) * weights[j]
         largest = b if b > largest else largest
     return largest < _INF
 
@@ -208,28 +215,28 @@ def quantize_rows(g, e, rows, v, base, size, group, distance, kept, fresh, scale
     place, wide = np.empty(count, np.uint64), N(1)
     while wide < words and wide * lanes * size < N(SPAN):
         wide *= N(2)
-    table = np.empty((2, lanes, wide), np.float32)
+    table = np.empty(N(2) * lanes * wide + N(16), np.float32)
     c = np.zeros(words * lanes, np.uint32)
     half, mask = np.float32(1 << (32 // len(group) - 1)), U(U(0xFFFFFFFF) >> U(32 - width))
     fitted = grouped or len(group) == 32
+    weights = np.ones(v.size, np.float32)
     for j in range(n):
         inverse[j] = _ONE / v[j]
+        if fitted and not grouped:
+            weights[j] = v[j]
         if not grouped:
             squares[j] = v[j] * v[j] if fitted else v[j]
-    norm = _code_sum(squares, lanes, words, table) if not grouped else _ONE
+    norm = code_sum(squares, lanes, words, table) if not grouped else _ONE
     for j in range(N(scales.size)):
         scales[j] = U(0)
     for i in range(N(rows)):
         at, start = i * words, i * n
         byte = U(NOT_FINITE)
-        if _load_row(g, e, start, x, u):
+        if _load_row(g, e, start, weights, x, u):
             if grouped:
                 _find_largest(x, u, v, inverse, size, place, squares)
-                norm = _code_sum(squares, lanes, words, table)
-            elif fitted:
-                for j in range(n):
-                    u[j] = u[j] * v[j]
-            byte = _byte_of(_code_sum(u[:count], lanes, words, table) / norm * distance, base)
+                norm = code_sum(squares, lanes, words, table)
+            byte = _byte_of(code_sum(u[:count], lanes, words, table) / norm * distance, base)
         scales[i >> N(2)] |= shift_left(byte, U(N(8) * (i & N(3))))
         if byte == U(NOTHING) or byte == U(NOT_FINITE):
             for j in range(words):
@@ -295,7 +302,7 @@ def _find_largest(x, u, v, inverse, size, place, squares):
 
 
 @register_jitable
-def _add_row(source, at, words, group, step, total):
+def _add_row(source, at, words, group, f, v, sums, first):
     """Add the elements of a row in which each has a code of its own.
 
     Args:
@@ -303,16 +310,44 @@ def _add_row(source, at, words, group, step, total):
         at: where the row's codes begin in ``source``.
         words: words of a row's codes.
         group: a tuple of as many entries as a word has codes.
-        step: ``[words * len(group)]`` float32, ``f * v`` by column, then padding.
-        total: ``[words * len(group)]`` float32, or longer, added to.
+        f: float32, the row's scale.
+        v: ``[words * len(group)]`` float32, the columns' scales, then padding.
+        sums: ``[...]`` float32, of which ``words * len(group)`` from ``first`` on are added to.
+        first: where the row begins in ``sums``.
     """
     width = U(32 // len(group))
     above = U(32) - width
     for k in range(N(len(group))):
         up, base = above - width * U(k), k * words
+        if len(group) == 32:
+            # The code -1 stands for -1, and 0 for 1.
+            for j in range(words):
+                negative = shift_left(source[at + j], up) & ~_ABS
+                sums[first + base + j] += bits_float(U(float_bits(f * v[base + j]) ^ negative))
+        else:
+            for j in range(words):
+                q = shift_right_signed(shift_left(source[at + j], up), above)
+                sums[first + base + j] += (_TWO * q + _ONE) * (f * v[base + j])
+
+
+@register_jitable
+def _add_groups(source, at, words, group, size, f, v, sums, first):
+    """Add the elements of a row in which ``size`` neighbours share a code.
+
+    Args:
+        source, at, words, group, f: as in :func:`_add_row`.
+        size: uint64, neighbours that share a code.
+        v: ``[columns]`` float32, or longer, the columns' scales, then zeros.
+        sums: ``[...]`` float32, in which the row begins at ``first``.
+    """
+    width = U(32 // len(group))
+    for k in range(N(len(group))):
         for j in range(words):
-            q = shift_right_signed(shift_left(source[at + j], up), above)
-            total[base + j] += (_TWO * q + _ONE) * step[base + j]
+            code = shift_right(source[at + j], U(k) * width)
+            place = (k * words + j) * size + N(code & U(size - N(1)))
+            if place < N(v.size):  # always true in a message that quantize_rows wrote
+                step = f * v[place]
+                sums[first + place] += -step if code & U(size) else step
 
 
 @compiled
@@ -333,39 +368,35 @@ def dequantize_rows(
         divisor: float32.
         out: ``[rows * columns]`` float32 or the bits of bfloat16 as uint16, written.
     """
-    n, lanes, width = N(out.size // rows), N(len(group)), U(32 // len(group))
-    count = (n + size - N(1)) // size
-    words = (count + lanes - N(1)) // lanes
-    v, total = np.empty((ranks, n), np.float32), np.empty(max(n, words * lanes), np.float32)
-    step = np.zeros(words * lanes if size == N(1) else n, np.float32)
+    n, lanes = N(out.size // rows), N(len(group))
+    words = ((n + size - N(1)) // size + lanes - N(1)) // lanes
+    # Columns that codes have places for; scales of the missing ones are zeros, and add nothing.
+    wide = words * lanes * size
+    v = np.zeros((ranks, wide), np.float32)
     for r in range(N(ranks)):
         first = r * N(distance)
-        read_scales(messages[first + N(1) : first + N(scales)], v[r])
-    for i in range(N(rows)):
-        for j in range(N(total.size)):
-            total[j] = np.float32(0.0)
-        for r in range(N(ranks)):
-            first = r * N(distance)
-            word = messages[first + N(scales) + (i >> N(2))]
-            byte = shift_right(word, U(N(8) * (i & N(3)))) & U(255)
-            if byte == U(NOTHING):
-                continue
-            if byte == U(NOT_FINITE):
-                for j in range(n):
-                    total[j] = np.float32(np.nan)
-                continue
-            f = bits_float(shift_left(U(byte + messages[first]), U(20)))
-            at = first + N(codes) + i * words
-            for j in range(n):
-                step[j] = f * v[r, j]
-            if size == N(1):
-                _add_row(messages, at, words, group, step, total)
-            else:
-                for t in range(count):
-                    word = messages[at + t % words]
-                    code = shift_right(word, U(t // words) * width) & U(U(2) * U(size) - U(1))
-                    j = t * size + N(code & U(size - N(1)))
-                    if j < n:  # always true in a message that quantize_rows wrote
-                        total[j] += -step[j] if code >= U(size) else step[j]
-        for j in range(n):
-            store(out, i * n + j, total[j] / divisor)
+        read_scales(messages[first + N(1) : first + N(scales)], v[r, :n])
+    # Rows of a tile; the last one's padding follows.
+    many = max(N(1), N(TILE) // n)
+    sums = new_tile(many * n + wide - n, out)
+    for start in range(N(0), N(rows), many):
+        count = min(many, N(rows) - start)
+        for t in range(count):
+            i, place = start + t, t * n
+            for r in range(N(ranks)):
+                first = r * N(distance)
+                word = messages[first + N(scales) + (i >> N(2))]
+                byte = shift_right(word, U(N(8) * (i & N(3)))) & U(255)
+                if byte == U(NOTHING):
+                    continue
+                if byte == U(NOT_FINITE):
+                    for j in range(n):
+                        sums[place + j] = np.float32(np.nan)
+                    continue
+                f = bits_float(shift_left(U(byte + messages[first]), U(20)))
+                at = first + N(codes) + i * words
+                if size == N(1):
+                    _add_row(messages, at, words, group, f, v[r], sums, place)
+                else:
+                    _add_groups(messages, at, words, group, size, f, v[r], sums, place)
+        write_tile(sums, count * n, divisor, out, start * n)

@@ -26,19 +26,20 @@ _LARGE = 1 << 20
 
 
 @compiled
-def new_tile(out):
-    """A tile of zeros for :func:`write_tile`: ``[TILE]`` float32.
+def new_tile(size, out):
+    """A tile of zeros for :func:`write_tile`: ``[size]`` float32.
 
     It begins as many elements after a multiple of 64 bytes as ``out`` does, so that where a store
     to ``out`` is aligned, the loads and stores of sums are, too: without, they take twice as long.
 
     Args:
+        size: elements; tiles that follow one another all profit if it is a multiple of 16.
         out: ``[n]`` float32 or the bits of bfloat16 as uint16, the shard.
     """
-    room = np.zeros(TILE + _LINE, np.float32)
+    room = np.zeros(N(size) + N(_LINE), np.float32)
     place = N(out.ctypes.data) // N(out.itemsize)
     first = (place - N(room.ctypes.data) // N(room.itemsize)) & N(_LINE - 1)
-    return room[first : first + N(TILE)]
+    return room[first : first + N(size)]
 
 
 @compiled
@@ -46,8 +47,8 @@ def write_tile(sums, count, divisor, out, base):
     """Divide, round and write a tile of the shard, and leave zeros in ``sums``.
 
     Args:
-        sums: ``[TILE]`` float32, from :func:`new_tile`; become zeros.
-        count: elements to write, at most ``TILE``.
+        sums: ``[...]`` float32, from :func:`new_tile`; what is written becomes zeros.
+        count: elements to write.
         divisor: float32.
         out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
         base: the first element to write.

@@ -1,4 +1,4 @@
-"""Kernels of block quantization: a block's elements lie in a scratch array that stays in L1."""
+"""Kernels of block quantization: elements lie in a scratch array that stays in L1."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from numba import types
 from numba.extending import overload, register_jitable
 
 from tagc.ops.cpu.kernels.llvm import (
+    add_codes,
     bits_float,
     float_bits,
+    put_codes,
     shift_left,
     shift_right,
     shift_right_signed,
 )
-from tagc.ops.cpu.kernels.scalar import N, U, compiled, fmix32, load, store, store_finite
+from tagc.ops.cpu.kernels.output import TILE, new_tile, write_tile
+from tagc.ops.cpu.kernels.scalar import N, U, compiled, fmix32, load, store_finite
 
 _ABS, _INF = U(0x7FFFFFFF), U(0x7F800000)
 _LARGEST_SCALE, _MIN_SCALE, _NAN = U(0x7F7F0000), U(0x00800000), U(0x7FC00000)
@@ -167,31 +170,37 @@ def scale_at(words, at, b):
 
 
 @register_jitable
-def dequantize_block(words, at, group, s, out):
+def dequantize_block(words, at, count, group, s, out, to):
     """Write the elements of a block.
 
     Args:
-        words: ``[...]`` uint32.
-        at: where the block's codes begin in ``words``.
+        words: ``[...]`` uint32, in which the block's codes begin at ``at``.
+        count: uint64, words of a block.
         group: a tuple of as many entries as a word has codes.
         s: float32, the scale.
-        out: ``[block]`` float32, written.
+        out: ``[...]`` float32, written from ``to`` on, ``count * len(group)`` elements.
     """
+    if count & N(7) == N(0):
+        for j in range(N(0), count, N(8)):
+            put_codes(words, at + j, group, s, out, to + j, count)
+        return
     width = U(32 // len(group))
-    count = N(out.size // len(group))
     for i in range(N(len(group))):
-        up, base = U(32 - width * U(i + N(1))), i * count
+        up, base = U(32 - width * U(i + N(1))), to + i * count
         for j in range(count):
             out[base + j] = s * shift_right_signed(shift_left(words[at + j], up), U(U(32) - width))
 
 
 @register_jitable
-def add_block(words, at, group, s, out):
+def add_block(words, at, count, group, s, out, to):
     """As :func:`dequantize_block`, but add to ``out``."""
+    if count & N(7) == N(0):
+        for j in range(N(0), count, N(8)):
+            add_codes(words, at + j, group, s, out, to + j, count)
+        return
     width = U(32 // len(group))
-    count = N(out.size // len(group))
     for i in range(N(len(group))):
-        up, base = U(32 - width * U(i + N(1))), i * count
+        up, base = U(32 - width * U(i + N(1))), to + i * count
         for j in range(count):
             out[base + j] += s * shift_right_signed(shift_left(words[at + j], up), U(U(32) - width))
 
@@ -210,19 +219,20 @@ def dequantize_shard(messages, distance, ranks, n, block, group, divisor, out):
         divisor: float32.
         out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
     """
-    total = np.empty(block, np.float32)
-    words = N(block // len(group))
-    blocks = N((n + block - 1) // block)
-    first = (blocks + N(1)) >> N(1)
-    for b in range(blocks):
-        for r in range(N(ranks)):
-            at = r * N(distance)
-            s = scale_at(messages, at, b)
-            at += first + b * words
-            if r == N(0):
-                dequantize_block(messages, at, group, s, total)
-            else:
-                add_block(messages, at, group, s, total)
-        base = b * N(block)
-        for j in range(min(N(block), N(n) - base)):
-            store(out, base + j, total[j] / divisor)
+    size, words = N(block), N(block // len(group))
+    blocks = (N(n) + size - N(1)) // size
+    codes = (blocks + N(1)) >> N(1)
+    sums = new_tile(TILE, out)
+    for base in range(N(0), N(n), N(TILE)):
+        first, count = base // size, min(N(TILE), N(n) - base)
+        for b in range(first, min(blocks, first + N(TILE) // size)):
+            to = b * size - base
+            for r in range(N(ranks)):
+                at = r * N(distance)
+                s = scale_at(messages, at, b)
+                at += codes + b * words
+                if r == N(0):
+                    dequantize_block(messages, at, words, group, s, sums, to)
+                else:
+                    add_block(messages, at, words, group, s, sums, to)
+        write_tile(sums, count, divisor, out, base)

@@ -100,9 +100,8 @@ def _read_chunk(
     state[_READ], state[_WORDS], state[_FOUND] = t + count, w, found - count
     words, first = N(block // len(group)), t * size // N(block)
     for b in range((count * size + N(block) - N(1)) // N(block)):
-        s, at = scale_at(messages, scales, first + b), k * size + b * N(block)
-        piece = values[at : at + N(block)]
-        dequantize_block(messages, codes + (first + b) * words, group, s, piece)
+        s, at = scale_at(messages, scales, first + b), codes + (first + b) * words
+        dequantize_block(messages, at, words, group, s, values, k * size + b * N(block))
 
 
 @compiled
@@ -146,7 +145,7 @@ def unpack_shard(
         bits = count_bits(indexes[at : at + N(high_words)])
         state[r, _COUNT] = min(N(bits), N(capacity))
         state[r, _DENSE] = N(is_dense(high_words, bits))
-    sums = new_tile(out)
+    sums = new_tile(TILE, out)
     for base in range(N(0), N(n), N(TILE)):
         start = base // size
         for r in range(N(ranks)):
