@@ -55,6 +55,8 @@ def variants() -> list[Work]:
         Work(op="encode", symbol="int8x4", density=0.05, residual="bfloat16"),
         Work(op="encode", symbol="int8x4", density=0.05, residual=None),
         Work(op="decode", symbol="int8x4", rows=8, density=0.01, residual="float32"),
+        # A direct layout: all groups have cells of their own.
+        Work(op="decode", symbol="int8x4", rows=8, density=0.2, residual="float32"),
         Work(op="select", density=0.05, residual=None),
         Work(op="insert", symbol="int8x4", density=0.05, residual=None, rows=1),
         Work(op="peel", symbol="int8x4", density=0.05, residual=None, rows=1),
