@@ -1,4 +1,7 @@
-"""Launches of a step: a transformer's units go through their codecs once, and launches are counted.
+"""Launches of a step: a transformer's units go through their codecs, and launches are counted.
+
+A step is the mean of some, long after the first ones: what codecs measure they measure in all of the
+first steps, and then in one of several. Units that differ in their names only are counted once.
 
 Everything happens on the meta device, where there is nothing to compute with, and kernels are not
 even compiled. What is counted is what the codecs launch: their kernels, and torch's. Left out are
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tagc.codecs import CodecSetup, kind_of
+from tagc.codecs.feedback.share import EVERY, FIRST
 from tagc.codecs.registry import make_codecs
 from tagc.codecs.workspace import Workspace
 from tagc.costs.explain import plan_shapes
@@ -78,7 +82,7 @@ class _Alone:
 
 
 def count_step(policy: str, shapes: ModelShapes | None = None) -> Record:
-    """Launches of one step, long after the warm-up.
+    """Launches of a step.
 
     Args:
         shapes: default: a transformer of 7e9 parameters, which has 32 blocks.
@@ -90,24 +94,34 @@ def count_step(policy: str, shapes: ModelShapes | None = None) -> Record:
     )  # fmt: skip
     block = Counter[str]()
     total = Counter[str]()
+    counted: dict[str, Counter[str]] = {}
     for unit in plan.all_units:
-        found = _launches(unit)
-        total.update(found)
+        alike = repr(unit).replace(unit.info.name, "")
+        if alike not in counted:
+            counted[alike] = _launches(unit)
+        total.update(counted[alike])
         if unit.info.name == shapes.blocks[0]:
-            block.update(found)
+            block.update(counted[alike])
     return {
         "suite": "counts",
         "policy": policy,
         "blocks": len(shapes.blocks),
         "parameters": shapes.numel,
         "ranks": RANKS,
-        "launches_per_block": sum(block.values()),
-        "launches_per_step": sum(total.values()),
-        "kernels_per_block": dict(sorted(block.items())),
+        "launches_per_block": _mean(sum(block.values())),
+        "launches_per_step": _mean(sum(total.values())),
+        "kernels_per_block": {name: _mean(n) for name, n in sorted(block.items())},
     }
 
 
+def _mean(launches: int) -> float:
+    """Of a step, from those of ``EVERY``."""
+    each = launches / EVERY
+    return int(each) if each.is_integer() else round(each, 1)
+
+
 def _launches(unit: UnitPlan) -> Counter[str]:
+    """Of ``EVERY`` steps, by kernel."""
     from triton.runtime.jit import JITFunction
 
     ops: Any = importlib.import_module("tagc.triton_kernels.ops")
@@ -138,9 +152,9 @@ def _reduce(unit: UnitPlan, setup: CodecSetup, found: Counter[str]) -> None:
     grad = torch.empty(setup.destinations, columns, dtype=setup.dtype, device=_META)
     out = torch.empty(columns, dtype=setup.dtype, device=_META)
     exchange = _Alone()
-    for _ in range(2):
-        # The first step samples thresholds; the second one is as all that follow.
-        found.clear()
+    for step in range(FIRST + EVERY):
+        if step == FIRST:
+            found.clear()
         for codec in codecs.values():
             message = torch.empty(setup.destinations, codec.words, dtype=torch.int32, device=_META)
             received = torch.empty(setup.world_size, codec.words, dtype=torch.int32, device=_META)
@@ -162,4 +176,4 @@ def _gather(unit: UnitPlan, setup: CodecSetup, found: Counter[str]) -> None:
         codec.decode_rows(message, rows)
     times = 1 if unit.keeps_copy else unit.exchanges
     for name in found:
-        found[name] *= times
+        found[name] *= times * EVERY
