@@ -268,7 +268,8 @@ def drain(typingctx, sums, at, factor, out, to):
         sums: ``[...]`` float32; those from ``at`` on are read, and become zeros.
         factor: float32, by which they are multiplied.
         out: ``[...]`` float32 or the bits of bfloat16 as uint16, written from ``to`` on, rounded to
-            nearest even. ``out[to]`` lies at a multiple of 32 bytes; no NaN becomes a bfloat16.
+            nearest even. ``out[to]`` lies at a multiple of 32 bytes. A NaN stays one if its lower
+            16 bits are zeros, as those of arithmetic are.
     """
     lanes = 32 // (out.dtype.bitwidth // 8)
 

@@ -1,4 +1,4 @@
-"""Kernels of quantized matrices, row by row in L1.
+"""Kernels of quantized matrices: rows are quantized one by one, and added up some at a time.
 
 The gradient and the residual are read twice: a row's codes need the scales of all columns.
 
@@ -58,7 +58,7 @@ def code_sum(c, lanes, words, table):
     """Sum of what a row's codes stand for, see :attr:`tagc.ops.matrix.MatrixLayout.word_lanes`.
 
     Args:
-        c: ``[codes]`` float32, of which there are at most ``lanes * words``.
+        c: ``[codes]`` float32, contiguous, of which there are at most ``lanes * words``.
         lanes, words: uint64, codes of a word, and words.
         table: ``[2 * lanes * wide + 16]`` float32, scratch, ``wide`` a power of two: as many words
             as are added to side by side, or no fewer than there are.
@@ -66,7 +66,8 @@ def code_sum(c, lanes, words, table):
     n = N(c.size)
     size = (N(table.size) - N(16)) // N(2)
     wide, source, target = size // lanes, N(0), size
-    if n == size and wide > N(1) and n & N(15) == N(0):  # what would be copied is there
+    if n == size and wide > N(1) and n & N(15) == N(0):
+        # As many codes as places: the table would be a copy of them.
         for k in range(N(0), size // N(2), N(8)):
             add_pairs(c, N(2) * k, table, target + k)
         source, target, size = target, source, size // N(2)
@@ -85,7 +86,8 @@ def code_sum(c, lanes, words, table):
     # Rows are neighbours, each a power of two wide: so pairs are those of the flat table.
     while size > lanes:
         size //= N(2)
-        for k in range(N(0), size, N(8)):  # more than are there, in scratch
+        # Up to 7 places past `size` are written, too: scratch, or what was read already.
+        for k in range(N(0), size, N(8)):
             add_pairs(table, source + N(2) * k, table, target + k)
         source, target = target, source
     half = N(1)
@@ -311,21 +313,21 @@ def _add_row(source, at, words, group, f, v, sums, first):
         words: words of a row's codes.
         group: a tuple of as many entries as a word has codes.
         f: float32, the row's scale.
-        v: ``[words * len(group)]`` float32, the columns' scales, then padding.
-        sums: ``[...]`` float32, of which ``words * len(group)`` from ``first`` on are added to.
-        first: where the row begins in ``sums``.
+        v: ``[columns]`` float32, the columns' scales.
+        sums: ``[...]`` float32, in which the row begins at ``first``.
     """
-    width = U(32 // len(group))
+    n, width = N(v.size), U(32 // len(group))
     above = U(32) - width
     for k in range(N(len(group))):
         up, base = above - width * U(k), k * words
+        there = min(words, n - base) if n > base else N(0)
         if len(group) == 32:
             # The code -1 stands for -1, and 0 for 1.
-            for j in range(words):
+            for j in range(there):
                 negative = shift_left(source[at + j], up) & ~_ABS
                 sums[first + base + j] += bits_float(U(float_bits(f * v[base + j]) ^ negative))
         else:
-            for j in range(words):
+            for j in range(there):
                 q = shift_right_signed(shift_left(source[at + j], up), above)
                 sums[first + base + j] += (_TWO * q + _ONE) * (f * v[base + j])
 
@@ -337,8 +339,7 @@ def _add_groups(source, at, words, group, size, f, v, sums, first):
     Args:
         source, at, words, group, f: as in :func:`_add_row`.
         size: uint64, neighbours that share a code.
-        v: ``[columns]`` float32, or longer, the columns' scales, then zeros.
-        sums: ``[...]`` float32, in which the row begins at ``first``.
+        v, sums, first: likewise.
     """
     width = U(32 // len(group))
     for k in range(N(len(group))):
@@ -370,15 +371,17 @@ def dequantize_rows(
     """
     n, lanes = N(out.size // rows), N(len(group))
     words = ((n + size - N(1)) // size + lanes - N(1)) // lanes
-    # Columns that codes have places for; scales of the missing ones are zeros, and add nothing.
-    wide = words * lanes * size
-    v = np.zeros((ranks, wide), np.float32)
+    v = np.empty((ranks, n), np.float32)
     for r in range(N(ranks)):
         first = r * N(distance)
-        read_scales(messages[first + N(1) : first + N(scales)], v[r, :n])
-    # Rows of a tile; the last one's padding follows.
-    many = max(N(1), N(TILE) // n)
-    sums = new_tile(many * n + wide - n, out)
+        read_scales(messages[first + N(1) : first + N(scales)], v[r])
+    # Rows of a tile, whose elements are a multiple of 16 where that many fit, see `new_tile`.
+    many, apart = max(N(1), N(TILE) // n), N(1)
+    while apart * n & N(15):
+        apart += apart
+    if many > apart:
+        many &= ~(apart - N(1))
+    sums = new_tile(many * n, out)
     for start in range(N(0), N(rows), many):
         count = min(many, N(rows) - start)
         for t in range(count):

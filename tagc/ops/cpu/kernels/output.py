@@ -1,9 +1,9 @@
 """The last step of the decoders: sums become elements of the shard, a tile at a time.
 
 A shard is larger than the caches, and whoever decodes it writes it once. So a tile of sums stays in
-the L1 cache while it is filled, and then goes to memory past the caches, which spares a read of
-what is overwritten, and what the caches held. A shard that fits in the L2 cache is stored as usual:
-whoever reads it finds it there.
+the L1 cache (one of ``TILE`` elements does) while it is filled, and then goes to memory past the
+caches, which spares a read of what is overwritten, and what the caches held. A shard that fits in
+the L2 cache is stored as usual: whoever reads it finds it there.
 
 Sums are divided by the number of ranks. Half of the time of a large shard would go into divisions;
 where the divisor is a power of two, a product with its reciprocal has the same bits. Example: 3

@@ -93,7 +93,8 @@ def _within_bfloat16(b):
 
 @register_jitable
 def _put_bfloat16(a, j, b):
-    """Round a float32 that is not NaN, ``b`` its bits as uint32, to nearest even in bfloat16.
+    """Round a float32, ``b`` its bits as uint32, to nearest even in bfloat16. A NaN stays one if
+    its lower 16 bits are zeros, as those of arithmetic are.
 
     ``a`` is ``[n]`` uint16, of which element ``j`` gets the bits.
     """

@@ -29,12 +29,12 @@ from tagc.ops.cpu.kernels.scalar import N, U, compiled
 # Elements of a message that are read at a time, a power of two; more for large blocks and groups.
 _CHUNK = 1024
 # Of a message: groups in all, added so far, and read so far; words of the bitmap that were listed,
-# places found in them that are not read yet, and whether the bitmap is dense.
-_COUNT, _ADDED, _READ, _WORDS, _FOUND, _DENSE = range(6)
+# places found in them that are not read yet, whether the bitmap is dense, and the last key.
+_COUNT, _ADDED, _READ, _WORDS, _FOUND, _DENSE, _LAST = range(7)
 
 
 @compiled
-def _read_keys(places, words, low, first, count, low_bits, most, keys, k):
+def _read_keys(places, words, low, first, count, low_bits, most, last, keys, k):
     """Put keys together, see :mod:`tagc.ops.packed`.
 
     Keys of any words lie in tiles that follow one another, if the groups of a tile are a multiple
@@ -47,14 +47,18 @@ def _read_keys(places, words, low, first, count, low_bits, most, keys, k):
         count: uint64, keys to read.
         low_bits: bits of a low part; 0 for a bitmap.
         most: uint32, the largest high part that there can be.
+        last: uint32, the key before the first.
         keys: ``[...]`` uint32, written from ``k`` on, up to 8 more than ``count``.
+
+    Returns:
+        uint32, the last key with 16 low bits, ``last`` with others.
     """
     width, before = U(low_bits), U(first)
     if low_bits == 0:
         for i in range(count):
             keys[k + i] = places[i]
     elif low_bits == 16:
-        parts, at, last = words.view(np.uint16), N(2) * low + first, U(0)
+        parts, at = words.view(np.uint16), N(2) * low + first
         for i in range(count):
             high = min(U(places[i] - U(before + U(i))), most)
             last = max(last, U(shift_left(high, width) | U(parts[at + i])))
@@ -70,6 +74,7 @@ def _read_keys(places, words, low, first, count, low_bits, most, keys, k):
             at = (first + i) * N(width)
             part = shift_right(words[low + (at >> N(5))], U(at & N(31)))
             put_keys(keys, k + i, places, i, U(before + U(i)), part, width, most)
+    return last
 
 
 @compiled
@@ -87,14 +92,15 @@ def _read_chunk(
         places: ``[2 * chunk + SLACK]`` uint32, those that wait, then scratch.
         keys: ``[...]`` uint32, written from ``k`` on.
         values: ``[...]`` float32, written from ``k * size`` on.
-        state: ``[6]`` uint64, of the message, updated.
+        state: ``[7]`` uint64, of the message, updated.
     """
     t, dense = state[_READ], state[_DENSE] != N(0)
     w, found = list_groups(
         indexes, high, state[_WORDS], N(high_words), dense, places, N(0), state[_FOUND], chunk
     )
     count = min(chunk, state[_COUNT] - t)
-    _read_keys(places, indexes, low, t, count, low_bits, most, keys, k)
+    last = U(state[_LAST])
+    state[_LAST] = _read_keys(places, indexes, low, t, count, low_bits, most, last, keys, k)
     for i in range(found - count):
         places[i] = places[i + count]
     state[_READ], state[_WORDS], state[_FOUND] = t + count, w, found - count
@@ -139,7 +145,7 @@ def unpack_shard(
     places = np.empty((ranks, 2 * chunk + SLACK), np.uint32)
     keys = np.empty(N(ranks) * room, np.uint32)
     values = np.empty(N(ranks) * room * size, np.float32)
-    state = np.zeros((ranks, 6), np.uint64)
+    state = np.zeros((ranks, 7), np.uint64)
     for r in range(N(ranks)):
         at = r * N(apart) + N(high)
         bits = count_bits(indexes[at : at + N(high_words)])
