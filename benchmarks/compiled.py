@@ -47,7 +47,8 @@ PACKED = {
     "select_kernel", "count_kernel", "drop_kernel", "rank_kernel", "scan_kernel", "list_kernel",
     "index_kernel", "read_kernel", "values_kernel", "unpack_kernel",
 }  # fmt: skip
-KERNELS = SKETCH | BLOCKS | MATRIX | PACKED
+LAG = {"undo_lag_kernel"}
+KERNELS = SKETCH | BLOCKS | MATRIX | PACKED | LAG
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +299,11 @@ def packed(bits, block, group, low, grad, residual, kind, divisor, numel=1 << 14
         ops.write_index(marks, message[:, 2 : 2 + layout.index_words], layout=layout)
 
 
+def lag(out, numel=1 << 14) -> None:
+    sum_, sent = torch.empty(numel), torch.empty(numel)
+    ops.undo_lag(sum_, sent, torch.empty(numel, dtype=out), torch.empty(2))
+
+
 HASHES = (4, 3, 5, 6, 1)
 # Every symbol with every pair of dtypes; hashes and the rest take turns.
 ENCODES = [
@@ -362,6 +368,8 @@ def compile_all(
             matrix(*arguments)
         for arguments in PACKS[turn :: 17 if share > 1 else 1]:
             packed(*arguments)
+        for dtype in (F32, BF16, F16):
+            lag(dtype)
     return found
 
 

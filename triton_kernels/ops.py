@@ -14,10 +14,11 @@ results differ in their last bits from run to run.
 
 from .dequantize import dequantize
 from .jit import compiling_only
+from .lag import undo_lag
 from .matrix_dequantize import dequantize_matrix
 from .matrix_quantize import quantize_matrix
 from .pack import pack, select
-from .prepare import prepare, prepare_blocks, prepare_matrix, prepare_packed
+from .prepare import prepare, prepare_blocks, prepare_lag, prepare_matrix, prepare_packed
 from .quantize import quantize
 from .read_index import read_index
 from .scratch import release
@@ -36,6 +37,7 @@ __all__ = [
     "peel",
     "prepare",
     "prepare_blocks",
+    "prepare_lag",
     "prepare_matrix",
     "prepare_packed",
     "quantize",
@@ -43,6 +45,7 @@ __all__ = [
     "read_index",
     "release",
     "select",
+    "undo_lag",
     "unpack",
     "write_index",
 ]

@@ -25,6 +25,10 @@ def prepare_blocks(
     """See :meth:`tagc.ops.blocks.BlockOps.prepare_blocks`."""
 
 
+def prepare_lag() -> None:
+    """See :meth:`tagc.ops.lag.LagOps.prepare_lag`."""
+
+
 def prepare_matrix(
     layout: MatrixLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
 ) -> None:

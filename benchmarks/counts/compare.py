@@ -10,6 +10,8 @@ from ..records import Record
 # version of Triton schedules and unrolls differently.
 INSTRUCTIONS, OTHER_COMPILER = 1.03, 1.25
 BYTES = 1.01
+# By how much a kernel may take more registers, and the share of a copy may fall.
+REGISTERS, SHARE = 1.1, 0.02
 
 
 def key(record: Record) -> tuple[str, ...]:
@@ -20,7 +22,8 @@ def key(record: Record) -> tuple[str, ...]:
 
 
 def worse(record: Record, before: Record) -> list[str]:
-    """What grew: launches, bytes, atomics, instructions for each element; nothing if none did."""
+    """What got worse: launches, bytes, atomics, instructions for each element; by the compiler of
+    the record also registers, occupancy and the share of a copy. Nothing if none did."""
     if "policy" in record:
         counted = ("launches_per_block", "launches_per_step")
         return [_said(record, before, k) for k in counted if record[k] > before[k]]
@@ -31,7 +34,18 @@ def worse(record: Record, before: Record) -> list[str]:
         "atomics": BYTES,
         "per_element": INSTRUCTIONS if same else OTHER_COMPILER,
     }
-    return [_said(record, before, k) for k, x in limits.items() if record[k] > x * before[k]]
+    found = [_said(record, before, k) for k, x in limits.items() if record[k] > x * before[k]]
+    if not same:
+        return found
+    if record["share_of_copy"] < before["share_of_copy"] - SHARE:
+        found.append(_said(record, before, "share_of_copy"))
+    for name, now in record["kernels"].items():
+        then = before["kernels"].get(name, now)
+        fuller = now["registers"] > REGISTERS * then["registers"]
+        if fuller or now["occupancy"] < then["occupancy"]:
+            numbers = (f"{k} {then[k]} -> {now[k]}" for k in ("registers", "occupancy"))
+            found.append(f"{' '.join(key(record))}: {name}: {', '.join(numbers)}")
+    return found
 
 
 def _said(record: Record, before: Record, field: str) -> str:

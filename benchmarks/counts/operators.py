@@ -315,9 +315,18 @@ def _peel(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     return lambda: ops.peel(cells, index, seed, layout=layout)
 
 
+def _undo_lag(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
+    _, n, each, _ = _sizes(work)
+    decoded, sent, weights = (_empty(size, dtype=torch.float32) for size in (n, n, 2))
+    out = _empty(n, dtype=_DTYPES[work.gradient])
+    asked.floor = n * (3 * 4 + each)
+    return lambda: ops.undo_lag(decoded, sent, out, weights)
+
+
 OPERATORS: dict[str, Callable[[Any, Work, Asked], Callable[[], object]]] = {
     "quantize": _quantize, "dequantize": _dequantize,
     "quantize_matrix": _quantize_matrix, "dequantize_matrix": _dequantize_matrix,
     "pack": _pack, "unpack": _unpack, "select": _select,
     "encode": _encode, "decode": _decode, "insert": _insert, "peel": _peel,
+    "undo_lag": _undo_lag,
 }  # fmt: skip

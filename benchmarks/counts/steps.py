@@ -1,6 +1,6 @@
 """Launches of a step: a transformer's units go through their codecs, and launches are counted.
 
-A step is the mean of some, long after the first ones: what codecs measure they measure in all of the
+A step is the mean of some, after the first ones: what codecs measure they measure in all of the
 first steps, and then in one of several. Units that differ in their names only are counted once.
 
 Everything happens on the meta device, where there is nothing to compute with, and kernels are not
@@ -85,7 +85,7 @@ def count_step(policy: str, shapes: ModelShapes | None = None) -> Record:
     """Launches of a step.
 
     Args:
-        shapes: default: a transformer of 7e9 parameters, which has 32 blocks.
+        shapes: default: a transformer of 7e9 parameters, which has 33 blocks.
     """
     shapes = synthetic(7_000_000_000) if shapes is None else shapes
     plan = plan_shapes(

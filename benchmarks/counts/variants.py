@@ -25,6 +25,8 @@ def variants() -> list[Work]:
         Work(op="dequantize", gradient="float32"),
         Work(op="dequantize", bits=8),
         Work(op="dequantize", bits=2),
+        # What owners do with a lead, as one-bit and its relatives have.
+        Work(op="undo_lag", residual=None, rows=1, bits=0),
         # one-bit and two-bits, then half-bit and fifth-bit.
         Work(op="quantize_matrix", bits=1),
         Work(op="quantize_matrix", bits=1, gradient="float32"),

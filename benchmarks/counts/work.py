@@ -22,6 +22,7 @@ class Work:
 
     Attributes:
         rows: destinations of a gradient, or messages that are added up.
+        bits: of a code; 0 where there are none.
         density: share of the elements that a rank keeps.
         dithered: whether codes are rounded by chance.
     """
@@ -47,7 +48,7 @@ class Work:
             parts.append(f"{100 * self.density:g}%")
         if self.symbol is not None:
             parts.append(self.symbol)
-        else:
+        elif self.bits:
             parts.append(f"int{self.bits}")
         if self.group > 1:
             parts.append(f"group {self.group}")

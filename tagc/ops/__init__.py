@@ -8,6 +8,7 @@ cells of ``float32`` symbols depend on the order of additions.) They never impor
 
 from tagc.ops.blocks import BlockOps
 from tagc.ops.implementations import NAMES, Ops, compiles_ahead, get_ops
+from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
 from tagc.ops.packed import PackedOps
 from tagc.ops.sketch import (
@@ -31,6 +32,7 @@ __all__ = [
     "UNION",
     "UNRESOLVED",
     "BlockOps",
+    "LagOps",
     "MatrixOps",
     "Ops",
     "PackedOps",

@@ -12,6 +12,7 @@ from typing import Protocol, TypeGuard, cast
 import torch
 
 from tagc.ops.blocks import BlockOps
+from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
 from tagc.ops.packed import PackedOps
 from tagc.ops.sketch import SketchOps
@@ -26,7 +27,7 @@ _RUNS_ON = {"cpu": "cpu", "triton": "cuda"}
 _LEAST_CAPABILITY = (8, 0)
 
 
-class Ops(SketchOps, BlockOps, MatrixOps, PackedOps, Protocol):
+class Ops(SketchOps, BlockOps, MatrixOps, PackedOps, LagOps, Protocol):
     """All operators of an implementation."""
 
     def release(self) -> None:

@@ -170,7 +170,7 @@ def _moment_of(unit: UnitPlan, segment: Segment, *, reference: bool) -> int:
         if feedback.dtype == torch.int8 and reference:
             # It is stored as the codec `quantized` would send it.
             found = max(found, 41 * D * segment.columns)
-        found += feedback.scratch_bytes(D, segment.columns, unit.info.dtype)
+        found += feedback.scratch_bytes(D, segment.columns, unit.info.dtype, reference=reference)
     owns = feedback is not None and feedback.owner_state is not None
     ranged = unit.info.dtype == torch.float16 and unit.direction != "parameters"
     if ranged and codec.compressed and not owns:

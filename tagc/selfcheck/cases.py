@@ -318,6 +318,17 @@ def _peel(m: _Maker) -> Case:
     return m.case(tensors, [], layout=layout)
 
 
+def _undo_lag(m: _Maker) -> Case:
+    n = 4 * 1024 + 3
+    tensors: dict[str, Tensor | None] = {
+        "decoded": m.spoilt(m.values(1, n, dtype=torch.float32))[0],
+        "sent": m.values(n, dtype=torch.float32),
+        "out": m.garbage(n, dtype=m.call.dtype("out")),
+        "weights": torch.tensor([0.65, 0.35], dtype=torch.float32),
+    }
+    return m.case(tensors, ["sent", "out"])
+
+
 _MAKERS: dict[str, Callable[[_Maker], Case]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
@@ -328,6 +339,7 @@ _MAKERS: dict[str, Callable[[_Maker], Case]] = {
     "select": _select,
     "write_index": _write_index,
     "read_index": _read_index,
+    "undo_lag": _undo_lag,
     "encode": _encode,
     "decode": _decode,
     "insert": _insert,

@@ -40,6 +40,9 @@ def every_call() -> Iterator[Call]:
     densities = itertools.cycle((0.002, 0.05, 0.4, 1.0, 0.01))
     for group in (1, 1, 2, 4, 4, 8, 16, 32, 32):
         yield from _packed(group, next(densities), next(dtypes), next(divisors))
+    for dtype in _GRADIENTS:
+        tensors = (("decoded", _F32), ("sent", _F32), ("out", dtype), ("weights", _F32))
+        yield Call("undo_lag", (), tensors, ())
     # Tables of 6, 5, 4 and 3 hashes.
     keys = itertools.cycle((100, 900, 5000, 1 << 22, 5000))
     for symbol in [*SYMBOLS.values()] * 2:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import subprocess
 from functools import cache
+from pathlib import Path
 
 import torch
 
 from tagc.version import __version__
+
+# What NVIDIA's module says: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54 ...", say.
+_MODULE = Path("/proc/driver/nvidia/version")
 
 
 @cache
@@ -17,7 +22,8 @@ def about(device: torch.device | str, *, driver: bool = False) -> dict[str, str]
     """The device and the versions of what runs on it, by name.
 
     Args:
-        driver: ask for the driver's version, too, which takes a moment.
+        driver: ask nvidia-smi for the driver's version where the kernel does not tell, which takes
+            a moment; and name Python and the system.
     """
     found = {"tagc": __version__, "torch": torch.__version__, "triton": _version("triton")}
     device = torch.device(device)
@@ -28,8 +34,7 @@ def about(device: torch.device | str, *, driver: bool = False) -> dict[str, str]
             "capability": f"{properties.major}.{properties.minor}",
             "cuda": str(torch.version.cuda),
         } | found
-        if driver:
-            found["driver"] = _driver()
+        found["driver"] = _loaded_driver() or (_driver() if driver else "unknown")
     else:
         found = {
             "device": device.type,
@@ -46,6 +51,16 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _loaded_driver() -> str | None:
+    """As Linux's kernel says of the module that it has loaded."""
+    try:
+        said = _MODULE.read_text()
+    except OSError:
+        return None
+    found = re.search(r"Module.*?\b(\d+\.[\d.]+)", said)
+    return found[1] if found else None
 
 
 def _driver() -> str:

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -167,6 +168,9 @@ def main(files: list[str]) -> int:
         for run, file in zip(runs, files, strict=True):
             done = run.result()
             if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+                if "pytest.mark.gpu" in Path(file).read_text():  # they should be here
+                    print(f"--- {file}: has tests for a GPU, of which none was collected")
+                    failed += 1
                 continue
             print(f"--- {file}\n{done.stdout}{done.stderr}", flush=True)
             failed += done.returncode != 0
@@ -178,7 +182,9 @@ def main(files: list[str]) -> int:
         f"kernels by ttsem: {tests} tests passed, {counts[0]} launches, {counts[1]} of several "
         f"programs checked for races, {counts[2]} too large for that; {failed} files with a fault"
     )
-    return int(failed > 0)
+    if not tests:
+        print("nothing was run")
+    return int(failed > 0 or not tests)
 
 
 def _start(file: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops import Ops, get_ops
-from tagc.selfcheck import Call, KernelError, Recorder, check, every_call
+from tagc.selfcheck import Call, KernelError, Recorder, check, every_call, platform
 from tagc.selfcheck.calls import OPERATORS
 from tagc.selfcheck.cases import case_of
 
@@ -166,3 +166,12 @@ def test_calls_are_noted_once():
     )  # fmt: skip
     assert recorder.count == 2
     assert new == [1]
+
+
+def test_the_driver_is_what_the_kernel_has_loaded(tmp_path, monkeypatch):
+    file = tmp_path / "version"
+    monkeypatch.setattr(platform, "_MODULE", file)
+    assert platform._loaded_driver() is None
+    for kind in ("Kernel Module ", "Open Kernel Module for x86_64"):
+        file.write_text(f"NVRM version: NVIDIA UNIX {kind} 550.54.15  Tue Mar  5 22:23:56 UTC 2024")
+        assert platform._loaded_driver() == "550.54.15"

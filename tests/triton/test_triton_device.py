@@ -27,6 +27,7 @@ TENSORS = {
     "select": "x",
     "write_index": "bitmap",
     "read_index": "index",
+    "undo_lag": "out",
 }
 
 

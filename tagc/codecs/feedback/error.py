@@ -24,10 +24,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from tagc.codecs.feedback.config import FeedbackConfig
 from tagc.codecs.feedback.rule import FeedbackRule
+from tagc.ops import Ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ class LeadFeedback(FeedbackRule):
     """
 
     owner_state: ClassVar[str | None] = "sent"
+    one_pass: ClassVar[bool] = True
     note: ClassVar[str | None] = (
         "a lead hands out noisier gradients, which an optimizer like Adam answers with smaller "
         "steps: call compressor.keep_rates(optimizer), which measures by how much and undoes it, "
@@ -85,15 +88,30 @@ class LeadFeedback(FeedbackRule):
         lead = self.lead or LEAST_SHARE
         return (2 - lead) / lead
 
+    def weights(self, share: Tensor) -> Tensor | None:
+        """See :meth:`FeedbackRule.weights`: ``1 - K`` and ``K``."""
+        lead = share.clamp(LEAST_SHARE, 1.0)
+        return torch.stack((1 - lead, lead))
+
+    def constant_weights(self, device: torch.device) -> Tensor | None:
+        """See :meth:`FeedbackRule.constant_weights`: ``1 - K`` and ``K``."""
+        if self.lead is None:
+            return None
+        return torch.tensor([1 - self.lead, self.lead], dtype=torch.float32, device=device)
+
+    def prepare(self, ops: Ops) -> None:
+        """See :meth:`FeedbackRule.prepare`."""
+        ops.prepare_lag()
+
     def after(
-        self, decoded: Tensor, owner_state: Tensor, out: Tensor, share: Tensor | None = None
+        self,
+        decoded: Tensor,
+        owner_state: Tensor,
+        out: Tensor,
+        ops: Ops,
+        weights: Tensor | None = None,
     ) -> None:
         """See :meth:`FeedbackRule.after`. (A dense sum is late by nothing, so there is no lead to
         take over from the warm-up.)"""
-        lead = self.lead
-        if lead is None:
-            assert share is not None
-            lead = share.clamp(LEAST_SHARE, 1.0)
-        ahead = (decoded - owner_state * (1 - lead)).div_(lead)
-        owner_state.copy_(decoded)
-        out.copy_(ahead)
+        assert weights is not None
+        ops.undo_lag(decoded, owner_state, out, weights)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tagc.codecs.feedback.config import FeedbackConfig
 from tagc.codecs.feedback.rule import FeedbackRule
+from tagc.ops import Ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +56,14 @@ class MomentumFeedback(FeedbackRule):
         """Always float32."""
         return torch.float32
 
-    def scratch_bytes(self, destinations: int, columns: int, dtype: torch.dtype) -> int:
+    def scratch_bytes(
+        self, destinations: int, columns: int, dtype: torch.dtype, *, reference: bool
+    ) -> int:
         """See :meth:`FeedbackRule.scratch_bytes`: or the gradient's share, of one in float32."""
         own = (4 if dtype == torch.float32 else 8) * destinations * columns
         opened = 4 * destinations * columns if self.dtype == torch.int8 else 0
-        return max(super().scratch_bytes(destinations, columns, dtype), own + opened)
+        found = super().scratch_bytes(destinations, columns, dtype, reference=reference)
+        return max(found, own + opened)
 
     def before(self, gradient: Tensor, residual: Tensor) -> Tensor:
         """``rate * gradient`` in float32; the residual decays in place."""
@@ -67,13 +71,18 @@ class MomentumFeedback(FeedbackRule):
         return gradient.float() * self.rate
 
     def after(
-        self, decoded: Tensor, owner_state: Tensor, out: Tensor, share: Tensor | None = None
+        self,
+        decoded: Tensor,
+        owner_state: Tensor,
+        out: Tensor,
+        ops: Ops,
+        weights: Tensor | None = None,
     ) -> None:
         """See :meth:`FeedbackRule.after`."""
-        out.copy_(owner_state.mul_(1 - self.rate).add_(decoded))
-
-    def after_dense(self, out: Tensor, owner_state: Tensor) -> None:
-        """The moving average follows the dense sum."""
-        lost = ~out.isfinite()
-        self.after((out.float() * self.rate).masked_fill(lost, 0.0), owner_state, out)
+        lost = ~decoded.isfinite()
+        out.copy_(owner_state.mul_(1 - self.rate).add_(decoded.masked_fill(lost, 0.0)))
         out.masked_fill_(lost, float("nan"))
+
+    def after_dense(self, out: Tensor, owner_state: Tensor, ops: Ops) -> None:
+        """The moving average follows the dense sum."""
+        self.after(out.float() * self.rate, owner_state, out, ops)

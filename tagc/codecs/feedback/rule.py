@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tagc.codecs.feedback.config import FeedbackConfig
+from tagc.ops import Ops
 from tagc.ops.blocks import BlockLayout
 
 
@@ -38,6 +39,8 @@ class FeedbackRule:
     """What a checkpoint calls the owner's state; None where the owner keeps nothing."""
     follows_dense: ClassVar[bool] = False
     """Whether a dense reduction, in the warm-up, changes the owner's state."""
+    one_pass: ClassVar[bool] = False
+    """Whether :meth:`after` is an operator, which takes no memory but the reference's."""
     note: ClassVar[str | None] = None
     """What a plan tells the user about it."""
 
@@ -64,17 +67,23 @@ class FeedbackRule:
         """Stored for an element of the own shard."""
         return 0 if self.owner_state is None else 4
 
-    def scratch_bytes(self, destinations: int, columns: int, dtype: torch.dtype) -> int:
+    def scratch_bytes(
+        self, destinations: int, columns: int, dtype: torch.dtype, *, reference: bool
+    ) -> int:
         """Taken for a moment, at most: a residual in 8 bits is opened in float32; what the owner
         makes of a sum.
 
         Args:
             dtype: of the gradients.
+            reference: whether its operators are the reference's.
         """
         opened = 4 * destinations * columns if self.dtype == torch.int8 else 0
-        # A mask, the sum with zeros there, what is handed out; a buffer in float32 for narrower
-        # dtypes; and two masks of float16's range, with what is kept inside of it.
-        each = {torch.float32: 13, torch.bfloat16: 17, torch.float16: 22}[dtype]
+        # A buffer in float32 for narrower dtypes; for float16 a mask of its range, with what is
+        # kept inside of it.
+        each = {torch.float32: 0, torch.bfloat16: 4, torch.float16: 13}[dtype]
+        if reference or not self.one_pass:
+            # Or a mask, the sum with zeros there, and what is handed out.
+            each = max(each, {torch.float32: 13, torch.bfloat16: 17, torch.float16: 17}[dtype])
         return max(opened, 0 if self.owner_state is None else each * columns)
 
     @property
@@ -113,19 +122,35 @@ class FeedbackRule:
         """Whether :meth:`after` needs the share of what is owed that a message carries."""
         return False
 
+    def weights(self, share: Tensor) -> Tensor | None:
+        """What :meth:`after` takes from a share that was measured, ``[]``; None for nothing."""
+        return None
+
+    def constant_weights(self, device: torch.device) -> Tensor | None:
+        """What :meth:`after` takes where nothing is measured, made once; None for nothing."""
+        return None
+
+    def prepare(self, ops: Ops) -> None:
+        """Compile what :meth:`after` will need."""
+
     def after(
-        self, decoded: Tensor, owner_state: Tensor, out: Tensor, share: Tensor | None = None
+        self,
+        decoded: Tensor,
+        owner_state: Tensor,
+        out: Tensor,
+        ops: Ops,
+        weights: Tensor | None = None,
     ) -> None:
-        """Write to ``out`` ``[columns]`` what the optimizer gets; only where there is an owner's
-        state.
+        """Write to ``out`` ``[columns]`` what the optimizer gets: NaN where ``decoded`` is not
+        finite, which counts as 0 in the owner's state. Only where there is one.
 
         Args:
-            decoded: ``[columns]`` float32, the finite sum (or average) over ranks.
+            decoded: ``[columns]`` float32, the sum (or average) over ranks; may be ``out``.
             owner_state: ``[columns]`` float32, updated in place.
-            share: as measured, ``[]``, where the rule asks for it.
+            weights: see :meth:`weights` and :meth:`constant_weights`.
         """
         raise NotImplementedError
 
-    def after_dense(self, out: Tensor, owner_state: Tensor) -> None:
+    def after_dense(self, out: Tensor, owner_state: Tensor, ops: Ops) -> None:
         """After a dense reduction: let the owner's state follow ``out`` ``[columns]``, and write
         to it what the optimizer gets."""

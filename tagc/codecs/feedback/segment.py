@@ -43,6 +43,8 @@ class SegmentFeedback:
         self.rule = rule
         # How far beyond float16's range a sum may be that is no overflow.
         self._reach = (1 + overshoot) * (1.0 if rule is None else rule.gain)
+        self._ops = ops
+        self._weights = None if rule is None else rule.constant_weights(device)
         self.residual: Residual | None = None
         self.owner_state: Tensor | None = None
         self.share: MeasuredShare | None = None
@@ -52,6 +54,7 @@ class SegmentFeedback:
                 self.owner_state = torch.zeros(columns, dtype=torch.float32, device=device)
             if rule.measures_share:
                 self.share = MeasuredShare(device)
+            rule.prepare(ops)
 
     @property
     def residual_dtype(self) -> torch.dtype | None:
@@ -112,18 +115,16 @@ class SegmentFeedback:
         """
         wide = decoded
         if self.owner_state is not None and self.rule is not None:
-            lost = ~decoded.isfinite()
-            wide = torch.empty_like(decoded) if out.dtype == torch.float16 else out
-            share = None if self.share is None else self.share.value
-            self.rule.after(decoded.float().masked_fill(lost, 0.0), self.owner_state, wide, share)
-            wide.masked_fill_(lost, float("nan"))
+            wide = decoded if out.dtype == torch.float16 else out
+            weights = self._weights if self.share is None else self.rule.weights(self.share.value)
+            self.rule.after(decoded, self.owner_state, wide, self._ops, weights)
         if wide is not out:
             _saturate(wide, out, self._reach)
 
     def after_dense(self, out: Tensor) -> None:
         """See :meth:`FeedbackRule.after_dense`."""
         if self.owner_state is not None and self.rule is not None:
-            self.rule.after_dense(out, self.owner_state)
+            self.rule.after_dense(out, self.owner_state, self._ops)
 
 
 def _saturate(wide: Tensor, out: Tensor, reach: float) -> None:

@@ -5,6 +5,7 @@ from tagc.ops.cpu.blocks import (
     prepare_blocks,
     quantize,
 )
+from tagc.ops.cpu.lag import prepare_lag, undo_lag
 from tagc.ops.cpu.matrix import (
     dequantize_matrix,
     prepare_matrix,
@@ -36,6 +37,7 @@ __all__ = [
     "peel",
     "prepare",
     "prepare_blocks",
+    "prepare_lag",
     "prepare_matrix",
     "prepare_packed",
     "quantize",
@@ -43,6 +45,7 @@ __all__ = [
     "read_index",
     "release",
     "select",
+    "undo_lag",
     "unpack",
     "write_index",
 ]
