@@ -221,7 +221,8 @@ class SketchOps(Protocol):
         """Sketch given symbols: ``cells`` (written) hold the sums over the groups in ``index``.
 
         Args:
-            symbols: ``[groups]`` of the symbol's dtype; entries of absent groups are ignored.
+            symbols: ``[groups]`` of the symbol's dtype; entries of absent groups are ignored. Of
+                ``float32`` symbols and sums below ``2**-126`` a GPU's additions in memory make 0.
             index: ``[words]`` int32 bitmap.
             seed: ``[1]`` int32.
             cells: ``[cells]`` of the symbol's dtype.

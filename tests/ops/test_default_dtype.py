@@ -16,6 +16,7 @@ from tagc.ops import cpu, reference
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.cpu import blocks as cpu_blocks
+from tagc.ops.cpu import lag as cpu_lag
 from tagc.ops.cpu import matrix as cpu_matrix
 from tagc.ops.cpu import packed as cpu_packed
 from tagc.ops.cpu import sketch as cpu_sketch
@@ -123,6 +124,19 @@ def index() -> Callable[[Any], Outputs]:
     return run
 
 
+def lag() -> Callable[[Any], Outputs]:
+    rng = np.random.default_rng(6)
+    decoded, last = (oracle.values((300,), rng).float() for _ in range(2))
+    weights = torch.tensor([0.65, 0.35], dtype=F32)
+
+    def run(ops) -> Outputs:
+        sent, out = last.clone(), oracle.poisoned(300, dtype=F32)
+        ops.undo_lag(decoded, sent, out, weights)
+        return [sent, out]
+
+    return run
+
+
 CASES: list[tuple[Callable[..., Callable[[Any], Outputs]], tuple[Any, ...]]] = [
     *((sketch, (symbol,)) for symbol in ("int8x4", "float32")),
     *((peeling, (symbol,)) for symbol in ("int8x4", "float32")),
@@ -130,6 +144,7 @@ CASES: list[tuple[Callable[..., Callable[[Any], Outputs]], tuple[Any, ...]]] = [
     *((matrix, case) for case in ((1, 0.0), (1, 0.9), (16, 0.0))),
     *((packed, (mode,)) for mode in ("overflow", "support")),
     (index, ()),
+    (lag, ()),
 ]
 
 
@@ -167,7 +182,7 @@ def test_all_operators_are_run():
 
 @pytest.mark.parametrize("dtype", [BF16, F64], ids=["bfloat16", "float64"])
 def test_prepares(dtype, set_default):
-    for module in (cpu_sketch, cpu_blocks, cpu_matrix, cpu_packed):
+    for module in (cpu_sketch, cpu_blocks, cpu_matrix, cpu_packed, cpu_lag):
         module._compile.cache_clear()  # what is prepared already is not prepared again
     set_default(dtype)
     for symbol in ("int8x4", "float32"):
@@ -175,3 +190,4 @@ def test_prepares(dtype, set_default):
     cpu.prepare_blocks(BlockLayout(numel=100, bits=8), F32, F32, 0.0)
     cpu.prepare_matrix(MatrixLayout(rows=2, columns=8), F32, F32, 0.0)
     cpu.prepare_packed(plan_packed(100, capacity=10), F32, F32)
+    cpu.prepare_lag()

@@ -55,7 +55,7 @@ for row in [(F32, 0.65), (BF16, 0.1), (F16, 1.0)]:
     @case(name)
     def _(device, row=row):
         for n in (1, 31, 2048, 5003):
-            check(n, *row, device)
+            check(n, row[0], row[1], device)
 
 
 @case("aligned")

@@ -68,7 +68,8 @@ class CountSketch:
         numel: elements of a vector.
         keys: distinct groups (of ``symbol`` lanes) that the *sum* may hold. More make peeling
             fail, which ``Decoded.unresolved`` reports.
-        symbol: ``int8x4``, ``int16x2``, ``int32x1`` or ``float32``.
+        symbol: ``int8x4``, ``int16x2``, ``int32x1`` or ``float32``, which on a GPU has no numbers
+            below ``2**-126``.
         seed: hash seed; sketches add only if theirs agree.
         ops: implementation, see :func:`tagc.ops.get_ops`.
 

@@ -65,10 +65,10 @@ def rows_of(t: Tensor) -> tuple[Any, int]:
         t: ``[R, words]`` int32, of unit stride in its last dimension.
 
     Returns:
-        ``[(R - 1) * distance + words]`` uint32, from the first row's begin to the last one's end,
-        and the distance of two rows in it.
+        ``[(R - 1) * stride + words]`` uint32, from the first row's begin to the last one's end,
+        and the stride of rows in it.
     """
     if not t.numel():
         return words_of(t.flatten()), 0
-    distance = t.stride(0)
-    return words_of(t.as_strided(((len(t) - 1) * distance + t.shape[1],), (1,))), distance
+    stride = t.stride(0)
+    return words_of(t.as_strided(((len(t) - 1) * stride + t.shape[1],), (1,))), stride

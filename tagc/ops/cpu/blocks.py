@@ -48,9 +48,9 @@ def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: in
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     rows = numpy_of(wide)
     for k in range(message.shape[0]):
-        words, distance = rows_of(message[k])
+        words, stride = rows_of(message[k])
         dequantize_shard(
-            words, distance, message.shape[1], layout.numel, layout.block, codes_of(layout),
+            words, stride, message.shape[1], layout.numel, layout.block, codes_of(layout),
             np.float32(divisor), rows[k],
         )  # fmt: skip
     if wide is not out:

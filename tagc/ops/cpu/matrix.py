@@ -55,9 +55,9 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
     elements = numpy_of(wide)
     base, columns, rows = layout.head
     for k in range(message.shape[0]):
-        words, distance = rows_of(message[k])
+        words, stride = rows_of(message[k])
         dequantize_rows(
-            words, distance, message.shape[1], base + columns, base + columns + rows, layout.rows,
+            words, stride, message.shape[1], base + columns, base + columns + rows, layout.rows,
             np.uint64(layout.group), _codes_of(layout), np.float32(divisor), elements[k],
         )  # fmt: skip
     if wide is not out:

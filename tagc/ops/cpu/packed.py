@@ -144,17 +144,17 @@ def unpack(
     if headers[:, POISON].any():
         out.fill_(torch.nan)
         return
-    words, distance = rows_of(message)
-    indexes, apart, low, high, low_bits = (
-        words, distance, HEADER, HEADER + layout.low_words, layout.low_bits
+    words, stride = rows_of(message)
+    indexes, index_stride, low, high, low_bits = (
+        words, stride, HEADER, HEADER + layout.low_words, layout.low_bits
     )  # fmt: skip
     if support is not None:  # the bitmap of all messages
-        indexes, apart, low, high, low_bits = _supports(support[None], layout)[0], 0, 0, 0, 0
+        indexes, index_stride, low, high, low_bits = _supports(support[None], layout)[0], 0, 0, 0, 0
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     first_value = HEADER + layout.index_words
     unpack_shard(
-        words, distance, message.shape[0], first_value, first_value + layout.values.scale_words,
-        layout.numel, layout.group, indexes, apart, low, high,
+        words, stride, message.shape[0], first_value, first_value + layout.values.scale_words,
+        layout.numel, layout.group, indexes, index_stride, low, high,
         layout.high_words if support is None else layout.bitmap_words, low_bits,
         layout.capacity, layout.values.block, codes_of(layout.values), np.float32(divisor),
         numpy_of(wide),

@@ -353,14 +353,14 @@ def _add_groups(source, at, words, group, size, f, v, sums, first):
 
 @compiled
 def dequantize_rows(
-    messages, distance, ranks, scales, codes, rows, size, group, divisor, out
+    messages, stride, ranks, scales, codes, rows, size, group, divisor, out
 ):  # fmt: skip
     """Add up messages, see :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`.
 
     Args:
-        messages: ``[...]`` uint32, in which the messages begin ``distance`` words apart; each with
+        messages: ``[...]`` uint32, in which the messages begin ``stride`` words apart; each with
             the base, then the columns' scales.
-        distance: from one message to the next, in words.
+        stride: from one message to the next, in words.
         ranks: number of messages.
         scales, codes: where the rows' bytes and the codes begin in a message, in words.
         rows: number of rows.
@@ -373,21 +373,21 @@ def dequantize_rows(
     words = ((n + size - N(1)) // size + lanes - N(1)) // lanes
     v = np.empty((ranks, n), np.float32)
     for r in range(N(ranks)):
-        first = r * N(distance)
+        first = r * N(stride)
         read_scales(messages[first + N(1) : first + N(scales)], v[r])
     # Rows of a tile, whose elements are a multiple of 16 where that many fit, see `new_tile`.
-    many, apart = max(N(1), N(TILE) // n), N(1)
-    while apart * n & N(15):
-        apart += apart
-    if many > apart:
-        many &= ~(apart - N(1))
+    many, even = max(N(1), N(TILE) // n), N(1)
+    while even * n & N(15):
+        even += even
+    if many > even:
+        many &= ~(even - N(1))
     sums = new_tile(many * n, out)
     for start in range(N(0), N(rows), many):
         count = min(many, N(rows) - start)
         for t in range(count):
             i, place = start + t, t * n
             for r in range(N(ranks)):
-                first = r * N(distance)
+                first = r * N(stride)
                 word = messages[first + N(scales) + (i >> N(2))]
                 byte = shift_right(word, U(N(8) * (i & N(3)))) & U(255)
                 if byte == U(NOTHING):

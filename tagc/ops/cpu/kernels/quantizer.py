@@ -206,12 +206,12 @@ def add_block(words, at, count, group, s, out, to):
 
 
 @compiled
-def dequantize_shard(messages, distance, ranks, n, block, group, divisor, out):
+def dequantize_shard(messages, stride, ranks, n, block, group, divisor, out):
     """Add up messages, see :meth:`tagc.ops.blocks.BlockOps.dequantize`.
 
     Args:
-        messages: ``[...]`` uint32, in which the messages begin ``distance`` words apart.
-        distance: from one message to the next, in words.
+        messages: ``[...]`` uint32, in which the messages begin ``stride`` words apart.
+        stride: from one message to the next, in words.
         ranks: number of messages.
         n: elements.
         block: elements of a block.
@@ -228,7 +228,7 @@ def dequantize_shard(messages, distance, ranks, n, block, group, divisor, out):
         for b in range(first, min(blocks, first + N(TILE) // size)):
             to = b * size - base
             for r in range(N(ranks)):
-                at = r * N(distance)
+                at = r * N(stride)
                 s = scale_at(messages, at, b)
                 at += codes + b * words
                 if r == N(0):

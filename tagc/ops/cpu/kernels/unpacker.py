@@ -112,21 +112,21 @@ def _read_chunk(
 
 @compiled
 def unpack_shard(
-    messages, distance, ranks, scales, codes, n, lanes, indexes, apart, low, high, high_words,
+    messages, stride, ranks, scales, codes, n, lanes, indexes, index_stride, low, high, high_words,
     low_bits, capacity, block, group, divisor, out,
 ):  # fmt: skip
     """Add up sparse messages, see :meth:`tagc.ops.packed.PackedOps.unpack`.
 
     Args:
-        messages: ``[...]`` uint32, in which the messages begin ``distance`` words apart.
-        distance: from one message to the next, in words.
+        messages: ``[...]`` uint32, in which the messages begin ``stride`` words apart.
+        stride: from one message to the next, in words.
         ranks: number of messages.
         scales, codes: where scales and codes begin in a message, in words.
         n: elements.
         lanes: elements of a group.
-        indexes: ``[...]`` uint32, in which the indexes begin ``apart`` words apart: the messages,
-            or the support of all of them.
-        apart: from one index to the next, in words; 0 if all have the same.
+        indexes: ``[...]`` uint32, in which the indexes begin ``index_stride`` words apart: the
+            messages, or the support of all of them.
+        index_stride: from one index to the next, in words; 0 if all have the same.
         low: where the low parts begin in ``indexes``, in words.
         high: where the bitmap begins, which follows them.
         high_words: words of the bitmap.
@@ -147,7 +147,7 @@ def unpack_shard(
     values = np.empty(N(ranks) * room * size, np.float32)
     state = np.zeros((ranks, 7), np.uint64)
     for r in range(N(ranks)):
-        at = r * N(apart) + N(high)
+        at = r * N(index_stride) + N(high)
         bits = count_bits(indexes[at : at + N(high_words)])
         state[r, _COUNT] = min(N(bits), N(capacity))
         state[r, _DENSE] = N(is_dense(high_words, bits))
@@ -158,7 +158,7 @@ def unpack_shard(
             t, k = state[r, _ADDED], r * room
             while t < state[r, _COUNT]:
                 if t == state[r, _READ]:
-                    index, message = r * N(apart), r * N(distance)
+                    index, message = r * N(index_stride), r * N(stride)
                     _read_chunk(
                         messages, message + N(scales), message + N(codes), indexes, index + N(low),
                         index + N(high), high_words, low_bits, most, block, group, size, chunk,
