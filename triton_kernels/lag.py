@@ -15,7 +15,8 @@ from torch import Tensor
 from .device import on_device_of
 from .jit import jit, tl
 
-_BLOCK = 2048
+# A division is a call, across which what a thread has is kept in registers: more of it spills.
+_BLOCK = 1024
 _WARPS = 4
 
 

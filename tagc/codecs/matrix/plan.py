@@ -46,7 +46,10 @@ class MatrixPlan(CodecPlan):
     def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
         """See :meth:`CodecPlan.scratch_bytes`: of the largest matrix."""
         if reference:
-            return max(56 * destinations, 28 * sources) * max(m.numel for m in self.layouts)
+            # A row is summed as a table, of which a narrow matrix fills little.
+            table = max(m.rows * max(0, m.places * m.word_lanes - m.codes) for m in self.layouts)
+            each = max(56 * destinations, 28 * sources) * max(m.numel for m in self.layouts)
+            return each + 7 * destinations * table
         return 4 * (sources + 8) * max(m.columns for m in self.layouts)
 
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
