@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class LagOps(Protocol):
-    """Tensors are preallocated, and contiguous but for ``out``."""
+    """Tensors are preallocated, of unit stride."""
 
     def undo_lag(self, decoded: Tensor, sent: Tensor, out: Tensor, weights: Tensor) -> None:
         """Invert a moving average: ``out = (decoded - (1 - K) * sent) / K``; ``decoded`` is kept in
