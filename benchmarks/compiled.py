@@ -47,8 +47,8 @@ PACKED = {
     "select_kernel", "count_kernel", "drop_kernel", "rank_kernel", "scan_kernel", "list_kernel",
     "index_kernel", "read_kernel", "values_kernel", "unpack_kernel",
 }  # fmt: skip
-LAG = {"undo_lag_kernel"}
-KERNELS = SKETCH | BLOCKS | MATRIX | PACKED | LAG
+OTHERS = {"undo_lag_kernel", "steer_kernel"}
+KERNELS = SKETCH | BLOCKS | MATRIX | PACKED | OTHERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +304,11 @@ def lag(out, numel=1 << 14) -> None:
     ops.undo_lag(sum_, sent, torch.empty(numel, dtype=out), torch.empty(2))
 
 
+def thresholds(segments, destinations) -> None:
+    counts = torch.empty(segments, destinations, 4, dtype=torch.int32)
+    ops.steer(counts, *torch.empty(3, segments), torch.empty(6, segments, destinations))
+
+
 HASHES = (4, 3, 5, 6, 1)
 # Every symbol with every pair of dtypes; hashes and the rest take turns.
 ENCODES = [
@@ -370,6 +375,8 @@ def compile_all(
             packed(*arguments)
         for dtype in (F32, BF16, F16):
             lag(dtype)
+        for shape in ((1, 1), (2, 8)):
+            thresholds(*shape)
     return found
 
 

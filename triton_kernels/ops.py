@@ -18,11 +18,19 @@ from .lag import undo_lag
 from .matrix_dequantize import dequantize_matrix
 from .matrix_quantize import quantize_matrix
 from .pack import pack, select
-from .prepare import prepare, prepare_blocks, prepare_lag, prepare_matrix, prepare_packed
+from .prepare import (
+    prepare,
+    prepare_blocks,
+    prepare_lag,
+    prepare_matrix,
+    prepare_packed,
+    prepare_thresholds,
+)
 from .quantize import quantize
 from .read_index import read_index
 from .scratch import release
 from .sketch import decode, encode, insert, peel
+from .thresholds import steer
 from .unpack import unpack
 from .write_index import write_index
 
@@ -40,11 +48,13 @@ __all__ = [
     "prepare_lag",
     "prepare_matrix",
     "prepare_packed",
+    "prepare_thresholds",
     "quantize",
     "quantize_matrix",
     "read_index",
     "release",
     "select",
+    "steer",
     "undo_lag",
     "unpack",
     "write_index",

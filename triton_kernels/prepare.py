@@ -39,3 +39,7 @@ def prepare_packed(
     layout: PackedLayout, gradient: torch.dtype, residual: torch.dtype | None
 ) -> None:
     """See :meth:`tagc.ops.packed.PackedOps.prepare_packed`."""
+
+
+def prepare_thresholds() -> None:
+    """See :meth:`tagc.ops.thresholds.ThresholdOps.prepare_thresholds`."""

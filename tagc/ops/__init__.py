@@ -21,6 +21,7 @@ from tagc.ops.sketch import (
     UNRESOLVED,
     SketchOps,
 )
+from tagc.ops.thresholds import ThresholdOps
 
 __all__ = [
     "ABOVE",
@@ -37,6 +38,7 @@ __all__ = [
     "Ops",
     "PackedOps",
     "SketchOps",
+    "ThresholdOps",
     "compiles_ahead",
     "get_ops",
 ]

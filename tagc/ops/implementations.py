@@ -16,6 +16,7 @@ from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
 from tagc.ops.packed import PackedOps
 from tagc.ops.sketch import SketchOps
+from tagc.ops.thresholds import ThresholdOps
 from tagc.warn import warn
 
 NAMES = ("auto", "reference", "cpu", "triton")
@@ -27,7 +28,7 @@ _RUNS_ON = {"cpu": "cpu", "triton": "cuda"}
 _LEAST_CAPABILITY = (8, 0)
 
 
-class Ops(SketchOps, BlockOps, MatrixOps, PackedOps, LagOps, Protocol):
+class Ops(SketchOps, BlockOps, MatrixOps, PackedOps, LagOps, ThresholdOps, Protocol):
     """All operators of an implementation."""
 
     def release(self) -> None:

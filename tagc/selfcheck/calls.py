@@ -15,7 +15,7 @@ from tagc.ops import Ops
 OPERATORS = (
     "quantize", "dequantize", "quantize_matrix", "dequantize_matrix",
     "pack", "unpack", "select", "write_index", "read_index",
-    "encode", "decode", "insert", "peel", "undo_lag",
+    "encode", "decode", "insert", "peel", "undo_lag", "steer",
 )  # fmt: skip
 # Kernels may take several rows at a time; more than so many are more of the same.
 MOST_ROWS = 9

@@ -19,6 +19,7 @@ from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.packed import PackedLayout, index_of
 from tagc.ops.sketch import SketchLayout
+from tagc.ops.thresholds import STATES
 from tagc.selfcheck.calls import Call
 from tagc.selfcheck.small import small_blocks, small_matrix, small_packed, small_sketch
 
@@ -329,6 +330,23 @@ def _undo_lag(m: _Maker) -> Case:
     return m.case(tensors, ["sent", "out"])
 
 
+def _steer(m: _Maker) -> Case:
+    segments, destinations = m.call.rows
+    # More than a program has threads for.
+    segments += 128 // destinations
+    counts = m.values(1, segments * destinations * COUNTS, dtype=torch.float32).abs() * 1000
+    ones = torch.ones(segments, dtype=torch.float32)
+    state = m.values(1, STATES * segments * destinations, dtype=torch.float32).abs().clamp(0.01, 3)
+    tensors: dict[str, Tensor | None] = {
+        "counts": counts.nan_to_num().clamp(0, 5000).int().view(segments, destinations, COUNTS),
+        "target": ones * 700,
+        "max_boost": ones * 4,
+        "scale": ones / 8,
+        "state": state.view(STATES, segments, destinations),
+    }
+    return m.case(tensors, ["state"])
+
+
 _MAKERS: dict[str, Callable[[_Maker], Case]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
@@ -340,6 +358,7 @@ _MAKERS: dict[str, Callable[[_Maker], Case]] = {
     "write_index": _write_index,
     "read_index": _read_index,
     "undo_lag": _undo_lag,
+    "steer": _steer,
     "encode": _encode,
     "decode": _decode,
     "insert": _insert,

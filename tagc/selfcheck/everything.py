@@ -43,6 +43,12 @@ def every_call() -> Iterator[Call]:
     for dtype in _GRADIENTS:
         tensors = (("decoded", _F32), ("sent", _F32), ("out", dtype), ("weights", _F32))
         yield Call("undo_lag", (), tensors, ())
+    names = (
+        ("counts", _I32),
+        *((name, _F32) for name in ("target", "max_boost", "scale", "state")),
+    )
+    for shape in ((1, 1), (2, 8)):
+        yield Call("steer", shape, names, ())
     # Tables of 6, 5, 4 and 3 hashes.
     keys = itertools.cycle((100, 900, 5000, 1 << 22, 5000))
     for symbol in [*SYMBOLS.values()] * 2:

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from support import oracle
 from tagc.codecs.selection.capacity import SLACK
-from tagc.codecs.selection.quantization_step import MAX_THRESHOLD, MIN_THRESHOLD, quantization_step
+from tagc.codecs.selection.quantization_step import quantization_step, step_scale
 from tagc.codecs.selection.threshold import ThresholdController, mean_threshold, sampled_threshold
 from tagc.ops import ABOVE, KEPT, get_ops
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
+from tagc.ops.thresholds import MAX_THRESHOLD, MIN_THRESHOLD
 
-OPS = get_ops("cpu", "cpu")
+OPS, CPU = get_ops("cpu", "cpu"), torch.device("cpu")
 SYMBOL = SYMBOLS["int8x4"]
 W, COLUMNS = 2, 1 << 16
 GROUPS = COLUMNS // SYMBOL.lanes
@@ -55,7 +56,7 @@ class Run:
         self.cells = torch.empty(W, self.layout.cells, dtype=torch.int32)
         self.counts = torch.empty(W, 1, W, 4, dtype=torch.int32)
         self.target = W * density * GROUPS
-        self.steering = ThresholdController(torch.tensor([self.target]), torch.ones(1), W)
+        self.steering = ThresholdController([self.target], W, OPS, CPU)
         self.first = threshold
         self.steps = 0
 
@@ -193,7 +194,7 @@ thresholds = st.floats(MIN_THRESHOLD, MAX_THRESHOLD, width=32)
 @given(thresholds, st.lists(st.tuples(counts, counts, counts, counts), min_size=1, max_size=30))
 @examples
 def test_steering_never_leaves_the_bounds(threshold, history):
-    steering = ThresholdController(torch.tensor([100.0]), torch.tensor([8.0]), 1)
+    steering = ThresholdController([100.0], 1, OPS, CPU, max_boost=[8.0])
     steering.threshold.fill_(threshold)
     for step in history:
         before = steering.threshold.item()
@@ -206,7 +207,7 @@ def test_steering_never_leaves_the_bounds(threshold, history):
 def test_steering_moves_the_right_way():
     # above, non-zero, kept, clipped; of a target of 100
     table = [(1000, 5000, 100, 0), (10, 5000, 10, 0), (0, 5000, 0, 0), (0, 0, 0, 0)]
-    steering = ThresholdController(torch.full((4,), 100.0), torch.ones(4), 1)
+    steering = ThresholdController([100.0] * 4, 1, OPS, CPU)
     steering.update(torch.tensor(table, dtype=torch.int32)[:, None])
     up, down, nothing_above, zero = steering.threshold.flatten().tolist()
     assert up > 1 > down > nothing_above > 0
@@ -214,7 +215,7 @@ def test_steering_moves_the_right_way():
 
 
 def test_boost_follows_the_clipping():
-    steering = ThresholdController(torch.tensor([2000.0]), torch.tensor([4.0]), 1)
+    steering = ThresholdController([2000.0], 1, OPS, CPU, max_boost=[4.0])
     boosts = []
     for clipped in (31, 32, 100, 100, 10, 2, 1, 1, 0):
         row = [2000, 9000, 2000, clipped]
@@ -224,32 +225,35 @@ def test_boost_follows_the_clipping():
     assert boosts == [1, 2, 4, 4, 4, 4, 2, 1, 1]
 
 
-def test_steering_is_the_same_to_the_bit_however_batched():
-    """Ranks must agree, whatever vector instructions their shapes or strides take."""
-    generator = torch.Generator().manual_seed(3)
-    threshold = torch.rand(5, 37, generator=generator) * 1e-3 + 1e-6
-    history = torch.randint(0, 5000, (8, 5, 37, 4), generator=generator, dtype=torch.int32)
-    history[2, 0, ::3] = 0
-    target, boost = torch.rand(5, generator=generator) * 1000, torch.full((5,), 8.0)
+def test_steps_follow_the_thresholds():
+    """From the first step on, with the boost; what is not quantized has the step 1."""
+    symbols = [SYMBOL, SYMBOLS["float32"]]
+    steering = ThresholdController(
+        [2000.0, 2000.0], 2, OPS, CPU,
+        max_boost=[4.0, 1.0], scale=[step_scale(symbol, symbol.levels(W)) for symbol in symbols],
+    )  # fmt: skip
+    steering.start(torch.tensor([[0.3, 5.0], [0.3, 5.0]]))
+    for _ in range(3):
+        for i, symbol in enumerate(symbols):
+            step = quantization_step(steering.threshold[i], symbol, symbol.levels(W))
+            assert torch.equal(steering.step[i], step * steering.boost[i])
+        steering.update(torch.tensor([3000, 9000, 2000, 100], dtype=torch.int32).repeat(2, 2, 1))
+    assert steering.boost.tolist() == [[4, 4], [1, 1]]
 
-    def steered(threshold, target, boost, history):
-        steering = ThresholdController(target, boost, threshold.shape[1])
-        steering.threshold.copy_(threshold)
-        for counts in history:
+
+def test_a_loaded_state_goes_on_alike():
+    history = torch.randint(0, 5000, (6, 2, 3, 4), dtype=torch.int32)
+    one, other = (ThresholdController([900.0] * 2, 3, OPS, CPU, scale=[0.25] * 2) for _ in range(2))
+    for counts in history[:3]:
+        one.update(counts)
+    state = {name: tensor.clone() for name, tensor in one.state().items()}
+    other.check_state(state)
+    other.load_state(state)
+    for counts in history[3:]:
+        for steering in (one, other):
             steering.update(counts)
-        return torch.stack([steering.threshold, steering.boost])
-
-    together = steered(threshold, target, boost, history)
-    assert not torch.equal(together[0], threshold)
-    strided = history.transpose(0, 3).contiguous().transpose(0, 3)
-    assert oracle.same_bits(steered(threshold, target, boost, strided), together)
-    for i in range(5):
-        for j in range(37):
-            one = steered(
-                threshold[i : i + 1, j : j + 1], target[i : i + 1], boost[i : i + 1],
-                history[:, i : i + 1, j : j + 1],
-            )  # fmt: skip
-            assert oracle.same_bits(one[:, 0, 0], together[:, i, j])
+        assert torch.equal(one.threshold, other.threshold)
+        assert torch.equal(one.step, other.step)
 
 
 sample = st.one_of(st.just(0.0), st.floats(0, 2.0**127, width=32))

@@ -1,8 +1,8 @@
 """Units do not wait for each other: what a unit waits for, it has started itself.
 
 On a GPU the three parts of a reduction run on FSDP's reduce-scatter stream, beside the backward,
-and a wait is the stream's, not the host's; here the order of the parts and the waits are noted,
-on gloo.
+those of a gather on its all-gather stream, and a wait is the stream's, not the host's; here the
+order of the parts and the waits are noted, on gloo.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import tagc
 from support.distributed import run_ranks
 from support.small_net import loss_of, sharded
 from tagc.comm import UnitReducer
 from tagc.comm.collectives import CollectiveWork
+from tagc.comm.gatherer import UnitGatherer
 
 CODECS: dict[str, dict[str, Any]] = {
     "quantized": {"kind": "quantized", "bits": 4, "block": 32},
@@ -28,52 +31,98 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 
 
+QUANTIZED = CODECS["quantized"]
+DENSE = {"when": {}, "codec": {"kind": "dense"}}
+REDUCES, GATHERS = (
+    ("encode", "exchange", "decode"),
+    ("encode parameters", "gather parameters", "decode parameters"),
+)
+INSIDE, SHARES = "add inside the host", "share parameters inside the host"
+# Every other way that traffic takes: ranks, four of them on two hosts; codecs; what a unit does at
+# once, without another in between. (The root compresses nothing, and has only what is inside.)
+WAYS: dict[str, tuple[int, dict[str, Any], set[tuple[str, ...]]]] = {
+    "parameters": (
+        2,
+        {"gradients": QUANTIZED, "parameters": QUANTIZED | {"bits": 8}},
+        {REDUCES, GATHERS},
+    ),
+    "hosts": (4, {"gradients": QUANTIZED}, {(INSIDE,), (INSIDE, *REDUCES)}),
+    "inside": (
+        4, {"gradients": QUANTIZED, "inside": "int8"}, {(INSIDE,), (INSIDE, *REDUCES)}
+    ),
+    "delta": (
+        4,
+        {"gradients": QUANTIZED, "parameters": QUANTIZED | {"kind": "delta"}},
+        {(INSIDE,), (INSIDE, *REDUCES), (*GATHERS, SHARES), (SHARES,)},
+    ),
+    "two shots": (3, {"replicas": QUANTIZED}, {(*REDUCES, "second shot")}),
+}  # fmt: skip
+
+
 class Notes:
     """What happens on a rank, in order.
 
     Attributes:
-        parts: (what, unit) of every part of a reduction that began or ended.
-        foreign: collectives that a unit waited for although another one had started them.
+        parts: (what, unit) of every part of a reduction or a gather that began or ended.
+        calls: (unit, its parts) of every reduction or gather that had any, in the order of the
+            first part.
+        foreign: (waiting, started by) where a unit waited for a collective that another one had
+            started, or itself in the other direction.
         waits: all that were waited for.
     """
 
     def __init__(self) -> None:
         self.parts: list[tuple[str, str]] = []
+        self.calls: list[tuple[str, list[str]]] = []
         self.foreign: list[tuple[str, str]] = []
         self.waits = 0
-        self.unit = ""
+        self._current = self._last = "", 0
+        self._count = 0
         self._started: dict[int, str] = {}
         # Else a new one could get the name of one that is gone.
         self._kept: list[CollectiveWork] = []
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        what, _, unit = name.removesuffix(")").partition(" (")
-        self.parts.append((what.removeprefix("TAGC::"), unit))
+        what, _, unit = name.removesuffix(")").removeprefix("TAGC::").partition(" (")
+        self.parts.append((what, unit))
+        if self._last != self._current:
+            self.calls.append((self._current[0], []))
+        self._last = self._current
+        self.calls[-1][1].append(what)
         yield
-        self.parts.append((f"{what.removeprefix('TAGC::')} ends", unit))
+        self.parts.append((f"{what} ends", unit))
+
+    def noting(self, original: Any) -> Any:
+        """``original``, a reduction or a gather of a unit; one may begin inside of another."""
+
+        def call(unit: Any, *args: Any) -> None:
+            outer, self._count = self._current, self._count + 1
+            self._current = f"{unit.plan.direction} {unit.plan.info.label}", self._count
+            original(unit, *args)
+            self._current = outer
+
+        return call
 
     def started(self, work: CollectiveWork) -> None:
-        self._started[id(work)] = self.unit
+        self._started[id(work)] = self._current[0]
         self._kept.append(work)
 
     def waited(self, work: CollectiveWork) -> None:
         self.waits += 1
-        if self._started[id(work)] != self.unit:
-            self.foreign.append((self.unit, self._started[id(work)]))
+        if self._started[id(work)] != self._current[0]:
+            self.foreign.append((self._current[0], self._started[id(work)]))
+
+    def finish(self) -> None:
+        """Let go of the collectives, which no process can hand to another."""
+        self._kept.clear()
 
 
-def noted(rank: int, codec: dict[str, Any], mixed_up: bool) -> Notes:
-    rule = {"when": {"name": ["first*weight", "second*weight"]}, "codec": codec}
-    notes = Notes()
+@contextmanager
+def noting(mixed_up: bool = False) -> Iterator[Notes]:
+    """Inside, what happens is noted; ``mixed_up``: as if all waited for the first collective."""
+    notes, last = Notes(), []
     made, wait = CollectiveWork.__init__, CollectiveWork.wait
-    last: list[CollectiveWork] = []
-
-    reduce = UnitReducer.reduce
-
-    def reduces(reducer: UnitReducer, *args: Any) -> None:
-        notes.unit = reducer.plan.info.label
-        reduce(reducer, *args)
 
     def make(work: CollectiveWork, *args: Any, **kwargs: Any) -> None:
         made(work, *args, **kwargs)
@@ -84,21 +133,50 @@ def noted(rank: int, codec: dict[str, Any], mixed_up: bool) -> Notes:
         notes.waited(last[0] if mixed_up else work)
         wait(work)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tagc.comm.reducer.record_function", notes.part)
-        patch.setattr(UnitReducer, "reduce", reduces)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # Such small units pay with no codec.
+        warnings.simplefilter("ignore", UserWarning)
+        for module in ("reducer", "host_sum", "message_gatherer", "copy_gatherer"):
+            patch.setattr(f"tagc.comm.{module}.record_function", notes.part)
+        patch.setattr(UnitReducer, "reduce", notes.noting(UnitReducer.reduce))
+        patch.setattr(UnitGatherer, "gather", notes.noting(UnitGatherer.gather))
         patch.setattr(CollectiveWork, "__init__", make)
         patch.setattr(CollectiveWork, "wait", waits)
+        yield notes
+    notes.finish()
+
+
+def policy(**codecs: Any) -> dict[str, Any]:
+    """Codecs of the weights, by direction; other keys as they are."""
+    when, made = {"name": ["first*weight", "second*weight"]}, {"schema": 1, "gradients": [DENSE]}
+    for key, codec in codecs.items():
+        owing = {"feedback": {"kind": "residual"}} if key in ("gradients", "replicas") else {}
+        made[key] = [{"when": when, "codec": codec} | owing] if isinstance(codec, dict) else codec
+    return made
+
+
+def noted(rank: int, codec: dict[str, Any], mixed_up: bool) -> Notes:
+    with noting(mixed_up) as notes:
         model = sharded()
-        with warnings.catch_warnings():
-            # Such small units pay with no codec.
-            warnings.simplefilter("ignore", UserWarning)
-            tagc.wrap(
-                model, {"schema": 1, "gradients": [rule | {"feedback": {"kind": "residual"}}]}
-            )
+        tagc.wrap(model, policy(gradients=codec))
         for step in range(3):
             loss_of(model, rank, step).backward()
-    notes._kept.clear()
+    return notes
+
+
+def noted_on_ways(rank: int, way: str) -> Notes:
+    with noting() as notes:
+        options = {}
+        if way == "two shots":
+            options = {"mesh": init_device_mesh("cpu", (3, 1), mesh_dim_names=("copies", "shards"))}
+        model = sharded(**options)
+        ranks, codecs, _ = WAYS[way]
+        tagc.wrap(model, policy(**codecs), hosts=2 if ranks == 4 else None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return notes
 
 
@@ -117,3 +195,29 @@ def test_a_unit_waits_for_its_own_collectives_only(codec):
 def test_a_wait_for_another_unit_would_be_seen():
     for notes in run_ranks(noted, 2, CODECS["quantized"], True):
         assert notes.foreign
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_on_other_ways_as_well(way):
+    ranks, _, at_once = WAYS[way]
+    for notes in run_ranks(noted_on_ways, ranks, way):
+        assert notes.waits
+        assert notes.foreign == []
+        assert {tuple(parts) for _, parts in notes.calls} == at_once
+        # Nothing begins before what began earlier has ended.
+        begins, ends = notes.parts[::2], notes.parts[1::2]
+        assert ends == [(f"{what} ends", unit) for what, unit in begins]
+
+
+def test_a_block_is_gathered_before_the_reduction_that_it_need_not_wait_for():
+    """FSDP asks for the next block's parameters first, and gets them on another stream."""
+    for notes in run_ranks(noted_on_ways, 2, "parameters"):
+        of_a_step = [unit for unit, _ in notes.calls[: len(notes.calls) // 3]]
+        assert of_a_step == [
+            # forward
+            "parameters first", "parameters first.2", "parameters second",
+            # backward
+            "parameters second", "parameters first", "gradients second",
+            "parameters first.2", "gradients first.2", "gradients first",
+        ]  # fmt: skip
+        assert notes.calls == notes.calls[: len(of_a_step)] * 3

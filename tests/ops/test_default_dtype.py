@@ -20,10 +20,12 @@ from tagc.ops.cpu import lag as cpu_lag
 from tagc.ops.cpu import matrix as cpu_matrix
 from tagc.ops.cpu import packed as cpu_packed
 from tagc.ops.cpu import sketch as cpu_sketch
+from tagc.ops.cpu import thresholds as cpu_thresholds
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.packed import plan_packed
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
+from tagc.ops.thresholds import STATES
 
 F32, BF16, F64, I32 = torch.float32, torch.bfloat16, torch.float64, torch.int32
 Outputs = list[Tensor | None]
@@ -137,6 +139,18 @@ def lag() -> Callable[[Any], Outputs]:
     return run
 
 
+def thresholds() -> Callable[[Any], Outputs]:
+    counts = torch.tensor([[[400, 5000, 100, 3], [90, 200, 90, 0]]], dtype=I32)
+    target, one = torch.tensor([100.0], dtype=F32), torch.ones(1, dtype=F32)
+
+    def run(ops) -> Outputs:
+        state = torch.full((STATES, 1, 2), 0.3, dtype=F32)
+        ops.steer(counts, target, one, one, state)
+        return [state]
+
+    return run
+
+
 CASES: list[tuple[Callable[..., Callable[[Any], Outputs]], tuple[Any, ...]]] = [
     *((sketch, (symbol,)) for symbol in ("int8x4", "float32")),
     *((peeling, (symbol,)) for symbol in ("int8x4", "float32")),
@@ -145,6 +159,7 @@ CASES: list[tuple[Callable[..., Callable[[Any], Outputs]], tuple[Any, ...]]] = [
     *((packed, (mode,)) for mode in ("overflow", "support")),
     (index, ()),
     (lag, ()),
+    (thresholds, ()),
 ]
 
 
@@ -182,7 +197,7 @@ def test_all_operators_are_run():
 
 @pytest.mark.parametrize("dtype", [BF16, F64], ids=["bfloat16", "float64"])
 def test_prepares(dtype, set_default):
-    for module in (cpu_sketch, cpu_blocks, cpu_matrix, cpu_packed, cpu_lag):
+    for module in (cpu_sketch, cpu_blocks, cpu_matrix, cpu_packed, cpu_lag, cpu_thresholds):
         module._compile.cache_clear()  # what is prepared already is not prepared again
     set_default(dtype)
     for symbol in ("int8x4", "float32"):
@@ -191,3 +206,4 @@ def test_prepares(dtype, set_default):
     cpu.prepare_matrix(MatrixLayout(rows=2, columns=8), F32, F32, 0.0)
     cpu.prepare_packed(plan_packed(100, capacity=10), F32, F32)
     cpu.prepare_lag()
+    cpu.prepare_thresholds()

@@ -28,6 +28,7 @@ TENSORS = {
     "write_index": "bitmap",
     "read_index": "index",
     "undo_lag": "out",
+    "steer": "state",
 }
 
 

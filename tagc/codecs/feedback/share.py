@@ -22,7 +22,7 @@ class MeasuredShare:
     """The slope of what is sent on what is owed, over the last steps.
 
     Attributes:
-        value: ``[]`` float32; 1 before anything was owed.
+        value: ``[]`` float32; 1 before anything was owed. A new tensor whenever it changes.
     """
 
     def __init__(self, device: torch.device) -> None:

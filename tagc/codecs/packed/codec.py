@@ -48,11 +48,7 @@ class PackedCodec(Codec[PackedPlan]):
             target.append(wanted)
         n = len(self.parts)
         self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
-        self._controller = ThresholdController(
-            torch.tensor(target, dtype=torch.float32, device=device),
-            torch.ones(n, dtype=torch.float32, device=device),
-            D,
-        )
+        self._controller = ThresholdController(target, D, self._ops, device)
         self._started = False
         # [segments] int64, groups selected for all destinations, over the steps.
         self._totals = torch.zeros(n, dtype=torch.int64, device=device)
@@ -78,13 +74,17 @@ class PackedCodec(Codec[PackedPlan]):
                     counts,
                     layout=part.plan.layout,
                 )
-            self._totals[i] += counts[:, KEPT].sum()
-            if support is not None:
-                assert part.feedback.residual is not None
-                own = slice(exchange.row, exchange.row + 1)
-                owed = part.feedback.residual.read(own)
-                index = index_of(words, part.plan.layout)
-                support.choose(self._ops, owed, threshold[own], index, counts)
+        self._totals += self._counts[..., KEPT].sum(1)
+        for i, support in self.supports.items():
+            part, own = self.parts[i], slice(exchange.row, exchange.row + 1)
+            assert part.feedback.residual is not None
+            support.choose(
+                self._ops,
+                part.feedback.residual.read(own),
+                self._controller.threshold[i, own],
+                index_of(message[:, part.words], part.plan.layout),
+                self._counts[i],
+            )
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
         """See :meth:`Codec.decode`."""
@@ -145,9 +145,10 @@ class PackedCodec(Codec[PackedPlan]):
         if self._started:
             self._controller.update(self._counts)
             return
-        for i, part in enumerate(self.parts):
+        first = []
+        for part in self.parts:
             plan = part.plan
             sampled = sampled_threshold(grad[:, part.columns], plan.layout.group, plan.target)
-            first = mean_threshold(sampled[None]) * part.feedback.gradient_scale
-            self._controller.threshold[i] = first
+            first.append(mean_threshold(sampled[None]) * part.feedback.gradient_scale)
+        self._controller.start(torch.stack(first))
         self._started = True

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tagc.ops.symbols import Symbol
+from tagc.ops.thresholds import step_of
 
-# Thresholds stay in here, so that a step and its inverse are normal float32 numbers.
-MIN_THRESHOLD, MAX_THRESHOLD = 2.0**-96, 2.0**96
+
+def step_scale(symbol: Symbol, levels: int) -> float:
+    """A quantization step over the largest power of two in its threshold; 0 for symbols that are
+    not quantized."""
+    return 2.0 ** -symbol.step_shift(levels) if symbol.integer else 0.0
 
 
 def quantization_step(threshold: Tensor, symbol: Symbol, levels: int) -> Tensor:
     """``2**(floor(log2(threshold)) - symbol.step_shift(levels))``, exactly.
 
-    A power of two makes ``x / step``, ``q * step`` and ``x - q * step`` exact in float32, so what
-    is sent plus what stays is what was there, and every implementation gets the same bits.
-    Tying it to the threshold rather than to the maximum keeps one outlier from erasing the rest.
-
     Args:
-        threshold: float32, within ``[MIN_THRESHOLD, MAX_THRESHOLD]``.
+        threshold: float32, within the bounds of :mod:`tagc.ops.thresholds`.
 
     Returns:
         float32 of the same shape; 1 for symbols that are not quantized.
     """
-    if not symbol.integer:
-        return torch.ones_like(threshold)
-    exponent = (threshold.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return exponent * 2.0 ** -symbol.step_shift(levels)
+    return step_of(threshold, step_scale(symbol, levels))

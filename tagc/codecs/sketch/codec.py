@@ -16,12 +16,12 @@ from torch import Tensor
 from tagc.codecs.codec import Codec, CodecSegment, CodecSetup, Part, SelectionCount
 from tagc.codecs.exchange import Exchange, Work
 from tagc.codecs.feedback.residual import opened
-from tagc.codecs.selection.quantization_step import quantization_step
+from tagc.codecs.selection.quantization_step import step_scale
 from tagc.codecs.selection.support import Support
 from tagc.codecs.selection.threshold import ThresholdController, mean_threshold, sampled_threshold
 from tagc.codecs.sketch.plan import SketchPlan
 from tagc.codecs.state import nested, part_of
-from tagc.ops import COUNTS, KEPT, UNION, UNRESOLVED
+from tagc.ops import COUNTS, KEPT
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.packed import PackedLayout
 
@@ -49,7 +49,6 @@ class SketchCodec(Codec[SketchPlan]):
 
     Attributes:
         seed: ``[1]`` int32, of this step's hashes.
-        quantization_steps: ``[segments, D]`` float32, of this step.
     """
 
     def __init__(self, segments: Sequence[CodecSegment[SketchPlan]], setup: CodecSetup) -> None:
@@ -73,13 +72,14 @@ class SketchCodec(Codec[SketchPlan]):
                 self._shared[i] = _Shared(len(self._shared), support, union)
         n = len(self.parts)
         self.seed = torch.tensor([setup.seed], dtype=torch.int32, device=device)
-        self.quantization_steps = torch.ones(n, D, dtype=torch.float32, device=device)
-        target = [W * _scale_density(part) * part.plan.layout.groups for part in self.parts]
-        boost = [part.plan.max_boost for part in self.parts]
+        plans = [part.plan for part in self.parts]
         self._controller = ThresholdController(
-            torch.tensor(target, dtype=torch.float32, device=device),
-            torch.tensor(boost, dtype=torch.float32, device=device),
+            [W * _scale_density(part) * part.plan.layout.groups for part in self.parts],
             D,
+            self._ops,
+            device,
+            max_boost=[plan.max_boost for plan in plans],
+            scale=[step_scale(plan.symbol, plan.levels) for plan in plans],
         )
         self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
         self._summed = torch.zeros_like(self._counts)
@@ -89,14 +89,18 @@ class SketchCodec(Codec[SketchPlan]):
         self._choice_controller: ThresholdController | None = None
         if self._shared:
             wanted = [shared.support.wanted for shared in self._shared.values()]
-            target = torch.tensor(wanted, dtype=torch.float32, device=device)
-            self._choice_controller = ThresholdController(target, torch.ones_like(target), D)
+            self._choice_controller = ThresholdController(wanted, D, self._ops, device)
         self._started = False
         self._counting: Work | None = None
         self._sums: dict[torch.dtype, tuple[Work, Tensor]] = {}
-        # [segments, 3] int64 sums over the steps: groups selected for all destinations, groups in
-        # the union of the own shard, groups unresolved there.
+        # [segments, 3] int64 sums over the steps: groups selected for all destinations; by UNION
+        # and UNRESOLVED, groups in the union of the own shard, and those unresolved there.
         self._totals = torch.zeros(n, 3, dtype=torch.int64, device=device)
+
+    @property
+    def quantization_steps(self) -> Tensor:
+        """``[segments, D]`` float32, of this step."""
+        return self._controller.step
 
     @property
     def controllers(self) -> tuple[ThresholdController, ...]:
@@ -113,17 +117,14 @@ class SketchCodec(Codec[SketchPlan]):
         """See :meth:`Codec.encode`."""
         self._update_thresholds(grad, exchange)
         self.seed.add_(1)
-        threshold, boost = self._controller.threshold, self._controller.boost
         for i, part in enumerate(self.parts):
             plan, index, shared = part.plan, message[:, part.words], self._shared.get(i)
-            step = quantization_step(threshold[i], plan.symbol, plan.levels)
-            self.quantization_steps[i] = step * boost[i]
             with part.feedback.opened(grad[:, part.columns]) as (gradient, residual):
                 self._ops.encode(
                     gradient,
                     residual,
-                    threshold[i],
-                    self.quantization_steps[i],
+                    self._controller.threshold[i],
+                    self._controller.step[i],
                     self.seed,
                     index,
                     self._cells_to_send(plan.symbol.dtype)[:, self._cell_columns[i]],
@@ -182,7 +183,7 @@ class SketchCodec(Codec[SketchPlan]):
                 self._ops.decode(
                     index,
                     cells[self._cell_columns[i]],
-                    self.quantization_steps[i, own],
+                    self._controller.step[i, own],
                     self.seed,
                     decoded,
                     None if owed is None else owed[0],
@@ -192,9 +193,8 @@ class SketchCodec(Codec[SketchPlan]):
                 )
             part.feedback.correct(decoded, columns)
         self._sums.clear()
-        self._totals[:, 0] += self._counts[..., KEPT].sum(1)
-        self._totals[:, 1] += self._stats[:, UNION]
-        self._totals[:, 2] += self._stats[:, UNRESOLVED]
+        self._totals[:, 0].add_(self._counts[..., KEPT].sum(1))
+        self._totals[:, 1:].add_(self._stats)
 
     def selection_counts(self) -> list[SelectionCount]:
         """See :meth:`Codec.selection_counts`."""
@@ -266,10 +266,9 @@ class SketchCodec(Codec[SketchPlan]):
             * part.feedback.gradient_scale
             for part in self.parts
         ]
-        self._controller.threshold.copy_(mean_threshold(exchange.gather(torch.stack(sampled))))
+        self._controller.start(mean_threshold(exchange.gather(torch.stack(sampled))))
         if choice is not None:
-            for i, shared in self._shared.items():
-                choice.threshold[shared.place] = self._controller.threshold[i]
+            choice.start(self._controller.threshold[list(self._shared)])
 
     def _wait_for_counts(self) -> None:
         if self._counting is not None:

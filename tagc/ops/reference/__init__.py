@@ -26,6 +26,7 @@ from tagc.ops.reference.sketch import (
     peel,
     prepare,
 )
+from tagc.ops.reference.thresholds import prepare_thresholds, steer
 
 __all__ = [
     "decode",
@@ -40,11 +41,13 @@ __all__ = [
     "prepare_lag",
     "prepare_matrix",
     "prepare_packed",
+    "prepare_thresholds",
     "quantize",
     "quantize_matrix",
     "read_index",
     "release",
     "select",
+    "steer",
     "undo_lag",
     "unpack",
     "write_index",
