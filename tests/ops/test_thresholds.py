@@ -9,7 +9,7 @@ from torch import Tensor
 
 from support import oracle
 from tagc.ops import cpu, reference
-from tagc.ops.thresholds import BOOST, SIDE, STATES, STEP, THRESHOLD
+from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
 
 both = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 
@@ -80,7 +80,10 @@ def test_the_cpu_has_the_bits_of_the_reference():
     shape = (5, 64)
     target = torch.from_numpy(rng.uniform(1, 2000, 5)).float()
     most, scale = torch.full((5,), 4.0), torch.tensor([0.0, 1, 2, 0.5, 0.25])
-    states = [first_state(*shape, 1e-3) for _ in range(2)]
+    states = [first_state(5, 64, 1e-3) for _ in range(2)]
+    # Bounds hold from whatever a state begins.
+    for state in states:
+        state[BIAS, 0], state[EXPONENT, 1], state[BOOST, 2] = 0.5, 0.7, 16
     seen = set()
     for counts in histories(rng, 100, *shape):
         for ops, state in zip((reference, cpu), states, strict=True):
@@ -96,7 +99,7 @@ def test_written_out(ops):
     counts = torch.zeros(1, 3, 4, dtype=torch.int32)
     counts[0, 0], counts[0, 1, 1] = torch.tensor([400, 5000, 100, 0]), 5000
     state = first_state(1, 3, 65.0)
-    state[3] = 0.25
+    state[EXPONENT] = 0.25
     one = torch.ones(1)
     ops.steer(counts, 100 * one, one, one, state)
     assert torch.equal(state[THRESHOLD], torch.tensor([[95.0, 65 / 16, 65.0]]))

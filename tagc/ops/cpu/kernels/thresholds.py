@@ -49,10 +49,10 @@ def steer(counts, target, max_boost, scale, state):
             boost = min(max(boost, one), max_boost[i])
             goal = max(min(target[i], nonzero * F(NONZERO_SHARE)), F(0.5))
             ratio = min(above / (goal * state[BIAS, i, j]), F(MAX_RATIO))
+            bias = state[BIAS, i, j]
             if F(1 / NEAR) < ratio < F(NEAR):
-                learnt = F(BIAS_RATE) * (goal - kept) / goal
-                bias = state[BIAS, i, j] * (one + learnt)
-                state[BIAS, i, j] = min(max(bias, one), F(MAX_BIAS))
+                bias *= one + F(BIAS_RATE) * (goal - kept) / goal
+            state[BIAS, i, j] = min(max(bias, one), F(MAX_BIAS))
             side = F(np.sign(ratio - one))
             swung = side * state[SIDE, i, j] < F(0.0)
             p = state[EXPONENT, i, j] * (F(SHORTER) if swung else F(LONGER))
