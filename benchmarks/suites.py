@@ -26,6 +26,7 @@ SUITES = {
     "convergence": ".convergence",
     "paired": ".paired",
     "counts": ".counts",
+    "ready": ".ready",
     "untuned": ".untuned",
     "soak": ".soak",
     "report": ".report",

@@ -1,0 +1,140 @@
+"""``ready``: what :func:`tagc.wrap` does on a GPU before the first step, as far as a CPU does it.
+
+A model's plan is rehearsed, so that kernels compile, into an empty cache; and what the rehearsal
+called is run on small inputs beside the reference. That takes the CPU's operators in place of the
+GPU's: what is timed is the CPU's part of the check, which makes inputs and runs the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import tagc
+from tagc.comm import rehearse
+from tagc.costs.explain import plan_shapes
+from tagc.costs.shapes import ModelShapes, synthetic
+from tagc.ops import compiles_ahead, get_ops
+from tagc.policy import Policy
+from tagc.selfcheck import Recorder, check
+
+from .machine import machine
+from .records import Record, append, markdown
+
+__all__ = ["about", "add_arguments", "ready", "run", "table"]
+
+about = "what tagc.wrap compiles and checks before the first step on a GPU; needs no GPU"
+RANKS = 8
+_BF16 = torch.bfloat16
+_CPU = torch.device("cpu")
+
+
+def ready(policy: str, shapes: ModelShapes | None = None, arch: int = 90) -> Record:
+    """Compile and check what a policy needs.
+
+    Args:
+        shapes: of the model; default: a transformer of 7e9 parameters.
+        arch: compute capability, times ten.
+    """
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from .compiled import Compiler
+
+    shapes = synthetic(7_000_000_000) if shapes is None else shapes
+    plan = plan_shapes(
+        shapes, Policy.load(policy), world_size=RANKS, replicas=1, dtype=_BF16,
+        parameter_dtype=_BF16, choose=None,
+    )  # fmt: skip
+    ops = get_ops("cuda", "triton")
+    assert compiles_ahead(ops)
+    recorder = Recorder(ops)
+    kernels: set[tuple[str, str]] = set()
+    launch = JITFunction.run
+
+    def compiling(self: Any, *args: Any, **options: Any) -> Any:
+        kernel: Any = launch(self, *args, **options)
+        kernels.add((self.__name__, kernel.hash))
+        return kernel
+
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache),
+        # Of another name each time: a process keeps what it compiled for a device.
+        mock.patch.object(driver, "_active", Compiler(arch, f"{time.monotonic_ns()}")),
+        mock.patch.object(JITFunction, "run", compiling),
+        ops.compiling_only(),
+    ):
+        start = time.perf_counter()
+        rehearse(plan, recorder.ops)
+        compiled = time.perf_counter()
+    stand_in = get_ops(_CPU, "cpu")
+    # Once to compile them, and to be sure that all agree; a call that passed is not run again.
+    check(stand_in, _CPU, recorder.calls)
+    with mock.patch("tagc.selfcheck.checking._PASSED", set()):
+        begin = time.perf_counter()
+        check(stand_in, _CPU, recorder.calls)
+        checked = time.perf_counter()
+    return {
+        "suite": "ready",
+        "policy": policy,
+        "arch": arch,
+        "parameters": shapes.numel,
+        "ranks": RANKS,
+        "calls": recorder.count,
+        "kinds": len(recorder.calls),
+        "kernels": sorted(name.removesuffix("_kernel") for name, _ in kernels),
+        "compile_s": round(compiled - start, 2),
+        "check_s": round(checked - begin, 3),
+    }
+
+
+def table(records: Sequence[Record]) -> str:
+    """Markdown, a line a policy."""
+    head = ["policy", "kernels", "compiled in", "kinds of calls", "the CPU's part of their check"]
+    return markdown(
+        head,
+        (
+            (
+                r["policy"], len(r["kernels"]), f"{r['compile_s']:.1f} s", r["kinds"],
+                f"{r['check_s']:.2f} s",
+            )
+            for r in records
+        ),
+    )  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this suite."""
+    parser.add_argument("policy", nargs="*", help="default: all that ship, and compress")
+    parser.add_argument("--arch", type=int, default=90, help="compute capability, times ten")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results, a line each")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile and check, one policy after the other, on one thread; print the table."""
+    try:
+        import triton.compiler  # noqa: F401
+    except ModuleNotFoundError:
+        print("no Triton here: it is for Linux on x86-64", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)
+    results: list[Record] = []
+    if args.json:
+        append(args.json, {"suite": "ready", "machine": machine()})
+    for policy in args.policy or [n for n in tagc.policies() if n not in ("auto", "dense")]:
+        results.append(ready(policy, arch=args.arch))
+        if args.json:
+            append(args.json, results[-1])
+        print(f"{policy}: {', '.join(results[-1]['kernels'])}", file=sys.stderr, flush=True)
+    print(table(results))
+    return 0
