@@ -1,19 +1,10 @@
 """Emit: quantize what the bitmaps keep, leave the rest in the residual, add symbols to the cells.
 
-Per kept element ``q = rint(clip(x / step, -levels, levels))``; the residual becomes
-``x - q * step`` and the group's symbol ``v = Σ qᵢ · 2^(bits·i)`` is added to its cells. The step is
-a power of two, so products with it and with its inverse are exact. ``float32`` symbols send x
-itself and leave 0, unless x is subnormal: then they send 0 and leave x, since the GPU's float32
-atomics would take it for 0.
-
-Worked example (int8x4, step 0.5, levels 3): x = (-0.5, 0.9, 9, 0) gives q = (-1, 2, 3, 0), the
-residual (0, -0.1, 7.5, 0) and v = -1 + 2·2^8 + 3·2^16 = 197119, added to one cell per partition;
-the group counts as saturated.
-
-A program lists the groups of its words first (see :mod:`.stash`); so the work is one of kept
-groups, and nothing else is touched. Cells are added to by reductions without a result, in no fixed
-order: the same bits for integers, but sums of ``float32`` symbols may differ in their last bits
-from run to run.
+What a group sends, and what stays, is in :mod:`.symbols`; a symbol is added to one cell per
+partition. A program lists the groups of its words first (see :mod:`.stash`); so the work is one of
+kept groups, and nothing else is touched. Cells are added to by reductions without a result, in no
+fixed order: the same bits for integers, but sums of ``float32`` symbols may differ in their last
+bits from run to run.
 """
 
 from __future__ import annotations
@@ -24,10 +15,11 @@ from torch import Tensor
 from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
-from .scalar import magnitude, narrow_finite, rint, widen
+from .scalar import narrow_finite, widen
 from .scatter import scatter
 from .scratch import buffer
 from .stash import LANES_OF_A_STEP, STASH, STASH_WORDS, pop, push_bits
+from .symbols import clips, send
 from .table import listing_programs
 
 # Arguments whose alignment makes no difference.
@@ -59,8 +51,7 @@ def emit_kernel(
     mine = stash + (d * programs + tl.program_id(0)) * STASH
     seed_value = tl.load(seed)
     unit = tl.load(step + d)
-    # The inverse of 2^k, by negating the exponent.
-    inverse = (0x7F000000 - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    WHOLE: tl.constexpr = cells.dtype.element_ty == tl.float32
     saturated = tl.zeros([BLOCK], tl.int32)
     count = tl.zeros([], tl.int32)
     for first in range(tl.program_id(0) * WORDS, words, programs * WORDS):
@@ -77,16 +68,9 @@ def emit_kernel(
                 x = widen(tl.load(grad + j, mask=inside, other=0.0))
                 if residual is not None:
                     x += widen(tl.load(residual + j, mask=inside, other=0.0))
-            if cells.dtype.element_ty == tl.float32:
-                subnormal = magnitude(x) < 0x00800000
-                left = tl.where(subnormal & (x != 0.0), x, 0.0)
-                symbol = tl.sum(tl.where(subnormal, 0.0, x), 1)
-            else:
-                scaled = x * inverse
-                q = rint(tl.minimum(tl.maximum(scaled, -levels), levels))
-                saturated += tl.max((tl.abs(scaled) > levels).to(tl.int32), 1)
-                left = x - q * unit
-                symbol = tl.sum(q.to(tl.int32) << (tl.arange(0, LANES) * (32 // LANES)), 1)
+            symbol, left = send(x, unit, levels, LANES, WHOLE)
+            if not WHOLE:
+                saturated += clips(x, unit, levels)
             if residual is not None:
                 place = residual + j
                 tl.store(place, narrow_finite(left, residual.dtype.element_ty), mask=inside)

@@ -17,6 +17,11 @@ make no bitmap, so that non-finite groups have some: the sparse passes accumulat
 values are written back rather than masked off, so that every access of the pass is 16 bytes wide;
 that takes rows that start 16-byte aligned and ``n`` divisible by 16, other segments go element by
 element.
+
+Where every group has a cell of its own, a direct sketch's, the pass writes these, too, and the
+residual keeps what they do not say (:mod:`.symbols`), so that nothing is left to do, see
+:mod:`.direct`. If groups may have to go again, those of which the cell and the residual would not
+give x back to the bit are put off: they keep x, their cell is 0, and they are counted.
 """
 
 from __future__ import annotations
@@ -24,8 +29,10 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
+from .direct import Direct, arguments, stride
 from .jit import jit, tl
 from .scalar import bits_of, load_bitmap, magnitude, narrow_finite, popcount, widen, word_of
+from .symbols import clips, restore, send
 
 # Elements per program: 16 per thread keep enough loads in flight. Counts of theirs fit 12 bits.
 _TILE = 2048
@@ -36,13 +43,15 @@ _WARPS = 4
 _PLAIN = [
     *("words", "threshold", "poison", "counts"),
     *("support_stride", "index_stride", "poison_stride", "counts_stride"),
+    *("step", "put_off", "put_off_stride"),
 ]
 
 
 @jit(do_not_specialize=_PLAIN)
 def select_kernel(
-    grad, residual, threshold, support, index, poison, counts, n, words,
-    grad_stride, residual_stride, support_stride, index_stride, poison_stride, counts_stride,
+    grad, residual, threshold, support, index, poison, counts, cells, step, levels, put_off, n,
+    words, grad_stride, residual_stride, support_stride, index_stride, poison_stride,
+    counts_stride, cells_stride, put_off_stride,
     LANES: tl.constexpr, WORDS: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
@@ -76,6 +85,31 @@ def select_kernel(
         marked = popcount(word.to(tl.uint32, bitcast=True))
         count = tl.sum(above.to(tl.int32), 1) if EVERY or support is not None else marked
 
+    row = counts + d * counts_stride
+    if cells is not None:
+        WHOLE: tl.constexpr = cells.dtype.element_ty == tl.float32
+        unit = tl.load(step + d)
+        lanes = tl.reshape(x, [WORDS, 32, LANES])
+        symbol, left = send(lanes, unit, levels, LANES, WHOLE)
+        sent = chosen
+        if put_off is not None:
+            again = restore(symbol, left, unit, LANES, WHOLE)
+            differs = again.to(tl.int32, bitcast=True) ^ lanes.to(tl.int32, bitcast=True)
+            sent = chosen & (tl.max((differs != 0).to(tl.int32), 2) == 0)
+            late = tl.sum(tl.sum((chosen & (sent == 0)).to(tl.int32), 1), 0)
+            if late > 0:  # seldom
+                tl.atomic_add(put_off + d * put_off_stride, late, sem="relaxed")
+        group = tl.arange(0, WORDS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        mine = group < tl.cdiv(n, LANES) - first * 32
+        cell = cells + (d * cells_stride + first * 32) + group
+        tl.store(cell, tl.where(sent, symbol, 0), mask=mine)
+        x = tl.reshape(tl.where(sent[:, :, None], left, lanes), j.shape)
+        if not WHOLE:
+            clipped = tl.where(sent, clips(lanes, unit, levels), 0)
+            clipped = tl.sum(tl.sum(clipped, 1), 0)
+            if clipped > 0:
+                tl.atomic_add(row + 3, clipped, sem="relaxed")
+
     if residual is not None:
         holds_x: tl.constexpr = residual.dtype.element_ty == tl.float32 and index is not None
         replace = finite if holds_x else finite & (chosen == 0)
@@ -88,14 +122,13 @@ def select_kernel(
     infinite = (tl.max(size, 1) >= 0x7F800000).to(tl.int32)
     total = tl.sum(count | (nonzero << 12) | (infinite << 24), 0)
     nonzero = (total >> 12) & 0xFFF
-    row = counts + d * counts_stride
     if (total >> 24) > 0:  # seldom
         nonzero -= tl.sum(tl.sum((finite == 0).to(tl.int32), 1), 0)
         if poison is not None:
             tl.store(poison + d * poison_stride, 1)
     tl.atomic_add(row, total & 0xFFF, sem="relaxed")
     tl.atomic_add(row + 1, nonzero, sem="relaxed")
-    if support is not None and index is not None:
+    if (support is not None and index is not None) or cells is not None:
         tl.atomic_add(row + 2, tl.sum(marked, 0), sem="relaxed")
 
 
@@ -110,6 +143,8 @@ def select(
     lanes: int,
     capacity: int,
     support: Tensor | None = None,
+    direct: Direct | None = None,
+    put_off: Tensor | None = None,
 ) -> None:
     """Write bitmaps and poison words, update the residual, count into ``counts[:, :2]``.
 
@@ -119,11 +154,13 @@ def select(
         index: ``[W, words]``, bitmaps, written; None, with a support only.
         poison: ``[W]`` int32, written: 1 if a group is not finite, else 0; or None.
         counts: ``[W, 4]`` int32, written: groups above the threshold (without an ``index``: in
-            the support), groups not zero, groups marked where support and ``index`` are given
-            (else 0), 0.
+            the support), groups not zero, groups marked where there are support and ``index``,
+            or cells (else 0), groups with an element that was clipped, of those in cells.
         lanes: elements of a group.
         capacity: groups that may stay, see :mod:`.trim`; all may if there are not more.
         support: ``[W, words]``, given marks.
+        direct: cells to be written; then with an ``index``, and no residual or one in float32.
+        put_off: ``[W]`` int32, where groups may go: with cells, those that are put off are added.
     """
     bitmap = support if index is None else index
     assert bitmap is not None
@@ -134,12 +171,15 @@ def select(
     if numel == 0:
         return
     words = _TILE // (32 * lanes)
+    # Without a residual nothing has to be found again.
+    late = None if direct is None or residual is None else put_off
     grid = (triton.cdiv(bitmap.shape[1], words), W)
     select_kernel[grid](
-        grad, residual, threshold, support, index, poison, counts, numel, bitmap.shape[1],
-        grad.stride(0), 0 if residual is None else residual.stride(0),
+        grad, residual, threshold, support, index, poison, counts, *arguments(direct), late,
+        numel, bitmap.shape[1], grad.stride(0), 0 if residual is None else residual.stride(0),
         0 if support is None else support.stride(0), 0 if index is None else index.stride(0),
-        0 if poison is None else poison.stride(0), counts.stride(0),
+        0 if poison is None else poison.stride(0), counts.stride(0), stride(direct),
+        0 if late is None else late.stride(0),
         LANES=lanes, WORDS=words, EVERY=capacity >= triton.cdiv(numel, lanes),
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 from tagc.ops.sketch import SketchLayout
 
 from .device import on_device_of
+from .direct import Direct, in_one_pass
 from .emit import emit
 from .estimate import estimate
 from .expand import expand
@@ -26,7 +27,7 @@ from .scatter import insert_symbols
 from .scratch import buffer
 from .select import select
 from .table import table_of
-from .trim import trim
+from .trim import cleared_histograms, put_off_of, trim
 from .union import unite
 from .write import write
 
@@ -49,17 +50,26 @@ def encode(
 ) -> None:
     """See :meth:`tagc.ops.sketch.SketchOps.encode`."""
     bitmap, poison = index[:, : layout.words], index[:, layout.words]
-    lanes = layout.symbol.lanes
+    lanes, trims = layout.symbol.lanes, support is None and capacity < layout.groups
+    direct = None
+    if in_one_pass(layout, residual):
+        direct = Direct(cells=cells, step=step, levels=levels)
+    histograms = cleared_histograms(grad, bitmap, layout) if trims else None
     select(
         grad, residual, threshold, bitmap, poison, counts,
-        lanes=lanes, capacity=capacity, support=support,
+        lanes=lanes, capacity=capacity, support=support, direct=direct,
+        put_off=None if histograms is None else put_off_of(histograms),
     )  # fmt: skip
-    if support is None:
-        trim(grad, residual, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
-    emit(
-        grad, residual, step, seed, index, cells, counts,
-        layout=layout, levels=levels, capacity=capacity, counted=support is not None,
-    )  # fmt: skip
+    if trims:
+        trim(
+            grad, residual, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout,
+            histograms=histograms, direct=direct,
+        )  # fmt: skip
+    if direct is None:
+        emit(
+            grad, residual, step, seed, index, cells, counts,
+            layout=layout, levels=levels, capacity=capacity, counted=support is not None,
+        )  # fmt: skip
 
 
 @on_device_of("cells")

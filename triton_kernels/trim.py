@@ -15,20 +15,24 @@ the count is within the capacity. Otherwise each reads the bitmap and the marked
 has a word, and takes its lowest set bit until none is left. Most groups agree in their top digit,
 so its histogram has copies, between which the programs take turns: else all of them would wait for
 a few addresses. A group that goes leaves x in a bfloat16 residual; a float32 residual holds it
-since the selection.
+since the selection. In a direct sketch made by the dense pass it holds what the cell does not say:
+there x is put together again, and groups that were put off are sent, see :mod:`.direct`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
 import triton
 from torch import Tensor
 
+from .direct import Direct, arguments, stride
 from .gather import load_groups
 from .jit import constant, jit, tl
 from .scalar import load_words, lowest_bit, magnitude, narrow_finite, popcount
 from .scratch import buffer
+from .symbols import clips, restore, send
 
 # Words at once, one for each thread. (In four warps, two threads for each, ptxas spills in some
 # variants.)
@@ -36,14 +40,18 @@ _WORDS = 64
 _WARPS = 2
 # Programs of all rows together, as far as that goes.
 _PROGRAMS = 1024
-# Copies of the first histogram, and where the second, the third, and the counts of ties, one
-# per program, begin in a row's buffer.
+# Copies of the first histogram, and where the second, the third, the number of groups that were put
+# off, and the counts of ties, one per program, begin in a row's buffer.
 _COPIES = constant(8)
 _SECOND = constant(8 * 2048)
 _THIRD = constant(8 * 2048 + 1024)
-_TIES = constant(8 * 2048 + 2 * 1024)
+_PUT_OFF = constant(8 * 2048 + 2 * 1024)
+_TIES = constant(8 * 2048 + 2 * 1024 + 1)
 # Arguments whose alignment makes no difference.
-_PLAIN = ["words", "capacity", "counts", "index_stride", "counts_stride", "histogram_stride"]
+_PLAIN = [
+    *("words", "capacity", "counts", "index_stride", "counts_stride", "histogram_stride"),
+    *("step", "cells_stride"),
+]
 
 
 @jit
@@ -73,10 +81,23 @@ def _prefix(histogram, capacity, DIGITS: tl.constexpr):
     return prefix, need - (capacity == 0).to(tl.int32)
 
 
+@jit
+def _load(grad, residual, cells, unit, key, there, n, LANES: tl.constexpr):
+    """:func:`load_groups` before anything is trimmed; and symbols, if there are cells."""
+    x, j, inside = load_groups(grad, residual, key, there, n, LANES, False)
+    symbol = tl.zeros_like(key)
+    if cells is not None:
+        WHOLE: tl.constexpr = cells.dtype.element_ty == tl.float32
+        symbol = tl.load(cells + key, mask=there, other=0)
+        if residual is not None:
+            x = restore(symbol, x, unit, LANES, WHOLE)
+    return x, j, inside, symbol
+
+
 @jit(do_not_specialize=_PLAIN)
 def count_kernel(
-    grad, residual, index, counts, histograms, n, words, capacity,
-    grad_stride, residual_stride, index_stride, counts_stride, histogram_stride,
+    grad, residual, index, counts, histograms, cells, step, levels, n, words, capacity,
+    grad_stride, residual_stride, index_stride, counts_stride, histogram_stride, cells_stride,
     DIGITS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
@@ -89,6 +110,10 @@ def count_kernel(
     grad += d * grad_stride
     if residual is not None:
         residual += d * residual_stride
+    unit = 1.0
+    if cells is not None:
+        cells += d * cells_stride
+        unit = tl.load(step + d)
     ties = tl.zeros([WORDS], tl.int32)
     share = tl.cdiv(tl.cdiv(words, WORDS), tl.num_programs(0))
     for tile in range(p * share, tl.minimum((p + 1) * share, tl.cdiv(words, WORDS))):
@@ -97,7 +122,7 @@ def count_kernel(
         for _ in range(tl.max(popcount(word), 0)):
             there = word != 0
             key = w * 32 + lowest_bit(word)
-            x, _j, _inside = load_groups(grad, residual, key, there, n, LANES, False)
+            x, _j, _inside, _symbol = _load(grad, residual, cells, unit, key, there, n, LANES)
             size = tl.max(magnitude(x), 1)
             if DIGITS == 0:
                 bin = row + (p % _COPIES) * 2048 + (size >> 20)
@@ -117,15 +142,23 @@ def count_kernel(
 
 @jit(do_not_specialize=_PLAIN)
 def drop_kernel(
-    grad, residual, index, counts, histograms, n, words, capacity,
-    grad_stride, residual_stride, index_stride, counts_stride, histogram_stride,
+    grad, residual, index, counts, histograms, cells, step, levels, n, words, capacity,
+    grad_stride, residual_stride, index_stride, counts_stride, histogram_stride, cells_stride,
     LANES: tl.constexpr, WORDS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
+    WHOLE: tl.constexpr = cells is not None and cells.dtype.element_ty == tl.float32
+    # Whether groups may have been put off.
+    SENDS: tl.constexpr = cells is not None and residual is not None
     d = tl.program_id(1).to(tl.int64)
     p = tl.program_id(0)
-    if tl.load(counts + d * counts_stride) <= capacity:
-        return
+    found = counts + d * counts_stride
     row = histograms + d * histogram_stride
+    over = tl.load(found) > capacity
+    late = 0
+    if SENDS:
+        late = tl.load(row + _PUT_OFF)
+    if not (over | (late > 0)):
+        return
     last, places = _prefix(row, capacity, 3)
     before = tl.arange(0, PROGRAMS)
     taken = tl.sum(tl.load(row + _TIES + before, mask=before < p, other=0), 0)
@@ -133,42 +166,91 @@ def drop_kernel(
     grad += d * grad_stride
     if residual is not None:
         residual += d * residual_stride
+    unit = 1.0
+    clipped = tl.zeros([WORDS], tl.int32)
+    if cells is not None:
+        cells += d * cells_stride
+        unit = tl.load(step + d)
+        if over & (p == 0):
+            tl.store(found + 2, capacity)
     share = tl.cdiv(tl.cdiv(words, WORDS), tl.num_programs(0))
     for tile in range(p * share, tl.minimum((p + 1) * share, tl.cdiv(words, WORDS))):
         w = tile * WORDS + tl.arange(0, WORDS)
         marked = load_words(index + w, w < words)
-        stays = tl.zeros([WORDS], tl.uint32)
-        tied = tl.zeros([WORDS], tl.uint32)
-        word = marked
-        for _ in range(tl.max(popcount(word), 0)):
-            key = w * 32 + lowest_bit(word)
-            x, _j, _inside = load_groups(grad, residual, key, word != 0, n, LANES, False)
-            size = tl.max(magnitude(x), 1)
-            bit = word & (0 - word)
-            stays |= tl.where(size > last, bit, 0)
-            tied |= tl.where(size == last, bit, 0)
-            word ^= bit
-        # Of the ties, as many as there are places left, from the lowest on.
-        ties = popcount(tied)
-        turn = taken + tl.cumsum(ties, 0) - ties
-        taken += tl.sum(ties, 0)
-        for _ in range(tl.max(ties, 0)):
-            bit = tied & (0 - tied)
-            stays |= tl.where(turn < places, bit, 0)
-            tied ^= bit
-            turn += 1
-        # Several warps may have read the words; none may be late.
-        tl.debug_barrier()
-        tl.store(index + w, stays.to(tl.int32, bitcast=True), mask=w < words)
-        if residual is not None and residual.dtype.element_ty != tl.float32:
-            word = marked ^ stays
+        stays = marked
+        if over:
+            stays = tl.zeros([WORDS], tl.uint32)
+            tied = tl.zeros([WORDS], tl.uint32)
+            word = marked
             for _ in range(tl.max(popcount(word), 0)):
                 key = w * 32 + lowest_bit(word)
-                x, j, goes = load_groups(grad, residual, key, word != 0, n, LANES, False)
-                # Several threads may have the same word: all of them read before one writes.
+                x, _j, _inside, _symbol = _load(
+                    grad, residual, cells, unit, key, word != 0, n, LANES
+                )
+                size = tl.max(magnitude(x), 1)
+                bit = word & (0 - word)
+                stays |= tl.where(size > last, bit, 0)
+                tied |= tl.where(size == last, bit, 0)
+                word ^= bit
+            # Of the ties, as many as there are places left, from the lowest on.
+            ties = popcount(tied)
+            turn = taken + tl.cumsum(ties, 0) - ties
+            taken += tl.sum(ties, 0)
+            for _ in range(tl.max(ties, 0)):
+                bit = tied & (0 - tied)
+                stays |= tl.where(turn < places, bit, 0)
+                tied ^= bit
+                turn += 1
+            # Several warps may have read the words; none may be late.
+            tl.debug_barrier()
+            tl.store(index + w, stays.to(tl.int32, bitcast=True), mask=w < words)
+            if cells is not None or (
+                residual is not None and residual.dtype.element_ty != tl.float32
+            ):
+                word = marked ^ stays
+                for _ in range(tl.max(popcount(word), 0)):
+                    goes = word != 0
+                    key = w * 32 + lowest_bit(word)
+                    x, j, inside, symbol = _load(grad, residual, cells, unit, key, goes, n, LANES)
+                    # Several threads may have the same word: all of them read before one writes.
+                    tl.debug_barrier()
+                    if residual is not None:
+                        new = narrow_finite(x, residual.dtype.element_ty)
+                        tl.store(residual + j, new, mask=inside)
+                    if cells is not None:
+                        tl.store(cells + key, tl.zeros_like(symbol), mask=goes)
+                        counted = goes & (symbol != 0)
+                        clipped -= tl.where(counted, clips(x, unit, levels), 0)
+                    word &= word - 1
+        if SENDS:
+            word = tl.where(late > 0, stays, 0)
+            for _ in range(tl.max(popcount(word), 0)):
+                key = w * 32 + lowest_bit(word)
+                # Those that were put off, and others that send zeros, once more.
+                again = tl.load(cells + key, mask=word != 0, other=1) == 0
+                x, j, inside = load_groups(grad, residual, key, again, n, LANES, False)
+                symbol, left = send(x, unit, levels, LANES, WHOLE)
                 tl.debug_barrier()
-                tl.store(residual + j, narrow_finite(x, residual.dtype.element_ty), mask=goes)
+                tl.store(residual + j, left, mask=inside)
+                tl.store(cells + key, symbol, mask=again)
+                clipped += tl.where(again, clips(x, unit, levels), 0)
                 word &= word - 1
+    if cells is not None and not WHOLE:
+        tl.atomic_add(found + 3, tl.sum(clipped, 0), sem="relaxed")
+
+
+def cleared_histograms(grad: Tensor, index: Tensor, layout: Hashable) -> Tensor:
+    """What :func:`trim` counts in; of ``[W, put_off]`` the selection counts groups put off."""
+    W, words = index.shape
+    programs = min(triton.cdiv(_PROGRAMS, W), triton.cdiv(words, _WORDS))
+    shape = (W, _TIES.value + programs)
+    histograms = buffer("histograms", shape, torch.int32, grad.device, layout)
+    return histograms.zero_()
+
+
+def put_off_of(histograms: Tensor) -> Tensor:
+    """``[W]`` int32, how many groups the selection put off."""
+    return histograms[:, _PUT_OFF.value]
 
 
 def trim(
@@ -180,30 +262,35 @@ def trim(
     lanes: int,
     capacity: int,
     layout: Hashable,
+    histograms: Tensor | None = None,
+    direct: Direct | None = None,
 ) -> None:
     """Clear bits of ``index`` until every destination keeps at most ``capacity`` groups.
 
     Args:
         grad, residual: as :func:`select` left them.
         index: ``[W, words]``, bitmaps, updated.
-        counts: ``[W, 4]``, of which the first column says how many groups are marked.
+        counts: ``[W, 4]``, of which the first column says how many groups are marked; with cells
+            the third and fourth become those of the groups that stay.
         lanes: elements of a group.
         layout: whose scratch buffers to use.
+        histograms: from :func:`cleared_histograms`; default: new ones.
+        direct: cells that the selection wrote; those of groups that go are cleared.
     """
     W, numel = grad.shape
     if capacity >= triton.cdiv(numel, lanes):
         return
-    programs = min(triton.cdiv(_PROGRAMS, W), triton.cdiv(index.shape[1], _WORDS))
-    shape = (W, _TIES.value + programs)
-    histograms = buffer("histograms", shape, counts.dtype, grad.device, layout)
-    histograms.zero_()
-    arguments = (
-        grad, residual, index, counts, histograms, numel, index.shape[1], capacity,
+    if histograms is None:
+        histograms = cleared_histograms(grad, index, layout)
+    programs = histograms.shape[1] - _TIES.value
+    given = (
+        grad, residual, index, counts, histograms, *arguments(direct), numel,
+        index.shape[1], capacity,
         grad.stride(0), 0 if residual is None else residual.stride(0), index.stride(0),
-        counts.stride(0), histograms.stride(0),
+        counts.stride(0), histograms.stride(0), stride(direct),
     )  # fmt: skip
     options = {"LANES": lanes, "WORDS": _WORDS, "num_warps": _WARPS, "enable_fp_fusion": False}
     for digits in range(4):
-        count_kernel[(programs, W)](*arguments, DIGITS=digits, **options)
+        count_kernel[(programs, W)](*given, DIGITS=digits, **options)
     most = triton.next_power_of_2(programs)
-    drop_kernel[(programs, W)](*arguments, PROGRAMS=most, **options)
+    drop_kernel[(programs, W)](*given, PROGRAMS=most, **options)

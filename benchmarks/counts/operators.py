@@ -199,10 +199,12 @@ def _encode(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     seed = _empty(1)
     asked.floor = R * (n * (each + left) + 4 * layout.index_words + 4 * layout.cells)
     kept = int(_KEPT * capacity)
-    asked.hints = _selecting(layout, kept) | {
-        "emit_kernel.index": _bits(kept, layout.groups),
-        "emit_kernel.stash": Hint(listed=True),
-    }
+    asked.hints = _selecting(layout, kept)
+    if not importlib.import_module("tagc.triton_kernels.direct").in_one_pass(layout, residual):
+        asked.hints |= {
+            "emit_kernel.index": _bits(kept, layout.groups),
+            "emit_kernel.stash": Hint(listed=True),
+        }
     asked.note = f"{100 * kept / layout.groups:.3g}% of the groups above the threshold, evenly"
     return lambda: ops.encode(
         x, residual, scales[0], scales[1], seed, index, cells, counts,
