@@ -306,7 +306,8 @@ def lag(out, numel=1 << 14) -> None:
 
 def thresholds(segments, destinations) -> None:
     counts = torch.empty(segments, destinations, 4, dtype=torch.int32)
-    ops.steer(counts, *torch.empty(3, segments), torch.empty(6, segments, destinations))
+    numbers = [torch.empty(segments) for _ in range(3)]
+    ops.steer(counts, *numbers, torch.empty(6, segments, destinations))
 
 
 HASHES = (4, 3, 5, 6, 1)

@@ -49,11 +49,11 @@ class Nothing:
     """A group of two, its collectives in flight, and operators: all without an effect.
 
     Attributes:
-        asked_for: names of operators, of which all were called.
+        operators: names of those that were called, or prepared.
     """
 
     def __init__(self) -> None:
-        self.asked_for: set[str] = set()
+        self.operators: set[str] = set()
 
     def size(self) -> int:
         return 2
@@ -64,7 +64,7 @@ class Nothing:
     def wait(self) -> None: ...
 
     def __getattr__(self, operator: str) -> Callable[..., None]:
-        self.asked_for.add(operator)
+        self.operators.add(operator)
         return lambda *tensors, **sizes: None
 
 
@@ -95,7 +95,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("codec", PLANS)
-def test_no_value_of_a_tensor_is_asked_for(without_ranks, codec):
+def test_no_value_of_a_tensor_is_operators(without_ranks, codec):
     nothing: Any = without_ranks
     plan = PLANS[codec]()
     reducer = UnitReducer(plan, nothing, META, Workspace(META), seed=7)
@@ -104,7 +104,7 @@ def test_no_value_of_a_tensor_is_asked_for(without_ranks, codec):
         with OnDevice() as seen:
             reducer.reduce(out, inp, nothing, AVG)
         assert "aten.sum.dim_IntList" in seen.operations or "aten.copy_.default" in seen.operations
-    assert ("steer" in nothing.asked_for) == (codec not in ("quantized", "bfloat16"))
+    assert ("steer" in nothing.operators) == (codec not in ("quantized", "bfloat16"))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ rehearsed.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,19 +21,21 @@ from torch import Tensor
 import tagc
 from support.distributed import run_ranks
 from support.small_net import local_grads, loss_of, sharded
-from tagc.ops import get_ops
+from tagc.ops import reference
 from tagc.selfcheck.calls import OPERATORS
 
-POLICY = {
-    "schema": 1,
-    "gradients": [
-        {
-            "when": {"name": ["first*weight", "second*weight"]},
-            "codec": {"kind": "quantized", "bits": 4, "block": 32},
-            "feedback": {"kind": "residual"},
-        }
-    ],
-}
+
+def policy_of(codec: dict[str, Any], **feedback: Any) -> dict[str, Any]:
+    rule = {
+        "when": {"name": ["first*weight", "second*weight"]},
+        "codec": codec,
+        "feedback": {"kind": "residual"} | feedback,
+    }
+    return {"schema": 1, "gradients": [rule]}
+
+
+POLICY = policy_of({"kind": "quantized", "bits": 4, "block": 32})
+SELECTING = policy_of({"kind": "packed", "density": 0.3}, lead=0.65)
 
 
 class Standin(ModuleType):
@@ -47,10 +50,9 @@ class Standin(ModuleType):
         self.compiled: list[str] = []
         self.ran: list[str] = []
         self._compiling = False
-        reference = get_ops("cpu", "reference")
         for name in OPERATORS:
             setattr(self, name, self._operator(name, getattr(reference, name), name == wrong))
-        for name in ("prepare", "prepare_blocks", "prepare_matrix", "prepare_packed", "release"):
+        for name in {*reference.__all__} - {*OPERATORS}:
             setattr(self, name, lambda *sizes, **options: None)
 
     @contextlib.contextmanager
@@ -66,8 +68,8 @@ class Standin(ModuleType):
                 return None
             returned = right(*args, **kwargs)
             if wrong:
-                written: Tensor = args[1] if args else kwargs["out"]
-                written[..., 0] = 7.0
+                given = inspect.signature(right).bind(*args, **kwargs).arguments
+                given["out" if "out" in given else "state"][..., 0] = 7.0
             return returned
 
         operator.__wrapped__ = right  # type: ignore[attr-defined]  # for its signature
@@ -87,12 +89,12 @@ def device(wrong: str | None = None) -> Iterator[Standin]:
         yield standin
 
 
-def wrapped(ops: str | None = None) -> Any:
+def wrapped(ops: str | None = None, policy: dict[str, Any] = POLICY) -> Any:
     model = sharded()
     with warnings.catch_warnings():
         # Such small units pay with no codec.
         warnings.simplefilter("ignore", UserWarning)
-        return tagc.wrap(model, POLICY, ops=ops)
+        return tagc.wrap(model, policy, ops=ops)
 
 
 def gradients(model: Any, rank: int) -> dict[str, Tensor]:
@@ -123,10 +125,10 @@ def test_wrap_takes_the_kernels_after_a_check():
         assert len(checked) == 16
 
 
-def refused(rank: int, wrong_rank: int) -> str:
-    with device("dequantize" if rank == wrong_rank else None) as standin:
+def refused(rank: int, wrong_rank: int, operator: str, policy: dict[str, Any]) -> str:
+    with device(operator if rank == wrong_rank else None) as standin:
         with pytest.raises((tagc.KernelError, RuntimeError)) as raised:
-            wrapped()
+            wrapped(policy=policy)
         assert standin.compiled
     # Nothing stays behind.
     model = wrapped("reference")
@@ -134,10 +136,18 @@ def refused(rank: int, wrong_rank: int) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_a_wrong_kernel_on_one_rank_is_refused_on_all():
-    mine, other = run_ranks(refused, 2, 0)
+@pytest.mark.parametrize(
+    ("operator", "policy", "said"),
+    [
+        ("dequantize", POLICY, ("dequantize(out float32", "elements of 'out' differ")),
+        ("undo_lag", SELECTING, ("undo_lag(decoded float32", "elements of 'out' differ")),
+        ("steer", SELECTING, ("steer(target float32", "elements of 'state' differ")),
+    ],
+)
+def test_a_wrong_kernel_on_one_rank_is_refused_on_all(operator, policy, said):
+    mine, other = run_ranks(refused, 2, 0, operator, policy)
     assert mine.startswith("KernelError: tagc: tagc.triton_kernels.ops does not give")
-    for part in ("dequantize(out float32", "elements of 'out' differ", "ops='reference'"):
+    for part in (*said, "ops='reference'"):
         assert part in mine
     assert other.startswith("RuntimeError: tagc.wrap failed on rank 0")
     assert "KernelError" in other

@@ -58,11 +58,12 @@ class ThresholdOps(Protocol):
         around 1, bounded, and free of functions that another library rounds differently.)
 
         Args:
-            counts: ``[segments, D, 4]`` int32, by ``ABOVE``, ``NONZERO``, ``KEPT``, ``SATURATED``.
+            counts: ``[segments, D, 4]`` int32, by ``ABOVE``, ``NONZERO``, ``KEPT``, ``SATURATED``;
+                none is negative.
             target: ``[segments]`` float32, groups that should be kept.
             max_boost: ``[segments]`` float32 powers of two.
-            scale: ``[segments]`` float32 powers of two, or 0 where nothing is quantized: the step
-                is 1 there.
+            scale: ``[segments]`` float32 powers of two, or 0 where nothing is quantized: 1 stands
+                there for the product that the boost multiplies.
             state: ``[6, segments, D]`` float32, updated: ``THRESHOLD``, ``BOOST``, ``BIAS``,
                 ``EXPONENT``, ``SIDE`` and ``STEP``.
         """

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tagc.ops import COUNTS, Ops, get_ops
+from tagc.ops import ABOVE, COUNTS, SATURATED, Ops, get_ops
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.packed import PackedLayout, index_of
 from tagc.ops.sketch import SketchLayout
-from tagc.ops.thresholds import STATES
+from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
 from tagc.selfcheck.calls import Call
 from tagc.selfcheck.small import small_blocks, small_matrix, small_packed, small_sketch
 
@@ -85,6 +85,10 @@ class _Maker:
         zeros = torch.rand(*shape, dtype=torch.float32, generator=self._generator) < 0.05
         x[zeros] = 0
         return x.to(dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Float32 in ``[0, 1)``."""
+        return torch.rand(*shape, dtype=torch.float32, generator=self._generator)
 
     def optional(
         self, *shape: int, dtype: torch.dtype | None, whole: bool = False
@@ -334,15 +338,26 @@ def _steer(m: _Maker) -> Case:
     segments, destinations = m.call.rows
     # More than a program has threads for.
     segments += 128 // destinations
-    counts = m.values(1, segments * destinations * COUNTS, dtype=torch.float32).abs() * 1000
-    ones = torch.ones(segments, dtype=torch.float32)
-    state = m.values(1, STATES * segments * destinations, dtype=torch.float32).abs().clamp(0.01, 3)
+    shape = segments, destinations
+    # About the target, far from it, and zeros; few or many that saturate.
+    counts = m.uniform(*shape, COUNTS) * torch.exp2(11 * m.uniform(*shape, 1))
+    counts[..., SATURATED] *= torch.exp2(-12 * m.uniform(*shape))
+    counts[m.uniform(*shape) < 0.1] = 0
+    counts[m.uniform(*shape) < 0.1, ABOVE] = 0
+    scale = torch.exp2((4 * m.uniform(segments)).floor())
+    scale[::7] = 0
+    state = torch.empty(STATES, *shape, dtype=torch.float32)
+    state[THRESHOLD] = torch.exp2(20 * m.uniform(*shape) - 15)
+    state[BOOST] = torch.exp2((3 * m.uniform(*shape)).floor())
+    state[BIAS], state[EXPONENT] = 1 + m.uniform(*shape), 1 / 32 + m.uniform(*shape) / 3
+    state[SIDE] = (3 * m.uniform(*shape)).floor() - 1
+    state[STEP] = torch.nan
     tensors: dict[str, Tensor | None] = {
-        "counts": counts.nan_to_num().clamp(0, 5000).int().view(segments, destinations, COUNTS),
-        "target": ones * 700,
-        "max_boost": ones * 4,
-        "scale": ones / 8,
-        "state": state.view(STATES, segments, destinations),
+        "counts": counts.int(),
+        "target": 700 * (0.5 + m.uniform(segments)),
+        "max_boost": torch.exp2((3 * m.uniform(segments)).floor()),
+        "scale": scale,
+        "state": state,
     }
     return m.case(tensors, ["state"])
 

@@ -85,7 +85,7 @@ def check(
 def _complaint(ops: Ops, device: torch.device, case: Case) -> str | None:
     """What is wrong; None if nothing is."""
     wanted = case.run(get_ops("cpu", "reference"), Tensor.clone)
-    for how, place in (("aligned", _copied), ("not aligned", _shifted)):
+    for how, place in (("aligned", copied), ("not aligned", shifted)):
         try:
             # A kernel that ran into something says so when it is waited for, which a copy does.
             got = case.run(ops, lambda x, place=place: place(x, device))
@@ -98,14 +98,14 @@ def _complaint(ops: Ops, device: torch.device, case: Case) -> str | None:
     return None
 
 
-def _copied(x: Tensor, device: torch.device) -> Tensor:
+def copied(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device, copy=True).contiguous()
 
 
-def _shifted(x: Tensor, device: torch.device) -> Tensor:
+def shifted(x: Tensor, device: torch.device) -> Tensor:
     """A copy within a wider buffer; of what is just a number or a few, a plain copy."""
     if x.shape[-1] < 2 or (x.dtype == torch.float32 and x.ndim == 1 and x.shape[-1] <= 16):
-        return _copied(x, device)
+        return copied(x, device)
     wide = torch.zeros(*x.shape[:-1], _BEFORE + x.shape[-1] + _AFTER, dtype=x.dtype, device=device)
     view = wide[..., _BEFORE : _BEFORE + x.shape[-1]]
     view.copy_(x)

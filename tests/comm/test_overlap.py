@@ -38,8 +38,9 @@ REDUCES, GATHERS = (
     ("encode parameters", "gather parameters", "decode parameters"),
 )
 INSIDE, SHARES = "add inside the host", "share parameters inside the host"
-# Every other way that traffic takes: ranks, four of them on two hosts; codecs; what a unit does at
-# once, without another in between. (The root compresses nothing, and has only what is inside.)
+# Other ways that traffic takes under FSDP2: ranks, four of them on two hosts; codecs; what a unit
+# does at once, without another in between. (The root compresses nothing, and has only what is
+# inside of hosts.)
 WAYS: dict[str, tuple[int, dict[str, Any], set[tuple[str, ...]]]] = {
     "parameters": (
         2,
@@ -55,7 +56,14 @@ WAYS: dict[str, tuple[int, dict[str, Any], set[tuple[str, ...]]]] = {
         {"gradients": QUANTIZED, "parameters": QUANTIZED | {"kind": "delta"}},
         {(INSIDE,), (INSIDE, *REDUCES), (*GATHERS, SHARES), (SHARES,)},
     ),
-    "two shots": (3, {"replicas": QUANTIZED}, {(*REDUCES, "second shot")}),
+    "parameters of hosts": (
+        4,
+        {"gradients": QUANTIZED, "parameters": QUANTIZED | {"bits": 8}},
+        {(INSIDE,), (INSIDE, *REDUCES), GATHERS},
+    ),
+    "sketches of hosts": (4, {"gradients": CODECS["sketch"]}, {(INSIDE,), (INSIDE, *REDUCES)}),
+    "replicas in one shot": (2, {"replicas": QUANTIZED}, {REDUCES}),
+    "replicas in two shots": (3, {"replicas": QUANTIZED}, {(*REDUCES, "second shot")}),
 }  # fmt: skip
 
 
@@ -99,8 +107,10 @@ class Notes:
         def call(unit: Any, *args: Any) -> None:
             outer, self._count = self._current, self._count + 1
             self._current = f"{unit.plan.direction} {unit.plan.info.label}", self._count
-            original(unit, *args)
-            self._current = outer
+            try:
+                original(unit, *args)
+            finally:
+                self._current = outer
 
         return call
 
@@ -164,13 +174,15 @@ def noted(rank: int, codec: dict[str, Any], mixed_up: bool) -> Notes:
     return notes
 
 
-def noted_on_ways(rank: int, way: str) -> Notes:
-    with noting() as notes:
+def noted_on_ways(rank: int, way: str, mixed_up: bool = False) -> Notes:
+    with noting(mixed_up) as notes:
         options = {}
-        if way == "two shots":
-            options = {"mesh": init_device_mesh("cpu", (3, 1), mesh_dim_names=("copies", "shards"))}
-        model = sharded(**options)
         ranks, codecs, _ = WAYS[way]
+        if "replicas" in codecs:
+            # FSDP2's own hybrid sharding.
+            mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("copies", "shards"))
+            options = {"mesh": mesh}
+        model = sharded(**options)
         tagc.wrap(model, policy(**codecs), hosts=2 if ranks == 4 else None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(3):
@@ -194,6 +206,8 @@ def test_a_unit_waits_for_its_own_collectives_only(codec):
 
 def test_a_wait_for_another_unit_would_be_seen():
     for notes in run_ranks(noted, 2, CODECS["quantized"], True):
+        assert notes.foreign
+    for notes in run_ranks(noted_on_ways, 4, "delta", True):
         assert notes.foreign
 
 

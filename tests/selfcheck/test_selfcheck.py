@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -150,6 +151,25 @@ def test_tables_have_keys_and_most_can_be_decoded():
     ]
     assert all(keys > 0 for keys, _ in found)
     assert sum(unresolved == 0 for _, unresolved in found) > len(found) // 2
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (2, 8), (9, 9)])
+def test_inputs_of_steer_take_every_branch(rows):
+    given: dict[str, Any] = case_of(replace(ONE_OF_EACH["steer"], rows=rows)).tensors
+    counts, state, scale = given["counts"], given["state"], given["scale"]
+    target, most = given["target"], given["max_boost"]
+    above, nonzero, kept, saturated = counts.float().unbind(-1)
+    coarser, finer = 64 * saturated > kept, 1024 * saturated < kept
+    _, boost, bias, _, side, _ = state
+    goal = torch.minimum(target[:, None], 0.9 * nonzero).clamp(min=0.5)
+    ratio = above / (goal * bias)
+    near = (ratio > 1 / 4) & (ratio < 4)
+    swung = (ratio - 1) * side < 0
+    for both in (above > 0, nonzero > 0, coarser, finer, near, swung, scale > 0):
+        assert 0 < both.sum() < both.numel()
+    assert (~coarser & ~finer).any()
+    assert (boost < most[:, None]).any()
+    assert set(side.unique().tolist()) == {-1.0, 0.0, 1.0}
 
 
 def test_calls_are_noted_once():

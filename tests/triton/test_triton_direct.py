@@ -51,7 +51,7 @@ for row in [
     def _(device, row=row):
         trimmed = 0
         for mode, n in zip(MODES, itertools.cycle((700, 4099)), strict=False):
-            p = direct(*row, n, mode, W=2)
+            p = direct(row[0], row[1], row[2], n, mode, W=2)
             counts = check(p, device)["counts"]
             trimmed += int((counts[:, ABOVE] > p.capacity).sum())
         assert trimmed >= 4

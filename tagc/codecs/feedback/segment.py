@@ -46,7 +46,7 @@ class SegmentFeedback:
         self._ops = ops
         self._weights = None if rule is None else rule.constant_weights(device)
         # What the weights were made from, where a share is measured.
-        self._weighed: Tensor | None = None
+        self._weights_of: Tensor | None = None
         self.residual: Residual | None = None
         self.owner_state: Tensor | None = None
         self.share: MeasuredShare | None = None
@@ -118,9 +118,9 @@ class SegmentFeedback:
         wide = decoded
         if self.owner_state is not None and self.rule is not None:
             wide = decoded if out.dtype == torch.float16 else out
-            if self.share is not None and self._weighed is not self.share.value:
-                self._weighed = self.share.value
-                self._weights = self.rule.weights(self._weighed)
+            if self.share is not None and self._weights_of is not self.share.value:
+                self._weights_of = self.share.value
+                self._weights = self.rule.weights(self._weights_of)
             self.rule.after(decoded, self.owner_state, wide, self._ops, self._weights)
         if wide is not out:
             _saturate(wide, out, self._reach)

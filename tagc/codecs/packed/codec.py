@@ -18,7 +18,12 @@ from tagc.codecs.codec import Codec, CodecSegment, CodecSetup, SelectionCount
 from tagc.codecs.exchange import Exchange
 from tagc.codecs.packed.plan import PackedPlan
 from tagc.codecs.selection.support import Support
-from tagc.codecs.selection.threshold import ThresholdController, mean_threshold, sampled_threshold
+from tagc.codecs.selection.threshold import (
+    ThresholdController,
+    check_counts,
+    mean_threshold,
+    sampled_threshold,
+)
 from tagc.codecs.state import nested, part_of
 from tagc.ops import COUNTS, KEPT
 from tagc.ops.packed import index_of
@@ -128,6 +133,7 @@ class PackedCodec(Codec[PackedPlan]):
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`Codec.check_state`."""
+        check_counts(state["counts"])
         self._controller.check_state(part_of("controller", state))
         for i, support in self.supports.items():
             support.check_state(part_of(f"support.{i}", state))

@@ -72,6 +72,12 @@ def mean_threshold(sampled: Tensor) -> Tensor:
     return torch.where(seen > 0, mean, 1.0).clamp(MIN_THRESHOLD, MAX_THRESHOLD)
 
 
+def check_counts(counts: Tensor) -> None:
+    """Raise ValueError for counts that no selection makes."""
+    if bool((counts < 0).any()):
+        raise ValueError("a count of selected groups is negative")
+
+
 class ThresholdController:
     """Thresholds of a unit's segments and what is needed to keep them on target.
 

@@ -18,7 +18,12 @@ from tagc.codecs.exchange import Exchange, Work
 from tagc.codecs.feedback.residual import opened
 from tagc.codecs.selection.quantization_step import step_scale
 from tagc.codecs.selection.support import Support
-from tagc.codecs.selection.threshold import ThresholdController, mean_threshold, sampled_threshold
+from tagc.codecs.selection.threshold import (
+    ThresholdController,
+    check_counts,
+    mean_threshold,
+    sampled_threshold,
+)
 from tagc.codecs.sketch.plan import SketchPlan
 from tagc.codecs.state import nested, part_of
 from tagc.ops import COUNTS, KEPT
@@ -232,8 +237,10 @@ class SketchCodec(Codec[SketchPlan]):
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`Codec.check_state`."""
+        check_counts(state["summed"])
         self._controller.check_state(part_of("controller", state))
         if self._choice_controller is not None:
+            check_counts(state["chosen"])
             self._choice_controller.check_state(part_of("choice_controller", state))
         for shared in self._shared.values():
             shared.support.check_state(part_of(f"support.{shared.place}", state))

@@ -57,9 +57,9 @@ def steer(counts, target, max_boost, scale, state):
             swung = side * state[SIDE, i, j] < F(0.0)
             p = state[EXPONENT, i, j] * (F(SHORTER) if swung else F(LONGER))
             p = min(max(p, F(MIN_EXPONENT)), F(MAX_EXPONENT))
-            factor = ((one - p) + (one + p) * ratio) / ((one + p) + (one - p) * ratio)
-            if above <= F(0.0):
-                factor = F(NOTHING_ABOVE)
+            factor = F(NOTHING_ABOVE)
+            if above > F(0.0):
+                factor = ((one - p) + (one + p) * ratio) / ((one + p) + (one - p) * ratio)
             if nonzero <= F(0.0):
                 factor = one
             threshold = state[THRESHOLD, i, j] * factor
