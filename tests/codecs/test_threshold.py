@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from support import oracle
 from tagc.codecs.selection.capacity import SLACK
 from tagc.codecs.selection.quantization_step import quantization_step, step_scale
-from tagc.codecs.selection.threshold import ThresholdController, mean_threshold, sampled_threshold
+from tagc.codecs.selection.threshold import (
+    ThresholdController,
+    check_counts,
+    mean_threshold,
+    sampled_threshold,
+)
 from tagc.ops import ABOVE, KEPT, get_ops
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
@@ -236,9 +241,23 @@ def test_steps_follow_the_thresholds():
     for _ in range(3):
         for i, symbol in enumerate(symbols):
             step = quantization_step(steering.threshold[i], symbol, symbol.levels(W))
-            assert torch.equal(steering.step[i], step * steering.boost[i])
+            assert torch.equal(steering.quantization_step[i], step * steering.boost[i])
         steering.update(torch.tensor([3000, 9000, 2000, 100], dtype=torch.int32).repeat(2, 2, 1))
     assert steering.boost.tolist() == [[4, 4], [1, 1]]
+
+
+def test_the_first_thresholds_are_within_the_bounds_of_all():
+    """What a feedback scales gradients by may take them beyond."""
+    steering = ThresholdController([9.0], 3, OPS, CPU)
+    steering.start(torch.tensor([[2.0**-99, 1.0, 2.0**99]]))
+    assert steering.threshold.tolist() == [[MIN_THRESHOLD, 1.0, MAX_THRESHOLD]]
+    steering.check_state(steering.state())
+
+
+def test_counts_are_not_negative():
+    check_counts(torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="negative"):
+        check_counts(torch.tensor([0, -5]))
 
 
 def test_a_loaded_state_goes_on_alike():
@@ -253,7 +272,7 @@ def test_a_loaded_state_goes_on_alike():
         for steering in (one, other):
             steering.update(counts)
         assert torch.equal(one.threshold, other.threshold)
-        assert torch.equal(one.step, other.step)
+        assert torch.equal(one.quantization_step, other.quantization_step)
 
 
 sample = st.one_of(st.just(0.0), st.floats(0, 2.0**127, width=32))

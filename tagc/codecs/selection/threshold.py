@@ -97,7 +97,7 @@ class ThresholdController:
     Attributes:
         threshold: ``[segments, D]`` float32.
         boost: ``[segments, D]`` float32 power of two, 1 or more: factor on the quantization step.
-        step: ``[segments, D]`` float32, the quantization step.
+        quantization_step: ``[segments, D]`` float32.
     """
 
     def __init__(
@@ -129,13 +129,15 @@ class ThresholdController:
         self._state = torch.ones(STATES, n, destinations, dtype=torch.float32, device=device)
         self._state[EXPONENT] = FIRST_EXPONENT
         self._state[SIDE] = 0.0
-        self.threshold, self.boost, self.step = (self._state[i] for i in (THRESHOLD, BOOST, STEP))
+        self.threshold, self.boost = self._state[THRESHOLD], self._state[BOOST]
+        self.quantization_step = self._state[STEP]
         ops.prepare_thresholds()
 
     def start(self, threshold: Tensor) -> None:
-        """Begin from these, ``[segments, D]``."""
-        self.threshold.copy_(threshold)
-        self.step.copy_(step_of(self.threshold, self._scale[:, None]) * self.boost)
+        """Begin from these, ``[segments, D]``, within the bounds of all thresholds."""
+        self.threshold.copy_(threshold).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)
+        step = step_of(self.threshold, self._scale[:, None])
+        self.quantization_step.copy_(step * self.boost)
 
     def state(self) -> dict[str, Tensor]:
         """All that the next update depends on."""

@@ -105,7 +105,7 @@ class SketchCodec(Codec[SketchPlan]):
     @property
     def quantization_steps(self) -> Tensor:
         """``[segments, D]`` float32, of this step."""
-        return self._controller.step
+        return self._controller.quantization_step
 
     @property
     def controllers(self) -> tuple[ThresholdController, ...]:
@@ -129,7 +129,7 @@ class SketchCodec(Codec[SketchPlan]):
                     gradient,
                     residual,
                     self._controller.threshold[i],
-                    self._controller.step[i],
+                    self._controller.quantization_step[i],
                     self.seed,
                     index,
                     self._cells_to_send(plan.symbol.dtype)[:, self._cell_columns[i]],
@@ -188,7 +188,7 @@ class SketchCodec(Codec[SketchPlan]):
                 self._ops.decode(
                     index,
                     cells[self._cell_columns[i]],
-                    self._controller.step[i, own],
+                    self._controller.quantization_step[i, own],
                     self.seed,
                     decoded,
                     None if owed is None else owed[0],
