@@ -62,7 +62,8 @@ def _tests(outcome: dict[str, Any]) -> str:
 
 
 def _training(records: Sequence[Record]) -> str:
-    keys = ["parameters", "step_ms", "first_step_ms", "density", "bytes_saved", "unresolved"]
+    keys = ["parameters", "wrap_s", "step_ms", "first_step_ms", "density", "bytes_saved"]
+    keys += ["unresolved"]
 
     def row(r: Record) -> list[object]:
         losses = r.get("losses")
@@ -75,6 +76,7 @@ def _training(records: Sequence[Record]) -> str:
         where
         + "every message goes through host memory, so times only compare with each other.\n\n"
         + markdown(["run", *keys, "loss", "error"], map(row, records))
+        + "".join(f"\n\n{r['kernels'].strip('- ')}" for r in records if r.get("kernels"))
     )
 
 
