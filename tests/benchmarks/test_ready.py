@@ -13,6 +13,7 @@ from tagc.costs.shapes import synthetic
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.slow
 def test_a_policy_is_compiled_and_checked():
     one = ready("loco-4bit", synthetic(10_000_000))
     assert set(one["variants"]) == {"quantize", "dequantize"}
