@@ -104,3 +104,14 @@ def test_written_out(ops):
     ops.steer(counts, 100 * one, one, one, state)
     assert torch.equal(state[THRESHOLD], torch.tensor([[95.0, 65 / 16, 65.0]]))
     assert torch.equal(state[STEP], torch.tensor([[64.0, 4.0, 64.0]]))
+
+
+@both
+def test_a_count_that_cannot_be_raises_on_no_rank(ops):
+    """A state is refused for it; an exception in a step would be one rank's, and a hang."""
+    counts = torch.tensor([[[-21, 100, 5, 0]]], dtype=torch.int32)
+    state = first_state(1, 1, 16.0)
+    state[EXPONENT] = 0.25  # the divisor of the factor is 0 then
+    one = torch.ones(1)
+    ops.steer(counts, 11 * one, one, one, state)
+    assert state[THRESHOLD].item() == 1.0
