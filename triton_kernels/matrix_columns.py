@@ -16,7 +16,7 @@ from torch import Tensor
 from tagc.ops.matrix import COLUMN_LANES, MatrixLayout
 
 from .jit import jit, tl
-from .matrix_numbers import bounded, column_upper, load_x, pairs
+from .matrix_numbers import bounded, column_upper, load_x, pairs, whose_matrix
 
 # Columns of a program, 64 or 128 bytes of bfloat16; the fewer, the more programs. Lanes are chains
 # of additions, so columns and lanes are all there is to divide among threads.
@@ -35,12 +35,12 @@ def matrix_columns_kernel(
     LOG: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = 1 << LOG
-    d = tl.program_id(1).to(tl.int64)
+    d, m, matrix = whose_matrix()
     j = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     lane = tl.arange(0, LANES)
-    grad += d * grad_stride
+    grad += d * grad_stride + m * rows * columns
     if residual is not None:
-        residual += d * residual_stride
+        residual += d * residual_stride + m * rows * columns
     total = tl.zeros([LANES, COLUMNS], tl.float32)
     for first in range(0, rows, LANES * STEPS):
         for step in tl.static_range(STEPS):
@@ -49,9 +49,9 @@ def matrix_columns_kernel(
             at = i.to(tl.int64)[:, None] * columns + j[None, :]
             total += bounded(load_x(grad, residual, at, inside))
     found = pairs(tl.trans(total), LOG)
-    tl.store(sums + d * columns + j, found, mask=j < columns)
+    tl.store(sums + matrix * columns + j, found, mask=j < columns)
     top = tl.max(column_upper(found), 0)
-    tl.store(tops + d * tl.num_programs(0) + tl.program_id(0), top)
+    tl.store(tops + matrix * tl.num_programs(0) + tl.program_id(0), top)
 
 
 def sum_columns(
@@ -61,11 +61,11 @@ def sum_columns(
 
     Args:
         grad, residual: as :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`.
-        sums: ``[D, columns]`` float32.
-        tops: ``[D, column_tiles(layout, D)]`` int32.
+        sums: ``[D, count, columns]`` float32.
+        tops: ``[D, count, column_tiles(layout, D)]`` int32.
     """
     columns = _columns(layout, grad.shape[0])
-    matrix_columns_kernel[(tops.shape[1], grad.shape[0])](
+    matrix_columns_kernel[(tops.shape[2], grad.shape[0], layout.count)](
         grad, residual, sums, tops, layout.rows, layout.columns, grad.stride(0),
         0 if residual is None else residual.stride(0),
         LOG=_LOG, COLUMNS=columns, STEPS=32 * _IN_FLIGHT // (columns * COLUMN_LANES),
@@ -74,10 +74,10 @@ def sum_columns(
 
 
 def column_tiles(layout: MatrixLayout, D: int) -> int:
-    """Programs of :func:`sum_columns` per destination."""
+    """Programs of :func:`sum_columns` per destination and matrix."""
     return triton.cdiv(layout.columns, _columns(layout, D))
 
 
 def _columns(layout: MatrixLayout, D: int) -> int:
     few, many = _COLUMNS
-    return many if D * layout.columns >= _PROGRAMS * many else few
+    return many if D * layout.count * layout.columns >= _PROGRAMS * many else few

@@ -25,7 +25,7 @@ from tagc.ops.matrix import MatrixLayout
 from .device import on_device_of
 from .jit import jit, tl
 from .matrix_groups import dequantize_groups
-from .matrix_numbers import unit_of
+from .matrix_numbers import unit_of, whose_matrix
 from .matrix_read_scales import read_scales
 
 # Rows of a program's tile; lanes of a thread; and its words, in the lanes of all of its threads.
@@ -35,6 +35,7 @@ _ROWS, _INNER, _WORDS = 4, 4, 512
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     "codes", "f", "rows", "units", "R", "divisor", "mask", "message_stride", "message_next",
+    "message_matrix",
 ]  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def values_of(words, outer, f, mask, WIDTH: tl.constexpr, INNER: tl.constexpr):
 @jit(do_not_specialize=_PLAIN)
 def dequantize_matrix_kernel(
     codes, f, v, out, rows, columns, units, R, divisor, mask, message_stride, message_next,
-    out_stride,
+    message_matrix, out_stride,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
     WORDS: tl.constexpr, NEXT: tl.constexpr, ROWS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
@@ -100,11 +101,11 @@ def dequantize_matrix_kernel(
     # Repeated for all lanes, so that every load has its data where it is needed.
     begins = tl.broadcast_to(begins, [OUTER, WORDS // NEXT, 1])
     w = tl.minimum(begins, row_words - NEXT)
-    k = tl.program_id(1).to(tl.int64)
-    f += k * R * rows + first
+    k, m, matrix = whose_matrix()
+    f += matrix * R * rows + first
     # Of two lanes in a word, see matrix_read_scales.py.
-    v += k * R * (OUTER * INNER // 2) * row_words + (outer * (INNER // 2) * row_words + w)
-    codes += k * message_stride + first * row_words + w
+    v += matrix * R * (OUTER * INNER // 2) * row_words + (outer * (INNER // 2) * row_words + w)
+    codes += k * message_stride + m * message_matrix + first * row_words + w
     # No term is minus zero, so the sum may as well start from zero.
     totals = (tl.zeros([OUTER, WORDS // NEXT, NEXT], tl.float32),) * (ROWS * INNER)
     for _ in range(R):
@@ -124,7 +125,7 @@ def dequantize_matrix_kernel(
         f += rows
         v += OUTER * INNER // 2 * row_words
         codes += message_next
-    out += k * out_stride + first * columns
+    out += k * out_stride + (m * rows + first) * columns
     j = outer * INNER * row_words + w + next
     for row in tl.static_range(ROWS):
         end = tl.where(first + row >= begin, columns, 0)
@@ -141,11 +142,12 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
     """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
     if not layout.rows:
         return
+    message = message.unflatten(2, (layout.count, -1))  # [K, R, count, words]
     if layout.group > 1:
         dequantize_groups(message, out, layout=layout, divisor=divisor)
         return
     scales = read_scales(message, layout=layout, apart=layout.row_words)
-    (K, R, _), lanes = message.shape, 32 // layout.width
+    (K, R, count, _), lanes = message.shape, 32 // layout.width
     outer = lanes // _INNER
     words = min(_WORDS // outer, triton.next_power_of_2(layout.row_words))
     tiles = triton.cdiv(layout.row_words, words)
@@ -157,10 +159,10 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
     many = divide or layout.width > 1 or out.dtype == torch.float32
     rows = _ROWS if many else 2 * _ROWS
     rows = min(rows, 1 << (layout.rows.bit_length() - 1))
-    dequantize_matrix_kernel[(triton.cdiv(layout.rows, rows) * tiles, K)](
+    dequantize_matrix_kernel[(triton.cdiv(layout.rows, rows) * tiles, K, count)](
         message[..., sum(layout.head) :], *scales, out, layout.rows, layout.columns,
         layout.row_words // unit, R, float(divisor) if divide else 1.0 / divisor,
-        (1 << layout.width) - 1, message.stride(0), message.stride(1),
+        (1 << layout.width) - 1, *message.stride()[:3],
         # That of one row means nothing, and would hide how it is aligned.
         out.stride(0) if K > 1 else 0,
         WIDTH=layout.width, UNIT=unit, INNER=_INNER, OUTER=outer, WORDS=words,

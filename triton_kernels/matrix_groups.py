@@ -20,6 +20,7 @@ from torch import Tensor
 from tagc.ops.matrix import MatrixLayout
 
 from .jit import jit, tl
+from .matrix_numbers import whose_matrix
 from .matrix_read_scales import read_scales
 from .scalar import in_order
 
@@ -30,6 +31,7 @@ _WIDE = 8
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     "codes", "f", "rows", "row_words", "R", "divisor", "message_stride", "message_next",
+    "message_matrix",
 ]  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def columns_of(x, N: tl.constexpr):
 @jit(do_not_specialize=_PLAIN)
 def dequantize_groups_kernel(
     codes, f, v, out, rows, columns, row_words, span, R, divisor, message_stride, message_next,
-    out_stride,
+    message_matrix, out_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr,
     THREADS: tl.constexpr, ROWS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
@@ -66,10 +68,10 @@ def dequantize_groups_kernel(
     group = tl.minimum(t // PARTS, tl.cdiv(columns, GROUP) - 1)
     part = t % PARTS
     up = 32 - WIDTH - group // row_words * WIDTH
-    k = tl.program_id(1).to(tl.int64)
-    f += k * R * rows + first
-    v += k * R * span + (group * (GROUP // 2) + part * (EACH // 2))[:, None]
-    codes += k * message_stride + first * row_words + group % row_words
+    k, m, matrix = whose_matrix()
+    f += matrix * R * rows + first
+    v += matrix * R * span + (group * (GROUP // 2) + part * (EACH // 2))[:, None]
+    codes += k * message_stride + m * message_matrix + first * row_words + group % row_words
     pair = tl.arange(0, PAIRS)[None, :]
     # Places are compared where they are, below a code's sign.
     BELOW: tl.constexpr = 32 - WIDTH
@@ -100,7 +102,7 @@ def dequantize_groups_kernel(
         f += rows
         v += span
         codes += message_next
-    out += k * out_stride + first * columns
+    out += k * out_stride + (m * rows + first) * columns
     wide = tl.arange(0, WIDE)[None, :]
     for row in tl.static_range(ROWS):
         # A scale is NaN in rows that are not finite.
@@ -118,18 +120,18 @@ def dequantize_groups_kernel(
 
 
 def dequantize_groups(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
-    """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
-    K, R, _ = message.shape
+    """As :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`, of ``[K, R, count, words]``."""
+    K, R, count, _ = message.shape
     f, v = read_scales(message, layout=layout, apart=1)
     each = min(layout.group, _EACH)
     rows = min(_ELEMENTS // each, 1 << (layout.rows.bit_length() - 1))
     threads = 32 * _WARPS
     tiles = triton.cdiv(triton.cdiv(layout.columns, each), threads)
     divide = divisor & (divisor - 1) != 0
-    dequantize_groups_kernel[(triton.cdiv(layout.rows, rows) * tiles, K)](
+    dequantize_groups_kernel[(triton.cdiv(layout.rows, rows) * tiles, K, count)](
         message[..., sum(layout.head) :], f, v, out, layout.rows, layout.columns,
-        layout.row_words, v.shape[1], R, float(divisor) if divide else 1.0 / divisor,
-        message.stride(0), message.stride(1),
+        layout.row_words, v.shape[3], R, float(divisor) if divide else 1.0 / divisor,
+        *message.stride()[:3],
         # That of one row means nothing, and would hide how it is aligned.
         out.stride(0) if K > 1 else 0,
         WIDTH=layout.width, GROUP=layout.group, EACH=each, WIDE=min(each, _WIDE), THREADS=threads,

@@ -37,6 +37,16 @@ def unit_of(count: int) -> int:
 
 
 @jit
+def whose_matrix():
+    """Of a program of a grid ``[..., rows, count]``: the tensors' row, the matrix of it, and its
+    number among those of all rows; int64."""
+    row, m = tl.program_id(1), tl.program_id(2)
+    # Of 32 bits until here, which takes fewer registers.
+    number = row * tl.num_programs(2) + m
+    return row.to(tl.int64), m.to(tl.int64), number.to(tl.int64)
+
+
+@jit
 def load_x(grad, residual, at, inside):
     """float32 sum of gradient and residual, 0 where masked off."""
     x = widen(tl.load(grad + at, mask=inside, other=0.0))

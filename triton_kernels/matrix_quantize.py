@@ -38,6 +38,7 @@ from .matrix_numbers import (
     sum_places,
     sum_words,
     unit_of,
+    whose_matrix,
 )
 from .matrix_scales import words_at_a_time, write_scales
 from .scalar import magnitude, narrow_finite, negated, widen
@@ -56,7 +57,8 @@ _IS_NEGATIVE, _UPPER = constant(1 << 10), constant((1 << 10) - 1)
 # Elements of a program, where rows are not longer, and of a warp.
 _ELEMENTS, _OF_WARP = 4096, 512
 # Arguments whose alignment makes no difference.
-_PLAIN = ["message", "scales", "codes", "norms", "rows", "units", "distance", "message_stride"]
+_PLAIN = ["message", "scales", "codes", "norms", "rows", "units", "distance", "message_stride",
+          "message_matrix"]  # fmt: skip
 
 
 @jit
@@ -215,7 +217,7 @@ def sum_parts(parts, LOG_MOST: tl.constexpr, LOG_WORDS: tl.constexpr):
 @jit(do_not_specialize=_PLAIN)
 def quantize_matrix_kernel(
     grad, residual, uppers, norms, message, scales, codes, rows, columns, units, distance, kept,
-    fresh, grad_stride, residual_stride, message_stride,
+    fresh, grad_stride, residual_stride, message_stride, message_matrix,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, FITTED: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, LOG_MOST: tl.constexpr, REST: tl.constexpr,
     LOG_WORDS: tl.constexpr, WHOLE: tl.constexpr, AVERAGE: tl.constexpr, THREADS: tl.constexpr,
@@ -228,18 +230,20 @@ def quantize_matrix_kernel(
     ELEMENTS: tl.constexpr = ROWS * (REST if REST else MOST) * WORDS * GROUP
     row_words = units * UNIT
     row_span = row_words * GROUP
-    d = tl.program_id(1).to(tl.int64)
+    d, m, matrix = whose_matrix()
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     r = tl.arange(0, ROWS)
     exists = r < rows - first_row
     e = tl.arange(0, WORDS * GROUP)[None, None, :]
     w = tl.arange(0, WORDS)[None, :]
-    grad += d * grad_stride
+    grad += d * grad_stride + m * rows * columns
     if residual is not None:
-        residual += d * residual_stride
-    uppers += d * columns
-    message += d * message_stride
-    codes += d * message_stride
+        residual += d * residual_stride + m * rows * columns
+    uppers += matrix * columns
+    said = d * message_stride + m * message_matrix
+    message += said
+    scales += 4 * said
+    codes += said
     start = (first_row + r)[:, None, None] * columns
     at_words = (first_row + r)[:, None] * row_words + w
 
@@ -282,7 +286,7 @@ def quantize_matrix_kernel(
 
     total = sum_parts(tables, LOG_MOST, LOG_WORDS)
     if GROUP == 1:
-        norms = tl.broadcast_to(tl.load(norms + d), [ROWS])
+        norms = tl.broadcast_to(tl.load(norms + matrix), [ROWS])
     else:
         norms = sum_parts(squares, LOG_MOST, LOG_WORDS)
     base = tl.load(message)
@@ -290,7 +294,7 @@ def quantize_matrix_kernel(
     byte = ((byte.to(tl.int32, bitcast=True) + (1 << 19)) >> 20) - base
     byte = tl.where((byte < 1) | (base == 0), _NOTHING, tl.minimum(byte, 254))
     byte = tl.where(worst < INFINITY, byte, _NOT_FINITE)
-    tl.store(scales + d * (4 * message_stride) + first_row + r, byte.to(tl.uint8), mask=exists)
+    tl.store(scales + first_row + r, byte.to(tl.uint8), mask=exists)
     sends = (byte != _NOTHING) & (byte != _NOT_FINITE)
     one = tl.full([ROWS], 1.0, tl.float32)
     f = row_scale(byte, base)
@@ -349,16 +353,17 @@ def quantize_matrix(
         return
     D, group = grad.shape[0], layout.group
     shapes = {
-        "sums": ((D, layout.columns), torch.float32),
-        "tops": ((D, column_tiles(layout, D)), torch.int32),
-        "uppers": ((D, layout.columns), torch.int16),
-        "norms": ((D,), torch.float32),
+        "sums": ((D, layout.count, layout.columns), torch.float32),
+        "tops": ((D, layout.count, column_tiles(layout, D)), torch.int32),
+        "uppers": ((D, layout.count, layout.columns), torch.int16),
+        "norms": ((D, layout.count), torch.float32),
     }
     sums, tops, uppers, norms = (
         buffer(f"matrix_{name}", shape, dtype, grad.device, None)
         for name, (shape, dtype) in shapes.items()
     )
     norms = norms if group == 1 else None
+    message = message.unflatten(1, (layout.count, -1))  # [D, count, words]
     sum_columns(grad, residual, sums, tops, layout=layout)
     write_scales(sums, tops, message, uppers, norms, layout=layout)
     unit, words = unit_of(layout.row_words), words_at_a_time(layout)
@@ -367,12 +372,12 @@ def quantize_matrix(
     of_row = words * group << log_most
     rows = min(max(1, _ELEMENTS // of_row), triton.next_power_of_2(layout.rows))
     warps = max(1, rows * of_row // _OF_WARP)
-    scales = message[:, sum(layout.head[:2]) : sum(layout.head)].view(torch.uint8)
-    quantize_matrix_kernel[(triton.cdiv(layout.rows, rows), D)](
-        grad, residual, uppers, norms, message, scales, message[:, sum(layout.head) :],
+    scales = message[..., sum(layout.head[:2]) : sum(layout.head)].view(torch.uint8)
+    quantize_matrix_kernel[(triton.cdiv(layout.rows, rows), D, layout.count)](
+        grad, residual, uppers, norms, message, scales, message[..., sum(layout.head) :],
         layout.rows, layout.columns, layout.row_words // unit, layout.distance, average,
         1 - average, grad.stride(0), 0 if residual is None else residual.stride(0),
-        message.stride(0),
+        message.stride(0), message.stride(1),
         WIDTH=layout.width, GROUP=group, FITTED=layout.fitted, UNIT=unit, ROWS=rows,
         LOG_MOST=log_most, REST=lanes - (1 << log_most), LOG_WORDS=words.bit_length() - 1,
         WHOLE=words >= layout.row_words, AVERAGE=average != 0, THREADS=32 * warps,

@@ -28,17 +28,21 @@ _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
 _WORDS = 128
 _WARPS = 4
-_PLAIN = ["message", "f", "v", "R", "rows", "pairs", "message_stride", "message_next"]
+_PLAIN = ["message", "f", "v", "R", "rows", "pairs", "message_stride", "message_next",
+          "message_matrix"]  # fmt: skip
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_read_scales_kernel(
-    message, f, v, R, rows, pairs, apart, columns, message_stride, message_next,
+    message, f, v, R, rows, pairs, apart, columns, message_stride, message_next, message_matrix,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    r = tl.program_id(1).to(tl.int64)
+    k, r = tl.program_id(1).to(tl.int64) // R, tl.program_id(1).to(tl.int64) % R
+    m = tl.program_id(2).to(tl.int64)
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    message += (r // R) * message_stride + (r % R) * message_next
+    message += k * message_stride + r * message_next + m * message_matrix
+    f += ((k * tl.num_programs(2) + m) * R + r) * rows
+    v += ((k * tl.num_programs(2) + m) * R + r) * pairs
     column_words = (columns + 7) // 8
 
     both = tl.zeros([WORDS], tl.uint32)
@@ -48,7 +52,7 @@ def matrix_read_scales_kernel(
         scale = scale_of(upper_of((codes >> (4 * (j % 8)).to(tl.int32)) & 15))
         # It is a bfloat16.
         both |= scale.to(tl.uint32, bitcast=True) >> (16 - 16 * half)
-    tl.store(v + r * pairs + word, both.to(tl.int32, bitcast=True), mask=word < pairs)
+    tl.store(v + word, both.to(tl.int32, bitcast=True), mask=word < pairs)
 
     words = tl.load(message + 1 + column_words + word, mask=word < (rows + 3) // 4, other=0)
     lane = tl.arange(0, 4)[None, :]
@@ -56,27 +60,28 @@ def matrix_read_scales_kernel(
     byte = (words[:, None] >> (8 * lane)) & 255
     scale = tl.where(byte == _NOTHING, 0.0, row_scale(byte, tl.load(message)))
     scale = tl.where(byte == _NOT_FINITE, float("nan"), scale)
-    tl.store(f + r * rows + i, scale, mask=i < rows)
+    tl.store(f + i, scale, mask=i < rows)
 
 
 def read_scales(message: Tensor, *, layout: MatrixLayout, apart: int) -> tuple[Tensor, Tensor]:
-    """Scales of messages ``[K, R, words]``, in buffers.
+    """Scales of messages ``[K, R, count, words]``, in buffers.
 
     Args:
         apart: of columns in a pair.
 
     Returns:
-        Scales of the rows ``[K * R, rows]`` float32; and of the columns ``[K * R, pairs]`` int32,
-        as many as the codes of a row: ``2 * apart * p + i`` in the lower half of ``p * apart + i``,
-        and the one ``apart`` after it in the upper one. Past the last column they are arbitrary.
+        Scales of the rows ``[K, count, R, rows]`` float32; and of the columns
+        ``[K, count, R, pairs]`` int32, as many as the codes of a row: ``2 * apart * p + i`` in the
+        lower half of ``p * apart + i``, and the one ``apart`` after it in the upper one. Past the
+        last column they are arbitrary.
     """
-    K, R, _ = message.shape
+    K, R, count, _ = message.shape
     pairs = layout.row_words * (32 // layout.width) * layout.group // 2
-    f = buffer("matrix_f", (K * R, layout.rows), torch.float32, message.device, None)
-    v = buffer("matrix_v", (K * R, pairs), torch.int32, message.device, None)
+    f = buffer("matrix_f", (K, count, R, layout.rows), torch.float32, message.device, None)
+    v = buffer("matrix_v", (K, count, R, pairs), torch.int32, message.device, None)
     programs = triton.cdiv(max(pairs, layout.head[2]), _WORDS)
-    matrix_read_scales_kernel[(programs, K * R)](
-        message, f, v, R, layout.rows, pairs, apart, layout.columns, message.stride(0),
-        message.stride(1), WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,
+    matrix_read_scales_kernel[(programs, K * R, count)](
+        message, f, v, R, layout.rows, pairs, apart, layout.columns, *message.stride()[:3],
+        WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return f, v

@@ -20,7 +20,15 @@ from torch import Tensor
 from tagc.ops.matrix import CENTRE, MIN_EXPONENT, MatrixLayout
 
 from .jit import constant, jit, tl
-from .matrix_numbers import column_code, largest_of, scale_of, sum_places, sum_words, upper_of
+from .matrix_numbers import (
+    column_code,
+    largest_of,
+    scale_of,
+    sum_places,
+    sum_words,
+    upper_of,
+    whose_matrix,
+)
 
 _CENTRE = constant(CENTRE)
 _MIN_EXPONENT = constant(MIN_EXPONENT)
@@ -29,22 +37,22 @@ _WORDS = 128
 _OF_WARP, _FEWEST_WARPS = 512, 4
 _PLAIN = [
     "sums", "tops", "message", "uppers", "norms", "columns", "column_tiles", "row_scale_words",
-    "log", "row_words", "message_stride",
+    "log", "row_words", "message_stride", "message_matrix",
 ]  # fmt: skip
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_scales_kernel(
     sums, tops, message, uppers, norms, columns, column_tiles, row_scale_words, log, row_words,
-    message_stride,
+    message_stride, message_matrix,
     FITTED: tl.constexpr, LANES: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    d = tl.program_id(1).to(tl.int64)
+    d, m, matrix = whose_matrix()
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    message += d * message_stride
-    sums += d * columns
-    top = largest_of(tops + d * column_tiles, column_tiles)
+    message += d * message_stride + m * message_matrix
+    sums += matrix * columns
+    top = largest_of(tops + matrix * column_tiles, column_tiles)
     if tl.program_id(0) == 0:
         exponent = tl.full([1], 0, tl.int32) + (top >> 1) - log
         base = tl.where(exponent < _MIN_EXPONENT, 0, 8 * exponent - _CENTRE)
@@ -62,13 +70,13 @@ def matrix_scales_kernel(
                     v = v * v
                 table += v
             norm = sum_places(sum_words(table, LOG_WORDS), LOG_PLACES)
-            tl.store(norms + d + tl.arange(0, 1), norm)
+            tl.store(norms + matrix + tl.arange(0, 1), norm)
 
     lane = tl.arange(0, 8)[None, :]
     j = word[:, None] * 8 + lane
     total = tl.load(sums + j, mask=j < columns, other=0.0)
     code = tl.where(j < columns, column_code(total, top), 0)
-    tl.store(uppers + d * columns + j, upper_of(code).to(tl.int16), mask=j < columns)
+    tl.store(uppers + matrix * columns + j, upper_of(code).to(tl.int16), mask=j < columns)
     code = code.to(tl.uint32, bitcast=True)
     words = tl.sum(code << (4 * lane).to(tl.uint32), 1).to(tl.int32, bitcast=True)
     column_words = (columns + 7) // 8
@@ -86,20 +94,20 @@ def write_scales(
     *,
     layout: MatrixLayout,
 ) -> None:
-    """Write the head of ``message`` ``[D, words]`` int32, but for the rows' scales.
+    """Write the heads of ``message`` ``[D, count, words]`` int32, but for the rows' scales.
 
     Args:
         sums, tops: from :func:`.matrix_columns.sum_columns`.
-        uppers: ``[D, columns]`` int16, written: the upper 10 bits of the columns' scales.
-        norms: ``[D]`` float32, written: what the sums of rows are divided by; None with a group,
-            where rows differ in it.
+        uppers: ``[D, count, columns]`` int16, written: the upper 10 bits of the columns' scales.
+        norms: ``[D, count]`` float32, written: what the sums of rows are divided by; None with a
+            group, where rows differ in it.
     """
     _, _, row_scale_words = layout.head
     words = words_at_a_time(layout)
     warps = max(_FEWEST_WARPS, layout.places * words // _OF_WARP)
-    matrix_scales_kernel[(triton.cdiv(max(layout.head), _WORDS), message.shape[0])](
-        sums, tops, message, uppers, norms, layout.columns, tops.shape[1], row_scale_words,
-        layout.rows.bit_length() - 1, layout.row_words, message.stride(0),
+    matrix_scales_kernel[(triton.cdiv(max(layout.head), _WORDS), *message.shape[:2])](
+        sums, tops, message, uppers, norms, layout.columns, tops.shape[2], row_scale_words,
+        layout.rows.bit_length() - 1, layout.row_words, message.stride(0), message.stride(1),
         FITTED=layout.fitted, LANES=32 // layout.width, LOG_PLACES=layout.places.bit_length() - 1,
         LOG_WORDS=words.bit_length() - 1, WORDS=_WORDS, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -31,18 +31,19 @@ they stand for to the row, times ``level``. Otherwise it is the row's mean magni
 Products ``(2 q + 1) * f_i * v_j`` have at most 10 significant bits, so they are exact in float32,
 with or without fused multiply-add.
 
-A message is ``[base | v | f | codes]`` of int32: eight columns a word, the first in the lowest 4
-bits; four rows a word, the first in the lowest byte; each row's codes in words of their own. A row
-of ``n`` codes of ``w`` bits takes ``m = ceil(n / floor(32 / w))`` words, and its code ``i * m + j``
-is in bits ``[w * i, w * (i + 1))`` of word ``j``: neighbours lie in neighbouring words, as in
-:mod:`tagc.ops.blocks`.
+A matrix's message is ``[base | v | f | codes]`` of int32: eight columns a word, the first in the
+lowest 4 bits; four rows a word, the first in the lowest byte; each row's codes in words of their
+own. A row of ``n`` codes of ``w`` bits takes ``m = ceil(n / floor(32 / w))`` words, and its code
+``i * m + j`` is in bits ``[w * i, w * (i + 1))`` of word ``j``: neighbours lie in neighbouring
+words, as in :mod:`tagc.ops.blocks`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ SPAN = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixLayout:
-    """Static shape of the message of one matrix.
+    """Static shape of the message of one matrix, or of several of the same shape.
 
     Attributes:
         rows, columns: of the part of the matrix that a shard holds.
@@ -83,6 +84,8 @@ class MatrixLayout:
         group: neighbours that share a code; 1 for none.
         level: factor on the values that codes stand for; above 1, a message carries more of the
             residual, and more noise.
+        count: matrices of this shape, one after the other. Each has scales of its own, and a
+            message of its own; so has its part of a tensor and of a row of messages.
     """
 
     rows: int
@@ -90,10 +93,13 @@ class MatrixLayout:
     bits: int = 1
     group: int = 1
     level: float = 1.0
+    count: int = 1
 
     def __post_init__(self) -> None:
         if self.rows < 0 or self.columns < 1:
             raise ValueError(f"a matrix has columns, got {self.rows} x {self.columns}")
+        if self.count < 1:
+            raise ValueError(f"count must be at least 1, got {self.count}")
         if self.bits not in BITS:
             raise ValueError(f"bits must be one of {BITS}, got {self.bits}")
         if self.group not in (1, *GROUPS):
@@ -104,9 +110,21 @@ class MatrixLayout:
             raise ValueError(f"level must be in [0.25, 4), got {self.level}")
 
     @property
+    def one(self) -> Self:
+        """Of one of the matrices."""
+        return replace(self, count=1)
+
+    @property
+    def parts(self) -> Iterator[tuple[slice, slice]]:
+        """Of each of the matrices the elements and the words of the message."""
+        numel, words = self.one.numel, self.one.words
+        for i in range(self.count):
+            yield slice(i * numel, (i + 1) * numel), slice(i * words, (i + 1) * words)
+
+    @property
     def numel(self) -> int:
-        """Elements."""
-        return self.rows * self.columns
+        """Elements of all of them."""
+        return self.count * self.rows * self.columns
 
     @property
     def width(self) -> int:
@@ -143,13 +161,13 @@ class MatrixLayout:
 
     @property
     def head(self) -> tuple[int, int, int]:
-        """int32 words of the base, of the columns' scales and of the rows'."""
+        """int32 words of a matrix's base, of its columns' scales and of its rows'."""
         return 1, -(-self.columns // 8), -(-self.rows // 4)
 
     @property
     def words(self) -> int:
-        """int32 words of a message."""
-        return sum(self.head) + self.rows * self.row_words if self.rows else 0
+        """int32 words of all messages."""
+        return self.count * (sum(self.head) + self.rows * self.row_words) if self.rows else 0
 
     @property
     def distance(self) -> float:
@@ -186,11 +204,11 @@ class MatrixOps(Protocol):
         layout: MatrixLayout,
         average: float,
     ) -> None:
-        """Accumulate and quantize one matrix for each destination, and keep in the residual what
-        the codes do not say.
+        """Accumulate and quantize matrices for each destination, and keep in the residual what the
+        codes do not say.
 
-        Per destination, all in float32, of ``x = float32(grad) + float32(residual)``, and ``u``,
-        the magnitude of ``x``, at most ``LARGEST``, or 0 where it is not finite:
+        Per destination and matrix, all in float32, of ``x = float32(grad) + float32(residual)``,
+        and ``u``, the magnitude of ``x``, at most ``LARGEST``, or 0 where it is not finite:
 
         1. the sum of ``u`` over each column, in ``COLUMN_LANES`` lanes;
         2. with ``t`` the float32 bits of a column's sum plus 2**21, shifted right by 22, the
@@ -215,9 +233,9 @@ class MatrixOps(Protocol):
            :meth:`tagc.ops.blocks.BlockOps.quantize`. Rows that are not finite keep theirs.
 
         Args:
-            grad: ``[D, rows * columns]`` float32, bfloat16 or float16.
-            residual: ``[D, rows * columns]`` float32 or bfloat16, updated in place; None for no
-                feedback.
+            grad: ``[D, count * rows * columns]`` float32, bfloat16 or float16.
+            residual: ``[D, count * rows * columns]`` float32 or bfloat16, updated in place; None
+                for no feedback.
             message: ``[D, words]`` int32, written; padding is 0.
             average: share of the old residual that stays, in [0, 1); LoCo's beta.
         """
@@ -234,7 +252,7 @@ class MatrixOps(Protocol):
 
         Args:
             message: ``[K, R, words]`` int32.
-            out: ``[K, rows * columns]`` float32, bfloat16 or float16, written.
+            out: ``[K, count * rows * columns]`` float32, bfloat16 or float16, written.
         """
         ...
 

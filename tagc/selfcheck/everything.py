@@ -31,9 +31,10 @@ def every_call() -> Iterator[Call]:
         yield from _elementwise("quantize", layout, *chosen, ("dither", None))
         if bits <= 8:
             yield _dithered(layout, chosen[0][0])
+    counts = itertools.cycle((1, 2, 2, 1))
     codes = [*((bits, 1) for bits in MATRIX_BITS), *((1, group) for group in GROUPS)]
     for (bits, group), columns in itertools.product(codes, (72, 5000)):
-        layout = MatrixLayout(rows=11, columns=columns, bits=bits, group=group)
+        layout = MatrixLayout(rows=11, columns=columns, bits=bits, group=group, count=next(counts))
         chosen = next(dtypes), next(averages), next(divisors)
         yield from _elementwise("quantize_matrix", layout, *chosen)
     # Indexes of each form, with few low bits and many, and room for all.

@@ -26,8 +26,10 @@ def small_blocks(layout: BlockLayout) -> BlockLayout:
 
 
 def small_matrix(layout: MatrixLayout) -> MatrixLayout:
-    """A few rows; all columns, since kernels treat long rows otherwise than short ones."""
-    return replace(layout, rows=min(layout.rows, _ROWS + layout.rows % 4))
+    """A few rows of at most two matrices; all columns, since kernels treat long rows otherwise than
+    short ones."""
+    rows = min(layout.rows, _ROWS + layout.rows % 4)
+    return replace(layout, rows=rows, count=min(layout.count, 2))
 
 
 def small_packed(layout: PackedLayout) -> PackedLayout:

@@ -145,3 +145,6 @@ def test_stacked_experts_are_explained_as_they_are_wrapped():
     (segment,) = plan.units[0].segments
     assert isinstance(segment.codec, MatrixPlan)
     assert [(m.rows, m.columns) for m in segment.codec.layouts] == [(1024, 512)] * 16
+    ((together, columns, words),) = segment.codec.runs
+    assert together.count == 16
+    assert (columns, words) == (slice(0, segment.columns), slice(0, segment.codec.words))

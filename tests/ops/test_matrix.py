@@ -173,6 +173,29 @@ def test_cpu_is_the_reference_to_the_bit(bits, group, grad_dtype, residual_dtype
 
 
 @sizes_on_both
+def test_several_matrices_are_each_for_itself(bits, group, ops):
+    rng = np.random.default_rng(5)
+    for rows, columns in ((3, 40), (0, 5), (1, 1)):
+        layout = MatrixLayout(rows=rows, columns=columns, bits=bits, group=group, count=3)
+        cases = [make_case((rows, columns), 2, (bits, group, F32, F32), rng) for _ in range(3)]
+        grads, residuals = zip(*((case.grad, case.residual) for case in cases), strict=True)
+        together = Case(oracle.widened(torch.cat(grads, 1)), torch.cat(residuals, 1), layout)
+        message, left = quantize(ops, together, 0.4)
+        sent, owed = zip(*(quantize(ops, case, 0.4) for case in cases), strict=True)
+        assert left is not None
+        assert torch.equal(message, torch.cat(sent, 1))
+        assert oracle.same_bits(left, torch.cat(owed, 1))
+        out = oracle.widened(oracle.poisoned(2, layout.numel, dtype=F32))
+        ops.dequantize_matrix(
+            torch.stack([message, message.flip(0)]), out, layout=layout, divisor=3
+        )
+        oracle.check_margins(out)
+        for k, found in enumerate(out):
+            each = [dequantize(ops, (m, m.flip(0))[k], layout.one, F32, 3) for m in sent]
+            assert oracle.same_values(found, torch.cat(each))
+
+
+@sizes_on_both
 def test_the_largest_numbers(bits, group, ops):
     """Of equal size but for the column's scale: quotients overflow, which is largest, too."""
     top = torch.finfo(F32).max

@@ -26,6 +26,12 @@ def test_words_of_a_layout():
     assert (grouped.width, grouped.codes, grouped.row_words) == (5, 5, 1)
     assert MatrixLayout(rows=1, columns=7 * 16, group=16).row_words == 2
     assert MatrixLayout(rows=0, columns=5).words == 0
+    several = MatrixLayout(rows=5, columns=70, bits=2, count=3)
+    assert (several.numel, several.words, several.one) == (3 * 350, 3 * 37, layout)
+    assert [*several.parts][1:] == [
+        (slice(350, 700), slice(37, 74)),
+        (slice(700, 1050), slice(74, 111)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +49,7 @@ def test_bits_per_element_of_large_matrices(bits, group, per_element):
     [
         ({"rows": -1, "columns": 1}, "a matrix has columns, got -1 x 1"),
         ({"rows": 1, "columns": 0}, "a matrix has columns, got 1 x 0"),
+        ({"rows": 1, "columns": 1, "count": 0}, "count must be at least 1, got 0"),
         ({"rows": 1, "columns": 1, "bits": 3}, r"bits must be one of \(1, 2, 4\), got 3"),
         ({"rows": 1, "columns": 1, "group": 4}, r"one of \(1, 8, 16, 32\), got 4"),
         ({"rows": 1, "columns": 1, "group": 8, "bits": 2}, "a group of 8, bits must be 1, got 2"),

@@ -27,10 +27,13 @@ class Problem:
 
 
 def random(D: int, layout: MatrixLayout, rng: np.random.Generator) -> Tensor:
-    """Heavy-tailed, with zeros and ties; rows and columns have scales of their own."""
+    """Heavy-tailed, with zeros and ties; matrices, rows and columns have scales of their own."""
     rows, columns = (torch.from_numpy(rng.normal(size=n)) for n in (layout.rows, layout.columns))
-    x = oracle.values((D, layout.rows, layout.columns), rng)
-    return (x * rows.exp()[:, None] * columns.exp()).float().flatten(1)
+    x = oracle.values((D, layout.count, layout.rows, layout.columns), rng)
+    x = x * rows.exp()[:, None] * columns.exp()
+    if layout.count > 1:
+        x = x * torch.from_numpy(rng.normal(size=(D, layout.count, 1, 1))).exp()
+    return x.float().flatten(1)
 
 
 def problem(
@@ -43,11 +46,14 @@ def problem(
     average: float = 0.0,
     *,
     level: float = 1.0,
+    count: int = 1,
     D: int = 2,
     seed: int = 0,
 ) -> Problem:
     rng = np.random.default_rng([rows, columns, bits, group, seed])
-    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, group=group, level=level)
+    layout = MatrixLayout(
+        rows=rows, columns=columns, bits=bits, group=group, level=level, count=count
+    )
     return Problem(
         random(D, layout, rng).to(grad),
         None if residual is None else random(D, layout, rng).to(residual),

@@ -157,9 +157,29 @@ def _(device):
             assert out.isnan().any(1).sum() == 1
 
 
+@case("several matrices of one shape")
+def _(device):
+    for bits, group, columns in ((1, 1, 131), (4, 1, 70), (1, 16, 300)):
+        p = problem(bits, group, 5, columns, BF16, BF16, 0.5, count=3)
+        p.grad[1, 5 * columns + 3] = float("nan")  # of the second one
+        assert check(p, device, dtype=BF16)["out"].isnan().sum() == columns
+        # Several results, too.
+        message = quantized(reference, replace(p, residual=None), "cpu")["message"]
+        assert message is not None
+        sent = message[:, None].expand(2, 3, -1).contiguous()
+        assert check_sum(sent, p.layout, device).isnan().any(1).tolist() == [False, True]
+
+
+@case("several aligned matrices")
+def _(device):
+    for bits, group in ((1, 1), (1, 8)):
+        check(problem(bits, group, 8, 128, BF16, BF16, count=4), device, aligned=True, divisor=4)
+
+
 @case("nothing at all")
 def _(device):
     check(problem(1, 1, 0, 7), device)
+    check(problem(1, 1, 0, 7, count=2), device)
 
 
 @case("aligned rows")
@@ -333,6 +353,7 @@ FEW = (
     "1 32 5 450 float16 bfloat16 0.9 float16 8",
     "2 1 10 70 float16 bfloat16 0.3 float16 2",
     "aligned rows",
+    "several aligned matrices",
 )
 
 

@@ -15,13 +15,13 @@ class MatrixCodec(ElementwiseCodec[MatrixPlan]):
 
     def _prepare(self, part: Part[MatrixPlan], gradient: torch.dtype) -> None:
         f = part.feedback
-        for layout in part.plan.layouts:
+        for layout, _, _ in part.plan.runs:
             self._ops.prepare_matrix(layout, gradient, f.residual_dtype, f.old_share)
 
     def _quantize(
         self, part: Part[MatrixPlan], grad: Tensor, residual: Tensor | None, message: Tensor
     ) -> None:
-        for layout, columns, words in part.plan.matrices:
+        for layout, columns, words in part.plan.runs:
             self._ops.quantize_matrix(
                 grad[:, columns],
                 None if residual is None else residual[:, columns],
@@ -42,7 +42,7 @@ class MatrixCodec(ElementwiseCodec[MatrixPlan]):
     def _dequantize_rows(
         self, plan: MatrixPlan, message: Tensor, out: Tensor, divisor: int
     ) -> None:
-        for layout, columns, words in plan.matrices:
+        for layout, columns, words in plan.runs:
             self._ops.dequantize_matrix(
                 message[..., words], out[:, columns], layout=layout, divisor=divisor
             )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import cached_property
+from itertools import groupby, islice
 from typing import Self
 
 from tagc.codecs.matrix.config import MatrixConfig
@@ -44,13 +45,17 @@ class MatrixPlan(CodecPlan):
         return 1.0
 
     def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: of the largest matrix."""
+        """See :meth:`CodecPlan.scratch_bytes`: of the largest matrix, or of the most at a time."""
         if reference:
             # A row is summed as a table, of which a narrow matrix fills little.
             table = max(m.rows * max(0, m.places * m.word_lanes - m.codes) for m in self.layouts)
             each = max(56 * destinations, 28 * sources) * max(m.numel for m in self.layouts)
             return each + 7 * destinations * table
-        return 4 * (sources + 8) * max(m.columns for m in self.layouts)
+        # Sums and scales of columns where a message is made, and scales as it is read.
+        return max(
+            m.count * (m.columns * (7 * destinations + 2 * sources) + 4 * sources * m.rows)
+            for m, _, _ in self.runs
+        )
 
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
         """See :meth:`CodecPlan.cut`: between the rows of every matrix, so that each owner's slice
@@ -65,15 +70,18 @@ class MatrixPlan(CodecPlan):
         """Scales and codes of all of them."""
         return sum(layout.words for layout in self.layouts)
 
-    @property
-    def matrices(self) -> Iterator[tuple[MatrixLayout, slice, slice]]:
-        """Each with its columns of the segment and its words of the message."""
-        column = word = 0
-        for layout in self.layouts:
+    @cached_property
+    def runs(self) -> tuple[tuple[MatrixLayout, slice, slice], ...]:
+        """Neighbours of one shape together, which share an operator's launches; each run with its
+        columns of the segment and its words of the message."""
+        found, column, word = [], 0, 0
+        for one, alike in groupby(self.layouts):
+            layout = replace(one, count=len(list(alike)))
             columns = slice(column, column + layout.numel)
             words = slice(word, word + layout.words)
-            yield layout, columns, words
+            found.append((layout, columns, words))
             column, word = columns.stop, words.stop
+        return tuple(found)
 
     def word_shares(self, columns: Sequence[float]) -> list[float]:
         """Every matrix has a message of its own, with scales."""

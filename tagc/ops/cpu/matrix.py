@@ -34,17 +34,18 @@ def quantize_matrix(
     if grad.dtype == torch.float16:  # numba has no float16 arithmetic on CPUs
         grad = grad.float()
     g, e = numpy_of(grad), numpy_of(residual)
-    heads, columns, rows, codes = _parts(message, layout)
     v = np.empty(layout.columns, np.float32)
     kept, fresh = np.float32(average), np.float32(1 - average)
-    for d in range(grad.shape[0]):
-        left = None if e is None else e[d]
-        base = quantize_columns(g[d], left, layout.rows, v, columns[d])
-        heads[d, 0] = base
-        quantize_rows(
-            g[d], left, layout.rows, v, np.uint32(base), np.uint64(layout.group),
-            _codes_of(layout), np.float32(layout.distance), kept, fresh, rows[d], codes[d],
-        )  # fmt: skip
+    for elements, words in layout.parts:
+        heads, columns, rows, codes = _parts(message[:, words], layout)
+        for d in range(grad.shape[0]):
+            x, left = g[d, elements], None if e is None else e[d, elements]
+            base = quantize_columns(x, left, layout.rows, v, columns[d])
+            heads[d, 0] = base
+            quantize_rows(
+                x, left, layout.rows, v, np.uint32(base), np.uint64(layout.group),
+                _codes_of(layout), np.float32(layout.distance), kept, fresh, rows[d], codes[d],
+            )  # fmt: skip
 
 
 def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
@@ -54,19 +55,21 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     elements = numpy_of(wide)
     base, columns, rows = layout.head
-    for k in range(message.shape[0]):
-        words, stride = rows_of(message[k])
-        dequantize_rows(
-            words, stride, message.shape[1], base + columns, base + columns + rows, layout.rows,
-            np.uint64(layout.group), _codes_of(layout), np.float32(divisor), elements[k],
-        )  # fmt: skip
+    for part, said in layout.parts:
+        for k in range(message.shape[0]):
+            words, stride = rows_of(message[k, :, said])
+            dequantize_rows(
+                words, stride, message.shape[1], base + columns, base + columns + rows,
+                layout.rows, np.uint64(layout.group), _codes_of(layout), np.float32(divisor),
+                elements[k, part],
+            )  # fmt: skip
     if wide is not out:
         out.copy_(wide)
 
 
 def _parts(message: Tensor, layout: MatrixLayout) -> tuple[Any, Any, Any, Any]:
-    """The bases, the columns' scales, the rows' scales and the codes of messages ``[R, words]``:
-    each ``[R, ...]`` uint32."""
+    """The bases, the columns' scales, the rows' scales and the codes of messages ``[R, words]`` of
+    a matrix: each ``[R, ...]`` uint32."""
     sizes = [*layout.head, layout.rows * layout.row_words]
     heads, columns, rows, codes = (words_of(part) for part in message.split(sizes, dim=-1))
     return heads, columns, rows, codes

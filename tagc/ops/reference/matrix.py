@@ -29,6 +29,21 @@ def quantize_matrix(
     average: float,
 ) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
+    for columns, words in layout.parts:
+        left = None if residual is None else residual[:, columns]
+        _quantize(grad[:, columns], left, message[:, words], layout, average)
+
+
+def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
+    """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
+    for columns, words in layout.parts:
+        _dequantize(message[..., words], out[:, columns], layout, divisor)
+
+
+def _quantize(
+    grad: Tensor, residual: Tensor | None, message: Tensor, layout: MatrixLayout, average: float
+) -> None:
+    """One matrix for each destination."""
     if not layout.rows:
         return
     x = grad.float() if residual is None else grad.float() + residual.float()
@@ -61,8 +76,8 @@ def quantize_matrix(
     residual.copy_(rounded(left, residual.dtype).flatten(1))
 
 
-def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
-    """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
+def _dequantize(message: Tensor, out: Tensor, layout: MatrixLayout, divisor: int) -> None:
+    """Messages of one matrix each."""
     if not layout.rows:
         return
     total = None
