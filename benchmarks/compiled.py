@@ -365,6 +365,7 @@ def compile_all(
         if share > 1:
             for hashes in (3, 1):
                 decode(SYMBOLS["int8x4"], F32, BF16, hashes, 3)
+            packed(*PACKS[5])  # of large blocks, all groups
         for arguments in CODECS[:codecs]:
             codec(*arguments)
         # Fewer of these; strides that take turns with all that varies.

@@ -40,8 +40,9 @@ _WARPS = 4
 _TILE = 32 * _WARPS * _EACH
 # Blocks up to this are decoded whole, of larger ones single entries.
 _WHOLE = 512
-# Values that are decoded at once at most; beside zeros, their places in bytes fit 16 bits.
-_MOST = 4096
+# Values that are decoded at once at most; beside zeros, their places in bytes fit 16 bits. Single
+# entries take more registers, as each has an address of its own.
+_MOST, _MOST_SINGLE = 4096, 2048
 # What a message usually has of the groups that it has room for.
 _USUAL = 0.95
 # Arguments whose alignment makes no difference.
@@ -117,7 +118,8 @@ def turn_of(layout: PackedLayout) -> tuple[int, int, bool]:
     more = (block // group - 1 if whole else 0) + _EACH // group
     mean = _USUAL * layout.capacity / max(1, layout.groups) * (_TILE // group)
     usual = math.ceil(mean + 2 * math.sqrt(mean * (1 - mean * group / _TILE))) + 1
-    values = min(_MOST, triton.next_power_of_2((usual + more) * group))
+    most = _MOST if whole else _MOST_SINGLE
+    values = min(most, triton.next_power_of_2((usual + more) * group))
     return values, values // group - more, whole
 
 

@@ -76,6 +76,8 @@ def check_memory(kernels: list[Compiled]) -> None:
         assert not re.search(r"\b(ld|st|atom|red)\S*\.local", k.ptx), f"{where} uses local memory"
         # As many warps as kernels need to hide latency; some have more to do at a time.
         most = {"dequantize_matrix_kernel": 254, "unpack_kernel": 168}.get(k.name, 128)
+        if k.name == "quantize_kernel" and k.constants["BITS"] == 16 and k.constants["AVERAGE"]:
+            most = 168  # It has the old residual of its 32 elements, too.
         assert k.registers <= most, f"{where} takes {k.registers} registers"
 
 
