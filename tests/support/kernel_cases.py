@@ -43,19 +43,50 @@ class Cases(dict[str, Callable[[str], None]]):
 
         return register
 
-    def interpreted(self) -> list[Any]:
-        """Names as parameters of a test: one in 16 is for `make test`, all for
-        `make test-device`."""
-        device = pytest.mark.device
-        return [pytest.param(n, marks=[device] if i % 16 else []) for i, n in enumerate(self)]
+    def tests(
+        self, file: str, *few: str, more: tuple[str, ...] = (), edges: bool = False
+    ) -> tuple[Any, Any, Any, Any]:
+        """What a test file has of its cases: the fixture ``outcome``, ``test_interpreted``,
+        ``test_compiled`` and ``test_on_a_gpu``, by which names it has to assign them.
 
-    def compiled(self, *few: str, more: tuple[str, ...] = ()) -> list[Any]:
-        """Names and architectures as parameters of a test: ``few`` for sm_90 are for `make test`;
-        all for sm_90, and ``few`` and ``more`` for sm_80, for `make test-device`."""
+        Args:
+            file: ``__file__``.
+            few: cases that `make test` emulates for sm_90, and `make test-device` for sm_80, too.
+            more: others that `make test-device` emulates for sm_80.
+            edges: nothing is interpreted in `make test`; else one case in 16 is.
+        """
         assert {*few, *more} <= {*self}, {*few, *more} - {*self}
-        device = pytest.mark.device
-        parameters = [pytest.param(n, 90, marks=[] if n in few else [device]) for n in self]
-        return [*parameters, *(pytest.param(n, 80, marks=[device]) for n in (*few, *more))]
+        device, name = pytest.mark.device, Path(file).stem
+        rare = [bool(edges or i % 16) for i in range(len(self))]
+        pairs = zip(self, rare, strict=True)
+        some = [pytest.param(n, marks=[device] if is_rare else []) for n, is_rare in pairs]
+        emulated = [pytest.param(n, 90, marks=[] if n in few else [device]) for n in self]
+        emulated += [pytest.param(n, 80, marks=[device]) for n in (*few, *more)]
+
+        @pytest.fixture(scope="session")
+        def outcome(request: Any, tmp_path_factory: Any) -> dict[str, dict[str, Any]]:
+            return interpreted(file, request, tmp_path_factory.mktemp(name))
+
+        # All of them run in one other process, which one of the workers starts.
+        @pytest.mark.xdist_group(f"interpreted {name}")
+        @pytest.mark.timeout(600)
+        @pytest.mark.parametrize("name", some)
+        def test_interpreted(outcome: Any, record_property: Any, name: str) -> None:
+            record_property("interpreted", outcome[name]["launches"])
+            assert not outcome[name]["failure"], outcome[name]["failure"]
+
+        @pytest.mark.timeout(600)
+        @pytest.mark.parametrize(("name", "arch"), emulated)
+        def test_compiled(emulation: Any, name: str, arch: int) -> None:
+            with emulation(arch):
+                self[name]("cpu")
+
+        @pytest.mark.gpu
+        @pytest.mark.parametrize("name", self)
+        def test_on_a_gpu(name: str) -> None:
+            self[name]("cuda")
+
+        return outcome, test_interpreted, test_compiled, test_on_a_gpu
 
     def main(self, results: Path) -> None:
         """Run the cases named in ``results``, interpreted, and write there ``{name: outcome}``.

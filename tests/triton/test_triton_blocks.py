@@ -9,7 +9,6 @@ import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from support import oracle
-from support.kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
+from support.kernel_cases import Cases, canonical, check_margins, kernels, placed, same
 from support.sync import synchronizing_raises
 from tagc.ops import reference
 from tagc.ops.blocks import BITS, BlockLayout
@@ -306,23 +305,7 @@ def _(device):
         same(name, second[name], tensor.cpu())
 
 
-# --- in a process of its own ------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    return interpreted(__file__, request, tmp_path_factory.mktemp("blocks"))
-
-
-@pytest.mark.xdist_group("interpreted blocks")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, record_property, name):
-    record_property("interpreted", outcome[name]["launches"])
-    assert not outcome[name]["failure"], outcome[name]["failure"]
-
-
-# --- compiled, and emulated -------------------------------------------------------------------
+# --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
 FEW = (
     "2 256 700 float16 bfloat16 0.3 float16 2",
@@ -330,24 +313,9 @@ FEW = (
     "16 32 97 float16 None 0.0 float16 1",
     "aligned rows",
 )
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "arch"), CASES.compiled(*FEW))
-def test_compiled(emulation, name, arch):
-    with emulation(arch):
-        CASES[name]("cpu")
-
-
-# --- natively ---------------------------------------------------------------------------------
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(__file__, *FEW)
 
 gpu = pytest.mark.gpu
-
-
-@gpu
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name):
-    CASES[name]("cuda")
 
 
 def gpu_step(p: Problem):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.kernel_cases import Cases, interpreted, kernels
+from support.kernel_cases import Cases, kernels
 from support.sketch_kernels import BF16, F16, F32, MODES, Problem, check, problem, share
 from support.sync import synchronizing_raises
 from tagc.ops import ABOVE, KEPT, SATURATED
@@ -118,43 +118,12 @@ def _(device):
         assert done["counts"][0, ABOVE] > p.capacity
 
 
-# --- in a process of its own ------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    return interpreted(__file__, request, tmp_path_factory.mktemp("direct"))
-
-
-@pytest.mark.xdist_group("interpreted direct")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, record_property, name):
-    record_property("interpreted", outcome[name]["launches"])
-    assert not outcome[name]["failure"], outcome[name]["failure"]
-
-
-# --- compiled, and emulated -------------------------------------------------------------------
+# --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
 FEW = ("put off, and nothing goes", "with a support")
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "arch"), CASES.compiled(*FEW))
-def test_compiled(emulation, name, arch):
-    with emulation(arch):
-        CASES[name]("cpu")
-
-
-# --- natively ---------------------------------------------------------------------------------
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(__file__, *FEW)
 
 gpu = pytest.mark.gpu
-
-
-@gpu
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name):
-    CASES[name]("cuda")
 
 
 @gpu

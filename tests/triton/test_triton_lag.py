@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from support import oracle
-from support.kernel_cases import Cases, canonical, check_margins, interpreted, kernels, placed, same
+from support.kernel_cases import Cases, canonical, check_margins, kernels, placed, same
 from support.sync import synchronizing_raises
 from tagc.ops import reference
 
@@ -82,41 +81,13 @@ def _(device):
     same("out", results[1], results[0])
 
 
-# --- in a process of its own ------------------------------------------------------------------
+# --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
-
-@pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    return interpreted(__file__, request, tmp_path_factory.mktemp("lag"))
-
-
-@pytest.mark.xdist_group("interpreted lag")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, record_property, name):
-    record_property("interpreted", outcome[name]["launches"])
-    assert not outcome[name]["failure"], outcome[name]["failure"]
-
-
-# --- compiled, and emulated -------------------------------------------------------------------
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "arch"), CASES.compiled("bfloat16 0.1", "in place"))
-def test_compiled(emulation, name, arch):
-    with emulation(arch):
-        CASES[name]("cpu")
-
-
-# --- natively ---------------------------------------------------------------------------------
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(
+    __file__, "bfloat16 0.1", "in place"
+)
 
 gpu = pytest.mark.gpu
-
-
-@gpu
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name):
-    CASES[name]("cuda")
 
 
 @gpu

@@ -8,14 +8,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from support.kernel_cases import Cases, interpreted, kernels, same
+from support.kernel_cases import Cases, kernels, same
 from support.matrix_kernels import (
     BF16,
     F16,
@@ -330,23 +329,7 @@ def _(device):
         same(name, second[name], tensor.cpu())
 
 
-# --- in a process of its own ------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    return interpreted(__file__, request, tmp_path_factory.mktemp("matrix"))
-
-
-@pytest.mark.xdist_group("interpreted matrices")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, record_property, name):
-    record_property("interpreted", outcome[name]["launches"])
-    assert not outcome[name]["failure"], outcome[name]["failure"]
-
-
-# --- compiled, and emulated -------------------------------------------------------------------
+# --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
 FEW = (
     "1 1 41 131 float32 float32 0.0 float32 1",
@@ -355,22 +338,7 @@ FEW = (
     "aligned rows",
     "several aligned matrices",
 )
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "arch"), CASES.compiled(*FEW))
-def test_compiled(emulation, name, arch):
-    with emulation(arch):
-        CASES[name]("cpu")
-
-
-# --- natively ---------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name):
-    CASES[name]("cuda")
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(__file__, *FEW)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from support import oracle
-from support.kernel_cases import Cases, interpreted, kernels
+from support.kernel_cases import Cases, kernels
 from support.packed_kernels import (
     BF16,
     F16,
@@ -178,47 +177,14 @@ def _(device):
             check(p, device)
 
 
-# --- in a process of its own ------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    return interpreted(__file__, request, tmp_path_factory.mktemp("packed"))
-
-
-@pytest.mark.xdist_group("interpreted packed")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, record_property, name):
-    record_property("interpreted", outcome[name]["launches"])
-    assert not outcome[name]["failure"], outcome[name]["failure"]
-
-
-# --- compiled, and emulated -------------------------------------------------------------------
+# --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
 FEW = (
     "640 usual 16 1 64 16 float32 bfloat16 float32 1, with a support",
     "aligned rows",
 )
 MORE = ("2050 overflow 16 4 32 4 float32 bfloat16 bfloat16 5",)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "arch"), CASES.compiled(*FEW, more=MORE))
-def test_compiled(emulation, name, arch):
-    with emulation(arch):
-        CASES[name]("cpu")
-
-
-# --- natively ---------------------------------------------------------------------------------
-
-gpu = pytest.mark.gpu
-
-
-@gpu
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name):
-    CASES[name]("cuda")
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(__file__, *FEW, more=MORE)
 
 
 if __name__ == "__main__":

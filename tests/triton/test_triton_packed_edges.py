@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from support import oracle
-from support.kernel_cases import Cases, check_margins, interpreted, kernels, placed, same
+from support.kernel_cases import Cases, check_margins, kernels, placed, same
 from support.packed_kernels import (
     BF16,
     F32,
@@ -205,42 +204,9 @@ def _(device):
         same(name, second[name], tensor.cpu())
 
 
-# --- in a process of its own ------------------------------------------------------------------
+# --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
-
-@pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    return interpreted(__file__, request, tmp_path_factory.mktemp("packed"))
-
-
-@pytest.mark.xdist_group("interpreted packed edges")
-@pytest.mark.device
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, record_property, name):
-    record_property("interpreted", outcome[name]["launches"])
-    assert not outcome[name]["failure"], outcome[name]["failure"]
-
-
-# --- compiled, and emulated -------------------------------------------------------------------
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "arch"), CASES.compiled())
-def test_compiled(emulation, name, arch):
-    with emulation(arch):
-        CASES[name]("cpu")
-
-
-# --- natively ---------------------------------------------------------------------------------
-
-gpu = pytest.mark.gpu
-
-
-@gpu
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name):
-    CASES[name]("cuda")
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(__file__, edges=True)
 
 
 if __name__ == "__main__":

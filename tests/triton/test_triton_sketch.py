@@ -10,13 +10,12 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from support import oracle
-from support.kernel_cases import Cases, interpreted
+from support.kernel_cases import Cases
 from support.sketch_kernels import (
     BF16,
     F16,
@@ -151,23 +150,7 @@ def _(device):
     assert check(p, device)["index"][:, -1].tolist() == [0, 1]
 
 
-# --- in a process of its own ------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    return interpreted(__file__, request, tmp_path_factory.mktemp("triton"))
-
-
-@pytest.mark.xdist_group("interpreted sketches")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, record_property, name):
-    record_property("interpreted", outcome[name]["launches"])
-    assert not outcome[name]["failure"], outcome[name]["failure"]
-
-
-# --- compiled, and emulated -------------------------------------------------------------------
+# --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
 FEW = (
     "int8x4 bfloat16 bfloat16 bfloat16 4099 overflow",
@@ -175,30 +158,13 @@ FEW = (
     "aligned rows",
 )
 MORE = ("int16x2 float16 bfloat16 float16 515 overflow",)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "arch"), CASES.compiled(*FEW, more=MORE))
-def test_compiled(emulation, name, arch):
-    with emulation(arch):
-        CASES[name]("cpu")
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(__file__, *FEW, more=MORE)
 
 
 def test_the_package_imports_without_triton():
     code = "import sys; sys.modules['triton'] = None; import tagc.triton_kernels"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-# --- natively ---------------------------------------------------------------------------------
-
-gpu = pytest.mark.gpu
-
-
-@gpu
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name):
-    CASES[name]("cuda")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -19,7 +18,7 @@ import pytest
 import torch
 
 from support import oracle
-from support.kernel_cases import Cases, canonical, interpreted, kernels, same
+from support.kernel_cases import Cases, canonical, kernels, same
 from support.sketch_kernels import (
     BF16,
     F16,
@@ -365,42 +364,11 @@ def _(device):
         same(name, second[name], tensor.cpu())
 
 
-# --- in a process of its own ------------------------------------------------------------------
+# --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
-
-@pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    return interpreted(__file__, request, tmp_path_factory.mktemp("triton"))
-
-
-@pytest.mark.xdist_group("interpreted sketches' edges")
-@pytest.mark.device
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, record_property, name):
-    record_property("interpreted", outcome[name]["launches"])
-    assert not outcome[name]["failure"], outcome[name]["failure"]
-
-
-# --- compiled, and emulated -------------------------------------------------------------------
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "arch"), CASES.compiled("insert and peel"))
-def test_compiled(emulation, name, arch):
-    with emulation(arch):
-        CASES[name]("cpu")
-
-
-# --- natively ---------------------------------------------------------------------------------
-
-gpu = pytest.mark.gpu
-
-
-@gpu
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name):
-    CASES[name]("cuda")
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(
+    __file__, "insert and peel", edges=True
+)
 
 
 if __name__ == "__main__":

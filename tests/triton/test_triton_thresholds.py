@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from support.kernel_cases import Cases, check_margins, interpreted, kernels, placed, same
+from support.kernel_cases import Cases, check_margins, kernels, placed, same
 from support.sync import synchronizing_raises
 from tagc.ops import reference
 from tagc.ops.thresholds import SIDE, STATES, STEP, THRESHOLD
@@ -78,41 +77,13 @@ def _(device):
     assert (state[STEP] > 0).all()
 
 
-# --- in a process of its own ------------------------------------------------------------------
+# --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
-
-@pytest.fixture(scope="session")
-def outcome(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    return interpreted(__file__, request, tmp_path_factory.mktemp("thresholds"))
-
-
-@pytest.mark.xdist_group("interpreted thresholds")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CASES.interpreted())
-def test_interpreted(outcome, record_property, name):
-    record_property("interpreted", outcome[name]["launches"])
-    assert not outcome[name]["failure"], outcome[name]["failure"]
-
-
-# --- compiled, and emulated -------------------------------------------------------------------
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "arch"), CASES.compiled("3 by 5", "at the bounds"))
-def test_compiled(emulation, name, arch):
-    with emulation(arch):
-        CASES[name]("cpu")
-
-
-# --- natively ---------------------------------------------------------------------------------
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(
+    __file__, "3 by 5", "at the bounds"
+)
 
 gpu = pytest.mark.gpu
-
-
-@gpu
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name):
-    CASES[name]("cuda")
 
 
 @gpu
