@@ -145,10 +145,12 @@ def _pytest(small: bool) -> list[str]:
         command += ["-n", "4"]  # most of the time goes into compiling kernels
     # Only what has GPU tests: the others may need packages that a machine for this does not have.
     tests = sorted(_ROOT.glob("tests/**/test_*.py"))
-    files = [path for path in tests if "pytest.mark.gpu" in path.read_text()]
+    files = [path for path in tests if _FOR_A_GPU.search(path.read_text())]
     return [*command, *(str(p.relative_to(_ROOT)) for p in files), "-m", "gpu"]
 
 
+# The mark, or the test of a file's kernel cases, which has it.
+_FOR_A_GPU = re.compile(r"pytest\.mark\.gpu|\btest_on_a_gpu\b")
 _OUTCOME = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] (?P<said>[A-Z]+) (?P<test>.+?)"
     r"|(?P<test_>\S+::.+?) (?P<said_>PASSED|FAILED|SKIPPED|ERROR).*)\s*$",

@@ -87,7 +87,8 @@ def test_a_benchmark_that_is_stopped_is_drawn_all_the_same(tmp_path):
 def test_only_files_with_tests_for_gpus_are_collected(tmp_path):
     tests = next(part for part in parts("cuda", tmp_path) if part.name == "tests")
     files = {word for word in tests.command if word.endswith(".py")}
-    assert {"tests/triton/test_triton_sketch.py", "tests/test_no_sync.py"} <= files
+    assert {"tests/triton/test_triton_lag.py", "tests/test_no_sync.py"} <= files
+    assert {"tests/triton/test_triton_sketch.py", "tests/triton/test_triton_matrix_gpu.py"} <= files
     assert "tests/policy/test_policy.py" not in files
     assert tests.command[-2:] == ["-m", "gpu"]
 

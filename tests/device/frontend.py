@@ -157,6 +157,8 @@ def run_one(file: str) -> int:
 # One test peels 300,000 keys, and matrices of a model's sizes take minutes each: of these, the one
 # with few rows, which are long, runs.
 _CHOSEN = "not cuda_graph and not before_the_last_launch and not (large_matrices and not 3-16384)"
+# The mark, or the test of a file's kernel cases, which has it.
+_FOR_A_GPU = re.compile(r"pytest\.mark\.gpu|\btest_on_a_gpu\b")
 _COUNTED = "launches, checked for races, too large for that:"
 
 
@@ -168,7 +170,7 @@ def main(files: list[str]) -> int:
         for run, file in zip(runs, files, strict=True):
             done = run.result()
             if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
-                if "pytest.mark.gpu" in Path(file).read_text():  # they should be here
+                if _FOR_A_GPU.search(Path(file).read_text()):  # they should be here
                     print(f"--- {file}: has tests for a GPU, of which none was collected")
                     failed += 1
                 continue
