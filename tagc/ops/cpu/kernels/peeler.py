@@ -1,4 +1,4 @@
-"""Peeling of a count sketch on a CPU: a queue of the cells with one key left.
+"""Peeling of a count sketch on a CPU: queues of the cells with one key left.
 
 Example: keys A in cells 0 and 3, B in 0 and 4. Cell 3 has A alone, so its sum is the symbol of A;
 without A, cell 0 has B alone.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 from numba import types
-from numba.extending import overload
+from numba.extending import overload, register_jitable
 
-from tagc.ops.cpu.kernels.scalar import N, compiled, positions, salts_of
+from tagc.ops.cpu.kernels.scalar import N, compiled, positions, positions_in, salts_of
 
 _BATCH = 256
 _MAX_COMPACT_KEYS = 1 << 20
@@ -26,14 +26,14 @@ def recover(keys, seed, hashes, partition, cells):
         seed: int32.
         hashes: cells of a key.
         partition: cells of a partition.
-        cells: ``[cells]`` int32 or float32, the sums; become what is left in them if a key is
-            not recovered.
+        cells: ``[cells]`` int32 or float32, the sums; those of keys that are not recovered
+            become what is left in them.
 
     Returns:
         ``[count]`` of the dtype of ``cells``, the symbols by key, 0 where not recovered;
         ``[count]`` uint8, 1 where recovered; ``[count * hashes]`` uint32, the cells of each key;
-        ``[cells]`` int32, how many keys are left in each cell. The last two are garbage if all
-        were recovered.
+        ``[cells]`` int32, how many keys are left in each cell that a key which was not recovered
+        has. The last two are garbage if all were recovered.
     """
     salts = salts_of(seed, hashes)
     where = np.empty(keys.size * salts.size, np.uint32)
@@ -50,8 +50,8 @@ def _solve(keys, salts, partition, cells, where, values, done, degree):
         keys: ``[count]`` uint32, ascending.
         salts: ``[hashes]`` uint32.
         partition: cells of a partition.
-        cells: ``[cells]`` int32 or float32, the sums; become what is left in them if a key is
-            not recovered.
+        cells: ``[cells]`` int32 or float32, the sums; those of keys that are not recovered
+            become what is left in them.
         where: ``[count * hashes]`` uint32, written if a key is not recovered.
         values: ``[count]`` of the dtype of ``cells``, zeros, written where recovered.
         done: ``[count]`` uint8, zeros, written where recovered.
@@ -131,67 +131,120 @@ def _lonely(table, mask):
 
 @compiled
 def _peel_compact(keys, salts, partition, cells, where, values, done, degree):
-    """Peel integers with a queue, all that is known of a cell in one 64-bit entry.
+    """Peel integers with a queue a partition, all that is known of a cell in one 64-bit entry.
 
     From the top: the sum of the symbols (32 bits, wraps), the sum of the keys' slots (26 bits),
     the number of keys (6 bits). A key leaves a cell by one subtraction. Slots below 2**20 and
     fewer than 64 keys in a cell keep the lower fields from running over; with no more keys than
     cells a fuller cell has probability below 1e-40. The order does not matter to integers.
 
+    The partitions take turns, each until its queue is empty. Their turns end when none finds a key.
+    What a key was recovered from is left as it is: no key that is not recovered is in that cell.
+
     Args:
         keys: ``[count]`` uint32, ascending; at most 2**20.
-        cells: ``[cells]`` int32, the sums; become what is left in them if a key is not recovered.
+        cells: ``[cells]`` int32, the sums; those of keys that are not recovered become what is
+            left in them.
         salts, partition, where, values, done, degree: as in :func:`_solve`.
     """
-    hashes = N(salts.size)
     table = np.empty(cells.size, np.int64)
     for c in range(N(cells.size)):
         table[c] = np.int64(cells[c]) << 32
-    at = np.empty((salts.size, _BATCH), np.uint64)
+    row = np.empty(_BATCH, np.uint32)
     for lo in range(0, keys.size, _BATCH):
         count = min(_BATCH, keys.size - lo)
-        positions(keys[lo : lo + count], count, salts, partition, at)
         for i in range(salts.size):
-            row, entry = at[i], np.int64(64) * lo + 1
+            positions_in(keys[lo : lo + count], count, salts, i, partition, row)
+            entry = np.int64(64) * lo + 1
             for t in range(N(count)):
                 table[row[t]] += entry
                 entry += np.int64(64)
-    queue, tail = _lonely(table, 63)
-    # A batch at a time: its cells are looked up, then its keys hashed together, then removed, so
-    # that no access waits for the one before.
-    chosen, owners = np.empty(_BATCH, np.uint32), np.empty(_BATCH, np.uint32)
-    head, found = N(0), N(0)
-    while head < tail:
-        count = N(0)
-        stop = min(head + N(_BATCH), tail)
-        while head < stop:
-            entry = table[queue[head]]
-            alone = entry & 63 == 1
-            chosen[count] = queue[head]
-            owners[count] = keys[N((entry >> 6) & (_MAX_COMPACT_KEYS - 1)) if alone else N(0)]
-            count += N(alone)
-            head += N(1)
-        positions(owners, count, salts, partition, at)
-        for t in range(count):
-            entry = table[chosen[t]]
-            if entry & 63 != 1:  # two cells of the batch had the same key
-                continue
-            slot = N((entry >> 6) & (_MAX_COMPACT_KEYS - 1))
-            values[slot] = entry >> 32
-            done[slot] = 1
-            found += N(1)
-            for i in range(hashes):
-                p = at[i, t]
-                rest = table[p] - entry
-                table[p] = rest
-                # Without a branch: a cell enters for good when its degree falls to one, which
-                # happens once, so the queue needs no more room than there are cells.
-                queue[tail] = p
-                tail += N(rest & 63 == 1)
+    # A cell enters for good when its degree falls to one, which happens once. So a queue needs room
+    # for a partition, and one more, where the cell that does not enter is written.
+    room = N(partition) + N(1)
+    queues = np.empty((salts.size, room), np.uint32)
+    heads, tails = np.zeros(salts.size, np.uint64), np.empty(salts.size, np.uint64)
+    for i in range(salts.size):
+        queue, tail = queues[i], N(0)
+        for c in range(N(i) * N(partition), N(i + 1) * N(partition)):
+            queue[tail] = c
+            tail += N(table[c] & 63 == 1)
+        tails[i] = tail
+    owners, entries = np.empty(_BATCH, np.uint32), np.empty(_BATCH, np.int64)
+    found, i, idle = N(0), 0, 0
+    while idle < salts.size:
+        idle = idle + 1 if heads[i] == tails[i] else 0
+        while heads[i] < tails[i]:
+            count = _take(keys, table, queues[i], heads, tails, i, owners, entries, values, done)
+            found += count
+            for j in range(salts.size):
+                if j != i:
+                    positions_in(owners, count, salts, j, partition, row)
+                    tails[j] = _remove(table, row, entries, count, queues[j], tails[j])
+        i = i + 1 if i + 1 < salts.size else 0
     if found < N(keys.size):
         for c in range(N(cells.size)):
             cells[c], degree[c] = table[c] >> 32, table[c] & 63
-        _locate(keys, salts, partition, at, where)
+        _locate(keys, salts, partition, np.empty((salts.size, _BATCH), np.uint64), where)
+
+
+@register_jitable(inline="always")
+def _take(keys, table, queue, heads, tails, i, owners, entries, values, done):
+    """Recover the keys of a batch of a partition's queue; their cells there are left as they are.
+
+    No key comes twice, since each has one cell in a partition.
+
+    Args:
+        keys, values, done: as in :func:`_solve`.
+        table: ``[cells]`` int64, the entries.
+        queue: ``[...]`` uint32, the cells of partition ``i`` that held one key.
+        heads, tails: ``[hashes]`` uint64, where queues begin and end; ``heads[i]`` is updated.
+        owners: ``[_BATCH]`` uint32, written: the keys.
+        entries: ``[_BATCH]`` int64, written: what their cells held.
+
+    Returns:
+        How many keys there are, uint64.
+    """
+    count, head = N(0), heads[i]
+    end = min(head + N(_BATCH), tails[i])
+    while head < end:
+        entry = table[queue[head]]
+        alone = entry & 63 == 1  # or its key was found in another partition
+        entries[count] = entry
+        owners[count] = keys[N((entry >> 6) & (_MAX_COMPACT_KEYS - 1)) if alone else N(0)]
+        count += N(alone)
+        head += N(1)
+    heads[i] = head
+    for t in range(count):
+        slot = N((entries[t] >> 6) & (_MAX_COMPACT_KEYS - 1))
+        values[slot] = entries[t] >> 32
+        done[slot] = 1
+    return count
+
+
+@register_jitable(inline="always")
+def _remove(table, row, entries, count, queue, tail):
+    """Take keys out of their cells in one partition; cells with one key left enter its queue.
+
+    Args:
+        table: ``[cells]`` int64, the entries.
+        row: ``[count]`` uint32, the keys' cells.
+        entries: ``[count]`` int64, what is taken out.
+        count: uint64.
+        queue: ``[...]`` uint32, written from ``tail`` on.
+        tail: uint64.
+
+    Returns:
+        The new ``tail``, uint64.
+    """
+    for t in range(count):
+        p = row[t]
+        rest = table[p] - entries[t]
+        table[p] = rest
+        # Without a branch.
+        queue[tail] = p
+        tail += N(rest & 63 == 1)
+    return tail
 
 
 @compiled

@@ -133,9 +133,21 @@ def positions(keys, count, salts, partition, where):
         where: ``[hashes, count]`` uint64, or wider, written: cell ``i`` of key ``t`` at ``[i, t]``.
     """
     for i in range(salts.size):
-        salt, row, first = salts[i], where[i], i * partition
-        for t in range(N(count)):
-            row[t] = first + high_product(fmix32(U(keys[t] ^ salt)), U(partition))
+        positions_in(keys, count, salts, i, partition, where[i])
+
+
+@register_jitable(inline="always")
+def positions_in(keys, count, salts, i, partition, row):
+    """The cell of every key in one partition.
+
+    Args:
+        i: the partition, and the hash that leads to it.
+        row: ``[count]`` uint32 or uint64, or longer, written: the cells.
+        keys, count, salts, partition: as in :func:`positions`.
+    """
+    salt, first = salts[i], i * partition
+    for t in range(N(count)):
+        row[t] = first + high_product(fmix32(U(keys[t] ^ salt)), U(partition))
 
 
 @register_jitable(inline="always")
