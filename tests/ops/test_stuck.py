@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tagc.ops import cpu, reference
+from tagc.ops.bitmap import to_bitmap
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.symbols import SYMBOLS
 
@@ -18,10 +19,9 @@ def test_estimates_of_a_table_that_is_too_small_are_those_of_the_reference(symbo
     keys = torch.randperm(layout.groups, generator=draw)[:count]
     symbols = torch.zeros(layout.groups, dtype=torch.int32)
     symbols[keys] = torch.randint(-100, 100, (count,), generator=draw).int()
-    present = torch.zeros(32 * layout.words, dtype=torch.int64)
-    present[keys] = 1
-    words = (present.view(-1, 32) << torch.arange(32)).sum(1)
-    index = torch.cat([words, torch.zeros(1, dtype=torch.int64)]).int()  # wraps
+    present = torch.zeros(layout.groups, dtype=torch.bool)
+    present[keys] = True
+    index = torch.cat([to_bitmap(present), torch.zeros(1, dtype=torch.int32)])
     seed, step = torch.tensor([7], dtype=torch.int32), torch.tensor([2.0**-6])
     cells = torch.zeros(layout.cells, dtype=torch.int32)
     reference.insert(symbols, index, seed, cells, layout=layout)
