@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--quick", action="store_true", help="few and small cases, about half a minute"
-    )
+    which.add_argument("--quick", action="store_true", help="few and small cases, about a minute")
     which.add_argument("--full", action="store_true", help="the whole product of all axes: hours")
     parser.add_argument(
         "--filter", action="append", default=[], metavar="GLOB",
@@ -54,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNG files there")
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default: 1)")
     parser.add_argument(
+        "--warm", action="store_true",
+        help="leave the CPU's caches as the contender before left them; else they are flushed",
+    )  # fmt: skip
+    parser.add_argument(
         "--time-limit", type=float, default=float("inf"), metavar="SECONDS",
         help="start no further case after this",
     )  # fmt: skip
@@ -66,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here", file=sys.stderr)
+        return 2
+    if device.type == "cuda" and args.warm:
+        print("--warm is for --device cpu: a GPU's cache is always flushed", file=sys.stderr)
         return 2
     choice = "full" if args.full else "quick" if args.quick else "default"
     cases = select(choice, device.type, args.filter, args.sizes)
@@ -85,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, cases: list, device: torch.device, *, budget: float) -> int:
-    clock, started = clock_for(device), time.monotonic()
+    clock, started = clock_for(device, cold=not args.warm), time.monotonic()
     command = _command(args, device)
     results: list[Record] = []
     for case in cases:
@@ -120,6 +125,7 @@ def _command(args: argparse.Namespace, device: torch.device) -> str:
     words += ["--quick"] if args.quick else ["--full"] if args.full else []
     words += ["--sizes", *map(str, args.sizes)] if args.sizes else []
     words += [word for pattern in args.filter for word in ("--filter", shlex.quote(pattern))]
+    words += ["--warm"] if args.warm else []
     words += ["--threads", str(args.threads)] if args.threads != 1 else []
     return " ".join(words)
 

@@ -34,7 +34,7 @@ def case(op: str, **values) -> Case:
 
 
 def measured(chosen: Case) -> dict:
-    return measure(chosen, CPU, HostClock(), budget=0.01)
+    return measure(chosen, CPU, HostClock(cold=False), budget=0.01)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +280,20 @@ def test_slow_contenders_take_fewer_turns():
     assert order == ["a", "b"] * 6
     assert (timings["a"].seconds, timings["b"].host_seconds) == (2.0, 3.0)
     assert {t.repeats for t in interleaved(runs, clock, budget=0).values()} == {1}
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_caches_are_flushed_between_restoring_the_inputs_and_the_run(cold, monkeypatch):
+    order: list[str] = []
+    clock = HostClock(cold=cold)
+    if cold:
+        assert clock._flush is not None
+        assert clock._flush.nbytes == 128 << 20
+        flush = types.SimpleNamespace(add_=lambda one: order.append("flush"))
+        monkeypatch.setattr(clock, "_flush", flush)
+    clock(Timed(lambda: order.append("run"), lambda: order.append("before")))
+    assert order == ["before", "flush", "run"] if cold else ["before", "run"]
+    assert ("flushed" in clock.about) == cold
 
 
 def test_selection():

@@ -140,10 +140,6 @@ def unpack(
     divisor: int,
 ) -> None:
     """See :meth:`tagc.ops.packed.PackedOps.unpack`."""
-    headers = words_of(message[:, :HEADER])
-    if headers[:, POISON].any():
-        out.fill_(torch.nan)
-        return
     words, stride = rows_of(message)
     indexes, index_stride, low, high, low_bits = (
         words, stride, HEADER, HEADER + layout.low_words, layout.low_bits
@@ -152,14 +148,16 @@ def unpack(
         indexes, index_stride, low, high, low_bits = _supports(support[None], layout)[0], 0, 0, 0, 0
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     first_value = HEADER + layout.index_words
-    unpack_shard(
+    poisoned = unpack_shard(
         words, stride, message.shape[0], first_value, first_value + layout.values.scale_words,
         layout.numel, layout.group, indexes, index_stride, low, high,
         layout.high_words if support is None else layout.bitmap_words, low_bits,
         layout.capacity, layout.values.block, codes_of(layout.values), np.float32(divisor),
         numpy_of(wide),
     )  # fmt: skip
-    if wide is not out:
+    if poisoned:
+        out.fill_(torch.nan)
+    elif wide is not out:
         out.copy_(wide)
 
 

@@ -10,7 +10,7 @@ from tagc.ops import COUNTS
 from tagc.ops.cpu.arrays import NO_SUPPORT, numpy_of, supports, words_of
 from tagc.ops.cpu.compiling import once_a_host
 from tagc.ops.cpu.kernels.bitmap import keys_of
-from tagc.ops.cpu.kernels.decoder import estimate, read_cells, write_shard
+from tagc.ops.cpu.kernels.decoder import decode_shard, read_cells
 from tagc.ops.cpu.kernels.encoder import insert_shard, keep_marked, write_cells
 from tagc.ops.cpu.kernels.peeler import recover
 from tagc.ops.cpu.kernels.scalar import group_of
@@ -80,27 +80,17 @@ def decode(
     divisor: int,
 ) -> None:
     """See :meth:`tagc.ops.sketch.SketchOps.decode`."""
-    words, sums = np.bitwise_or.reduce(words_of(index), axis=0), cells.numpy()
-    n, group, hashes = layout.numel, group_of(layout.symbol.lanes), _hashes(layout)
-    keys, stuck = keys_of(words[:-1]), 0
-    if layout.direct:
-        values = read_cells(keys, sums)
-    else:
-        values, done, where, degree = recover(keys, seed.numpy()[0], hashes, layout.partition, sums)
-        stuck = len(keys) - int(np.count_nonzero(done))
-        if stuck and residual is not None:
-            estimate(
-                keys, done, where, degree, sums, n, len(group), step.numpy()[0], hashes,
-                numpy_of(residual),
-            )  # fmt: skip
-    if words[-1]:  # poison
+    group, hashes = group_of(layout.symbol.lanes), _hashes(layout)
+    wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
+    poisoned = decode_shard(
+        np.bitwise_or.reduce(index.numpy(), axis=0), cells.numpy(), seed.numpy(), hashes,
+        layout.partition, layout.numel, group, step.numpy(), divisor, numpy_of(wide),
+        numpy_of(residual), stats.numpy(),
+    )  # fmt: skip
+    if poisoned:
         out.fill_(torch.nan)
-    else:
-        wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
-        write_shard(values, keys, n, group, step.numpy()[0], np.float32(divisor), numpy_of(wide))
-        if wide is not out:
-            out.copy_(wide)
-    stats[0], stats[1] = len(keys), stuck
+    elif wide is not out:
+        out.copy_(wide)
 
 
 @once_a_host

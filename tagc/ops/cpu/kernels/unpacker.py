@@ -25,6 +25,7 @@ from tagc.ops.cpu.kernels.llvm import (
 from tagc.ops.cpu.kernels.output import TILE, new_tile, write_tile
 from tagc.ops.cpu.kernels.quantizer import dequantize_block, scale_at
 from tagc.ops.cpu.kernels.scalar import N, U, compiled
+from tagc.ops.packed import POISON
 
 # Elements of a message that are read at a time, a power of two; more for large blocks and groups.
 _CHUNK = 1024
@@ -135,8 +136,14 @@ def unpack_shard(
         block: elements of a block.
         group: a tuple of as many entries as a word has codes.
         divisor: float32.
-        out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
+        out: ``[n]`` float32 or the bits of bfloat16 as uint16, written if no message is poisoned.
+
+    Returns:
+        Whether one is.
     """
+    for r in range(N(ranks)):
+        if messages[r * N(stride) + N(POISON)]:
+            return True
     size = N(lanes)
     chunk = max(N(_CHUNK), N(block), N(32) * size) // size
     room, groups = chunk + N(32), N(TILE) // size
@@ -187,3 +194,4 @@ def unpack_shard(
                     break
             state[r, _ADDED] = t
         write_tile(sums, min(N(TILE), N(n) - base), divisor, out, base)
+    return False
