@@ -373,6 +373,7 @@ def compile_all(
             blocks(*arguments)
         for arguments in MATRICES[turn :: 7 if share > 1 else 1]:
             matrix(*arguments)
+        matrix(1, 1, BF16, BF16, 0.9, 3, columns=8448, R=8)  # so many that programs have more
         for arguments in PACKS[turn :: 17 if share > 1 else 1]:
             packed(*arguments)
         for dtype in (F32, BF16, F16):

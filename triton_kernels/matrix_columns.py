@@ -23,6 +23,8 @@ from .matrix_numbers import bounded, column_upper, load_x, pairs, whose_matrix
 _COLUMNS = 32, 64
 # Programs that an H100's 132 processors can do with, 8 each.
 _PROGRAMS = 1056
+# More destinations are more of the same: the check before training takes no more.
+_MOST_DESTINATIONS = 8
 # Elements of a thread whose loads come before the first addition; loads in flight hide latency.
 _IN_FLIGHT = 64
 _WARPS = 1
@@ -80,4 +82,5 @@ def column_tiles(layout: MatrixLayout, D: int) -> int:
 
 def _columns(layout: MatrixLayout, D: int) -> int:
     few, many = _COLUMNS
-    return many if D * layout.count * layout.columns >= _PROGRAMS * many else few
+    columns = min(D, _MOST_DESTINATIONS) * layout.count * layout.columns
+    return many if columns >= _PROGRAMS * many else few

@@ -111,7 +111,8 @@ def unpack_kernel(
 
 def turn_of(layout: PackedLayout) -> tuple[int, int, bool]:
     """Of a message and a tile: values that are decoded at once, slots of which are added, and
-    whether blocks are decoded whole. Most tiles take one turn."""
+    whether blocks are decoded whole. Most tiles take one turn; of blocks that are not decoded
+    whole, if up to a quarter of the groups are kept."""
     group, block = layout.group, layout.values.block
     whole = block <= _WHOLE
     # What a block has before the first slot, and the slots of the last thread.

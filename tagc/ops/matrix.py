@@ -84,8 +84,8 @@ class MatrixLayout:
         group: neighbours that share a code; 1 for none.
         level: factor on the values that codes stand for; above 1, a message carries more of the
             residual, and more noise.
-        count: matrices of this shape, one after the other. Each has scales of its own, and a
-            message of its own; so has its part of a tensor and of a row of messages.
+        count: matrices of this shape, one after the other in a row of a tensor. Each has scales and
+            a message of its own; messages follow one another, too.
     """
 
     rows: int
@@ -111,7 +111,7 @@ class MatrixLayout:
 
     @property
     def one(self) -> Self:
-        """Of one of the matrices."""
+        """The layout of one of them."""
         return replace(self, count=1)
 
     @property

@@ -17,8 +17,8 @@ OPERATORS = (
     "pack", "unpack", "select", "write_index", "read_index",
     "encode", "decode", "insert", "peel", "undo_lag", "steer",
 )  # fmt: skip
-# Kernels may take several rows at a time; more than so many are more of the same.
-MOST_ROWS = 9
+# Kernels may take several rows at a time, a divisor of this; more are more of the same.
+ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Call:
 
     Attributes:
         operator: one of :data:`OPERATORS`.
-        rows: all but the last dimension of the first tensor, each at most ``MOST_ROWS``.
+        rows: all but the last dimension of the first tensor; of more than ``ROWS`` as many, and
+            what is left over of them.
         dtypes: of its tensors, by argument; None where none was given.
         options: its other arguments.
     """
@@ -113,7 +114,7 @@ def call_of(operator: str, arguments: dict[str, Any]) -> Call:
     first = next(a for a in tensors.values() if a is not None)
     return Call(
         operator,
-        tuple(min(n, MOST_ROWS) for n in first.shape[:-1]),
+        tuple(n if n <= ROWS else ROWS + n % ROWS for n in first.shape[:-1]),
         tuple((name, None if a is None else a.dtype) for name, a in tensors.items()),
         tuple((name, a) for name, a in arguments.items() if name not in tensors),
     )

@@ -21,9 +21,15 @@ from tagc.ops.packed import PackedLayout, index_of
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
 from tagc.selfcheck.calls import Call
-from tagc.selfcheck.small import small_blocks, small_matrix, small_packed, small_sketch
+from tagc.selfcheck.small import (
+    small_blocks,
+    small_matrices,
+    small_matrix,
+    small_packed,
+    small_sketch,
+)
 
-# Destinations of an encoding: what depends on their number is a row's stride.
+# Destinations of an encoding: what depends on their number is a row's stride, but for matrices.
 _DESTINATIONS = 2
 _GARBAGE = 0x5A5A5A5A
 
@@ -131,15 +137,17 @@ def _quantize(m: _Maker) -> Case:
 
 
 def _quantize_matrix(m: _Maker) -> Case:
-    return _elementwise(m, small_matrix(m.call.option("layout")))
+    return _elementwise(m, *small_matrices(m.call.option("layout"), m.call.rows[0]))
 
 
-def _elementwise(m: _Maker, layout: BlockLayout | MatrixLayout) -> Case:
-    shape = (_DESTINATIONS, layout.numel)
+def _elementwise(
+    m: _Maker, layout: BlockLayout | MatrixLayout, destinations: int = _DESTINATIONS
+) -> Case:
+    shape = (destinations, layout.numel)
     tensors = {
         "grad": m.spoilt(m.values(*shape, dtype=m.call.dtype("grad"))),
         "residual": m.optional(*shape, dtype=m.call.given("residual")),
-        "message": m.garbage(_DESTINATIONS, layout.words),
+        "message": m.garbage(destinations, layout.words),
     }
     return m.case(tensors, ["residual", "message"], layout=layout)
 

@@ -50,8 +50,8 @@ def every_call() -> Iterator[Call]:
     )
     for shape in ((1, 1), (2, 8)):
         yield Call("steer", shape, names, ())
-    # Tables of 6, 5, 4 and 3 hashes.
-    keys = itertools.cycle((100, 900, 5000, 1 << 22, 5000))
+    # Tables of 6, 5, 4 and 3 hashes; large ones, which kernels may pack, of 3 and 4.
+    keys = itertools.cycle((100, 900, 5000, 1 << 22, 1 << 22, 1 << 19, 5000, 900))
     for symbol in [*SYMBOLS.values()] * 2:
         yield from _sketched(symbol.name, next(keys), next(dtypes), next(divisors))
 
@@ -65,7 +65,7 @@ def _elementwise(operator, layout, dtypes, average, divisor, *others) -> Iterato
     gradient, residual = dtypes
     yield Call(
         operator,
-        (2,),
+        (8,),
         (("grad", gradient), ("residual", residual), ("message", _I32), *others),
         (("layout", layout), ("average", average)),
     )

@@ -12,6 +12,11 @@ from tagc.ops.sketch import SketchLayout
 
 # Blocks, rows, words of a bitmap: a few programs' worth.
 _BLOCKS, _ROWS, _WORDS = 5, 12, 70
+# Columns of all matrices and destinations, from which on kernels take more of them at a time.
+_COLUMNS = 67_584
+# Cells of a partition, from which on kernels pack what they know of a cell, and words of a bitmap
+# with keys for it.
+_PARTITION, _WORDS_OF_LARGE = 65_600, 1000
 
 
 def shortened(numel: int, unit: int, units: int) -> int:
@@ -32,6 +37,17 @@ def small_matrix(layout: MatrixLayout) -> MatrixLayout:
     return replace(layout, rows=rows, count=min(layout.count, 2))
 
 
+def small_matrices(layout: MatrixLayout, destinations: int) -> tuple[MatrixLayout, int]:
+    """:func:`small_matrix`, and at most two destinations; more of both where kernels treat many
+    columns otherwise than few."""
+    small = small_matrix(layout)
+    columns = min(_COLUMNS, destinations * layout.count * layout.columns)
+    few = -(-columns // (small.count * layout.columns))
+    destinations = min(destinations, max(2, few))
+    count = max(small.count, -(-columns // (destinations * layout.columns)))
+    return replace(small, count=count), destinations
+
+
 def small_packed(layout: PackedLayout) -> PackedLayout:
     """A few words of a bitmap, and as large a share of the groups."""
     numel = shortened(layout.numel, 32 * layout.group, _WORDS)
@@ -43,21 +59,25 @@ def small_packed(layout: PackedLayout) -> PackedLayout:
 
 def small_sketch(layout: SketchLayout, capacity: int) -> tuple[SketchLayout, int]:
     """A few words of a bitmap; a table with room for as large a share of the keys, and the
-    capacity."""
+    capacity. A large table stays so large that kernels treat it as one."""
     lanes = layout.symbol.lanes
-    numel = shortened(layout.numel, 32 * lanes, _WORDS)
+    large = not layout.direct and layout.partition >= _PARTITION
+    numel = shortened(layout.numel, 32 * lanes, _WORDS_OF_LARGE if large else _WORDS)
     groups = -(-numel // lanes)
     keys = _share(layout.keys, layout.groups, groups)
     partition = groups
     if not layout.direct:
         # Small tables need more room for each key.
         partition = max(32, 2 * _share(layout.partition, layout.groups, groups))
+    if large:
+        partition = max(_PARTITION, partition)
     small = replace(layout, numel=numel, keys=keys, partition=partition)
     return small, _share(capacity, layout.groups, groups)
 
 
 def _share(part: int, whole: int, of: int) -> int:
-    """``part / whole`` of ``of``, rounded up; all of it only where ``part`` is all."""
+    """``part / whole`` of ``of``, rounded down, but some of some; all of it only where ``part`` is
+    all."""
     if part >= whole:
         return of
-    return min(-(-part * of // whole), max(0, of - 1))
+    return min(max(part * of // whole, min(part, 1)), max(0, of - 1))

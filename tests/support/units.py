@@ -68,9 +68,11 @@ def matrix_plan(
     dtype: torch.dtype = torch.float32,
     direction: Direction = "gradients",
 ) -> UnitPlan:
-    """Any codec for `a` (13 x 70 in a shard) and for `c1` and `c2`, which are one segment of 3 x 33
-    and, with three dimensions, 4 x 30; `b` and `d` are dense."""
-    shapes = {"a": (13, 70), "b": (6, 5), "c1": (3, 33), "c2": (4, 5, 6), "d": (1, 5)}
+    """Any codec for `a` (13 x 70 in a shard) and for `c0` to `c2`, which are one segment of two
+    times 3 x 33 and, with three dimensions, 4 x 30; `b` and `d` are dense."""
+    shapes = {
+        "a": (13, 70), "b": (6, 5), "c0": (3, 33), "c1": (3, 33), "c2": (4, 5, 6), "d": (1, 5),
+    }  # fmt: skip
     rule: dict[str, Any] = {"when": {"name": ["a.*", "c*"]}, "codec": codec}
     if feedback is not None:
         rule["feedback"] = feedback

@@ -156,13 +156,14 @@ def test_matrices_are_read_and_written_16_bytes_at_a_time(compiled):
     def wide(k: Compiled, what: str) -> dict[int, int]:
         return {width: n for width, n in widths(k.ptx, what).items() if width > 4}
 
-    found = set()
+    found, columns = set(), set()
     for k in compiled:
         if k.name not in MATRIX or "grad" not in k.signature:
             continue
         found.add(k.name)
         sizes = SIZES[k.signature["residual"]], SIZES[k.signature["grad"]]
         if k.name == "matrix_columns_kernel":
+            columns.add(k.constants["COLUMNS"])
             assert set(widths(k.ptx, "ld")) == {16}, k.variant
             continue
         # A thread has 16 elements of a word's first codes, and as many fewer of the rest as those
@@ -178,6 +179,7 @@ def test_matrices_are_read_and_written_16_bytes_at_a_time(compiled):
         got = sum(width * n for width, n in wide(k, "ld").items())
         assert reads * read <= got <= reads * (read + 2 * sum(parts)), k.variant
     assert len(found) == 2
+    assert columns == {32, 64}
 
 
 def test_sums_store_what_a_thread_has_side_by_side(compiled):

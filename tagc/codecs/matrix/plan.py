@@ -45,16 +45,22 @@ class MatrixPlan(CodecPlan):
         return 1.0
 
     def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: of the largest matrix, or of the most at a time."""
+        """See :meth:`CodecPlan.scratch_bytes`: the reference's of one matrix; else what is kept for
+        runs of matrices, each size of its own."""
         if reference:
             # A row is summed as a table, of which a narrow matrix fills little.
             table = max(m.rows * max(0, m.places * m.word_lanes - m.codes) for m in self.layouts)
             each = max(56 * destinations, 28 * sources) * max(m.numel for m in self.layouts)
             return each + 7 * destinations * table
-        # Sums and scales of columns where a message is made, and scales as it is read.
-        return max(
-            m.count * (m.columns * (7 * destinations + 2 * sources) + 4 * sources * m.rows)
-            for m, _, _ in self.runs
+        # Sums and scales of columns where a message is made; as it is read, scales of rows, and of
+        # as many columns as its words have places for.
+        return sum(
+            m.count
+            * (
+                destinations * (7 * m.columns + 8)
+                + sources * (4 * m.rows + 2 * m.row_words * (32 // m.width) * m.group)
+            )
+            for m in {m for m, _, _ in self.runs}
         )
 
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:

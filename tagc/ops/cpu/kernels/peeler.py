@@ -110,23 +110,24 @@ def _build(keys, salts, partition, table, unit, where):
                 entry += unit
 
 
-@compiled
-def _lonely(table, mask):
-    """The cells that hold one key.
+@register_jitable(inline="always")
+def _list_lonely(table, begin, end, mask, queue):
+    """List the cells that hold one key.
 
     Args:
         table: ``[cells]`` int64, entries whose lowest bits are the number of keys.
-        mask: those bits.
+        begin, end: uint64, the cells to look at.
+        mask: the lowest bits.
+        queue: ``[end - begin + 1]`` uint32, or longer, written.
 
     Returns:
-        ``[cells + 1]`` uint32, a queue that begins with these cells, and how many they are, uint64.
+        How many cells are listed, uint64.
     """
-    queue = np.empty(table.size + 1, np.uint32)
     tail = N(0)
-    for c in range(N(table.size)):
+    for c in range(begin, end):
         queue[tail] = c
         tail += N(table[c] & mask == 1)
-    return queue, tail
+    return tail
 
 
 @compiled
@@ -165,11 +166,8 @@ def _peel_compact(keys, salts, partition, cells, where, values, done, degree):
     queues = np.empty((salts.size, room), np.uint32)
     heads, tails = np.zeros(salts.size, np.uint64), np.empty(salts.size, np.uint64)
     for i in range(salts.size):
-        queue, tail = queues[i], N(0)
-        for c in range(N(i) * N(partition), N(i + 1) * N(partition)):
-            queue[tail] = c
-            tail += N(table[c] & 63 == 1)
-        tails[i] = tail
+        begin = N(i) * N(partition)
+        tails[i] = _list_lonely(table, begin, begin + N(partition), 63, queues[i])
     owners, entries = np.empty(_BATCH, np.uint32), np.empty(_BATCH, np.int64)
     found, i, idle = N(0), 0, 0
     while idle < salts.size:
@@ -281,7 +279,8 @@ def _peel_rounds(keys, salts, partition, left, where, values, done, degree):
     # Upper 40 bits the sum of the slots, lower 24 the number of keys.
     table = np.zeros(left.size, np.int64)
     _build(keys, salts, partition, table, np.int64(1 << 24), where)
-    queue, tail = _lonely(table, _DEGREE)
+    queue = np.empty(table.size + 1, np.uint32)
+    tail = _list_lonely(table, N(0), N(table.size), _DEGREE, queue)
     slots = np.empty(done.size, np.uint64)
     head = N(0)
     while head < tail:

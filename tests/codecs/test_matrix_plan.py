@@ -1,0 +1,81 @@
+"""The plan of codec ``matrix``: neighbours of one shape share a call, and nothing else changes; and
+what is kept between calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.kernel_cases import kernels
+from support.launches import noting_launches
+from tagc.codecs.matrix.plan import MatrixPlan
+from tagc.ops import compiles_ahead, get_ops
+from tagc.ops.matrix import MatrixLayout
+
+
+def plan_of(*layouts: MatrixLayout) -> MatrixPlan:
+    ones = (1,) * len(layouts)
+    return MatrixPlan(layouts=layouts, matrices_of_parameters=ones, warmup_steps=0, feedback=None)
+
+
+A, B, C = (MatrixLayout(rows=r, columns=n) for r, n in ((5, 70), (6, 33), (6, 70)))
+MIXED = plan_of(A, A, B, C, A, B, B, B)
+
+
+# Among 2 owners, A and C have as many rows.
+@pytest.mark.parametrize(
+    ("owners", "counts"), [(1, [2, 1, 1, 1, 3]), (2, [2, 1, 2, 3]), (5, [2, 1, 1, 1, 3])]
+)
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_a_run_of_matrices_is_sent_like_one_after_the_other(name, owners, counts):
+    ops, (plan, _) = get_ops("cpu", name), MIXED.cut(owners)
+    assert [layout.count for layout, _, _ in plan.runs] == counts
+    numel = sum(layout.numel for layout in plan.layouts)
+    generator = torch.Generator().manual_seed(owners)
+    grad, residual = (torch.randn(3, numel, generator=generator) for _ in range(2))
+    message, left = torch.zeros(3, plan.words, dtype=torch.int32), residual.clone()
+    out = torch.full((3, numel), torch.nan)
+    for layout, columns, words in plan.runs:
+        ops.quantize_matrix(
+            grad[:, columns], left[:, columns], message[:, words], layout=layout, average=0.0
+        )
+        ops.dequantize_matrix(message[:, None, words], out[:, columns], layout=layout, divisor=1)
+    column = word = 0
+    for layout in plan.layouts:
+        columns = slice(column, column := column + layout.numel)
+        words = slice(word, word := word + layout.words)
+        one, its = torch.zeros(3, layout.words, dtype=torch.int32), residual[:, columns].clone()
+        ops.quantize_matrix(grad[:, columns], its, one, layout=layout, average=0.0)
+        back = torch.empty(3, layout.numel)
+        ops.dequantize_matrix(one[:, None], back, layout=layout, divisor=1)
+        assert torch.equal(message[:, words], one)
+        assert torch.equal(left[:, columns], its)
+        assert torch.equal(out[:, columns], back)
+    assert (column, word) == (numel, plan.words)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [MatrixLayout(rows=16, columns=16, group=32)] * 16,
+        [MatrixLayout(rows=8, columns=8)] * 16,
+        [MatrixLayout(rows=3, columns=1)] * 16,
+        [MatrixLayout(rows=64, columns=64, group=8), MatrixLayout(rows=3, columns=1)],
+        [MatrixLayout(rows=64, columns=1000, bits=2), MatrixLayout(rows=32, columns=900, bits=2)],
+    ],
+)
+def test_kernels_keep_no_more_than_the_plan_says(layouts, monkeypatch):
+    buffers: dict[object, torch.Tensor] = {}
+    monkeypatch.setattr(kernels("scratch"), "_BUFFERS", buffers)
+    plan, ops, destinations, sources = plan_of(*layouts), get_ops("cuda", "triton"), 8, 4
+    assert compiles_ahead(ops)
+    numel = sum(layout.numel for layout in plan.layouts)
+    grad, out = torch.empty(destinations, numel), torch.empty(1, numel)
+    sent = torch.empty(destinations, plan.words, dtype=torch.int32)
+    with noting_launches(), ops.compiling_only():
+        for layout, columns, words in plan.runs:
+            ops.quantize_matrix(grad[:, columns], None, sent[:, words], layout=layout, average=0.0)
+            got = sent[None, :sources, words]
+            ops.dequantize_matrix(got, out[:, columns], layout=layout, divisor=1)
+    kept = sum(buffer.nbytes for buffer in buffers.values())
+    assert 0 < kept <= plan.scratch_bytes(destinations, sources, reference=False) <= 1.5 * kept

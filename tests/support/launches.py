@@ -1,0 +1,32 @@
+"""Launches of Triton kernels that are noted instead of compiled or run; no GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from triton.runtime.jit import JITFunction
+
+# A kernel's name, its constants, and the tensors that it did not get.
+Variant = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]]
+
+
+@contextmanager
+def noting_launches() -> Iterator[set[Variant]]:
+    """Note the variants of kernels that would be launched, as far as they differ by more than
+    dtypes and alignment."""
+    found: set[Variant] = set()
+
+    def note(self: Any, *args: Any, **options: Any) -> Any:
+        given = dict(zip((p.name for p in self.params), args, strict=False)) | options
+        constants = {p.name for p in self.params if p.is_constexpr} | {"num_warps"}
+        missing = tuple(p.name for p in self.params if given[p.name] is None)
+        chosen = tuple(sorted((n, v) for n, v in given.items() if n in constants))
+        found.add((self.__name__, chosen, missing))
+        return SimpleNamespace(hash=self.__name__)
+
+    with mock.patch.object(JITFunction, "run", note):
+        yield found
