@@ -29,7 +29,7 @@ from tagc.ops import compiles_ahead, get_ops
 from tagc.policy import Policy
 from tagc.selfcheck import Recorder, check
 from tagc.selfcheck.cases import case_of
-from tagc.selfcheck.checking import copied, shifted
+from tagc.selfcheck.placement import PLACEMENTS
 
 from .machine import machine
 from .records import Record, append, markdown
@@ -82,7 +82,7 @@ def ready(policy: str, shapes: ModelShapes | None = None, arch: int = 90) -> Rec
         rehearse(plan, recorder.ops)
         times.append(time.perf_counter())
         of_steps = sorted(variants.values())
-        for call, place in itertools.product(recorder.calls, (copied, shifted)):
+        for call, place in itertools.product(recorder.calls, PLACEMENTS.values()):
             case_of(call).run(ops, lambda x, place=place: place(x, _CPU))
         times.append(time.perf_counter())
     stand_in = get_ops(_CPU, "cpu")

@@ -31,12 +31,14 @@ class Call:
             what is left over of them.
         dtypes: of its tensors, by argument; None where none was given.
         options: its other arguments.
+        rest: of the last dimension of the first tensor, divided by 16; 0 where a layout says it.
     """
 
     operator: str
     rows: tuple[int, ...]
     dtypes: tuple[tuple[str, torch.dtype | None], ...]
     options: tuple[tuple[str, Hashable], ...]
+    rest: int = 0
 
     def dtype(self, argument: str) -> torch.dtype:
         """Of a tensor that was given."""
@@ -117,4 +119,5 @@ def call_of(operator: str, arguments: dict[str, Any]) -> Call:
         tuple(n if n <= ROWS else ROWS + n % ROWS for n in first.shape[:-1]),
         tuple((name, None if a is None else a.dtype) for name, a in tensors.items()),
         tuple((name, a) for name, a in arguments.items() if name not in tensors),
+        0 if "layout" in arguments else first.shape[-1] % 16,
     )

@@ -332,7 +332,7 @@ def _peel(m: _Maker) -> Case:
 
 
 def _undo_lag(m: _Maker) -> Case:
-    n = 4 * 1024 + 3
+    n = 4 * 1024 + 16 + m.call.rest
     tensors: dict[str, Tensor | None] = {
         "decoded": m.spoilt(m.values(1, n, dtype=torch.float32))[0],
         "sent": m.values(n, dtype=torch.float32),

@@ -11,10 +11,8 @@ from torch import Tensor
 from tagc.ops import Ops, get_ops
 from tagc.selfcheck.calls import Call
 from tagc.selfcheck.cases import Case, case_of
+from tagc.selfcheck.placement import PLACEMENTS
 from tagc.selfcheck.platform import about
-
-# Elements before and after a tensor that does not begin where 16 bytes do.
-_BEFORE, _AFTER = 3, 5
 
 
 class KernelError(RuntimeError):
@@ -85,7 +83,7 @@ def check(
 def _complaint(ops: Ops, device: torch.device, case: Case) -> str | None:
     """What is wrong; None if nothing is."""
     wanted = case.run(get_ops("cpu", "reference"), Tensor.clone)
-    for how, place in (("aligned", copied), ("not aligned", shifted)):
+    for how, place in PLACEMENTS.items():
         try:
             # A kernel that ran into something says so when it is waited for, which a copy does.
             got = case.run(ops, lambda x, place=place: place(x, device))
@@ -96,20 +94,6 @@ def _complaint(ops: Ops, device: torch.device, case: Case) -> str | None:
             if different:
                 return f"{how}: {different} of {want.numel()} elements of {name!r} differ"
     return None
-
-
-def copied(x: Tensor, device: torch.device) -> Tensor:
-    return x.to(device, copy=True).contiguous()
-
-
-def shifted(x: Tensor, device: torch.device) -> Tensor:
-    """A copy within a wider buffer; of what is just a number or a few, a plain copy."""
-    if x.shape[-1] < 2 or (x.dtype == torch.float32 and x.ndim == 1 and x.shape[-1] <= 16):
-        return copied(x, device)
-    wide = torch.zeros(*x.shape[:-1], _BEFORE + x.shape[-1] + _AFTER, dtype=x.dtype, device=device)
-    view = wide[..., _BEFORE : _BEFORE + x.shape[-1]]
-    view.copy_(x)
-    return view
 
 
 def _bits(x: Tensor) -> Tensor:

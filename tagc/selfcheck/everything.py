@@ -43,7 +43,8 @@ def every_call() -> Iterator[Call]:
         yield from _packed(group, next(densities), next(dtypes), next(divisors))
     for dtype in _GRADIENTS:
         tensors = (("decoded", _F32), ("sent", _F32), ("out", dtype), ("weights", _F32))
-        yield Call("undo_lag", (), tensors, ())
+        for rest in (0, 3):
+            yield Call("undo_lag", (), tensors, (), rest)
     names = (
         ("counts", _I32),
         *((name, _F32) for name in ("target", "max_boost", "scale", "state")),

@@ -1,5 +1,9 @@
 """Layouts like those of a model, but small: the same kernels take them, as far as that depends on a
-layout, and the reference is done with them at once."""
+layout, and the reference is done with them at once.
+
+Kernels are compiled anew where a number is a multiple of 16. So numbers of blocks and of words
+leave the same rest.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,18 @@ _COLUMNS = 67_584
 _PARTITION, _WORDS_OF_LARGE = 65_600, 1000
 
 
-def shortened(numel: int, unit: int, units: int) -> int:
-    """At most about ``units`` times ``unit`` elements, with the same rest as ``numel`` has."""
+def shortened(numel: int, unit: int, units: int, rest: int = 16) -> int:
+    """``units`` times ``unit`` elements or a few more: so many units that ``numel`` has the same
+    rest, of units divided by ``rest`` and of elements divided by ``unit``; at most ``numel``."""
+    units += (numel // unit - units) % rest
     return min(numel, units * unit + numel % unit)
 
 
 def small_blocks(layout: BlockLayout) -> BlockLayout:
     """A few blocks, the last as full as it was."""
     units = max(_BLOCKS, 2048 // layout.block)
-    return replace(layout, numel=shortened(layout.numel, layout.block, units))
+    # Two scales share a word.
+    return replace(layout, numel=shortened(layout.numel, layout.block, units, rest=32))
 
 
 def small_matrix(layout: MatrixLayout) -> MatrixLayout:
@@ -70,7 +77,7 @@ def small_sketch(layout: SketchLayout, capacity: int) -> tuple[SketchLayout, int
         # Small tables need more room for each key.
         partition = max(32, 2 * _share(layout.partition, layout.groups, groups))
     if large:
-        partition = max(_PARTITION, partition)
+        partition = _PARTITION + layout.partition % 16
     small = replace(layout, numel=numel, keys=keys, partition=partition)
     return small, _share(capacity, layout.groups, groups)
 

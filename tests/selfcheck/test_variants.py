@@ -1,4 +1,7 @@
-"""The check before training runs the variants of kernels that training launches."""
+"""The check before training runs the variants of kernels that training launches.
+
+They are told apart by their constants here, and in a slow test by the code that they compile to.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import pytest
 import torch
 
 import tagc
+from benchmarks.compiled import compiling
 from support.launches import Variant, noting_launches
+from support.marks import slow
 from tagc.comm import rehearse
 from tagc.costs.explain import plan_shapes
 from tagc.costs.shapes import synthetic
@@ -17,17 +22,43 @@ from tagc.ops import compiles_ahead, get_ops
 from tagc.policy import Policy
 from tagc.selfcheck import Call, Recorder, every_call
 from tagc.selfcheck.cases import case_of
+from tagc.selfcheck.placement import PLACEMENTS
 
 OPS = get_ops("cuda", "triton")
 BF16 = torch.bfloat16
 
 
-def of_the_check(calls: Iterable[Call]) -> set[Variant]:
+CPU = torch.device("cpu")
+
+
+def run_the_check(calls: Iterable[Call]) -> None:
     assert compiles_ahead(OPS)
-    with noting_launches() as found, OPS.compiling_only():
+    with OPS.compiling_only():
         for call in calls:
-            case_of(call).run(OPS, torch.Tensor.clone)
+            case = case_of(call)
+            for place in PLACEMENTS.values():
+                case.run(OPS, lambda x, place=place: place(x, CPU))
+
+
+def of_the_check(calls: Iterable[Call]) -> set[Variant]:
+    with noting_launches() as found:
+        run_the_check(calls)
     return found
+
+
+def calls_of(policy: str, ranks: int) -> Recorder:
+    """Those of a rehearsal of a large model, which are made with it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        plan = plan_shapes(
+            synthetic(7_000_000_000), Policy.load(policy), world_size=ranks, replicas=1,
+            dtype=BF16, parameter_dtype=BF16, choose=None,
+        )  # fmt: skip
+    recorder = Recorder(OPS)
+    assert compiles_ahead(OPS)
+    with OPS.compiling_only():
+        rehearse(plan, recorder.ops)
+    return recorder
 
 
 # The numbers of ranks decide whether sketches are direct, how many columns a program has, and how
@@ -35,16 +66,8 @@ def of_the_check(calls: Iterable[Call]) -> set[Variant]:
 @pytest.mark.parametrize("ranks", [2, 8, 12, 64])
 def test_what_a_large_model_launches_is_checked(ranks):
     for policy in set(tagc.policies()) - {"auto", "dense"}:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            plan = plan_shapes(
-                synthetic(7_000_000_000), Policy.load(policy), world_size=ranks, replicas=1,
-                dtype=BF16, parameter_dtype=BF16, choose=None,
-            )  # fmt: skip
-        recorder = Recorder(OPS)
-        assert compiles_ahead(OPS)
-        with noting_launches() as launched, OPS.compiling_only():
-            rehearse(plan, recorder.ops)
+        with noting_launches() as launched:
+            recorder = calls_of(policy, ranks)
         assert launched
         assert launched <= of_the_check(recorder.calls), policy
 
@@ -55,3 +78,23 @@ def test_the_check_at_length_has_large_tables_and_many_columns():
         assert ("matrix_columns_kernel", "COLUMNS", columns) in constants
     for packed in (True, False):
         assert ("peel_kernel", "PACKED", packed) in constants
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks"),
+    [
+        slow("all", 8),
+        slow("non-attn", 2),
+        slow("thrifty", 8),
+        slow("packed-20", 8),
+        slow("stateless", 8),
+        slow("hybrid", 8),
+    ],
+)
+def test_the_code_that_a_large_model_runs_is_checked(policy, ranks):
+    with compiling(90) as launched:
+        recorder = calls_of(policy, ranks)
+    with compiling(90) as checked:
+        run_the_check(recorder.calls)
+    assert launched
+    assert {(k.name, k.ptx) for k in launched} <= {(k.name, k.ptx) for k in checked}
