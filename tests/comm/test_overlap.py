@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import tagc
+from support import fsdp1_net
 from support.distributed import run_ranks
 from support.small_net import loss_of, sharded
 from tagc.comm import UnitReducer
@@ -192,9 +193,19 @@ def noted_on_ways(rank: int, way: str, mixed_up: bool = False) -> Notes:
     return notes
 
 
+def noted_on_fsdp1(rank: int, codec: dict[str, Any], mixed_up: bool) -> Notes:
+    with noting(mixed_up) as notes:
+        model = fsdp1_net.sharded()
+        tagc.wrap(model, policy(gradients=codec))
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+    return notes
+
+
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_unit_waits_for_its_own_collectives_only(codec):
-    for notes in run_ranks(noted, 2, CODECS[codec], False):
+@pytest.mark.parametrize("trained", [noted, noted_on_fsdp1], ids=["FSDP2", "FSDP1"])
+def test_a_unit_waits_for_its_own_collectives_only(trained, codec):
+    for notes in run_ranks(trained, 2, CODECS[codec], False):
         assert notes.waits
         assert notes.foreign == []
         ways = ["encode", "encode ends", "exchange", "exchange ends", "decode", "decode ends"]
@@ -205,8 +216,9 @@ def test_a_unit_waits_for_its_own_collectives_only(codec):
 
 
 def test_a_wait_for_another_unit_would_be_seen():
-    for notes in run_ranks(noted, 2, CODECS["quantized"], True):
-        assert notes.foreign
+    for trained in (noted, noted_on_fsdp1):
+        for notes in run_ranks(trained, 2, CODECS["quantized"], True):
+            assert notes.foreign
     for notes in run_ranks(noted_on_ways, 4, "delta", True):
         assert notes.foreign
 
