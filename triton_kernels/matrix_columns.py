@@ -31,7 +31,7 @@ _WARPS = 1
 _LOG = COLUMN_LANES.bit_length() - 1
 
 
-@jit(do_not_specialize=["rows"])
+@jit
 def matrix_columns_kernel(
     grad, residual, sums, tops, rows, columns, grad_stride, residual_stride,
     LOG: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,

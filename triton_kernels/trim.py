@@ -38,7 +38,7 @@ from .symbols import clips, restore, send
 # variants.)
 _WORDS = 64
 _WARPS = 2
-# Programs of all rows together, as far as that goes; a power of two.
+# Programs of all rows together, as far as that goes.
 _PROGRAMS = 1024
 # Copies of the first histogram, and where the second, the third, the number of groups that were put
 # off, and the counts of ties, one per program, begin in a row's buffer.
@@ -144,7 +144,7 @@ def count_kernel(
 def drop_kernel(
     grad, residual, index, counts, histograms, cells, step, levels, n, words, capacity,
     grad_stride, residual_stride, index_stride, counts_stride, histogram_stride, cells_stride,
-    LANES: tl.constexpr, WORDS: tl.constexpr, MOST: tl.constexpr,
+    LANES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = cells is not None and cells.dtype.element_ty == tl.float32
     # Whether groups may have been put off.
@@ -160,8 +160,10 @@ def drop_kernel(
     if not (over | (late > 0)):
         return
     last, places = _prefix(row, capacity, 3)
-    before = tl.arange(0, MOST)
-    taken = tl.sum(tl.load(row + _TIES + before, mask=before < p, other=0), 0)
+    taken = tl.zeros([], tl.int32)
+    for first in range(0, p, WORDS):
+        before = first + tl.arange(0, WORDS)
+        taken += tl.sum(tl.load(row + _TIES + before, mask=before < p, other=0), 0)
     index += d * index_stride
     grad += d * grad_stride
     if residual is not None:
@@ -292,4 +294,4 @@ def trim(
     options = {"LANES": lanes, "WORDS": _WORDS, "num_warps": _WARPS, "enable_fp_fusion": False}
     for digits in range(4):
         count_kernel[(programs, W)](*given, DIGITS=digits, **options)
-    drop_kernel[(programs, W)](*given, MOST=_PROGRAMS, **options)
+    drop_kernel[(programs, W)](*given, **options)

@@ -1,7 +1,7 @@
 """Layouts like those of a model, but small: the same kernels take them, as far as that depends on a
 layout, and the reference is done with them at once.
 
-Kernels are compiled anew where a number is a multiple of 16. So numbers of blocks and of words
+Kernels are compiled anew where a number is a multiple of 16. So numbers of blocks, rows and words
 leave the same rest.
 """
 
@@ -15,7 +15,7 @@ from tagc.ops.packed import PackedLayout
 from tagc.ops.sketch import SketchLayout
 
 # Blocks, rows, words of a bitmap: a few programs' worth.
-_BLOCKS, _ROWS, _WORDS = 5, 12, 70
+_BLOCKS, _ROWS, _WORDS = 5, 16, 70
 # Columns of all matrices and destinations, from which on kernels take more of them at a time.
 _COLUMNS = 67_584
 # Cells of a partition, from which on kernels pack what they know of a cell, and words of a bitmap
@@ -40,7 +40,7 @@ def small_blocks(layout: BlockLayout) -> BlockLayout:
 def small_matrix(layout: MatrixLayout) -> MatrixLayout:
     """A few rows of at most two matrices; all columns, since kernels treat long rows otherwise than
     short ones."""
-    rows = min(layout.rows, _ROWS + layout.rows % 4)
+    rows = min(layout.rows, _ROWS + layout.rows % 16)
     return replace(layout, rows=rows, count=min(layout.count, 2))
 
 

@@ -42,9 +42,8 @@ pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 CASES = case = Cases()
 
 
-@case("ties stay in the order of the index")
-def _(device):
-    for n, capacity in ((3000, 137), (3000, 1), (70, 3)):
+def check_ties(device, sizes):
+    for n, capacity in sizes:
         p = problem("int32x1", BF16, BF16, n, "usual", W=1, hashes=4, seed=2)
         assert p.residual is not None
         p.grad.fill_(2.0)
@@ -56,6 +55,17 @@ def _(device):
         assert done["counts"][0].tolist()[:3] == [n, n, capacity]
         kept = oracle.bits_of(done["index"][0, :-1].numpy(), n)
         assert kept == sorted([*range(capacity - 1), n // 2])
+
+
+@case("ties stay in the order of the index")
+def _(device):
+    check_ties(device, ((3000, 137), (3000, 1), (70, 3)))
+
+
+@case("ties that more programs than it has words come before")
+def _(device):
+    with mock.patch.object(kernels("trim"), "_WORDS", 4):  # 24 programs
+        check_ties(device, ((3000, 700), (3000, 1400)))
 
 
 @case("a program that trims several tiles")
