@@ -2,7 +2,7 @@
 residual gets an estimate of what could not be recovered.
 
 It is one call from Python. Between the steps of training Python's own code falls out of the caches:
-three calls, each with a few tensors made into arrays, took as long as peeling 2**13 keys.
+three calls, each with a few tensors made into arrays, took as long as peeling 13,000 keys.
 """
 
 from __future__ import annotations
