@@ -159,11 +159,11 @@ def drop_kernel(
         late = tl.load(row + _PUT_OFF)
     if not (over | (late > 0)):
         return
-    last, places = _prefix(row, capacity, 3)
     taken = tl.zeros([], tl.int32)
     for first in range(0, p, WORDS):
         before = first + tl.arange(0, WORDS)
         taken += tl.sum(tl.load(row + _TIES + before, mask=before < p, other=0), 0)
+    last, places = _prefix(row, capacity, 3)
     index += d * index_stride
     grad += d * grad_stride
     if residual is not None:
