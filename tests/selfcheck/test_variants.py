@@ -24,11 +24,9 @@ from tagc.selfcheck import Call, Recorder, every_call
 from tagc.selfcheck.cases import case_of
 from tagc.selfcheck.placement import PLACEMENTS
 
+pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 OPS = get_ops("cuda", "triton")
-BF16 = torch.bfloat16
-
-
-CPU = torch.device("cpu")
+BF16, CPU = torch.bfloat16, torch.device("cpu")
 
 
 def run_the_check(calls: Iterable[Call]) -> None:

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from triton.runtime.jit import JITFunction
-
 # A kernel's name, its constants, and the tensors that it did not get.
 Variant = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]]
 
@@ -18,6 +16,8 @@ Variant = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]]
 def noting_launches() -> Iterator[set[Variant]]:
     """Note the variants of kernels that would be launched, as far as they differ by more than
     dtypes and alignment."""
+    from triton.runtime.jit import JITFunction  # which not every machine has
+
     found: set[Variant] = set()
 
     def note(self: Any, *args: Any, **options: Any) -> Any:
