@@ -353,8 +353,6 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
             rank=dist.get_rank(),
             connect=connect(unit, unit_plan, HostExchange),
             crosses=lambda: unit.all_reduces,
-            remedy=unit.unused_parameters_remedy,
-            without_gradient=unit.without_gradient,
         )
 
     def reducers(plans: Sequence[UnitPlan]) -> list[UnitReducer]:
@@ -438,5 +436,7 @@ def _average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> None:
 def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
     # FSDP's own hybrid sharding sees to the backwards that replicas do not share itself.
     native = unit.replicas is not None
-    average = ReplicaAverage(reducer, group, lambda: native or unit.all_reduces)
+    average = ReplicaAverage(
+        reducer, group, lambda: native or unit.all_reduces, lambda: unit.reached
+    )
     unit.install_all_reduce(average)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,24 +36,22 @@ class FSDP2Unit(Unit):
     _hooks: list[RemovableHandle] = field(default_factory=list)
 
     @property
-    def unused_parameters_remedy(self) -> str:
-        """See :attr:`Unit.unused_parameters_remedy`."""
-        return unused_parameters_remedy()
+    def reached(self) -> Set[str] | None:
+        """See :attr:`Unit.reached`."""
+        reduce_scatter = self._param_group._reduce_scatter_comm
+        return reduce_scatter.reached if isinstance(reduce_scatter, _CustomReduceScatter) else None
 
-    def without_gradient(self) -> Sequence[str]:
-        """See :meth:`Unit.without_gradient`."""
-        reduced = _reduced_now()
-        if reduced is None:
-            return ()
-        present = {id(param) for param in reduced}
+    def _named(self) -> Iterator[tuple[Any, str]]:
+        """FSDP's parameters, frozen ones too, and their names."""
         assert self.gather_info is not None
-        params = zip(self.gather_info.params, self._param_group.fsdp_params, strict=True)
-        planned = {param.name for param in self.info.params}
-        return [p.name for p, fsdp in params if p.name in planned and id(fsdp) not in present]
+        for param, info in zip(self._param_group.fsdp_params, self.gather_info.params, strict=True):
+            yield param, info.name
 
     def install(self, reducer: UnitReducer) -> None:
         """See :meth:`Unit.install`."""
-        self.module.set_custom_reduce_scatter(_CustomReduceScatter(reducer))
+        names = {id(param): name for param, name in self._named()}
+        planned = frozenset(param.name for param in self.info.params)
+        self.module.set_custom_reduce_scatter(_CustomReduceScatter(reducer, names, planned))
         if _is_own(self._native[1]):
             self.module.set_custom_all_gather(_InStep(self._native[1], self))
 
@@ -90,8 +89,9 @@ class FSDP2Unit(Unit):
 
     def trainable(self) -> list[nn.Parameter]:
         """See :meth:`Unit.trainable`."""
-        params = [p.sharded_param for p in self._param_group.fsdp_params]
-        return [p for p in params if p.requires_grad]
+        # Not those that require a gradient now: people freeze parameters later, too.
+        planned = {param.name for param in self.info.params}
+        return [p.sharded_param for p, name in self._named() if name in planned]
 
     def frozen_shards(self) -> dict[str, Tensor]:
         """See :meth:`Unit.frozen_shards`."""
@@ -133,15 +133,27 @@ class _CustomReduceScatter(_Allocates, ReduceScatter):
 
     Attributes:
         average: over replicas, in place of FSDP's own all-reduce; None where there is none.
+        reached: see :attr:`Unit.reached`.
     """
 
-    def __init__(self, reducer: UnitReducer) -> None:
-        self._reduce = reducer.reduce
+    def __init__(
+        self, reducer: UnitReducer, names: Mapping[int, str], planned: frozenset[str]
+    ) -> None:
+        """Args:
+        names: of FSDP's parameters, by their ids.
+        planned: names of those in the plan.
+        """
+        self._reduce, self._names, self._planned = reducer.reduce, names, planned
         self.average: ReplicaAverage | None = None
+        self.reached: frozenset[str] | None = None
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        params = _params_of(sys._getframe(1))
+        if params is not None:
+            reached = frozenset(self._names[id(param)] for param in params)
+            self.reached = None if reached == self._planned else reached
         buffer = super().allocate(size, dtype=dtype, device=device)
         return buffer if self.average is None else averaging(buffer, self.average)
 
@@ -153,7 +165,14 @@ class _CustomReduceScatter(_Allocates, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        self._reduce(plain(output_tensor), plain(input_tensor), group, op)
+        out, inp = plain(output_tensor), plain(input_tensor)
+        self._reduce(out, inp, group, op, reached=self.reached)
+
+
+def _params_of(foreach_reduce: FrameType) -> Sequence[Any] | None:
+    """The parameters whose gradients FSDP is about to reduce: it tells its collectives sizes only,
+    and its function has this list. None if it has no such list any more."""
+    return foreach_reduce.f_locals.get("fsdp_params")
 
 
 class _InStep(AllGather):
@@ -253,28 +272,6 @@ def plain_name(name: str) -> str:
     """Without what ``torch.compile`` and activation checkpointing put into names: policies mean
     the model that people wrote."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def unused_parameters_remedy() -> str:
-    """What to do about parameters that a step may leave without a gradient."""
-    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        return (
-            "call set_reduce_scatter_unused_params(True) on the FSDP modules whose parameters a "
-            "step may leave unused"
-        )
-    return (
-        "let every parameter take part in every step (this torch has no "
-        "set_reduce_scatter_unused_params)"
-    )
-
-
-def _reduced_now() -> Sequence[Any] | None:
-    """FSDP's parameters in the reduction that runs, which only the function has that called its
-    collective; None if FSDP has no such function any more."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "foreach_reduce":
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("fsdp_params")
 
 
 def _all_param_groups(module: nn.Module) -> list[Any]:

@@ -6,7 +6,7 @@ line in :mod:`tagc.fsdp.integrations`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import torch
@@ -38,14 +38,10 @@ class Unit:
     replicas: dist.ProcessGroup | None = None
 
     @property
-    def unused_parameters_remedy(self) -> str:
-        """What to do about parameters that a step may leave without a gradient."""
-        return "let every parameter take part in every step"
-
-    def without_gradient(self) -> Sequence[str]:
-        """Names of the planned parameters that are not part of the reduction that runs, called from
-        within it; none where that is not known."""
-        return ()
+    def reached(self) -> Set[str] | None:
+        """Names of the parameters in the reduction that runs, called from within it; None if all of
+        ``info`` are. The same on all ranks: FSDP itself needs that."""
+        return None
 
     def install(self, reducer: UnitReducer) -> None:
         """Let ``reducer`` reduce this unit's gradients."""
@@ -62,8 +58,8 @@ class Unit:
         return True
 
     def trainable(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer may hold now, as it knows them: those of `info`,
-        in that order, or one that has them all."""
+        """The parameters of ``info`` as an optimizer knows them now: in that order, or one that has
+        them all."""
         raise NotImplementedError
 
     # What follows is for units with a `gather_info` only.

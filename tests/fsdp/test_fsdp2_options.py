@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from support.distributed import on_ranks
 from support.exact import EXACT
 from support.gathering import INT8, gathering
 from support.small_net import local_grads, local_weights
+from tagc.fsdp.fsdp2 import _params_of
 from tagc.policy import Policy
 
 EXACT_SKETCH = {
@@ -127,21 +129,42 @@ def test_blocks_compiled_by_inductor(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, 3)
-def test_unused_parameters_fail_alike_where_all_ranks_leave_them_out(
-    rank: int, world_size: int
-) -> None:
-    model = wrap(sharded(net(extra=True)))
-    said = r"unit '\(root\)'.*: extra.weight, extra.bias got no .*set_reduce_scatter_unused_params"
-    with pytest.raises(RuntimeError, match=said):
-        loss_of(model, rank, 0).backward()
+def test_unused_parameters_have_no_gradient(rank: int, world_size: int) -> None:
+    """And all others have what they have natively."""
+    model, native = wrap(sharded(net(extra=True)), EXACT_SKETCH), sharded(net(extra=True))
+    for m in (model, native):
+        loss_of(m, rank, 0).backward()
+    grads: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
+    assert [name for name, grad in grads.items() if grad is None] == ["extra.weight", "extra.bias"]
+    for name, p in native.named_parameters():
+        theirs: Any = p.grad
+        if theirs is not None:
+            mine = grads[name].to_local()
+            torch.testing.assert_close(mine, theirs.to_local(), rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)
-def test_parameters_frozen_after_wrap_are_named(rank: int, world_size: int) -> None:
-    model = wrap(sharded(net()))
-    model.head.weight.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r": head\.weight got no gradient in this backward"):
+def test_this_torch_tells_what_a_backward_reached(rank: int, world_size: int) -> None:
+    """It does not by design: the list is a variable of its `foreach_reduce`."""
+    model = sharded(net(extra=True))
+    seen = []
+    with mock.patch("tagc.fsdp.fsdp2._params_of", side_effect=_params_of) as look:
+        wrap(model, EXACT_SKETCH)
         loss_of(model, rank, 0).backward()
+    for call in look.call_args_list:
+        frame = call.args[0]
+        seen.append(frame.f_code.co_name)
+    assert set(seen) == {"foreach_reduce"}
+    # For its input and its output, in three units.
+    assert len(seen) == 6
+
+
+@on_ranks(3)
+def test_ranks_that_use_different_parameters_are_told(rank: int, world_size: int) -> None:
+    """Natively that hangs, or mixes up what it reduces."""
+    model = wrap(sharded(net(extra=True)), EXACT_SKETCH)
+    with pytest.raises(RuntimeError, match="parameters that only some of them use"):
+        loss_of(model, rank, 0, take_extra=rank == 1).backward()
 
 
 @on_ranks(3)

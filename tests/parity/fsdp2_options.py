@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from .meshes import two_by_two
-from .model import loss_of
+from .model import backward_in_chunks, loss_of
 from .option import (
     Option,
     compile_blocks,
@@ -41,6 +41,13 @@ def in_one_unit(model: Any, **options: Any) -> None:
 
 def blocks_together(model: Any, **options: Any) -> None:
     fully_shard(list(model.blocks), **options)
+    fully_shard(model, **options)
+
+
+def ends_together(model: Any, **options: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard([model.embed, model.head], **options)
     fully_shard(model, **options)
 
 
@@ -70,6 +77,10 @@ def in_two_meshes(model: Any, **options: Any) -> None:
 
 def in_hybrid_mesh(model: Any, **options: Any) -> None:
     by_block(model, mesh=two_by_two(), **options)
+
+
+def ends_together_in_hybrid_mesh(model: Any, **options: Any) -> None:
+    ends_together(model, mesh=two_by_two(), **options)
 
 
 def in_data_mesh(model: Any, **options: Any) -> None:
@@ -149,6 +160,11 @@ def not_replicated(model: Any, rank: int, step: int) -> None:
         loss_of(model, rank, 3 * step + micro).backward()
 
 
+def freezing_later(model: Any, rank: int, step: int) -> None:
+    model.head.requires_grad_(step == 0)
+    once(model, rank, step)
+
+
 def clip(model: Any) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
@@ -187,8 +203,9 @@ FSDP2: dict[str, Option] = {
     "unused parameters": Option(
         net={"extra": True},
         shard=by_block,
-        refused="set_reduce_scatter_unused_params(True)",
     ),
+    "loss in chunks": Option(shard=ends_together, backward=backward_in_chunks),
+    "frozen after wrap": Option(shard=by_block, backward=freezing_later),
     "reduce_scatter_unused_params": Option(
         net={"extra": True}, shard=by_block, configure=unused_reduced
     ),
@@ -219,6 +236,9 @@ FSDP2: dict[str, Option] = {
         refused_dense="has 2 FSDP parameter groups",
     ),
     "hybrid mesh": Option(shard=in_hybrid_mesh, ranks=(4,)),
+    "hybrid mesh, loss in chunks": Option(
+        shard=ends_together_in_hybrid_mesh, backward=backward_in_chunks, ranks=(4,)
+    ),
     "tensor parallel blocks": Option(
         prepare=split_blocks, shard=in_data_mesh, backward=alike_in_pairs, ranks=(4,)
     ),
@@ -240,6 +260,7 @@ REPLICAS: dict[str, Option] = {
     ),
     "clip_grad_norm_": Option(shard=by_block, after=clip),
     "some parameters frozen": Option(prepare=freeze_some, shard=by_block),
+    "loss in chunks": Option(shard=ends_together, backward=backward_in_chunks),
     "tied weights": Option(net={"tied": True}, shard=by_block),
     "reshard_after_forward=False": Option(shard=partial(by_block, reshard_after_forward=False)),
     "CPU offload": Option(
@@ -263,6 +284,7 @@ HOSTS: dict[str, Option] = (
             "some parameters frozen",
             "a unit frozen",
             "reduce_scatter_unused_params",
+            "loss in chunks",
             "tied weights",
             "checkpoint inside",
             "CPU offload",
