@@ -39,8 +39,10 @@ from tagc.fsdp import (
     OptimizerSteps,
     ShardValues,
     Unit,
+    check_left,
     integration_of,
     look_at_frozen,
+    notes_on_left,
     sharding_groups,
     with_specials,
 )
@@ -138,6 +140,7 @@ def wrap(
 
     def make() -> tuple[tuple[Plan, Collectives], str]:
         plan = _plan(units, loaded, replica_group, levels, choose)
+        plan = replace(plan, notes=(*plan.notes, *notes_on_left(model)))
         if not disabled and not alone:
             plan = _with_kernels(units, plan, ops)
         made = _make(units, plan, levels, made_with)
@@ -207,6 +210,7 @@ def _agree_on_request(
             )
         integrations.append(integration_of(model))
         found.extend(integrations[0].find_units(model))
+        check_left(found, integrations[0].left_to_fsdp(model), averages=given is not None)
         _check_replicas(found, given)
         return found, integrations[0].name
 

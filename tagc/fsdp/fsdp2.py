@@ -235,8 +235,24 @@ def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     return list({id(group): group for group in groups}.values())
 
 
+def left_to_fsdp(model: nn.Module) -> dict[str, str]:
+    """Units that are no units of tagc's, by their label, and why. Modules with several parameter
+    groups (experts on a mesh of their own): torch replaces the collectives of a module, not those
+    of a group."""
+    found = {}
+    for name, module in model.named_modules():
+        groups = _all_param_groups(module)
+        if len(groups) > 1:
+            numel = sum(p.sharded_param.numel() for group in groups for p in group.fsdp_params)
+            found[plain_name(name) or "(root)"] = (
+                f"{len(groups)} parameter groups with {numel:,} elements"
+            )
+    return found
+
+
 def find_units(model: nn.Module) -> list[Unit]:
-    """The FSDP2 units of a model, in module order, with their trainable parameters.
+    """The FSDP2 units of a model, in module order, with their trainable parameters; but for those
+    of :func:`left_to_fsdp`.
 
     Raises:
         ValueError: if it is sharded in a way whose reduce-scatter cannot be replaced, or if a
@@ -248,7 +264,8 @@ def find_units(model: nn.Module) -> list[Unit]:
     seen: set[int] = set()
     grad_mode = GradMode()
     for name, module, is_topmost in _with_topmost(modules):
-        for group in _param_groups(name, module):
+        groups = _all_param_groups(module)
+        for group in groups if len(groups) == 1 else ():
             if id(group) not in seen:
                 seen.add(id(group))
                 units.append(_unit(name, module, group, names, grad_mode, is_topmost))
@@ -281,17 +298,6 @@ def _all_param_groups(module: nn.Module) -> list[Any]:
     # torch 2.13 has a list, 2.11 at most one.
     groups = getattr(state, "_fsdp_param_groups", None)
     return [g for g in (state._fsdp_param_group,) if g is not None] if groups is None else groups
-
-
-def _param_groups(name: str, module: nn.Module) -> Iterator[Any]:
-    groups = _all_param_groups(module)
-    if len(groups) > 1:
-        raise ValueError(
-            f"{name or 'the root module'!r} has {len(groups)} FSDP parameter groups (from "
-            "shard_placement_fn with several meshes); torch cannot replace the reduce-scatter of "
-            "such a module. Apply fully_shard to its children separately"
-        )
-    yield from groups
 
 
 def _unit(
@@ -347,6 +353,7 @@ def _unit(
                 if group._reshard_after_forward and not group._use_post_forward_mesh and not root
                 else 1
             ),
+            native=_own_gather(group),
         ),
         module=module,
         group=mesh.shard_process_group,
@@ -356,6 +363,16 @@ def _unit(
         _grad_mode=grad_mode,
         _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
     )
+
+
+def _own_gather(group: Any) -> str:
+    """Why FSDP must gather a unit itself: a parameter makes what is sent, and makes a parameter of
+    what arrives (torchao's float8 all-gather). Nothing if none does."""
+    for param in group.fsdp_params:
+        local = param._sharded_local_tensor
+        if hasattr(local, "fsdp_pre_all_gather"):
+            return f"parameters of type {type(local).__name__} have an all-gather of their own"
+    return ""
 
 
 def _in_one_dimension(name: str, info: Any) -> str:
@@ -428,5 +445,6 @@ FSDP2 = Integration(
     shards=_shards,
     sharding_groups=sharding_groups,
     find_units=find_units,
+    left_to_fsdp=left_to_fsdp,
     check_policy=_check_policy,
 )

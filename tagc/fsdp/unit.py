@@ -6,7 +6,7 @@ line in :mod:`tagc.fsdp.integrations`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +107,8 @@ class Integration:
         sharding_groups: of the ranks that share a model, whatever else may be wrong with it.
         find_units: the units of a model, in module order; raises ValueError for what cannot be
             replaced, or already is.
+        left_to_fsdp: units whose collectives cannot be replaced, but that need not keep people from
+            having the others compressed: by their label, what they are.
         check_policy: raises PolicyError for what it offers no way to do; the second argument says
             whether gradients are to be averaged over replicas.
     """
@@ -117,3 +119,4 @@ class Integration:
     sharding_groups: Callable[[nn.Module], list[dist.ProcessGroup]]
     find_units: Callable[[nn.Module], list[Unit]]
     check_policy: Callable[[Policy, bool], None]
+    left_to_fsdp: Callable[[nn.Module], Mapping[str, str]] = lambda model: {}

@@ -60,6 +60,7 @@ class UnitInfo:
             of them sends, and hand on to each other the parameters that one of them gets; 1 where
             everyone sends for itself.
         flat: FSDP1's buffer, in which parameters have no columns of their own.
+        native: why it stays as it is, whatever a policy says; nothing where it need not.
     """
 
     name: str
@@ -69,6 +70,7 @@ class UnitInfo:
     per_step: int = 1
     ranks_per_host: int = 1
     flat: FlatBuffer | None = None
+    native: str = field(default="", repr=False)
 
     @property
     def label(self) -> str:

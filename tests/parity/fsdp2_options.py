@@ -15,6 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from support.own_gather import gather_themselves
+
 from .meshes import two_by_two
 from .model import backward_in_chunks, loss_of
 from .option import (
@@ -58,7 +60,7 @@ def by_columns(model: Any, **options: Any) -> None:
     by_block(model, shard_placement_fn=place, **options)
 
 
-def in_two_meshes(model: Any, **options: Any) -> None:
+def in_two_meshes(model: Any, *, blocks: bool = True, **options: Any) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
         FSDPMeshInfo,
         ShardPlacementResult,
@@ -72,7 +74,8 @@ def in_two_meshes(model: Any, **options: Any) -> None:
     def place(p: Tensor) -> Any:
         return ShardPlacementResult(Shard(0), one if p.ndim == 1 else other)
 
-    fully_shard(model, mesh=world, shard_placement_fn=place, **options)
+    for module in (*model.blocks, model) if blocks else (model,):
+        fully_shard(module, mesh=world, shard_placement_fn=place, **options)
 
 
 def in_hybrid_mesh(model: Any, **options: Any) -> None:
@@ -229,12 +232,8 @@ FSDP2: dict[str, Option] = {
     "blocks in one group": Option(shard=blocks_together),
     "explicit prefetch": Option(shard=by_block, configure=explicit_prefetch),
     "units called twice": Option(net={"times": 2}, shard=by_block),
-    "several parameter groups": Option(
-        shard=in_two_meshes,
-        ranks=(4,),
-        refused="has 2 FSDP parameter groups",
-        refused_dense="has 2 FSDP parameter groups",
-    ),
+    "several parameter groups": Option(shard=in_two_meshes, backward=alike_in_pairs, ranks=(4,)),
+    "an all-gather of their own": Option(prepare=gather_themselves, shard=by_block),
     "hybrid mesh": Option(shard=in_hybrid_mesh, ranks=(4,)),
     "hybrid mesh, loss in chunks": Option(
         shard=ends_together_in_hybrid_mesh, backward=backward_in_chunks, ranks=(4,)
@@ -289,6 +288,7 @@ HOSTS: dict[str, Option] = (
             "checkpoint inside",
             "CPU offload",
             "sharded by columns",
+            "an all-gather of their own",
         )
     }
     | {
