@@ -7,6 +7,7 @@ thresholds and how they are steered, seeds, supports, counters.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ class State:
     """The state of a wrapped model on this rank.
 
     Attributes:
-        groups: of the ranks that share the model.
+        groups: of the ranks that share the model, those of tensor parallelism among them.
         gathered: what gathers the units' parameters, if the policy says anything about them.
     """
 
@@ -140,7 +141,19 @@ class State:
             world_size=dist.get_world_size(),
             rank=dist.get_rank(),
             step=self.step,
+            parts=self._parts,
         )
+
+    @property
+    def _parts(self) -> str:
+        said = {
+            (param.name, param.box, param.duplicate)
+            for unit in self.plan.units
+            for param in unit.info.params
+        }
+        if all(box is duplicate is None for _, box, duplicate in said):
+            return ""
+        return hashlib.sha256(repr(sorted(said)).encode()).hexdigest()[:16]
 
     def take(self) -> dict[str, Tensor]:
         """Copies of all of it, by name. Waits for the device.
@@ -169,14 +182,15 @@ class State:
                 lose something (unless forced). Nothing was changed.
             RuntimeError: if that happened on another rank, or the ranks have different states.
         """
-        mine = {dist.get_rank(): self._holdings()}
-        holdings = gather_by_rank(self.groups, mine)
+        here = self.header()
+        everyone = gather_by_rank(self.groups, {here.rank: (here, self._holdings())})
+        holdings = {rank: held for rank, (_, held) in everyone.items()}
         doing, remedy = "loading tagc's state", "All ranks must load what was saved together"
 
         def read() -> tuple[tuple[Source, Callable[[], None], Merge | None], str]:
             source = open_source()
-            here = self.header()
-            saved = next(iter(source.headers().values()))
+            headers = source.headers()
+            saved = next(iter(headers.values()))
             if saved.policy_hash != here.policy_hash and not force:
                 raise StateError(
                     f"{source.where}: saved with policy {saved.policy!r} "
@@ -185,13 +199,8 @@ class State:
                     f"load(..., force=True), which keeps the residuals of all parameters that "
                     "still have one and says what is dropped"
                 )
-            same = (saved.policy_hash, saved.layout, saved.world_size) == (
-                here.policy_hash,
-                here.layout,
-                here.world_size,
-            )
-            needed = {here.rank} if source.alone else holdings.keys()
-            if same and needed <= source.headers().keys():
+            needed = [here.rank] if source.alone else everyone
+            if all(r in headers and headers[r].is_laid_out_as(everyone[r][0]) for r in needed):
                 return (source, self._exactly(source, here.rank), None), source.identity
             merge = plan_merge(source, self._holders(source, holdings, here), here.rank)
             if merge.dropped and not force:
@@ -202,7 +211,8 @@ class State:
                 )
             if source.alone:
                 merge.check(source.where, {here.rank: merge.taken})
-            return (source, self._merging(source, merge, saved.step), merge), source.identity
+            answer = source, self._merging(source, merge, saved.step), merge
+            return answer, f"{source.identity}, for another layout"
 
         answers = agree_on(self.groups, {"state": read}, doing=doing, remedy=remedy)
         source, apply, merge = answers["state"]
