@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -15,7 +15,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-NAMES = ("norm.weight", "mlp.up.weight", "mlp.down.weight", "head.weight")
+SHAPES = {
+    "norm.weight": (6,),
+    "mlp.up.weight": (13, 6),
+    "mlp.down.weight": (7, 13),
+    "head.weight": (3, 7),
+}
 
 
 class Block(nn.Module):
@@ -28,9 +33,12 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(6, bias=False)
         self.mlp = Mlp()
         self.head = nn.Linear(7, 3, bias=False)
+        self.part, self.parts = 0, 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.mlp(self.norm(x)))
+        # `norm` gets this rank's part of the sequence, and `mlp` all of it.
+        part = x.chunk(self.parts, dim=1)[self.part]
+        return self.head(self.mlp(self.norm(part)))
 
 
 class Mlp(nn.Module):
@@ -43,9 +51,11 @@ class Mlp(nn.Module):
         return self.down(torch.tanh(self.up(x))).clone()
 
 
-def parallel(data: int, tensor: int) -> tuple[Any, DeviceMesh]:
-    """The model on a mesh ("dp", "tp"); a dimension of one rank is left out."""
-    mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+def parallel(data: int, tensor: int, *, tensor_first: bool = False) -> Any:
+    """The model, divided among `tensor` ranks and then sharded over `data`; of neighbours the
+    former, or the latter. With one tensor-parallel rank it is FSDP2 alone."""
+    sizes = {"tp": tensor, "dp": data} if tensor_first else {"dp": data, "tp": tensor}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     torch.manual_seed(1)
     model: Any = Block()
     if tensor > 1:
@@ -56,12 +66,13 @@ def parallel(data: int, tensor: int) -> tuple[Any, DeviceMesh]:
             "mlp.down": RowwiseParallel(),
         }
         parallelize_module(model, mesh["tp"], plan)
+        model.part, model.parts = mesh["tp"].get_local_rank(), tensor
     for module in (model.mlp, model):
         fully_shard(module, mesh=mesh["dp"])
-    return model, mesh
+    return model
 
 
 def loss_of(model: nn.Module, data: int, step: int) -> Tensor:
     """A loss on the data of a step, which tensor-parallel ranks share."""
-    x = torch.randn(5, 4, 6, generator=torch.Generator().manual_seed(1000 * step + data))
+    x = torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(1000 * step + data))
     return model(x).square().sum()
