@@ -8,8 +8,7 @@ thresholds and how they are steered, seeds, supports, counters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,100 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.checkpoint.format import Source, StateError, StateHeader
-from tagc.checkpoint.locations import ParamLocation, locations, slice_locations
+from tagc.checkpoint.locations import ParamLocation
 from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
-from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES
+from tagc.checkpoint.suffix import split_suffix
+from tagc.checkpoint.unit_state import UnitState
 from tagc.codecs.state import nested, part_of
-from tagc.comm import UnitGatherer, UnitReducer, agree_on, gather_by_rank
+from tagc.comm import UnitGatherer, agree_on, gather_by_rank
 from tagc.plan import Plan
 from tagc.warn import warn
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitState:
-    """A unit in one direction of gradients.
-
-    Attributes:
-        direction: ``gradients`` or ``replicas``.
-        shard, shards: of the unit's parameters, on this rank.
-        replica: that this rank is in, from 0; 0 where nobody averages over them.
-    """
-
-    direction: str
-    reducer: UnitReducer
-    shard: int
-    shards: int
-    replica: int = 0
-
-    @property
-    def name(self) -> str:
-        """Of what is saved about the unit."""
-        return f"unit.{self.direction}.{self.reducer.plan.info.name or '(root)'}"
-
-    def residuals(self) -> Iterator[tuple[str, ParamLocation, Tensor]]:
-        """Name of what is saved, place, and the segment's residual, of every parameter; and what
-        the owner of a shard keeps: the moving ``average`` that it hands out with the feedback kind
-        ``momentum``, and with a lead what was ``sent`` last (neither could do for the other); and
-        of two shots across replicas what it owes of the sum, as the owner of a slice."""
-        yield from self._named(self.reducer.residuals, self.reducer.owner_residuals)
-
-    @contextmanager
-    def opened(self) -> Iterator[Iterator[tuple[str, ParamLocation, Tensor]]]:
-        """The same to be changed in place."""
-        reducer = self.reducer
-        with reducer.open_residuals() as residuals, reducer.open_owner_residuals() as owed:
-            yield self._named(residuals, owed)
-
-    def _named(
-        self, residuals: dict[int, Tensor], owed: dict[int, Tensor]
-    ) -> Iterator[tuple[str, ParamLocation, Tensor]]:
-        for kind, place, tensor in self._stored(residuals, owed):
-            yield f"{kind}.{self.direction}.{place.param.name}{place.suffix}", place, tensor
-
-    def _stored(
-        self, residuals: dict[int, Tensor], owed: dict[int, Tensor]
-    ) -> Iterator[tuple[str, ParamLocation, Tensor]]:
-        """Likewise by the kind of what is stored."""
-        plan = self.reducer.plan
-        owned = self._by_kind()
-        if plan.shots is not None:
-            for place, tensor in slice_locations(plan, residuals, self.shards, self.shard):
-                yield "residual", place, tensor
-            for kind, stored in (*owned.items(), (OWNER_RESIDUAL, owed)):
-                for place, tensor in slice_locations(
-                    plan, stored, self.shards, self.shard, self.replica
-                ):
-                    yield kind, place, tensor
-            return
-        stored_by_kind = [("residual", *rows) for rows in self._by_shards(residuals)]
-        stored_by_kind += [(kind, stored, self.shard) for kind, stored in owned.items()]
-        for kind, stored, shard in stored_by_kind:
-            for place, tensor in locations(plan, stored, self.shards, shard):
-                yield kind, place, tensor
-
-    def _by_kind(self) -> dict[str, dict[int, Tensor]]:
-        """What owners keep, by its name in checkpoints."""
-        found: dict[str, dict[int, Tensor]] = {kind: {} for kind in OWNER_STATES}
-        for i, state in self.reducer.owner_states.items():
-            rule = self.reducer.feedbacks[i].rule
-            if rule is not None and rule.owner_state is not None:
-                found[rule.owner_state][i] = state
-        return found
-
-    def _by_shards(
-        self, residuals: dict[int, Tensor]
-    ) -> Iterator[tuple[dict[int, Tensor], int | None]]:
-        """The residuals, and the only shard that they are about; None for all shards."""
-        plan = self.reducer.plan
-        if plan.for_all:  # across replicas a rank has a residual of its own shard only
-            yield residuals, self.shard
-        elif plan.info.ranks_per_host == 1:
-            yield residuals, None
-        else:  # one for each host: of the shard of the rank with this one's place there
-            R = plan.info.ranks_per_host
-            for host in range(plan.destinations):
-                rows = {i: rows[host : host + 1] for i, rows in residuals.items()}
-                yield rows, host * R + self.shard % R
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,14 +172,18 @@ class State:
         targets = [item for reduced in self.reduced for item in reduced.residuals()]
         expected = {n: (r.dtype, p.shape) for n, p, r in targets}
         expected |= {n: (t.dtype, tuple(t.shape)) for n, t in self._units().items()}
-        found = source.shapes(rank)
+        shapes = source.shapes(rank)
+        # Earlier versions did not say which duplicate they saved.
+        saved = {name: name if name in shapes else _any_duplicate(name) for name in expected}
+        names = {full: name for name, full in saved.items()}
+        found = {names.get(full, full): what for full, what in shapes.items()}
         for name in [*expected, *found]:
             if expected.get(name) != found.get(name):
                 raise StateError(
                     f"{source.where}: rank {rank} has {name} as {_spell(found.get(name))}, "
                     f"not as {_spell(expected.get(name))}{_noise_remedy(name, found)}"
                 )
-        tensors = {name: source.read(rank, name) for name in expected}
+        tensors = {name: source.read(rank, full) for name, full in saved.items()}
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise StateError(f"{source.where}: {name} of rank {rank} is not finite")
@@ -311,6 +228,11 @@ class State:
                 gatherer.refresh()
 
         return apply
+
+
+def _any_duplicate(full: str) -> str:
+    name, part = split_suffix(full)
+    return f"{name}{part._replace(duplicate=None)}"
 
 
 def _gathered_name(gatherer: UnitGatherer) -> str:
