@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from tagc.comm import Lockstep, Phase, ReplicaAverage, UnitGatherer, UnitReducer
 from tagc.fsdp.averaging import all_reduces_by_class, averaging, plain
 from tagc.fsdp.grad_mode import GradMode
+from tagc.fsdp.tensor_parallel import ParallelDim, box_of, duplicate_of, parallel_dims
 from tagc.fsdp.unit import Integration, Unit
 from tagc.plan import UnitInfo, UnitParam
 from tagc.policy import Policy
@@ -225,12 +226,8 @@ class _CustomAllGather(_Allocates, AllGather):
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     """The groups of ranks that share a model, whatever else may be wrong with it; none if it is
     not sharded."""
-    meshes = [g.mesh_info for m in model.modules() for g in _all_param_groups(m)]
     groups = [
-        group
-        for mesh in meshes
-        for name in ("shard_process_group", "replicate_process_group")
-        if (group := getattr(mesh, name, None)) is not None
+        group for m in model.modules() for g in _all_param_groups(m) for group in _sharding(g)
     ]
     return list({id(group): group for group in groups}.values())
 
@@ -263,12 +260,15 @@ def find_units(model: nn.Module) -> list[Unit]:
     units: list[Unit] = []
     seen: set[int] = set()
     grad_mode = GradMode()
+    groups = [group for _, module in modules for group in _all_param_groups(module)]
+    dims = (dim for group in groups for p in group.fsdp_params for dim in _parallel(p, group))
+    parallel = list({dim.ranks: dim for dim in dims}.values())
     for name, module, is_topmost in _with_topmost(modules):
         groups = _all_param_groups(module)
         for group in groups if len(groups) == 1 else ():
             if id(group) not in seen:
                 seen.add(id(group))
-                units.append(_unit(name, module, group, names, grad_mode, is_topmost))
+                units.append(_unit(name, module, group, names, grad_mode, is_topmost, parallel))
     return units
 
 
@@ -307,6 +307,7 @@ def _unit(
     names: dict[int, str],
     grad_mode: GradMode,
     is_topmost: bool,
+    parallel: Sequence[ParallelDim],
 ) -> FSDP2Unit:
     assert isinstance(module, FSDPModule)
     trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
@@ -334,16 +335,17 @@ def _unit(
     # a larger model that is wrapped alone before that is taken for one.
     is_root = is_topmost if state._is_root is None else state._is_root
     root = is_root and getattr(state, "_auto_reshard_after_forward", False)
+    planned = {id(p): _unit_param(p, group, names, parallel) for p in group.fsdp_params}
     return FSDP2Unit(
         info=UnitInfo(
             name=name,
-            params=tuple(_unit_param(p, names) for p in trainable),
+            params=tuple(planned[id(p)] for p in trainable),
             world_size=mesh.shard_mesh_size,
             dtype=policy.reduce_dtype or policy.param_dtype or reduced,
         ),
         gather_info=UnitInfo(
             name=name,
-            params=tuple(_unit_param(p, names) for p in group.fsdp_params),
+            params=tuple(planned.values()),
             world_size=mesh.shard_mesh_size,
             # FSDP gathers several dtypes as bytes.
             dtype=policy.param_dtype or (stored[0] if len(set(stored)) == 1 else torch.uint8),
@@ -359,6 +361,7 @@ def _unit(
         group=mesh.shard_process_group,
         device=group.device,
         replicas=mesh.replicate_process_group if replicated else None,
+        parallel=[dim.group for p in group.fsdp_params for dim in _parallel(p, group)],
         _param_group=group,
         _grad_mode=grad_mode,
         _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
@@ -404,10 +407,26 @@ def _check_own(name: str, comm: Any, kind: str) -> None:
         )
 
 
-def _unit_param(param: Any, names: dict[int, str]) -> UnitParam:
+def _sharding(group: Any) -> list[dist.ProcessGroup]:
+    """FSDP's own groups of a parameter group."""
+    names = ("shard_process_group", "replicate_process_group")
+    found = [getattr(group.mesh_info, name, None) for name in names]
+    return [one for one in found if one is not None]
+
+
+def _parallel(param: Any, group: Any) -> list[ParallelDim]:
+    return parallel_dims(param.sharded_param, _sharding(group))
+
+
+def _unit_param(
+    param: Any, group: Any, names: dict[int, str], parallel: Sequence[ParallelDim]
+) -> UnitParam:
+    dims, shape = _parallel(param, group), tuple(param.sharded_param.shape)
     return UnitParam(
         name=_param_name(param, names),
-        shape=tuple(param.sharded_param.shape),
+        shape=shape,
+        box=box_of(shape, dims),
+        duplicate=duplicate_of(dims, _sharding(group), parallel),
         columns=param.padded_sharded_param_size.numel(),
         dim=param.fsdp_placement.dim,
         local=tuple(param.padded_sharded_param_size),

@@ -29,6 +29,8 @@ class Unit:
             then nor can the all-reduce over replicas.
         replicas: ranks with the same shard in other replicas of the model, where FSDP itself
             all-reduces over them.
+        parallel: groups of ranks that tensor parallelism divided parameters of the unit among, or
+            gave duplicates of them, before FSDP sharded these.
     """
 
     info: UnitInfo
@@ -36,6 +38,7 @@ class Unit:
     device: torch.device
     gather_info: UnitInfo | None = None
     replicas: dist.ProcessGroup | None = None
+    parallel: Sequence[dist.ProcessGroup] = ()
 
     @property
     def reached(self) -> Set[str] | None:

@@ -241,6 +241,10 @@ FSDP2: dict[str, Option] = {
     "tensor parallel blocks": Option(
         prepare=split_blocks, shard=in_data_mesh, backward=alike_in_pairs, ranks=(4,)
     ),
+    "saved and resumed": Option(shard=by_block, resumes=True),
+    "tensor parallel blocks, resumed": Option(
+        prepare=split_blocks, shard=in_data_mesh, backward=alike_in_pairs, resumes=True, ranks=(4,)
+    ),
 }
 REPLICAS: dict[str, Option] = {
     "plain": Option(shard=by_block),
