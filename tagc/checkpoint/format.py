@@ -215,8 +215,15 @@ def check_digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor], whe
         StateError: if it is not.
     """
     if SHA256 in metadata and not matches_digest(metadata, tensors):
-        raise StateError(f"{where}: damaged: its content is not what was saved")
+        hint = "" if any(name.endswith(".noise") for name in tensors) else _NOISE
+        raise StateError(f"{where}: damaged: its content is not what was saved{hint}")
 
+
+# torch loads the tensors that a state dict has now, and no others.
+_NOISE = (
+    ". Or dcp.load left out the noise that the saved run measured: call keep_rates(optimizer) or "
+    "clip_grad_norm_ before it, as that run did, or load with tagc.compressor(model).load(folder)"
+)
 
 _NAME = re.compile(
     r"(of_[0-9]{1,9}_ranks\.policy_[0-9a-f]{12}\.layout_[0-9a-f]{12}\.rank_([0-9]{1,9}))\.(.*)",
