@@ -397,7 +397,7 @@ class Compressor:
         them. Call it on all ranks, where a step is given up in its middle.
         """
         for waiting in self._collectives.waiting:
-            pass
+            waiting.drop()
 
     def remove(self) -> None:
         """Give FSDP its own collectives back and drop all residuals. The model may be wrapped

@@ -42,7 +42,7 @@ class State:
     groups: Sequence[dist.ProcessGroup]
     reduced: Sequence[UnitState]
     gathered: Sequence[UnitGatherer]
-    waiting: Sequence[Waiting]
+    waiting: Sequence[Waiting] = ()
 
     @property
     def step(self) -> int:
