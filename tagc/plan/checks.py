@@ -99,7 +99,14 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
                 f"policy {policy.name!r}: rule {direction}[{i}] matches no parameter of this model"
             )
     dense, wire = (sum(getattr(r, n) for r in plan.rows) for n in ("dense_bytes", "wire_bytes"))
-    if means_to and not automatic and wire >= dense > 0:
+    alone = all(unit.info.world_size == 1 for unit in (*plan.units, *plan.parameters))
+    if means_to and plan.replicas and alone and not policy.replicas:
+        found.append(
+            f"policy {policy.name!r} sends nothing compressed: each replica is sharded over a "
+            "single rank, so all that is sent is the all-reduce over replicas. Write rules under "
+            "`replicas`"
+        )
+    elif means_to and not automatic and wire >= dense > 0:
         found.append(
             f"policy {policy.name!r} sends {format_bytes(wire)} per step at this number of ranks, "
             f"dense {format_bytes(dense)}: do not compress here, or ask for a lower density"
