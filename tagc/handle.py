@@ -231,7 +231,9 @@ class Compressor:
             for reducers in (made.reducers, made.replica_reducers)
             for unit, reducer in zip(self._units, reducers, strict=bool(reducers))
         ]
-        return State(plan=self._plan, groups=self._groups, reduced=reduced, gathered=made.gatherers)
+        parallel = [group for unit in self._units for group in unit.parallel]
+        groups = list({id(group): group for group in (*self._groups, *parallel)}.values())
+        return State(plan=self._plan, groups=groups, reduced=reduced, gathered=made.gatherers)
 
     def scale_residuals(self, factor: float | Tensor) -> None:
         """Tell what is owed that gradients are ``factor`` times as large from now on: after a

@@ -40,8 +40,10 @@ from tagc.fsdp import (
     OptimizerSteps,
     ShardValues,
     Unit,
+    check_left,
     integration_of,
     look_at_frozen,
+    notes_on_left,
     sharding_groups,
     with_specials,
 )
@@ -141,6 +143,7 @@ def wrap(
 
     def make() -> tuple[tuple[Plan, Collectives], str]:
         plan = _plan(units, loaded, replica_group, levels, choose)
+        plan = replace(plan, notes=(*plan.notes, *notes_on_left(model)))
         if not disabled and not alone:
             plan = _with_kernels(units, plan, ops)
         made = _make(units, plan, levels, made_with)
@@ -210,6 +213,7 @@ def _agree_on_request(
             )
         integrations.append(integration_of(model))
         found.extend(integrations[0].find_units(model))
+        check_left(found, integrations[0].left_to_fsdp(model), averages=given is not None)
         _check_replicas(found, given)
         return found, integrations[0].name
 
@@ -356,8 +360,6 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
             rank=dist.get_rank(),
             connect=connect(unit, unit_plan, HostExchange),
             crosses=lambda: unit.all_reduces,
-            remedy=unit.unused_parameters_remedy,
-            without_gradient=unit.without_gradient,
         )
 
     def reducers(plans: Sequence[UnitPlan]) -> list[UnitReducer]:
@@ -441,5 +443,7 @@ def _average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> None:
 def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
     # FSDP's own hybrid sharding sees to the backwards that replicas do not share itself.
     native = unit.replicas is not None
-    average = ReplicaAverage(reducer, group, lambda: native or unit.all_reduces)
+    average = ReplicaAverage(
+        reducer, group, lambda: native or unit.all_reduces, lambda: unit.reached
+    )
     unit.install_all_reduce(average)

@@ -308,23 +308,16 @@ def test_failure_on_one_rank(odd_one_out: Callable, others: Callable) -> None:
 
 
 @on_ranks(2, 3)
-def test_parameters_without_gradient(rank: int, world_size: int) -> None:
-    def unused_parameter() -> None:
-        torch.manual_seed(0)
-        model: Any = fully_shard(Net())
-        backward(tagc.wrap(model, MLP_ONLY))
-
-    def frozen_later() -> None:
-        model = tagc.wrap(sharded(), MLP_ONLY)
-        model.layers[1].down_proj.weight.requires_grad_(False)
-        backward(model)
-
-    for call, unit in ((unused_parameter, "(root)"), (frozen_later, "layers.1")):
-        kind, said = fails(call)
-        assert kind == "RuntimeError", said
-        assert f"unit '{unit}'" in said
-        assert "Freeze parameters before tagc.wrap" in said
-        assert "set_reduce_scatter_unused_params(True)" in said
+def test_parameters_unfrozen_later(rank: int, world_size: int) -> None:
+    model = sharded()
+    model.layers[1].down_proj.weight.requires_grad_(False)
+    tagc.wrap(model, MLP_ONLY)
+    model.layers[1].down_proj.weight.requires_grad_(True)
+    kind, said = fails(lambda: backward(model))
+    assert kind == "RuntimeError", said
+    assert "unit 'layers.1'" in said
+    assert "layers.1.down_proj.weight among them" in said
+    assert "Unfreeze and shard parameters before tagc.wrap" in said
 
 
 @on_ranks(2, 3)

@@ -27,6 +27,8 @@ def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        packed = tensor.detach().cpu().contiguous()
+        # A single element counts as contiguous whatever its stride, with which no view has bytes.
+        content = packed.as_strided((packed.numel(),), (1,)).view(torch.uint8)
         digest.update(content.numpy().data)
     return digest.hexdigest()

@@ -53,6 +53,8 @@ class StateHeader:
         world_size, rank: among all processes.
         step: reductions so far, the most of any unit.
         version: of tagc.
+        parts: hash of the parts of parameters that tensor parallelism gave the rank; empty without
+            it, and in states of earlier versions.
     """
 
     policy: str
@@ -62,12 +64,22 @@ class StateHeader:
     rank: int
     step: int
     version: str = __version__
+    parts: str = ""
 
     def to_strings(self) -> dict[str, str]:
         """As metadata of a file."""
         said = {field.name: str(getattr(self, field.name)) for field in fields(self)}
         said["policy"] = said["policy"][:_LONGEST_NAME].encode("utf-8", "replace").decode()
+        if not self.parts:
+            del said["parts"]
         return {"format": str(FORMAT), **said}
+
+    def is_laid_out_as(self, now: StateHeader) -> bool:
+        """Whether a saved state fits a rank as it is."""
+        then = self.policy_hash, self.layout, self.world_size
+        return then == (now.policy_hash, now.layout, now.world_size) and (
+            self.parts in ("", now.parts)
+        )
 
     @classmethod
     def from_strings(cls, said: Mapping[str, object], where: str) -> StateHeader:
@@ -83,7 +95,7 @@ class StateHeader:
             )
         values: dict[str, str] = {}
         for field in fields(cls):
-            value = said.get(field.name)
+            value = said.get(field.name, "" if field.name == "parts" else None)
             if not isinstance(value, str):
                 raise StateError(f"{where}: {field.name} is missing from its metadata")
             values[field.name] = value
@@ -100,6 +112,7 @@ class StateHeader:
             policy_hash=values["policy_hash"],
             layout=values["layout"],
             version=values["version"],
+            parts=values["parts"],
             **numbers,
         )
 
@@ -284,7 +297,9 @@ def check_together(headers: Mapping[int, StateHeader], where: str) -> str:
         StateError: if they are not of one save.
     """
     said = {
-        f"step {a.step} of {a.world_size} ranks, policy {a.policy_hash}, layout {a.layout}"
+        f"step {a.step} of {a.world_size} ranks, policy {a.policy_hash}, "
+        # Tensor parallelism may give ranks parts of other sizes.
+        f"layout {'of each rank' if a.parts else a.layout}"
         for a in headers.values()
     }
     if len(said) != 1:

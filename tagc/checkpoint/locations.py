@@ -3,28 +3,21 @@
 Buffers are shards with padding; what is saved has the parameter's own shape, so that it means the
 same for any number of ranks. Padding needs no place: gradients there are zero, and with them the
 residual. (Only the estimate of a group that peeling left can put something there, which nobody is
-owed.)
+owed.) With tensor parallelism what is saved has the shape of the box of the parameter that the
+sharding group has.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tagc.plan import Segment, UnitParam, UnitPlan, slices_of
+from tagc.checkpoint.suffix import Elements, Suffix
+from tagc.plan import Box, Segment, UnitParam, UnitPlan, slices_of, span_of
 from tagc.plan.param_slices import ParamSlice, param_slices
-
-
-class Elements(NamedTuple):
-    """Elements ``first`` to ``last``, without the latter, of a flattened parameter."""
-
-    first: int
-    last: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +26,7 @@ class ParamLocation:
 
     Attributes:
         start: its first column in the segment.
-        shards: rows of the parameter, one a shard.
+        shards: rows of the residual, one a shard.
         shard: the only shard that the residual is about; None for all of them.
         elements: likewise where shards are flat, and cut parameters anywhere.
         pieces: where it lies, if not in the same columns of every row.
@@ -47,15 +40,21 @@ class ParamLocation:
     pieces: tuple[ParamSlice, ...] | None = None
 
     @property
-    def suffix(self) -> str:
-        """What tells this rank's shard from others, in the name of what is saved."""
-        if self.elements is not None:
-            return f".elements_{self.elements.first}_to_{self.elements.last}"
-        return "" if self.shard is None else f".shard_{self.shard}_of_{self.shards}"
+    def suffix(self) -> Suffix:
+        """What tells this rank's part from others, in the name of what is saved."""
+        shard = self.elements
+        if shard is None and self.shard is not None:
+            shard = (self.shard, self.shards)
+        return Suffix(self.param.box, self.param.duplicate, shard)
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The elements of the parameter, in boxes that follow each other in what is saved."""
+        return self.suffix.boxes(self.param.shape, self.param.dim)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is saved: the parameter's, or its shard's."""
+        """Of what is saved: the parameter's, its box's or its shard's."""
         if self.elements is not None:
             return (self.elements.last - self.elements.first,)
         return self._shape(self.span[1])
@@ -111,33 +110,15 @@ class ParamLocation:
 
     @property
     def _length(self) -> int:
-        return self.param.shape[self.param.dim]
+        return self.param.own.shape[self.param.dim]
 
     @property
     def _chunk(self) -> int:
         return -(-self._length // self.shards)
 
     def _shape(self, length: int) -> tuple[int, ...]:
-        dim = self.param.dim
-        return (*self.param.shape[:dim], length, *self.param.shape[dim + 1 :])
-
-
-def span_of(length: int, shard: int, shards: int) -> tuple[int, int]:
-    """First index and length of a shard of so many indices, as ``torch.chunk`` cuts them."""
-    chunk = -(-length // shards)
-    first = min(shard * chunk, length)
-    return first, min(chunk, length - first)
-
-
-def split_suffix(name: str) -> tuple[str, tuple[int, int] | Elements | None]:
-    """The name without :attr:`ParamLocation.suffix`; and what that says: the shard and the number
-    of shards, or the elements."""
-    number = "([0-9]{1,15})"
-    found = re.fullmatch(rf"(.*)\.(shard|elements)_{number}_(?:of|to)_{number}", name, re.DOTALL)
-    if found is None:
-        return name, None
-    numbers = int(found[3]), int(found[4])
-    return found[1], numbers if found[2] == "shard" else Elements(*numbers)
+        dim, shape = self.param.dim, self.param.own.shape
+        return (*shape[:dim], length, *shape[dim + 1 :])
 
 
 def locations(
@@ -151,8 +132,7 @@ def locations(
         shard: the only one that the residual is about, None for all.
 
     Raises:
-        ValueError: if a parameter is not sharded by rows (or columns) of equal number, as by
-            tensor parallelism in the same dimension.
+        ValueError: if a parameter is not sharded by rows (or columns) of equal number.
     """
     for segment in unit.segments:
         residual = residuals.get(segment.start)
@@ -244,5 +224,5 @@ def _check(place: ParamLocation) -> None:
     if whole != param.columns:
         raise ValueError(
             f"the residual of {param.name} cannot be saved: its shards have {param.columns} "
-            f"elements, where {place.shards} shards of {list(param.shape)} have {whole}"
+            f"elements, where {place.shards} shards of {list(param.own.shape)} have {whole}"
         )

@@ -11,6 +11,11 @@ or what was sent last, with a lead) is no debt, but in the units of the gradient
 new replica takes the mean over the saved ones. (In rules for replicas they are all equal.)
 FSDP1 cuts parameters anywhere, so there it is saved, and fitted together, by elements.
 
+With tensor parallelism every sharding group has a box of a parameter, and all of the above holds
+for its elements. Or several groups have the same elements, all of the parameter perhaps. These
+duplicates get the same gradients and owe the same, each for itself: every new group takes over what
+the first of the saved ones owed, so that all of them stay alike.
+
 In two shots across replicas the owner of a slice also owes something of the sum that it hands out.
 It goes to the new owners as it is; where all replicas send each other everything, and nobody owns
 anything, to the first replica's residual, times the number of them, which the average divides by.
@@ -18,7 +23,6 @@ anything, to the first replica's residual, times the number of them, which the a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -26,78 +30,15 @@ import torch
 from torch import Tensor
 
 from tagc.checkpoint.format import Source, StateError
-from tagc.checkpoint.locations import Elements, ParamLocation, span_of, split_suffix
+from tagc.checkpoint.locations import ParamLocation
+from tagc.checkpoint.saved import Saved
+from tagc.checkpoint.suffix import Suffix, split_suffix
 from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES
 
 Holdings = Mapping[int, Mapping[str, ParamLocation]]
 
 _OWED_BY_OWNERS = f"{OWNER_RESIDUAL}."
 _OWNED = (*(f"{kind}." for kind in OWNER_STATES), _OWED_BY_OWNERS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """The residual that a rank saved under a name: of all of the parameter, or of one shard.
-
-    Where it or the place is flat, indices are those of the flattened parameter, whose rows then
-    must be what shards have; else those along the sharded dimension.
-
-    Attributes:
-        share: of it that is taken.
-    """
-
-    rank: int
-    name: str
-    shard: tuple[int, int] | Elements | None
-    shape: tuple[int, ...]
-    share: float = 1.0
-
-    def flat(self, place: ParamLocation) -> bool:
-        """Whether indices are those of elements."""
-        return isinstance(self.shard, Elements) or place.elements is not None
-
-    def overlap(self, place: ParamLocation) -> tuple[int, int]:
-        """First index and length of what it has for a place."""
-        first, length = self.span(place)
-        start, room = self.room(place)
-        low, high = max(first, start), min(first + length, start + room)
-        return low, max(0, high - low)
-
-    def span(self, place: ParamLocation) -> tuple[int, int]:
-        """What it is, in a parameter of that shape."""
-        if isinstance(self.shard, Elements):
-            return self.shard.first, self.shard.last - self.shard.first
-        return self._indices(place, self._slices(place))
-
-    def room(self, place: ParamLocation) -> tuple[int, int]:
-        """What the place is."""
-        if place.elements is not None:
-            return place.elements.first, place.elements.last - place.elements.first
-        return self._indices(place, place.span)
-
-    def fits(self, place: ParamLocation) -> bool:
-        """Whether it is of a parameter of that shape."""
-        dim, shape = place.param.dim, place.param.shape
-        if self.flat(place) and dim != 0:
-            return False
-        if isinstance(self.shard, Elements):
-            first, last = self.shard
-            return 0 <= first < last <= math.prod(shape) and self.shape == (last - first,)
-        if self.shard is None and place.elements is not None:
-            return False
-        if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
-            return False
-        return self.shape == (*shape[:dim], self._slices(place)[1], *shape[dim + 1 :])
-
-    def _slices(self, place: ParamLocation) -> tuple[int, int]:
-        """What a shard is along the sharded dimension."""
-        assert not isinstance(self.shard, Elements)
-        whole = place.param.shape[place.param.dim]
-        return (0, whole) if self.shard is None else span_of(whole, *self.shard)
-
-    def _indices(self, place: ParamLocation, slices: tuple[int, int]) -> tuple[int, int]:
-        size = math.prod(place.param.shape[1:]) if self.flat(place) else 1
-        return slices[0] * size, slices[1] * size
 
 
 @dataclass(kw_only=True)
@@ -141,8 +82,8 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
     for saved_rank in sorted(source.headers()):
         for full, (_, shape) in source.shapes(saved_rank).items():
             if full.startswith(("residual.", *_OWNED)):
-                name, shard = split_suffix(full)
-                saved = Saved(rank=saved_rank, name=full, shard=shard, shape=shape)
+                name, part = split_suffix(full)
+                saved = Saved(rank=saved_rank, name=full, part=part, shape=shape)
                 old.setdefault(name, []).append(saved)
     new: dict[str, list[tuple[int, str, ParamLocation]]] = {}
     for holder in sorted(holdings):
@@ -152,7 +93,9 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
     if source.alone:
         _check_owned(source, old, holdings[rank])
         _check_hosts(source, old, new)
+        _check_parallel(source, old, new)
     for name, found in old.items():
+        found = _first_duplicates(found)
         holders = new.get(name, [])
         if not holders and name.startswith(_OWED_BY_OWNERS):
             holders = new.get(name.replace(_OWED_BY_OWNERS, "residual.", 1), [])
@@ -161,7 +104,7 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
             merge.dropped.append(name)
             continue
         for saved in found:
-            merge.saved[saved.rank, saved.name] = torch.Size(saved.shape).numel()
+            merge.saved[saved.rank, saved.name] = saved.numel
         for holder, full, place in holders:
             if holder == rank:
                 turn, turns = _turn(holders, holder, place)
@@ -171,12 +114,13 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
                 else:
                     parts = _parts(found, place, turn, turns)
                 merge.parts.setdefault(full, []).extend(parts)
-                if turn and full.startswith(_OWNED):
-                    continue  # the first copy has taken it, too
+                duplicates = place.param.duplicate != holders[0][2].param.duplicate
+                if duplicates or (turn and full.startswith(_OWNED)):
+                    continue  # another rank has taken it, too
                 for saved in parts:
                     # A rank on a host has several shards of what is whole elsewhere.
                     key = saved.rank, saved.name
-                    merge.taken[key] = merge.taken.get(key, 0) + _numel(saved, place)
+                    merge.taken[key] = merge.taken.get(key, 0) + saved.numel_for(place)
     return merge
 
 
@@ -188,22 +132,21 @@ def merged(source: Source, parts: list[Saved], place: ParamLocation, dtype: torc
     Raises:
         StateError: if a saved residual is not finite, or the sum is beyond the dtype.
     """
-    dim = place.param.dim
-    total = torch.zeros(place.shape, dtype=torch.float64)
+    total = torch.zeros(place.numel, dtype=torch.float64)
     for saved in parts:
         tensor = source.read(saved.rank, saved.name).to("cpu", torch.float64)
         if not bool(tensor.isfinite().all()):
             raise StateError(f"{source.where}: {saved.name} of rank {saved.rank} is not finite")
-        low, length = saved.overlap(place)
-        whole, along = (total.view(-1), 0) if saved.flat(place) else (total, dim)
-        tensor = tensor.reshape(-1) if saved.flat(place) else tensor
-        piece = saved.share * tensor.narrow(along, low - saved.span(place)[0], length)
-        whole.narrow(along, low - saved.room(place)[0], length).add_(piece)
-    stored = total.to(dtype)
+        flat = tensor.reshape(-1)
+        for start, source_box, at, target_box, both in saved.overlaps(place):
+            there = flat[start : start + source_box.numel].view(source_box.shape)
+            here = total[at : at + target_box.numel].view(target_box.shape)
+            here[target_box.index(both)] += saved.share * there[source_box.index(both)]
+    stored = total.view(place.shape).to(dtype)
     facts = torch.finfo(dtype)
     # float64 to a narrower dtype may go by way of float32: two roundings.
     bound = total.abs() * (facts.eps / 2 + 2**-24) + facts.smallest_normal
-    if not bool(((stored.double() - total).abs() <= bound).all()):
+    if not bool(((stored.double().view(-1) - total).abs() <= bound).all()):
         raise StateError(f"{source.where}: the sum of {parts[0].name} over ranks exceeds {dtype}")
     return stored
 
@@ -212,18 +155,20 @@ def _turn(
     holders: list[tuple[int, str, ParamLocation]], rank: int, place: ParamLocation
 ) -> tuple[int, int]:
     """Which of the ranks with the same part of a parameter this is, and of how many."""
-    alike = [
-        holder
-        for holder, _, other in holders
-        if (other.shard, other.elements) == (place.shard, place.elements)
-    ]
+    alike = [holder for holder, _, other in holders if other.suffix == place.suffix]
     return alike.index(rank), len(alike)
 
 
 def _parts(found: list[Saved], place: ParamLocation, turn: int, turns: int) -> list[Saved]:
     """Every ``turns``-th of the saved ranks, or of the saved copies of each shard."""
     mine = [saved for copies in _copies(found) for saved in copies[turn::turns]]
-    return [saved for saved in mine if saved.overlap(place)[1]]
+    return [saved for saved in mine if saved.numel_for(place)]
+
+
+def _first_duplicates(found: list[Saved]) -> list[Saved]:
+    """One of those that tensor parallelism makes; a single rank's state may have another one."""
+    first = min(saved.duplicate for saved in found)
+    return [saved for saved in found if saved.duplicate == first]
 
 
 def _without_owners(
@@ -244,7 +189,7 @@ def _without_owners(
 def _means(found: list[Saved], place: ParamLocation) -> list[Saved]:
     """All saved copies of each shard, and equal shares of them."""
     every = [replace(saved, share=1 / len(c)) for c in _copies(found) for saved in c]
-    return [saved for saved in every if saved.overlap(place)[1]]
+    return [saved for saved in every if saved.numel_for(place)]
 
 
 def _check_owned(
@@ -267,13 +212,30 @@ def _check_hosts(
     for name in old.keys() & new.keys():
         if not name.startswith("residual.gradients."):
             continue
-        owed = {saved.shard for saved in old[name]}
-        owes = {None if p.shard is None else (p.shard, p.shards) for _, _, p in new[name]}
+        owed = {saved.part.shard for saved in old[name]}
+        owes = {place.suffix.shard for _, _, place in new[name]}
         if owed != owes:
             raise StateError(
                 f"{source.where}: saved where ranks lay on hosts in another way than now. Load "
                 "what all ranks saved, with tagc.compressor(model).load(folder), or wrap the model "
                 "with the hosts=... of then"
+            )
+
+
+def _check_parallel(
+    source: Source,
+    old: Mapping[str, list[Saved]],
+    new: Mapping[str, list[tuple[int, str, ParamLocation]]],
+) -> None:
+    """A single rank's state has the elements of that rank, which tensor parallelism chose."""
+    for name in old.keys() & new.keys():
+        had = {(saved.part.box, saved.part.duplicate) for saved in old[name]}
+        has = {(place.param.box, place.param.duplicate) for _, _, place in new[name]}
+        if had != has:
+            raise StateError(
+                f"{source.where}: saved where tensor parallelism gave this rank another part of "
+                f"{name} than now. Load what all ranks saved, with "
+                "tagc.compressor(model).load(folder)"
             )
 
 
@@ -287,20 +249,13 @@ def _not_mine(source: Source, covered: int, name: str, place: ParamLocation) -> 
 def _check_covered(source: Source, found: list[Saved], name: str, place: ParamLocation) -> None:
     """What a shard's owner keeps is of one rank: nobody else has what that one did not save."""
     firsts = [copies[0] for copies in _copies(found)]
-    covered = sum(_numel(saved, place) for saved in firsts if saved.overlap(place)[1])
+    covered = sum(saved.numel_for(place) for saved in firsts)
     if covered != place.numel:
         raise StateError(_not_mine(source, covered, name, place))
 
 
 def _copies(found: list[Saved]) -> list[list[Saved]]:
-    by_shard: dict[tuple[int, int] | Elements | None, list[Saved]] = {}
+    by_part: dict[Suffix, list[Saved]] = {}
     for saved in found:
-        by_shard.setdefault(saved.shard, []).append(saved)
-    return list(by_shard.values())
-
-
-def _numel(saved: Saved, place: ParamLocation) -> int:
-    """Elements of a saved residual that a place has room for."""
-    if saved.flat(place):
-        return saved.overlap(place)[1]
-    return torch.Size(saved.shape).numel() // saved.span(place)[1] * saved.overlap(place)[1]
+        by_part.setdefault(saved.part, []).append(saved)
+    return list(by_part.values())

@@ -7,8 +7,8 @@ thresholds and how they are steered, seeds, supports, counters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,100 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.checkpoint.format import Source, StateError, StateHeader
-from tagc.checkpoint.locations import ParamLocation, locations, slice_locations
+from tagc.checkpoint.locations import ParamLocation
 from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
-from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES
+from tagc.checkpoint.suffix import split_suffix
+from tagc.checkpoint.unit_state import UnitState
 from tagc.codecs.state import nested, part_of
-from tagc.comm import UnitGatherer, UnitReducer, agree_on, gather_by_rank
+from tagc.comm import UnitGatherer, agree_on, gather_by_rank
 from tagc.plan import Plan
 from tagc.warn import warn
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitState:
-    """A unit in one direction of gradients.
-
-    Attributes:
-        direction: ``gradients`` or ``replicas``.
-        shard, shards: of the unit's parameters, on this rank.
-        replica: that this rank is in, from 0; 0 where nobody averages over them.
-    """
-
-    direction: str
-    reducer: UnitReducer
-    shard: int
-    shards: int
-    replica: int = 0
-
-    @property
-    def name(self) -> str:
-        """Of what is saved about the unit."""
-        return f"unit.{self.direction}.{self.reducer.plan.info.name or '(root)'}"
-
-    def residuals(self) -> Iterator[tuple[str, ParamLocation, Tensor]]:
-        """Name of what is saved, place, and the segment's residual, of every parameter; and what
-        the owner of a shard keeps: the moving ``average`` that it hands out with the feedback kind
-        ``momentum``, and with a lead what was ``sent`` last (neither could do for the other); and
-        of two shots across replicas what it owes of the sum, as the owner of a slice."""
-        yield from self._named(self.reducer.residuals, self.reducer.owner_residuals)
-
-    @contextmanager
-    def opened(self) -> Iterator[Iterator[tuple[str, ParamLocation, Tensor]]]:
-        """The same to be changed in place."""
-        reducer = self.reducer
-        with reducer.open_residuals() as residuals, reducer.open_owner_residuals() as owed:
-            yield self._named(residuals, owed)
-
-    def _named(
-        self, residuals: dict[int, Tensor], owed: dict[int, Tensor]
-    ) -> Iterator[tuple[str, ParamLocation, Tensor]]:
-        for kind, place, tensor in self._stored(residuals, owed):
-            yield f"{kind}.{self.direction}.{place.param.name}{place.suffix}", place, tensor
-
-    def _stored(
-        self, residuals: dict[int, Tensor], owed: dict[int, Tensor]
-    ) -> Iterator[tuple[str, ParamLocation, Tensor]]:
-        """Likewise by the kind of what is stored."""
-        plan = self.reducer.plan
-        owned = self._by_kind()
-        if plan.shots is not None:
-            for place, tensor in slice_locations(plan, residuals, self.shards, self.shard):
-                yield "residual", place, tensor
-            for kind, stored in (*owned.items(), (OWNER_RESIDUAL, owed)):
-                for place, tensor in slice_locations(
-                    plan, stored, self.shards, self.shard, self.replica
-                ):
-                    yield kind, place, tensor
-            return
-        stored_by_kind = [("residual", *rows) for rows in self._by_shards(residuals)]
-        stored_by_kind += [(kind, stored, self.shard) for kind, stored in owned.items()]
-        for kind, stored, shard in stored_by_kind:
-            for place, tensor in locations(plan, stored, self.shards, shard):
-                yield kind, place, tensor
-
-    def _by_kind(self) -> dict[str, dict[int, Tensor]]:
-        """What owners keep, by its name in checkpoints."""
-        found: dict[str, dict[int, Tensor]] = {kind: {} for kind in OWNER_STATES}
-        for i, state in self.reducer.owner_states.items():
-            rule = self.reducer.feedbacks[i].rule
-            if rule is not None and rule.owner_state is not None:
-                found[rule.owner_state][i] = state
-        return found
-
-    def _by_shards(
-        self, residuals: dict[int, Tensor]
-    ) -> Iterator[tuple[dict[int, Tensor], int | None]]:
-        """The residuals, and the only shard that they are about; None for all shards."""
-        plan = self.reducer.plan
-        if plan.for_all:  # across replicas a rank has a residual of its own shard only
-            yield residuals, self.shard
-        elif plan.info.ranks_per_host == 1:
-            yield residuals, None
-        else:  # one for each host: of the shard of the rank with this one's place there
-            R = plan.info.ranks_per_host
-            for host in range(plan.destinations):
-                rows = {i: rows[host : host + 1] for i, rows in residuals.items()}
-                yield rows, host * R + self.shard % R
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +31,7 @@ class State:
     """The state of a wrapped model on this rank.
 
     Attributes:
-        groups: of the ranks that share the model.
+        groups: of the ranks that share the model, those of tensor parallelism among them.
         gathered: what gathers the units' parameters, if the policy says anything about them.
     """
 
@@ -140,7 +54,19 @@ class State:
             world_size=dist.get_world_size(),
             rank=dist.get_rank(),
             step=self.step,
+            parts=self._parts,
         )
+
+    @property
+    def _parts(self) -> str:
+        said = {
+            (param.name, param.box, param.duplicate)
+            for unit in self.plan.units
+            for param in unit.info.params
+        }
+        if all(box is duplicate is None for _, box, duplicate in said):
+            return ""
+        return hashlib.sha256(repr(sorted(said)).encode()).hexdigest()[:16]
 
     def take(self) -> dict[str, Tensor]:
         """Copies of all of it, by name. Waits for the device.
@@ -169,14 +95,15 @@ class State:
                 lose something (unless forced). Nothing was changed.
             RuntimeError: if that happened on another rank, or the ranks have different states.
         """
-        mine = {dist.get_rank(): self._holdings()}
-        holdings = gather_by_rank(self.groups, mine)
+        here = self.header()
+        everyone = gather_by_rank(self.groups, {here.rank: (here, self._holdings())})
+        holdings = {rank: held for rank, (_, held) in everyone.items()}
         doing, remedy = "loading tagc's state", "All ranks must load what was saved together"
 
         def read() -> tuple[tuple[Source, Callable[[], None], Merge | None], str]:
             source = open_source()
-            here = self.header()
-            saved = next(iter(source.headers().values()))
+            headers = source.headers()
+            saved = next(iter(headers.values()))
             if saved.policy_hash != here.policy_hash and not force:
                 raise StateError(
                     f"{source.where}: saved with policy {saved.policy!r} "
@@ -185,13 +112,8 @@ class State:
                     f"load(..., force=True), which keeps the residuals of all parameters that "
                     "still have one and says what is dropped"
                 )
-            same = (saved.policy_hash, saved.layout, saved.world_size) == (
-                here.policy_hash,
-                here.layout,
-                here.world_size,
-            )
-            needed = {here.rank} if source.alone else holdings.keys()
-            if same and needed <= source.headers().keys():
+            needed = [here.rank] if source.alone else everyone
+            if all(r in headers and headers[r].is_laid_out_as(everyone[r][0]) for r in needed):
                 return (source, self._exactly(source, here.rank), None), source.identity
             merge = plan_merge(source, self._holders(source, holdings, here), here.rank)
             if merge.dropped and not force:
@@ -202,7 +124,8 @@ class State:
                 )
             if source.alone:
                 merge.check(source.where, {here.rank: merge.taken})
-            return (source, self._merging(source, merge, saved.step), merge), source.identity
+            answer = source, self._merging(source, merge, saved.step), merge
+            return answer, f"{source.identity}, for another layout"
 
         answers = agree_on(self.groups, {"state": read}, doing=doing, remedy=remedy)
         source, apply, merge = answers["state"]
@@ -249,14 +172,18 @@ class State:
         targets = [item for reduced in self.reduced for item in reduced.residuals()]
         expected = {n: (r.dtype, p.shape) for n, p, r in targets}
         expected |= {n: (t.dtype, tuple(t.shape)) for n, t in self._units().items()}
-        found = source.shapes(rank)
+        shapes = source.shapes(rank)
+        # Earlier versions did not say which duplicate they saved.
+        saved = {name: name if name in shapes else _any_duplicate(name) for name in expected}
+        names = {full: name for name, full in saved.items()}
+        found = {names.get(full, full): what for full, what in shapes.items()}
         for name in [*expected, *found]:
             if expected.get(name) != found.get(name):
                 raise StateError(
                     f"{source.where}: rank {rank} has {name} as {_spell(found.get(name))}, "
                     f"not as {_spell(expected.get(name))}{_noise_remedy(name, found)}"
                 )
-        tensors = {name: source.read(rank, name) for name in expected}
+        tensors = {name: source.read(rank, full) for name, full in saved.items()}
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise StateError(f"{source.where}: {name} of rank {rank} is not finite")
@@ -301,6 +228,11 @@ class State:
                 gatherer.refresh()
 
         return apply
+
+
+def _any_duplicate(full: str) -> str:
+    name, part = split_suffix(full)
+    return f"{name}{part._replace(duplicate=None)}"
 
 
 def _gathered_name(gatherer: UnitGatherer) -> str:

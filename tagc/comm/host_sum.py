@@ -15,7 +15,9 @@ from tagc.codecs import Codec, CodecSetup, make_codecs
 from tagc.codecs.state import MAX_COUNT
 from tagc.comm.collectives import failing_in
 from tagc.comm.exchanges import GroupExchange
+from tagc.comm.part import Part
 from tagc.comm.reduction_check import name_of
+from tagc.comm.waiting import Waiting
 from tagc.plan import UnitPlan
 
 
@@ -29,16 +31,16 @@ class HostSum:
             other messages and not the gradients as they are.
     """
 
-    def __init__(self, unit: UnitPlan, setup: CodecSetup, remedy: str) -> None:
+    def __init__(self, unit: UnitPlan, setup: CodecSetup) -> None:
         """Nothing waits.
 
         Args:
             setup: of what is sent to other hosts.
-            remedy: what to do about parameters without a gradient.
         """
-        self._unit, self._remedy, self._message = unit.info.label, remedy, unit.inside
+        self._unit, self._message = unit.info.label, unit.inside
         self._warmup_steps = unit.warmup_steps
-        self._waiting: Tensor | None = None
+        # In float32 whatever FSDP reduces: there may be many of them.
+        self._waiting = Waiting(unit, torch.float32)
         self._workspace = setup.workspace
         self._shape = (unit.peers, unit.info.ranks_per_host)
         self.bytes = 0
@@ -53,8 +55,20 @@ class HostSum:
         for codec in self.codecs.values():
             codec.skip(steps)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the gradient of a micro-batch waits."""
+        return bool(self._waiting)
+
     def add(
-        self, grad: Tensor, exchange: GroupExchange, what: str, *, step: int, crosses: bool
+        self,
+        grad: Tensor,
+        exchange: GroupExchange,
+        what: str,
+        *,
+        step: int,
+        crosses: bool,
+        part: Part | None = None,
     ) -> Tensor:
         """The sum ``[H, S]`` of the host's ranks, and of the micro-batches that waited; it waits,
         too, unless it crosses.
@@ -63,6 +77,7 @@ class HostSum:
             grad: ``[W, S]``.
             what: is going on, for errors.
             step: reductions before this one: those of the warm-up are added up as they are.
+            part: what the backward reached; what waits for other parameters goes on waiting.
         """
         with (
             failing_in(what, exchange.groups[0]),
@@ -73,21 +88,10 @@ class HostSum:
             else:
                 total = exchange.add_inside(grad)
         self.bytes += exchange.inside_bytes
-        if self._waiting is not None:
-            if self._waiting.shape != total.shape:
-                raise RuntimeError(
-                    f"tagc: unit {self._unit!r} has {total.shape[1]} gradient columns per rank, "
-                    f"but {self._waiting.shape[1]} in micro-batches of this step before: "
-                    f"{self._remedy or 'let every parameter take part in all of them'}"
-                )
-            # In float32 whatever FSDP reduces: there may be many of them.
-            self._waiting.add_(total)
-            if crosses:
-                total.copy_(self._waiting)
-        elif not crosses:
-            self._waiting = total.to(torch.float32, copy=True)
         if crosses:
-            self._waiting = None
+            self._waiting.hand_over(total, part)
+        else:
+            self._waiting.add(total, part)
         return total
 
     def encode(self, grad: Tensor, messages: Tensor) -> None:
@@ -120,7 +124,7 @@ class HostSum:
 
     def check_alike(self, op: dist.ReduceOp.RedOpType, ranks: int) -> None:
         """Raise RuntimeError if micro-batches wait for a reduction of another kind than this."""
-        if self._waiting is not None:
+        if self._waiting:
             raise RuntimeError(
                 f"tagc: micro-batches of unit {self._unit!r} wait inside the host, but "
                 f"now it is reduced with {name_of(op)} over {ranks} ranks; reduce all "
@@ -129,7 +133,7 @@ class HostSum:
 
     def check_between_steps(self) -> None:
         """Raise RuntimeError if the gradient of a micro-batch waits, which no state has."""
-        if self._waiting is not None:
+        if self._waiting:
             raise RuntimeError(
                 f"tagc: unit {self._unit!r} holds gradients of micro-batches that have not left "
                 "the host (set_requires_all_reduce(False)), which no state has; save after the "
@@ -138,7 +142,7 @@ class HostSum:
 
     def drop(self) -> None:
         """Forget what waits."""
-        self._waiting = None
+        self._waiting.drop()
 
     def state(self) -> dict[str, Tensor]:
         """Counters: between steps nothing waits."""

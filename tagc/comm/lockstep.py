@@ -20,12 +20,13 @@ from tagc.comm.alarm import Alarm
 from tagc.comm.collectives import CollectiveWork, by_messages, failing_in, gather_headers
 from tagc.plan import Direction
 
-# A header is int64: the step, the words of a message, and the end of the unit's name.
-_NUMBERS, _NAME_BYTES = 2, 48
+# A header is int64: step, words of a message, part of the unit, and the end of the unit's name.
+_NUMBERS, _NAME_BYTES = 3, 48
 STAMP_WORDS = 2
 _REMEDY = (
     "Every rank must run the same units in the same order, forward and backward: look for a unit, "
-    "a micro-batch or a whole step that some ranks leave out"
+    "a micro-batch or a whole step that some ranks leave out, or for parameters that only some of "
+    "them use"
 )
 
 
@@ -45,16 +46,19 @@ class Lockstep:
 
     Attributes:
         what: their name, for people.
+        part: of the unit's parameters that the next one is about, a number; 0 for all.
     """
 
     def __init__(self, direction: Direction, label: str, device: torch.device) -> None:
         self.what = f"{_WORDS[direction]} of unit {label!r}"
+        self.part = 0
         self._device, self._count = device, 0
         name = direction[:1].encode() + label.encode()[1 - _NAME_BYTES :]
         self._name = torch.frombuffer(bytearray(name.ljust(_NAME_BYTES, b"\0")), dtype=torch.int64)
         self._mark = zlib.crc32(f"{direction} {label}".encode()) % 2**31
         self._pending: list[tuple[dist.ProcessGroup, CollectiveWork, Tensor, Tensor]] = []
         self._stamp: Tensor | None = None
+        self._stamped = -1
         self._alarm = Alarm(
             f"tagc: {self.what} got a message of another unit, direction or step. {_REMEDY}"
         )
@@ -86,7 +90,9 @@ class Lockstep:
         self._pending.clear()
         for group in groups:
             if by_messages(group, self._device):
-                mine = torch.cat((torch.tensor([step, words], dtype=torch.int64), self._name))
+                mine = torch.cat(
+                    (torch.tensor([step, words, self.part], dtype=torch.int64), self._name)
+                )
                 with failing_in(self.what, group):
                     self._pending.append((group, *gather_headers(mine, group), mine))
 
@@ -116,7 +122,9 @@ class Lockstep:
         if self._stamp is None:
             # On the device, now and later: to bring a number there would wait.
             self._stamp = torch.zeros(STAMP_WORDS, dtype=torch.int32, device=tail.device)
-            self._stamp[:1].fill_(self._mark)
+        if self._stamped != self.part:
+            self._stamp[:1].fill_(self._mark ^ self.part)
+            self._stamped = self.part
         self._stamp[1:].add_(1)
         tail.copy_(self._stamp.expand_as(tail))
 
@@ -134,10 +142,11 @@ class Lockstep:
 
 
 def _told(header: Tensor) -> str:
-    step, length = header[:_NUMBERS].tolist()
+    step, length, part = header[:_NUMBERS].tolist()
     name = bytes(header[_NUMBERS:].view(torch.uint8).tolist()).rstrip(b"\0")
     kinds = {direction[:1]: words for direction, words in _WORDS.items()}
     kind = kinds.get(name[:1].decode(errors="replace"), "another collective")
     label = name[1:].decode(errors="replace")
     cut = "..." if len(name) == _NAME_BYTES else ""
-    return f"{kind} of unit '{cut}{label}' (step {step}, {length} words)"
+    reached = f", some of its parameters only: {part:08x}" if part else ""
+    return f"{kind} of unit '{cut}{label}' (step {step}, {length} words{reached})"

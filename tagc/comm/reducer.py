@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from tagc.comm.flat import flat_rows
 from tagc.comm.gauge import NoiseGauge
 from tagc.comm.host_sum import HostSum
 from tagc.comm.lockstep import Lockstep
+from tagc.comm.part import Debt, Part, set_aside
 from tagc.comm.reducer_state import Counters, Parts, check_parts, load_parts, state_of
 from tagc.comm.reduction_check import check_reduction
 from tagc.comm.second_shot import SecondShot
@@ -56,8 +57,6 @@ class UnitReducer:
         rank: int = 0,
         connect: Connect | None = None,
         crosses: Callable[[], bool] = lambda: True,
-        remedy: str = "",
-        without_gradient: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """New state.
 
@@ -67,12 +66,9 @@ class UnitReducer:
                 plan's direction, every rank sending for itself.
             crosses: whether hosts exchange anything in this backward, if ranks of a host add up
                 first; where not, their sum waits. The same on all ranks.
-            remedy: what to do about parameters without a gradient, for the message about them.
-            without_gradient: during a reduction, their names, as far as they are known.
         """
         self.plan = plan
-        self._ops, self._workspace, self._remedy = ops, workspace, remedy
-        self._without_gradient = without_gradient
+        self._ops, self._workspace = ops, workspace
         self._connect, self._crosses = connect or self._default_exchange, crosses
         self._name = plan.info.label
         self._lockstep = Lockstep(plan.direction, self._name, device)
@@ -105,7 +101,8 @@ class UnitReducer:
         if self.second is not None:
             self.second.reset(compressed_before)
         self.counters = Counters(earlier_steps=earlier_steps)
-        self.inside = HostSum(self.plan, self._setup, self._remedy)
+        self._first = True
+        self.inside = HostSum(self.plan, self._setup)
         self.inside.skip(compressed_before)
         if self.gauge is not None:
             self.measure_noise()
@@ -218,6 +215,7 @@ class UnitReducer:
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         native: Native | None = None,
+        reached: Set[str] | None = None,
     ) -> None:
         """Write this rank's shard of the sum or average of all ranks' ``inp`` to ``out``; zeros if
         the gradient waits inside the host.
@@ -229,18 +227,45 @@ class UnitReducer:
             op: SUM or AVG; any, if the unit has nothing to compress.
             native: reduces units with nothing to compress, and all during the warm-up; default:
                 the backend's own reduce-scatter.
+            reached: names of the parameters whose columns these are, the same on every rank, if
+                the backward did not reach all: see :mod:`tagc.comm.part`.
 
         Raises:
             RuntimeError: if buffer, group or operation are not what the plan was made for, before
                 anything is sent; or if another rank does not answer in time.
         """
+        part = None if reached is None else Part(self.plan, frozenset(reached))
         if self.plan.compressed:
-            check_reduction(
-                self.plan, out, inp, group, op, self._without_gradient, remedy=self._remedy
-            )
+            check_reduction(self.plan, part, out, inp, group, op)
+        self._lockstep.part = 0 if part is None else part.mark
+        if part is None:
+            self._reduce_all(out, inp, group, op, native)
+        elif part.compressed or (self._in_levels and self._stays_inside(group, op)):
+            whole = part.expand(inp.view(-1, out.numel()))
+            found = out.new_empty(self.plan.columns)
+            with self._without(part, group):
+                self._reduce_all(found, whole.view(-1), group, op, native, part)
+            part.pick(found, out)
+        else:
+            # Room for everything would be mostly zeros, with nothing to compress in it.
+            self._lockstep.check(group, 0, self.counters.all_steps)
+            self.counters.steps += 1
+            with failing_in(self._lockstep.what, group):
+                self._reduce_densely(out, inp, None, group, op, native, part)
+
+    def _reduce_all(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        native: Native | None,
+        part: Part | None = None,
+    ) -> None:
+        """:meth:`reduce` of all columns; but for those of ``part`` they are zeros."""
         step = self.counters.all_steps
         compresses = bool(self.plan.compressed) and step >= self.plan.warmup_steps
-        words = sum(part.words for part in self.plan.stages) if compresses else 0
+        words = sum(stage.words for stage in self.plan.stages) if compresses else 0
         exchange = self._connect(group)
         in_levels = self._in_levels and self._can_add(group, op)
         grad = inp.view(-1, out.numel()) if compresses or in_levels else inp
@@ -251,7 +276,7 @@ class UnitReducer:
             self._lockstep.announce(groups, words if crosses else 0, step)
             self._lockstep.confirm()
             what = self._lockstep.what
-            grad = self.inside.add(grad, exchange, what, step=step, crosses=crosses)
+            grad = self.inside.add(grad, exchange, what, step=step, crosses=crosses, part=part)
             if not crosses:
                 out.zero_()
                 return
@@ -264,6 +289,26 @@ class UnitReducer:
             else:
                 self._lockstep.confirm()
                 self._reduce_densely(out, grad, exchange if in_levels else None, group, op, native)
+
+    def _stays_inside(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> bool:
+        """Whether the sum of a host's ranks waits, or meets what waits."""
+        return self._can_add(group, op) and (self.inside.waits or not self._crosses())
+
+    def _without(self, part: Part, group: dist.ProcessGroup) -> AbstractContextManager[None]:
+        """Let wait what is owed for parameters that the backward did not reach."""
+        if self.second is None:
+            columns = {s.start: part.missing_columns(s) for s in self.plan.segments}
+            debts = [Debt(f, columns[i], columns[i]) for i, f in self.feedbacks.items()]
+        else:
+            mask = part.missing_mask(self._setup.device).to(self.plan.info.dtype)
+            rows, own = self.second.arrange(mask).bool(), group.rank()
+            debts = []
+            for slices, whole in zip(self._encoded.segments, self.plan.segments, strict=True):
+                of = rows[:, slices.start : slices.stop]
+                debts.append(Debt(self.feedbacks[whole.start], of, of[own]))
+                debts.append(Debt(self.owner_feedbacks[whole.start], of[own : own + 1], of[own]))
+        codecs = [c for c in self.codecs.values() if c.controllers]
+        return set_aside(debts, [c for c in codecs if part.misses(c, self.plan.segments)])
 
     def _can_add(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> bool:
         """Whether hosts can have part of a reduction: of a unit with nothing compressed it may be
@@ -293,9 +338,11 @@ class UnitReducer:
             grad, shard = self.second.arrange(grad), self.second.slice_sum()
         plan = self._encoded
         send, received = self._messages(plan, group)
-        if self.counters.compressed_steps == 1:
+        if self._first:
             # Only then does a codec exchange anything before its message.
             self._lockstep.confirm()
+        # Codecs that a part left out begin in the next reduction.
+        self._first = self._lockstep.part != 0
         divisor = plan.info.world_size if op == dist.ReduceOp.AVG else 1
         with record_function(f"TAGC::encode ({self._name})"):
             self.encode(grad, send[:, : plan.words], exchange)
@@ -411,6 +458,7 @@ class UnitReducer:
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         native: Native | None,
+        part: Part | None = None,
     ) -> None:
         if levels is not None or self.plan.for_all:
             work = (levels or BroadcastExchange(group, self._workspace)).sum_dense(out, grad)
@@ -421,6 +469,8 @@ class UnitReducer:
             work = (native or dense_reduce_scatter)(out, grad, group, op)
             work.wait()
         self.counters.native_bytes += work.wire_bytes
+        if part is not None:
+            return  # owners of what is compressed have no sum to follow
         if self._flat is None:
             self.after_dense(out)
         elif self._follows_dense:

@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch.distributed as dist
 from torch import Tensor
 
+from tagc.comm.part import Part
 from tagc.plan import UnitPlan
+from tagc.plan.table import as_list
 
 
 def check_reduction(
     plan: UnitPlan,
+    part: Part | None,
     out: Tensor,
     inp: Tensor,
     group: dist.ProcessGroup,
     op: dist.ReduceOp.RedOpType,
-    without_gradient: Callable[[], Sequence[str]],
-    *,
-    remedy: str,
 ) -> None:
     """Refuse buffers, group or operation that the plan was not made for.
 
     Args:
-        without_gradient: finds the names of the unit's parameters that FSDP does not reduce.
-        remedy: what to do about these.
+        part: what the backward reached; None for all parameters of the unit.
 
     Raises:
         RuntimeError: naming the unit, what differs, and the remedy.
     """
     name = plan.info.label
     info = plan.info
-    columns = plan.buffer_columns
+    columns = plan.buffer_columns if part is None else part.columns
+    unknown = sorted(part.names - {p.name for p in info.params}) if part is not None else []
     if group.size() != info.world_size:
         raise RuntimeError(
             f"tagc: unit {name!r} was planned for {info.world_size} ranks, but FSDP "
             f"reduces over {group.size()}; call tagc.wrap after the model is sharded for good"
         )
     rows = 1 if plan.for_all else info.world_size
-    if out.numel() != columns or inp.numel() != columns * rows:
-        names = without_gradient()
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        who = f"{', '.join(names[:8])}{more}" if names else "some of its parameters"
+    if unknown or out.numel() != columns or inp.numel() != columns * rows:
+        more = f", {as_list(unknown)} among them" if unknown else ""
         raise RuntimeError(
-            f"tagc: unit {name!r} was planned for {columns} gradient columns per rank, "
-            f"but FSDP reduces {out.numel()}: {who} got no gradient in this "
-            "backward, or requires_grad changed after tagc.wrap. Freeze parameters before "
-            f"tagc.wrap, and {remedy}"
+            f"tagc: unit {name!r} was planned for {columns} gradient columns per rank, but FSDP "
+            f"reduces {out.numel()}{more}: requires_grad or the sharding changed after tagc.wrap. "
+            "Unfreeze and shard parameters before tagc.wrap, or remove() it and wrap again"
         )
     if inp.dtype != info.dtype:
         raise RuntimeError(

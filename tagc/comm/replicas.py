@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tagc.comm.part import Part
 from tagc.comm.reducer import UnitReducer
+from tagc.comm.waiting import Waiting
 
 
 class ReplicaAverage:
@@ -21,15 +23,20 @@ class ReplicaAverage:
     """
 
     def __init__(
-        self, reducer: UnitReducer, group: dist.ProcessGroup, shared: Callable[[], bool]
+        self,
+        reducer: UnitReducer,
+        group: dist.ProcessGroup,
+        shared: Callable[[], bool],
+        reached: Callable[[], Set[str] | None] = lambda: None,
     ) -> None:
         """New state.
 
         Args:
             shared: whether the replicas share the gradient of this backward; the same on all ranks.
+            reached: see :meth:`UnitReducer.reduce`; likewise.
         """
         self._reducer, self._group, self._shared = reducer, group, shared
-        self._waiting: Tensor | None = None
+        self._reached, self._waiting = reached, Waiting(reducer.plan)
 
     @torch.no_grad()
     def __call__(self, shard: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG) -> None:
@@ -41,15 +48,20 @@ class ReplicaAverage:
         if shard.is_cuda:
             # FSDP allocated it in another stream, and lets go of it while this one still works.
             shard.record_stream(torch.cuda.current_stream(shard.device))
-        if self._waiting is not None:
-            shard.add_(self._waiting)
-            self._waiting = None
-        if self._shared():
-            # What owners owe is in units of the average, whatever the operation.
-            scaled = op == dist.ReduceOp.SUM and self._reducer.second is not None
-            self._reducer.reduce(shard, shard, self._group, dist.ReduceOp.AVG if scaled else op)
-            if scaled:
-                shard.mul_(self._group.size())
-        else:
-            self._waiting = shard.clone()
+        names = self._reached()
+        part = None if names is None else Part(self._reducer.plan, frozenset(names))
+        if not self._shared():
+            self._waiting.add(shard if part is None else part.expand(shard[None])[0], part)
             shard.zero_()
+            return
+        if self._waiting:
+            whole = shard if part is None else part.expand(shard[None])[0]
+            self._waiting.hand_over(whole, part)
+            if part is not None:
+                part.pick(whole, shard)
+        # What owners owe is in units of the average, whatever the operation.
+        scaled = op == dist.ReduceOp.SUM and self._reducer.second is not None
+        mean = dist.ReduceOp.AVG if scaled else op
+        self._reducer.reduce(shard, shard, self._group, mean, reached=names)
+        if scaled:
+            shard.mul_(self._group.size())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from tagc.comm import Lockstep, Phase, ReplicaAverage, UnitGatherer, UnitReducer
 from tagc.fsdp.averaging import all_reduces_by_class, averaging, plain
 from tagc.fsdp.grad_mode import GradMode
+from tagc.fsdp.tensor_parallel import ParallelDim, box_of, duplicate_of, parallel_dims
 from tagc.fsdp.unit import Integration, Unit
 from tagc.plan import UnitInfo, UnitParam
 from tagc.policy import Policy
@@ -35,24 +37,22 @@ class FSDP2Unit(Unit):
     _hooks: list[RemovableHandle] = field(default_factory=list)
 
     @property
-    def unused_parameters_remedy(self) -> str:
-        """See :attr:`Unit.unused_parameters_remedy`."""
-        return unused_parameters_remedy()
+    def reached(self) -> Set[str] | None:
+        """See :attr:`Unit.reached`."""
+        reduce_scatter = self._param_group._reduce_scatter_comm
+        return reduce_scatter.reached if isinstance(reduce_scatter, _CustomReduceScatter) else None
 
-    def without_gradient(self) -> Sequence[str]:
-        """See :meth:`Unit.without_gradient`."""
-        reduced = _reduced_now()
-        if reduced is None:
-            return ()
-        present = {id(param) for param in reduced}
+    def _named(self) -> Iterator[tuple[Any, str]]:
+        """FSDP's parameters, frozen ones too, and their names."""
         assert self.gather_info is not None
-        params = zip(self.gather_info.params, self._param_group.fsdp_params, strict=True)
-        planned = {param.name for param in self.info.params}
-        return [p.name for p, fsdp in params if p.name in planned and id(fsdp) not in present]
+        for param, info in zip(self._param_group.fsdp_params, self.gather_info.params, strict=True):
+            yield param, info.name
 
     def install(self, reducer: UnitReducer) -> None:
         """See :meth:`Unit.install`."""
-        self.module.set_custom_reduce_scatter(_CustomReduceScatter(reducer))
+        names = {id(param): name for param, name in self._named()}
+        planned = frozenset(param.name for param in self.info.params)
+        self.module.set_custom_reduce_scatter(_CustomReduceScatter(reducer, names, planned))
         if _is_own(self._native[1]):
             self.module.set_custom_all_gather(_InStep(self._native[1], self))
 
@@ -90,8 +90,9 @@ class FSDP2Unit(Unit):
 
     def trainable(self) -> list[nn.Parameter]:
         """See :meth:`Unit.trainable`."""
-        params = [p.sharded_param for p in self._param_group.fsdp_params]
-        return [p for p in params if p.requires_grad]
+        # Not those that require a gradient now: people freeze parameters later, too.
+        planned = {param.name for param in self.info.params}
+        return [p.sharded_param for p, name in self._named() if name in planned]
 
     def frozen_shards(self) -> dict[str, Tensor]:
         """See :meth:`Unit.frozen_shards`."""
@@ -133,15 +134,27 @@ class _CustomReduceScatter(_Allocates, ReduceScatter):
 
     Attributes:
         average: over replicas, in place of FSDP's own all-reduce; None where there is none.
+        reached: see :attr:`Unit.reached`.
     """
 
-    def __init__(self, reducer: UnitReducer) -> None:
-        self._reduce = reducer.reduce
+    def __init__(
+        self, reducer: UnitReducer, names: Mapping[int, str], planned: frozenset[str]
+    ) -> None:
+        """Args:
+        names: of FSDP's parameters, by their ids.
+        planned: names of those in the plan.
+        """
+        self._reduce, self._names, self._planned = reducer.reduce, names, planned
         self.average: ReplicaAverage | None = None
+        self.reached: frozenset[str] | None = None
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        params = _params_of(sys._getframe(1))
+        if params is not None:
+            reached = frozenset(self._names[id(param)] for param in params)
+            self.reached = None if reached == self._planned else reached
         buffer = super().allocate(size, dtype=dtype, device=device)
         return buffer if self.average is None else averaging(buffer, self.average)
 
@@ -153,7 +166,14 @@ class _CustomReduceScatter(_Allocates, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        self._reduce(plain(output_tensor), plain(input_tensor), group, op)
+        out, inp = plain(output_tensor), plain(input_tensor)
+        self._reduce(out, inp, group, op, reached=self.reached)
+
+
+def _params_of(foreach_reduce: FrameType) -> Sequence[Any] | None:
+    """The parameters whose gradients FSDP is about to reduce: it tells its collectives sizes only,
+    and its function has this list. None if it has no such list any more."""
+    return foreach_reduce.f_locals.get("fsdp_params")
 
 
 class _InStep(AllGather):
@@ -206,18 +226,30 @@ class _CustomAllGather(_Allocates, AllGather):
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     """The groups of ranks that share a model, whatever else may be wrong with it; none if it is
     not sharded."""
-    meshes = [g.mesh_info for m in model.modules() for g in _all_param_groups(m)]
     groups = [
-        group
-        for mesh in meshes
-        for name in ("shard_process_group", "replicate_process_group")
-        if (group := getattr(mesh, name, None)) is not None
+        group for m in model.modules() for g in _all_param_groups(m) for group in _sharding(g)
     ]
     return list({id(group): group for group in groups}.values())
 
 
+def left_to_fsdp(model: nn.Module) -> dict[str, str]:
+    """Units that are no units of tagc's, by their label, and why. Modules with several parameter
+    groups (experts on a mesh of their own): torch replaces the collectives of a module, not those
+    of a group."""
+    found = {}
+    for name, module in model.named_modules():
+        groups = _all_param_groups(module)
+        if len(groups) > 1:
+            numel = sum(p.sharded_param.numel() for group in groups for p in group.fsdp_params)
+            found[plain_name(name) or "(root)"] = (
+                f"{len(groups)} parameter groups with {numel:,} elements"
+            )
+    return found
+
+
 def find_units(model: nn.Module) -> list[Unit]:
-    """The FSDP2 units of a model, in module order, with their trainable parameters.
+    """The FSDP2 units of a model, in module order, with their trainable parameters; but for those
+    of :func:`left_to_fsdp`.
 
     Raises:
         ValueError: if it is sharded in a way whose reduce-scatter cannot be replaced, or if a
@@ -228,11 +260,15 @@ def find_units(model: nn.Module) -> list[Unit]:
     units: list[Unit] = []
     seen: set[int] = set()
     grad_mode = GradMode()
+    groups = [group for _, module in modules for group in _all_param_groups(module)]
+    dims = (dim for group in groups for p in group.fsdp_params for dim in _parallel(p, group))
+    parallel = list({dim.ranks: dim for dim in dims}.values())
     for name, module, is_topmost in _with_topmost(modules):
-        for group in _param_groups(name, module):
+        groups = _all_param_groups(module)
+        for group in groups if len(groups) == 1 else ():
             if id(group) not in seen:
                 seen.add(id(group))
-                units.append(_unit(name, module, group, names, grad_mode, is_topmost))
+                units.append(_unit(name, module, group, names, grad_mode, is_topmost, parallel))
     return units
 
 
@@ -255,28 +291,6 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def unused_parameters_remedy() -> str:
-    """What to do about parameters that a step may leave without a gradient."""
-    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        return (
-            "call set_reduce_scatter_unused_params(True) on the FSDP modules whose parameters a "
-            "step may leave unused"
-        )
-    return (
-        "let every parameter take part in every step (this torch has no "
-        "set_reduce_scatter_unused_params)"
-    )
-
-
-def _reduced_now() -> Sequence[Any] | None:
-    """FSDP's parameters in the reduction that runs, which only the function has that called its
-    collective; None if FSDP has no such function any more."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "foreach_reduce":
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("fsdp_params")
-
-
 def _all_param_groups(module: nn.Module) -> list[Any]:
     if not isinstance(module, FSDPModule):
         return []
@@ -286,17 +300,6 @@ def _all_param_groups(module: nn.Module) -> list[Any]:
     return [g for g in (state._fsdp_param_group,) if g is not None] if groups is None else groups
 
 
-def _param_groups(name: str, module: nn.Module) -> Iterator[Any]:
-    groups = _all_param_groups(module)
-    if len(groups) > 1:
-        raise ValueError(
-            f"{name or 'the root module'!r} has {len(groups)} FSDP parameter groups (from "
-            "shard_placement_fn with several meshes); torch cannot replace the reduce-scatter of "
-            "such a module. Apply fully_shard to its children separately"
-        )
-    yield from groups
-
-
 def _unit(
     name: str,
     module: nn.Module,
@@ -304,6 +307,7 @@ def _unit(
     names: dict[int, str],
     grad_mode: GradMode,
     is_topmost: bool,
+    parallel: Sequence[ParallelDim],
 ) -> FSDP2Unit:
     assert isinstance(module, FSDPModule)
     trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
@@ -331,16 +335,17 @@ def _unit(
     # a larger model that is wrapped alone before that is taken for one.
     is_root = is_topmost if state._is_root is None else state._is_root
     root = is_root and getattr(state, "_auto_reshard_after_forward", False)
+    planned = {id(p): _unit_param(p, group, names, parallel) for p in group.fsdp_params}
     return FSDP2Unit(
         info=UnitInfo(
             name=name,
-            params=tuple(_unit_param(p, names) for p in trainable),
+            params=tuple(planned[id(p)] for p in trainable),
             world_size=mesh.shard_mesh_size,
             dtype=policy.reduce_dtype or policy.param_dtype or reduced,
         ),
         gather_info=UnitInfo(
             name=name,
-            params=tuple(_unit_param(p, names) for p in group.fsdp_params),
+            params=tuple(planned.values()),
             world_size=mesh.shard_mesh_size,
             # FSDP gathers several dtypes as bytes.
             dtype=policy.param_dtype or (stored[0] if len(set(stored)) == 1 else torch.uint8),
@@ -350,15 +355,27 @@ def _unit(
                 if group._reshard_after_forward and not group._use_post_forward_mesh and not root
                 else 1
             ),
+            native=_own_gather(group),
         ),
         module=module,
         group=mesh.shard_process_group,
         device=group.device,
         replicas=mesh.replicate_process_group if replicated else None,
+        parallel=[dim.group for p in group.fsdp_params for dim in _parallel(p, group)],
         _param_group=group,
         _grad_mode=grad_mode,
         _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
     )
+
+
+def _own_gather(group: Any) -> str:
+    """Why FSDP must gather a unit itself: a parameter makes what is sent, and makes a parameter of
+    what arrives (torchao's float8 all-gather). Nothing if none does."""
+    for param in group.fsdp_params:
+        local = param._sharded_local_tensor
+        if hasattr(local, "fsdp_pre_all_gather"):
+            return f"parameters of type {type(local).__name__} have an all-gather of their own"
+    return ""
 
 
 def _in_one_dimension(name: str, info: Any) -> str:
@@ -390,10 +407,26 @@ def _check_own(name: str, comm: Any, kind: str) -> None:
         )
 
 
-def _unit_param(param: Any, names: dict[int, str]) -> UnitParam:
+def _sharding(group: Any) -> list[dist.ProcessGroup]:
+    """FSDP's own groups of a parameter group."""
+    names = ("shard_process_group", "replicate_process_group")
+    found = [getattr(group.mesh_info, name, None) for name in names]
+    return [one for one in found if one is not None]
+
+
+def _parallel(param: Any, group: Any) -> list[ParallelDim]:
+    return parallel_dims(param.sharded_param, _sharding(group))
+
+
+def _unit_param(
+    param: Any, group: Any, names: dict[int, str], parallel: Sequence[ParallelDim]
+) -> UnitParam:
+    dims, shape = _parallel(param, group), tuple(param.sharded_param.shape)
     return UnitParam(
         name=_param_name(param, names),
-        shape=tuple(param.sharded_param.shape),
+        shape=shape,
+        box=box_of(shape, dims),
+        duplicate=duplicate_of(dims, _sharding(group), parallel),
         columns=param.padded_sharded_param_size.numel(),
         dim=param.fsdp_placement.dim,
         local=tuple(param.padded_sharded_param_size),
@@ -431,5 +464,6 @@ FSDP2 = Integration(
     shards=_shards,
     sharding_groups=sharding_groups,
     find_units=find_units,
+    left_to_fsdp=left_to_fsdp,
     check_policy=_check_policy,
 )

@@ -6,7 +6,7 @@ line in :mod:`tagc.fsdp.integrations`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,8 @@ class Unit:
             then nor can the all-reduce over replicas.
         replicas: ranks with the same shard in other replicas of the model, where FSDP itself
             all-reduces over them.
+        parallel: groups of ranks that tensor parallelism divided parameters of the unit among, or
+            gave duplicates of them, before FSDP sharded these.
     """
 
     info: UnitInfo
@@ -36,16 +38,13 @@ class Unit:
     device: torch.device
     gather_info: UnitInfo | None = None
     replicas: dist.ProcessGroup | None = None
+    parallel: Sequence[dist.ProcessGroup] = ()
 
     @property
-    def unused_parameters_remedy(self) -> str:
-        """What to do about parameters that a step may leave without a gradient."""
-        return "let every parameter take part in every step"
-
-    def without_gradient(self) -> Sequence[str]:
-        """Names of the planned parameters that are not part of the reduction that runs, called from
-        within it; none where that is not known."""
-        return ()
+    def reached(self) -> Set[str] | None:
+        """Names of the parameters in the reduction that runs, called from within it; None if all of
+        ``info`` are. The same on all ranks: FSDP itself needs that."""
+        return None
 
     def install(self, reducer: UnitReducer) -> None:
         """Let ``reducer`` reduce this unit's gradients."""
@@ -62,8 +61,8 @@ class Unit:
         return True
 
     def trainable(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer may hold now, as it knows them: those of `info`,
-        in that order, or one that has them all."""
+        """The parameters of ``info`` as an optimizer knows them now: in that order, or one that has
+        them all."""
         raise NotImplementedError
 
     # What follows is for units with a `gather_info` only.
@@ -111,6 +110,8 @@ class Integration:
         sharding_groups: of the ranks that share a model, whatever else may be wrong with it.
         find_units: the units of a model, in module order; raises ValueError for what cannot be
             replaced, or already is.
+        left_to_fsdp: units whose collectives cannot be replaced, but that need not keep people from
+            having the others compressed: by their label, what they are.
         check_policy: raises PolicyError for what it offers no way to do; the second argument says
             whether gradients are to be averaged over replicas.
     """
@@ -121,3 +122,4 @@ class Integration:
     sharding_groups: Callable[[nn.Module], list[dist.ProcessGroup]]
     find_units: Callable[[nn.Module], list[Unit]]
     check_policy: Callable[[Policy, bool], None]
+    left_to_fsdp: Callable[[nn.Module], Mapping[str, str]] = lambda model: {}

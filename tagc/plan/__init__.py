@@ -1,5 +1,6 @@
 """Plans: which columns of every unit travel how, and what that costs, before any step."""
 
+from tagc.plan.boxes import Box, span_of
 from tagc.plan.build import build_plan
 from tagc.plan.choice import AUTO_BITS, Choice, Choose, resolve_auto
 from tagc.plan.inside import config_inside
@@ -12,6 +13,7 @@ from tagc.plan.units import FlatBuffer, UnitInfo, UnitParam
 
 __all__ = [
     "AUTO_BITS",
+    "Box",
     "Choice",
     "Choose",
     "Direction",
@@ -31,4 +33,5 @@ __all__ = [
     "in_two_shots",
     "resolve_auto",
     "slices_of",
+    "span_of",
 ]

@@ -14,6 +14,7 @@ from tagc.plan.checks import (
     check_dtype,
     check_effect,
     in_levels,
+    kept_native,
     left_out,
     matrices_of,
     unshared_supports,
@@ -94,6 +95,7 @@ def build_plan(
     notes += without_effect(directions[0], policy.inside)
     notes += about_shots(directions[2])
     notes += left_out(directions[1], policy)
+    notes += kept_native(directions[1])
     notes += beyond_their_names([unit for units in directions for unit in units])
     segments = [s for units in directions for unit in units for s in unit.segments]
     kinds = [s.codec.feedback for s in segments if s.codec.feedback is not None]
@@ -129,6 +131,8 @@ def _plan_unit(
             matched.add((direction, index))
             if param.special is not None and not rules[index].codec.carries(param.special):
                 index = None
+        if unit.native:
+            index = None
         # What is frozen may not share a block with what is trained: see MessageGatherer.
         frozen = param.frozen and index is not None
         last = [run for run in runs[-1:] if (run.role, run.frozen) == (info.role, frozen)]

@@ -184,6 +184,19 @@ def left_out(units: Sequence[UnitPlan], policy: Policy) -> Iterator[str]:
         )
 
 
+def kept_native(units: Sequence[UnitPlan]) -> Iterator[str]:
+    """Which units travel as FSDP sends them, whatever their rules say, and why."""
+    names: dict[str, list[str]] = {}
+    for unit in units:
+        if unit.info.native:
+            names.setdefault(unit.info.native, []).append(unit.info.label)
+    for why, some in names.items():
+        yield (
+            f"{units[0].direction} of {as_list(some)}: as FSDP sends them, since {why} (the table "
+            "counts their elements in the dtype that FSDP computes with)"
+        )
+
+
 def beyond_their_names(units: Sequence[UnitPlan]) -> Iterator[str]:
     """Which parameters take more than twice the bits that their codec is known by."""
     costly: dict[str, list[str]] = {}

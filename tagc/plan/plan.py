@@ -121,6 +121,8 @@ def _why_dense(
     unit: UnitPlan, segment: Segment, param: UnitParam, policy: Policy, info: ParamInfo
 ) -> str:
     rules = getattr(policy, unit.direction)
+    if unit.info.native:
+        return unit.info.native
     if segment.rule is None and param.special is not None and first_match(rules, info) is not None:
         return f"frozen, with {param.special.value}"
     if segment.rule is None or not rules:

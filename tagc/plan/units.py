@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tagc.codecs import Special
+from tagc.plan.boxes import Box
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,10 @@ class UnitParam:
         start: FSDP1 only: its first element in the flat buffer.
         local: FSDP2: shape of every shard, padding included. (With tensor parallelism ``shape``
             does not say.)
+        box: with tensor parallelism, the elements of the parameter that this rank's sharding group
+            has; None for all of them.
+        duplicate: with tensor parallelism, which of the sharding groups that have the same elements
+            this rank is in, and how many there are; None if there is one.
         frozen: whether it has no gradient.
         special: what is special about the values of a frozen one, on all ranks together.
     """
@@ -29,8 +34,15 @@ class UnitParam:
     dim: int = 0
     start: int | None = None
     local: tuple[int, ...] | None = field(default=None, repr=False)
+    box: Box | None = field(default=None, repr=False)
+    duplicate: tuple[int, int] | None = field(default=None, repr=False)
     frozen: bool = field(default=False, repr=False)
     special: Special | None = field(default=None, repr=False)
+
+    @property
+    def own(self) -> Box:
+        """The elements of the parameter that this rank's sharding group has."""
+        return Box.whole(self.shape) if self.box is None else self.box
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +72,7 @@ class UnitInfo:
             of them sends, and hand on to each other the parameters that one of them gets; 1 where
             everyone sends for itself.
         flat: FSDP1's buffer, in which parameters have no columns of their own.
+        native: why it stays as it is, whatever a policy says; nothing where it need not.
     """
 
     name: str
@@ -69,6 +82,7 @@ class UnitInfo:
     per_step: int = 1
     ranks_per_host: int = 1
     flat: FlatBuffer | None = None
+    native: str = field(default="", repr=False)
 
     @property
     def label(self) -> str:

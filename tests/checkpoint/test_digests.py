@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import fully_shard
 
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
 from support.marks import slow
-from support.states import POLICIES, load, run, save, shared_folder, wrapped
+from support.states import POLICIES, load, rules, run, save, shared_folder, wrapped
 from tagc.checkpoint import OneRank, StateError, to_state_dict
 from tagc.checkpoint.dcp import CheckpointFolder
 from tagc.checkpoint.digest import matches_digest, with_digest
@@ -30,6 +32,52 @@ HEADER = StateHeader(
 )
 NAME, COUNTERS = "residual.gradients.p", "unit.gradients.u.counters"
 TENSORS = {NAME: torch.arange(6.0).view(2, 3), COUNTERS: torch.tensor([3, 2])}
+
+# Kinds of tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_any_tensor_has_a_digest(dtype: torch.dtype) -> None:
+    """That of its elements in order, whatever their strides and number."""
+    base = torch.arange(24).view(4, 6).to(dtype)
+    strided = {
+        "one element": base[:1, ::6],
+        "one of a column": base[::4, :1].t(),
+        "no dimensions": base[2, 3],
+        "no elements": base[:0].t(),
+        "every other": base[::2, ::3],
+        "columns": base.t(),
+        "expanded": base[0, :1].expand(5),
+    }
+    assert strided["one element"].stride(-1) > 1
+    for name, tensor in strided.items():
+        plain = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+        assert matches_digest(with_digest({}, {name: tensor}), {name: plain})
+        if tensor.numel():
+            plain.view(-1).view(torch.uint8)[-1] ^= 1
+            assert not matches_digest(with_digest({}, {name: tensor}), {name: plain})
+
+
+def with_one_element() -> Any:
+    torch.manual_seed(1)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 2))
+    return wrapped(rules({"kind": "packed", "density": 0.5}), fully_shard(model))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("saver", ["dcp", "safetensors"])
+def test_a_parameter_of_one_element_is_saved(rank: int, world_size: int, saver: str) -> None:
+    model, resumed = with_one_element(), with_one_element()
+    for _ in range(2):
+        model(torch.tensor([[0.25 + rank]])).square().sum().backward()
+    with shared_folder() as folder:
+        save(model, folder, saver)
+        load(resumed, folder, saver)
+    state = tagc.compressor(model).state_dict()
+    (owed,) = (t for name, t in state.items() if name.endswith("residual.gradients.0.weight"))
+    assert owed.shape == (1, 1)
+    equal(tagc.compressor(resumed).state_dict(), state)
+
 
 # Bits
 

@@ -22,8 +22,9 @@ from support.states import (
     wrapped,
 )
 from tagc.checkpoint.format import StateHeader
-from tagc.checkpoint.locations import Elements, ParamLocation
+from tagc.checkpoint.locations import ParamLocation
 from tagc.checkpoint.resharding import merged, plan_merge
+from tagc.checkpoint.suffix import Elements
 from tagc.plan import UnitParam
 
 

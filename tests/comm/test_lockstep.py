@@ -139,7 +139,7 @@ def test_without_messages_a_stamp_tells(rank: int, world_size: int) -> None:
 def test_long_names_are_cut_at_the_front() -> None:
     label = "model." + "deep." * 20 + "éµblock"
     made = lockstep.Lockstep("replicas", label, torch.device("cpu"))
-    header = torch.cat((torch.tensor([3, 70]), made._name))
+    header = torch.cat((torch.tensor([3, 70, 0]), made._name))
     told = lockstep._told(header)
     assert told.startswith("the average over replicas of unit '...")
     assert told.endswith("deep.éµblock' (step 3, 70 words)")

@@ -105,11 +105,11 @@ class Notes:
     def noting(self, original: Any) -> Any:
         """``original``, a reduction or a gather of a unit; one may begin inside of another."""
 
-        def call(unit: Any, *args: Any) -> None:
+        def call(unit: Any, *args: Any, **how: Any) -> None:
             outer, self._count = self._current, self._count + 1
             self._current = f"{unit.plan.direction} {unit.plan.info.label}", self._count
             try:
-                original(unit, *args)
+                original(unit, *args, **how)
             finally:
                 self._current = outer
 

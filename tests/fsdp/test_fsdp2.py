@@ -38,9 +38,11 @@ def recorded(calls: list[tuple[UnitReducer, Tensor, Tensor]]) -> Iterator[None]:
     """Notes every unit's input and output. Enter it before `tagc.wrap`."""
     original = UnitReducer.reduce
 
-    def reduce(self: UnitReducer, out: Tensor, inp: Tensor, group: Any, op: Any) -> None:
+    def reduce(
+        self: UnitReducer, out: Tensor, inp: Tensor, group: Any, op: Any, **how: Any
+    ) -> None:
         before = inp.clone()
-        original(self, out, inp, group, op)
+        original(self, out, inp, group, op, **how)
         calls.append((self, before, out.clone()))
 
     with patch.object(UnitReducer, "reduce", reduce):

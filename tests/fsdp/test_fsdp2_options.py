@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,13 +14,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tagc
+from parity.fsdp2_options import in_two_meshes
+from parity.meshes import two_by_two
 from parity.model import loss_of
 from parity.option import compile_blocks, wrap_blocks
 from support.block_net import WEIGHTS, net, sharded, wrap
 from support.distributed import on_ranks
 from support.exact import EXACT
+from support.failing import fails
 from support.gathering import INT8, gathering
+from support.own_gather import gather_themselves
 from support.small_net import local_grads, local_weights
+from tagc.fsdp.fsdp2 import _params_of
 from tagc.policy import Policy
 
 EXACT_SKETCH = {
@@ -127,21 +133,42 @@ def test_blocks_compiled_by_inductor(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, 3)
-def test_unused_parameters_fail_alike_where_all_ranks_leave_them_out(
-    rank: int, world_size: int
-) -> None:
-    model = wrap(sharded(net(extra=True)))
-    said = r"unit '\(root\)'.*: extra.weight, extra.bias got no .*set_reduce_scatter_unused_params"
-    with pytest.raises(RuntimeError, match=said):
-        loss_of(model, rank, 0).backward()
+def test_unused_parameters_have_no_gradient(rank: int, world_size: int) -> None:
+    """And all others have what they have natively."""
+    model, native = wrap(sharded(net(extra=True)), EXACT_SKETCH), sharded(net(extra=True))
+    for m in (model, native):
+        loss_of(m, rank, 0).backward()
+    grads: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
+    assert [name for name, grad in grads.items() if grad is None] == ["extra.weight", "extra.bias"]
+    for name, p in native.named_parameters():
+        theirs: Any = p.grad
+        if theirs is not None:
+            mine = grads[name].to_local()
+            torch.testing.assert_close(mine, theirs.to_local(), rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)
-def test_parameters_frozen_after_wrap_are_named(rank: int, world_size: int) -> None:
-    model = wrap(sharded(net()))
-    model.head.weight.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r": head\.weight got no gradient in this backward"):
+def test_this_torch_tells_what_a_backward_reached(rank: int, world_size: int) -> None:
+    """It does not by design: the list is a variable of its `foreach_reduce`."""
+    model = sharded(net(extra=True))
+    seen = []
+    with mock.patch("tagc.fsdp.fsdp2._params_of", side_effect=_params_of) as look:
+        wrap(model, EXACT_SKETCH)
         loss_of(model, rank, 0).backward()
+    for call in look.call_args_list:
+        frame = call.args[0]
+        seen.append(frame.f_code.co_name)
+    assert set(seen) == {"foreach_reduce"}
+    # For its input and its output, in three units.
+    assert len(seen) == 6
+
+
+@on_ranks(3)
+def test_ranks_that_use_different_parameters_are_told(rank: int, world_size: int) -> None:
+    """Natively that hangs, or mixes up what it reduces."""
+    model = wrap(sharded(net(extra=True)), EXACT_SKETCH)
+    with pytest.raises(RuntimeError, match="parameters that only some of them use"):
+        loss_of(model, rank, 0, take_extra=rank == 1).backward()
 
 
 @on_ranks(3)
@@ -232,3 +259,66 @@ def test_removal_lets_go_of_scratch_buffers(rank: int, world_size: int) -> None:
         cpu.release = original
     # Of three units, whose gradients are dense and need no operators.
     assert len(released) == 3
+
+
+# Units that FSDP keeps
+
+
+def groups_in_blocks() -> Any:
+    model = net()
+    in_two_meshes(model)
+    return model
+
+
+@on_ranks(4)
+def test_units_with_several_parameter_groups_stay_with_fsdp(rank: int, world_size: int) -> None:
+    model = wrap(groups_in_blocks(), gathering(INT8, "*"))
+    plan = tagc.compressor(model).plan()
+    assert {unit.info.name for unit in plan.all_units} == {""}
+    assert "left to FSDP, and not in the table: unit 'blocks.0' with 2 parameter groups" in str(
+        plan
+    )
+
+    alone = net()
+    in_two_meshes(alone, blocks=False)
+    kind, said = fails(lambda: wrap(alone))
+    assert kind == "ValueError"
+    assert "can compress no unit" in said
+    assert "'(root)' with 2 parameter groups" in said
+    assert "train without tagc.wrap" in said
+
+
+@on_ranks(4)
+def test_replicas_that_tagc_averages_cannot_have_such_units(rank: int, world_size: int) -> None:
+    """They would diverge without a word."""
+    model = groups_in_blocks()
+    kind, said = fails(lambda: wrap(model, replicas=two_by_two()["replicate"]))
+    assert kind == "ValueError"
+    assert "cannot reach unit 'blocks.0'" in said
+    assert "HSDP" in said
+
+
+@on_ranks(2)
+def test_parameters_with_an_all_gather_of_their_own_keep_it(rank: int, world_size: int) -> None:
+    """Others are compressed, and the plan says why these are not."""
+    model, native = net(), net()
+    for m in (model, native):
+        gather_themselves(m)
+        m.blocks[1].up.weight = torch.nn.Parameter(m.blocks[1].up.weight.detach().data_)
+        m.blocks[1].down.weight = torch.nn.Parameter(m.blocks[1].down.weight.detach().data_)
+        sharded(m)
+    wrap(model, gathering(INT8, "*.weight"))
+    compressor = tagc.compressor(model)
+    by_name = {unit.info.name: unit for unit in compressor.plan().parameters}
+    assert not by_name["blocks.0"].compressed
+    assert by_name["blocks.1"].compressed
+    said = str(compressor.plan())
+    assert "parameters of blocks.0: as FSDP sends them, since parameters of type InBfloat16" in said
+    loss_of(model, rank, 0).backward()
+    loss_of(native, rank, 0).backward()
+    sent = [gatherer.wire_bytes for gatherer in compressor.gatherers]
+    assert all(sent)
+    assert 0 < compressor.metrics().parameter_error < 0.01
+    mine, theirs = local_grads(model), local_grads(native)
+    for name, grad in theirs.items():
+        torch.testing.assert_close(mine[name], grad, rtol=0.2, atol=0.05)

@@ -21,9 +21,9 @@ from support.distributed import on_ranks
 from support.exact import EXACT
 from support.fsdp1_net import sharded as sharded_by_fsdp1
 from support.small_net import sharded as net
-from tagc.checkpoint.locations import span_of, split_suffix
+from tagc.checkpoint.suffix import split_suffix
 from tagc.codecs.matrix import MatrixPlan
-from tagc.plan import Plan, UnitInfo, UnitParam, build_plan
+from tagc.plan import Box, Plan, UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy
 
 ONE_OF_16 = {"kind": "matrix", "group": 16}
@@ -126,11 +126,10 @@ def test_shards_of_every_kind_conserve_the_sum(rank: int, world_size: int, ops: 
             continue
         owed, ahead = state[f"residual.gradients.{name}"].double(), torch.zeros(shape).double()
         for full, q in state.items():
-            parameter, at = split_suffix(full)
-            if parameter == f"sent.gradients.{name}" and at is not None:
-                dim = 1 if name == "tail.weight" else 0
-                first, length = span_of(shape[dim], *at)
-                ahead.narrow(dim, first, length).copy_(q)
+            parameter, part = split_suffix(full)
+            if parameter == f"sent.gradients.{name}":
+                (box,) = part.boxes(tuple(shape), dim=1 if name == "tail.weight" else 0)
+                ahead[Box.whole(tuple(shape)).index(box)] = q.double()
         assert owed.any()
         missing = owed / world_size - 1.5 * ahead
         dist.all_reduce(missing)

@@ -15,8 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from support.own_gather import gather_themselves
+
 from .meshes import two_by_two
-from .model import loss_of
+from .model import backward_in_chunks, loss_of
 from .option import (
     Option,
     compile_blocks,
@@ -44,6 +46,13 @@ def blocks_together(model: Any, **options: Any) -> None:
     fully_shard(model, **options)
 
 
+def ends_together(model: Any, **options: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard([model.embed, model.head], **options)
+    fully_shard(model, **options)
+
+
 def by_columns(model: Any, **options: Any) -> None:
     def place(p: Tensor) -> Shard | None:
         return Shard(1) if p.ndim == 2 and p.shape[1] == 60 else None
@@ -51,7 +60,7 @@ def by_columns(model: Any, **options: Any) -> None:
     by_block(model, shard_placement_fn=place, **options)
 
 
-def in_two_meshes(model: Any, **options: Any) -> None:
+def in_two_meshes(model: Any, *, blocks: bool = True, **options: Any) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
         FSDPMeshInfo,
         ShardPlacementResult,
@@ -65,11 +74,16 @@ def in_two_meshes(model: Any, **options: Any) -> None:
     def place(p: Tensor) -> Any:
         return ShardPlacementResult(Shard(0), one if p.ndim == 1 else other)
 
-    fully_shard(model, mesh=world, shard_placement_fn=place, **options)
+    for module in (*model.blocks, model) if blocks else (model,):
+        fully_shard(module, mesh=world, shard_placement_fn=place, **options)
 
 
 def in_hybrid_mesh(model: Any, **options: Any) -> None:
     by_block(model, mesh=two_by_two(), **options)
+
+
+def ends_together_in_hybrid_mesh(model: Any, **options: Any) -> None:
+    ends_together(model, mesh=two_by_two(), **options)
 
 
 def in_data_mesh(model: Any, **options: Any) -> None:
@@ -149,6 +163,11 @@ def not_replicated(model: Any, rank: int, step: int) -> None:
         loss_of(model, rank, 3 * step + micro).backward()
 
 
+def freezing_later(model: Any, rank: int, step: int) -> None:
+    model.head.requires_grad_(step == 0)
+    once(model, rank, step)
+
+
 def clip(model: Any) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
@@ -187,8 +206,9 @@ FSDP2: dict[str, Option] = {
     "unused parameters": Option(
         net={"extra": True},
         shard=by_block,
-        refused="set_reduce_scatter_unused_params(True)",
     ),
+    "loss in chunks": Option(shard=ends_together, backward=backward_in_chunks),
+    "frozen after wrap": Option(shard=by_block, backward=freezing_later),
     "reduce_scatter_unused_params": Option(
         net={"extra": True}, shard=by_block, configure=unused_reduced
     ),
@@ -212,15 +232,18 @@ FSDP2: dict[str, Option] = {
     "blocks in one group": Option(shard=blocks_together),
     "explicit prefetch": Option(shard=by_block, configure=explicit_prefetch),
     "units called twice": Option(net={"times": 2}, shard=by_block),
-    "several parameter groups": Option(
-        shard=in_two_meshes,
-        ranks=(4,),
-        refused="has 2 FSDP parameter groups",
-        refused_dense="has 2 FSDP parameter groups",
-    ),
+    "several parameter groups": Option(shard=in_two_meshes, backward=alike_in_pairs, ranks=(4,)),
+    "an all-gather of their own": Option(prepare=gather_themselves, shard=by_block),
     "hybrid mesh": Option(shard=in_hybrid_mesh, ranks=(4,)),
+    "hybrid mesh, loss in chunks": Option(
+        shard=ends_together_in_hybrid_mesh, backward=backward_in_chunks, ranks=(4,)
+    ),
     "tensor parallel blocks": Option(
         prepare=split_blocks, shard=in_data_mesh, backward=alike_in_pairs, ranks=(4,)
+    ),
+    "saved and resumed": Option(shard=by_block, resumes=True),
+    "tensor parallel blocks, resumed": Option(
+        prepare=split_blocks, shard=in_data_mesh, backward=alike_in_pairs, resumes=True, ranks=(4,)
     ),
 }
 REPLICAS: dict[str, Option] = {
@@ -240,6 +263,7 @@ REPLICAS: dict[str, Option] = {
     ),
     "clip_grad_norm_": Option(shard=by_block, after=clip),
     "some parameters frozen": Option(prepare=freeze_some, shard=by_block),
+    "loss in chunks": Option(shard=ends_together, backward=backward_in_chunks),
     "tied weights": Option(net={"tied": True}, shard=by_block),
     "reshard_after_forward=False": Option(shard=partial(by_block, reshard_after_forward=False)),
     "CPU offload": Option(
@@ -263,10 +287,12 @@ HOSTS: dict[str, Option] = (
             "some parameters frozen",
             "a unit frozen",
             "reduce_scatter_unused_params",
+            "loss in chunks",
             "tied weights",
             "checkpoint inside",
             "CPU offload",
             "sharded by columns",
+            "an all-gather of their own",
         )
     }
     | {

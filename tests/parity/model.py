@@ -28,13 +28,15 @@ class Net(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, *, take_extra: bool = False) -> Tensor:
+    def forward(
+        self, tokens: Tensor, *, take_extra: bool = False, without_head: bool = False
+    ) -> Tensor:
         x = self.embed(tokens)
         for block in list(self.blocks) * self.times:
             x = block(x)
         if take_extra and self.extra is not None:
             x = self.extra(x)
-        return self.head(x)
+        return x if without_head else self.head(x)
 
 
 class Block(nn.Module):
@@ -56,7 +58,25 @@ class Block(nn.Module):
 
 
 def loss_of(model: nn.Module, rank: int, step: int, **how: Any) -> Tensor:
-    tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(97 * step + rank))
-    logits = model(tokens, **how)
+    tokens = tokens_of(rank, step)
+    return _loss(model(tokens, **how), tokens, step)
+
+
+def backward_in_chunks(model: Any, rank: int, step: int) -> None:
+    """Logits and loss of one half of the batch after the other, each with a backward of its own as
+    far as the head's input; then the rest of the model."""
+    tokens = tokens_of(rank, step)
+    hidden = model(tokens, without_head=True)
+    leaf = hidden.detach().requires_grad_()
+    for half, targets in zip(leaf.chunk(2), tokens.chunk(2), strict=True):
+        _loss(model.head(half), targets, step).backward()
+    hidden.backward(leaf.grad)
+
+
+def tokens_of(rank: int, step: int) -> Tensor:
+    return torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(97 * step + rank))
+
+
+def _loss(logits: Tensor, targets: Tensor, step: int) -> Tensor:
     # The scale differs between steps, or residuals would not.
-    return (1 + step) * nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+    return (1 + step) * nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

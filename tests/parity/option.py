@@ -33,6 +33,7 @@ class Option:
         after: what follows them, before the optimizer.
         sums: whether FSDP reduces with SUM, not AVG.
         divides: by what FSDP divides after that, given the ranks.
+        resumes: whether tagc's state is saved after every step, and loaded after one step more.
         ranks: numbers of ranks that make sense.
         names: parameters that a policy compresses, for FSDP1, which lays out all others apart.
         refused: words of the error that a policy which compresses must raise.
@@ -47,6 +48,7 @@ class Option:
     after: Callable[[Any], None] = nothing
     sums: bool = False
     divides: Callable[[int], float] = lambda ranks: 1
+    resumes: bool = False
     ranks: Sequence[int] = (2, 3, 2, 3, 4, 2, 3, 5)
     names: str = "*"
     refused: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tagc
 from support.distributed import run_ranks
+from support.states import shared_folder
 from tagc.plan import UnitPlan
 
 from .apis import APIS, Api
@@ -82,7 +83,12 @@ def check(rank: int, case: Case, natives: list[History]) -> None:
     with recorded() as amounts:
         wrapped = api.wrapped(option, dtype, policy)
         units = tagc.compressor(wrapped).plan().units
-        mine = history(rank, api, option, wrapped, units)
+
+        def resume() -> None:
+            if option.resumes:
+                go_back(rank, option, wrapped, amounts)
+
+        mine = history(rank, api, option, wrapped, units, resume)
     if not natives:
         natives.append(history(rank, api, option, api.native(option, dtype), units))
     theirs = natives[0]
@@ -121,8 +127,32 @@ class History:
     all: list[Tensor]
 
 
-def history(rank: int, api: Api, option: Option, model: Any, units: Sequence[UnitPlan]) -> History:
-    """All steps, with the same weights."""
+def go_back(rank: int, option: Option, model: Any, amounts: dict[int, Tensor]) -> None:
+    """Save tagc's state, take a step, and load: that step has not been."""
+    before = dict(amounts)
+    compressor = tagc.compressor(model)
+    with shared_folder() as folder:
+        compressor.save(folder)
+        option.backward(model, rank, STEPS)
+        model.zero_grad()
+        compressor.load(folder)
+    amounts.clear()
+    amounts.update(before)
+
+
+def history(
+    rank: int,
+    api: Api,
+    option: Option,
+    model: Any,
+    units: Sequence[UnitPlan],
+    resume: Callable[[], None] = lambda: None,
+) -> History:
+    """All steps, with the same weights.
+
+    Args:
+        resume: called after each.
+    """
     sums: list[Tensor] = []
     every: list[Tensor] = []
     for step in range(STEPS):
@@ -134,4 +164,5 @@ def history(rank: int, api: Api, option: Option, model: Any, units: Sequence[Uni
         # Changes nothing, but makes messages about changes due, for policies that send these.
         torch.optim.SGD(model.parameters(), lr=0.0).step()
         model.zero_grad()
+        resume()
     return History(sums, every)

@@ -16,6 +16,7 @@ import tagc
 from tagc.codecs.matrix import MatrixPlan
 from tagc.codecs.sketch import SketchCodec, SketchPlan
 from tagc.comm import UnitReducer
+from tagc.comm.part import Part
 from tagc.plan import Segment, UnitPlan
 from tagc.plan.param_slices import param_slices
 
@@ -40,12 +41,14 @@ def recorded() -> Iterator[dict[int, Tensor]]:
     def add(self: UnitReducer, size: Tensor) -> None:
         amounts[id(self)] = amounts.get(id(self), torch.zeros_like(size)) + size
 
-    def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *how: Any) -> None:
+    def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *how: Any, reached: Any = None) -> None:
         rows = 1 if self.plan.for_all else self.plan.info.world_size
         size = inp.view(rows, -1).double().abs()
+        if reached is not None:
+            size = Part(self.plan, frozenset(reached)).expand(size)
         if self.plan.info.flat is not None:
             size *= planned(self.plan)
-        reduce_(self, out, inp, *how)
+        reduce_(self, out, inp, *how, reached=reached)
         add(self, size)
 
     def encode(self: UnitReducer, grad: Tensor, *how: Any) -> None:

@@ -30,9 +30,9 @@ def gradients_on_grid() -> Iterator[None]:
     order. Enter it before `tagc.wrap`."""
     original = UnitReducer.reduce
 
-    def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *rest: Any) -> None:
+    def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *rest: Any, **how: Any) -> None:
         inp.mul_(2**10).round_().clamp_(-(2**15), 2**15).div_(2**10)
-        original(self, out, inp, *rest)
+        original(self, out, inp, *rest, **how)
 
     with patch.object(UnitReducer, "reduce", reduce):
         yield

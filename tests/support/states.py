@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tagc
 from support.exact import equal
 from support.small_net import local_weights, loss_of, sharded
-from tagc.checkpoint.locations import Elements, span_of, split_suffix
+from tagc.checkpoint.suffix import split_suffix
+from tagc.plan import Box
 
 
 def rules(codec: dict[str, Any], feedback: dict[str, Any] | None = None, **more: Any) -> dict:
@@ -162,13 +163,12 @@ def in_whole(
     name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, Tensor]:
     """A parameter's name, and what was saved of it or of a shard of it, among zeros."""
-    parameter, at = split_suffix(name)
+    parameter, part = split_suffix(name)
     whole = torch.zeros(shapes[parameter], dtype=torch.float64)
-    if isinstance(at, Elements):
-        whole.view(-1)[at.first : at.last] = tensor
-    else:
-        first, length = (0, len(whole)) if at is None else span_of(len(whole), *at)
-        whole[first : first + length] = tensor
+    boxes = part.boxes(shapes[parameter], dim=0)
+    pieces = tensor.flatten().double().split([box.numel for box in boxes])
+    for box, piece in zip(boxes, pieces, strict=True):
+        whole[Box.whole(shapes[parameter]).index(box)] = piece.view(box.shape)
     return parameter, whole
 
 

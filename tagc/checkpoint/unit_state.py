@@ -1,0 +1,100 @@
+"""What a unit stores for its parameters between steps, by the names that it has in a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tagc.checkpoint.locations import ParamLocation, locations, slice_locations
+from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES
+from tagc.comm import UnitReducer
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitState:
+    """A unit in one direction of gradients.
+
+    Attributes:
+        direction: ``gradients`` or ``replicas``.
+        shard, shards: of the unit's parameters, on this rank.
+        replica: that this rank is in, from 0; 0 where nobody averages over them.
+    """
+
+    direction: str
+    reducer: UnitReducer
+    shard: int
+    shards: int
+    replica: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of what is saved about the unit."""
+        return f"unit.{self.direction}.{self.reducer.plan.info.name or '(root)'}"
+
+    def residuals(self) -> Iterator[tuple[str, ParamLocation, Tensor]]:
+        """Name of what is saved, place, and the segment's residual, of every parameter; and what
+        the owner of a shard keeps: the moving ``average`` that it hands out with the feedback kind
+        ``momentum``, and with a lead what was ``sent`` last (neither could do for the other); and
+        of two shots across replicas what it owes of the sum, as the owner of a slice."""
+        yield from self._named(self.reducer.residuals, self.reducer.owner_residuals)
+
+    @contextmanager
+    def opened(self) -> Iterator[Iterator[tuple[str, ParamLocation, Tensor]]]:
+        """The same to be changed in place."""
+        reducer = self.reducer
+        with reducer.open_residuals() as residuals, reducer.open_owner_residuals() as owed:
+            yield self._named(residuals, owed)
+
+    def _named(
+        self, residuals: dict[int, Tensor], owed: dict[int, Tensor]
+    ) -> Iterator[tuple[str, ParamLocation, Tensor]]:
+        for kind, place, tensor in self._stored(residuals, owed):
+            yield f"{kind}.{self.direction}.{place.param.name}{place.suffix}", place, tensor
+
+    def _stored(
+        self, residuals: dict[int, Tensor], owed: dict[int, Tensor]
+    ) -> Iterator[tuple[str, ParamLocation, Tensor]]:
+        """Likewise by the kind of what is stored."""
+        plan = self.reducer.plan
+        owned = self._by_kind()
+        if plan.shots is not None:
+            for place, tensor in slice_locations(plan, residuals, self.shards, self.shard):
+                yield "residual", place, tensor
+            for kind, stored in (*owned.items(), (OWNER_RESIDUAL, owed)):
+                for place, tensor in slice_locations(
+                    plan, stored, self.shards, self.shard, self.replica
+                ):
+                    yield kind, place, tensor
+            return
+        stored_by_kind = [("residual", *rows) for rows in self._by_shards(residuals)]
+        stored_by_kind += [(kind, stored, self.shard) for kind, stored in owned.items()]
+        for kind, stored, shard in stored_by_kind:
+            for place, tensor in locations(plan, stored, self.shards, shard):
+                yield kind, place, tensor
+
+    def _by_kind(self) -> dict[str, dict[int, Tensor]]:
+        """What owners keep, by its name in checkpoints."""
+        found: dict[str, dict[int, Tensor]] = {kind: {} for kind in OWNER_STATES}
+        for i, state in self.reducer.owner_states.items():
+            rule = self.reducer.feedbacks[i].rule
+            if rule is not None and rule.owner_state is not None:
+                found[rule.owner_state][i] = state
+        return found
+
+    def _by_shards(
+        self, residuals: dict[int, Tensor]
+    ) -> Iterator[tuple[dict[int, Tensor], int | None]]:
+        """The residuals, and the only shard that they are about; None for all shards."""
+        plan = self.reducer.plan
+        if plan.for_all:  # across replicas a rank has a residual of its own shard only
+            yield residuals, self.shard
+        elif plan.info.ranks_per_host == 1:
+            yield residuals, None
+        else:  # one for each host: of the shard of the rank with this one's place there
+            R = plan.info.ranks_per_host
+            for host in range(plan.destinations):
+                rows = {i: rows[host : host + 1] for i, rows in residuals.items()}
+                yield rows, host * R + self.shard % R
