@@ -1,8 +1,8 @@
-"""``torchtitan.train`` on a CPU: ``python torchtitan_on_cpu.py FOLDER ...`` runs it in FOLDER, where
-it makes a tokenizer of bytes and a small data set, with the other arguments.
+"""``torchtitan.train`` on a CPU: ``python torchtitan_on_cpu.py FOLDER ...`` runs it in FOLDER with
+the other arguments, and makes a tokenizer of bytes and a small data set there first.
 
 torchtitan 0.3 takes a machine without a GPU for one with CUDA, and its attention has no backward on
-a CPU. Nothing else is another one than on a GPU.
+a CPU. These two are replaced here, and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torchtitan.tools import utils
 
-WORDS = "the of to and in is it for on that with as was by this be at or from have not are".split()
+WORDS = ["the", "of", "to", "and", "in", "is", "it", "for", "on", "that", "with", "as", "was"]
 
 
 class Cpu:
@@ -27,6 +27,9 @@ class Cpu:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
+
+    def current_device(self) -> int:
+        return 0
 
     def get_device_name(self, device: torch.device) -> str:
         return "CPU"
