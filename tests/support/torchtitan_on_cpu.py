@@ -1,8 +1,9 @@
 """``torchtitan.train`` on a CPU: ``python torchtitan_on_cpu.py FOLDER ...`` runs it in FOLDER with
 the other arguments, and makes a tokenizer of bytes and a small data set there first.
 
-torchtitan 0.3 takes a machine without a GPU for one with CUDA, and its attention has no backward on
-a CPU. These two are replaced here, and nothing else.
+torchtitan 0.3 takes a machine without a GPU for one with CUDA, its attention has no backward on a
+CPU, and after the first step it sets timeouts by a function that torch 2.13 does not have. These
+three are replaced here, and nothing else.
 """
 
 from __future__ import annotations
@@ -74,8 +75,11 @@ if __name__ == "__main__":
         pass
     os.chdir(folder)
     utils.device_type, utils.device_module = "cpu", Cpu()
+    from torchtitan.distributed import utils as distributed
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.train import main
 
     FlexAttention._compiled_flex_attn = causal
+    if not hasattr(torch.distributed, "set_timeout"):
+        distributed.set_pg_timeouts = lambda *_, **__: None
     main()
