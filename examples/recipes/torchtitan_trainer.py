@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from torchtitan.trainer import Trainer
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel  # pyright: ignore
+from torchtitan.models.llama3.config_registry import llama3_debugmodel  # pyright: ignore
+from torchtitan.trainer import Trainer  # pyright: ignore
 
 from tagc.integrations.torchtitan import compress
 

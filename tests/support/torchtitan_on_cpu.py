@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torchtitan.tools import utils
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # pyright: ignore
+from torchtitan.tools import utils  # pyright: ignore
 
 WORDS = ["the", "of", "to", "and", "in", "is", "it", "for", "on", "that", "with", "as", "was"]
 
@@ -75,9 +75,9 @@ if __name__ == "__main__":
         pass
     os.chdir(folder)
     utils.device_type, utils.device_module = "cpu", Cpu()
-    from torchtitan.distributed import utils as distributed
-    from torchtitan.models.common.attention import FlexAttention
-    from torchtitan.train import main
+    from torchtitan.distributed import utils as distributed  # pyright: ignore
+    from torchtitan.models.common.attention import FlexAttention  # pyright: ignore
+    from torchtitan.train import main  # pyright: ignore
 
     FlexAttention._compiled_flex_attn = causal
     if not hasattr(torch.distributed, "set_timeout"):
