@@ -25,10 +25,12 @@ from tagc.checkpoint import (
     to_state_dict,
 )
 from tagc.comm import UnitGatherer, UnitReducer
+from tagc.comm.waiting import Waiting
 from tagc.fsdp import Levels, OptimizerSteps, Unit
 from tagc.metrics import Metrics, collect
 from tagc.noise import KeptRates, MeasuredUnit, NoiseFactors, clip_grad_norm
 from tagc.plan import Plan
+from tagc.warn import warn
 
 # On the model itself, so that both are garbage together.
 _ATTRIBUTE = "_tagc_compressor"
@@ -38,7 +40,8 @@ _ATTRIBUTE = "_tagc_compressor"
 class Collectives:
     """What replaces FSDP's collectives, in the order of the units; gatherers and replica reducers
     are empty where the policy leaves them. And the groups that tagc made for it, what tells
-    gatherers of an optimizer's steps, and the ranks that hold the same shard in other replicas."""
+    gatherers of an optimizer's steps, and the ranks that hold the same shard in other replicas.
+    Where compression is switched off, ``stand_ins`` average over these."""
 
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
@@ -46,6 +49,12 @@ class Collectives:
     levels: Levels | None = None
     steps: OptimizerSteps | None = None
     replica_group: dist.ProcessGroup | None = None
+    stand_ins: list[UnitReducer] = field(default_factory=list)
+
+    @property
+    def waiting(self) -> list[Waiting]:
+        """Where micro-batches wait."""
+        return [reducer.waiting for reducer in (*self.all_reducers, *self.stand_ins)]
 
     @property
     def replica(self) -> int:
@@ -159,7 +168,7 @@ class Compressor:
 
         Raises:
             ValueError: if a parameter is sharded in a way that has no such state.
-            RuntimeError: if gradients of micro-batches wait inside hosts.
+            RuntimeError: if gradients of micro-batches wait inside hosts or replicas.
         """
         state = self._state()
         return to_state_dict(state.header(), state.take())
@@ -214,6 +223,12 @@ class Compressor:
 
     def _load(self, open_source: Callable[[], Source], *, force: bool) -> None:
         self._state().load(open_source, force=force)
+        measures = any(reducer.gauge is not None for reducer in self._collectives.all_reducers)
+        if measures and self._noise is None and not self._disabled:
+            warn(
+                "the run that saved this state measured the codecs' noise. If it called "
+                "compressor.keep_rates(optimizer), call that here, too; clip_grad_norm_ goes on"
+            )
         if self._disabled:
             # Nobody will be told what changes from now on.
             self.refresh()
@@ -233,7 +248,13 @@ class Compressor:
         ]
         parallel = [group for unit in self._units for group in unit.parallel]
         groups = list({id(group): group for group in (*self._groups, *parallel)}.values())
-        return State(plan=self._plan, groups=groups, reduced=reduced, gathered=made.gatherers)
+        return State(
+            plan=self._plan,
+            groups=groups,
+            reduced=reduced,
+            gathered=made.gatherers,
+            waiting=made.waiting,
+        )
 
     def scale_residuals(self, factor: float | Tensor) -> None:
         """Tell what is owed that gradients are ``factor`` times as large from now on: after a
@@ -371,12 +392,12 @@ class Compressor:
             gatherer.refresh()
 
     def drop_waiting(self) -> None:
-        """Forget the gradients of micro-batches that wait inside their hosts
-        (``set_requires_all_reduce(False)``): ``zero_grad()`` does not know of them. Call it on all
-        ranks, where a step is given up in its middle.
+        """Forget the gradients of micro-batches that wait inside their hosts, or with ``replicas=``
+        in their replica (``set_requires_all_reduce(False)``): ``zero_grad()`` does not know of
+        them. Call it on all ranks, where a step is given up in its middle.
         """
-        for reducer in self._collectives.reducers:
-            reducer.inside.drop()
+        for waiting in self._collectives.waiting:
+            pass
 
     def remove(self) -> None:
         """Give FSDP its own collectives back and drop all residuals. The model may be wrapped

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -59,7 +61,8 @@ class NoiseFactors(Factors):
         self._units, self._replicas = units, replicas
         for measured in units:
             for reducer in measured.reducers:
-                reducer.measure_noise()
+                if reducer.gauge is None:  # not what was loaded
+                    reducer.measure_noise()
 
     def agree(self) -> None:
         """See :meth:`Factors.agree`."""
@@ -152,13 +155,19 @@ class KeptRates:
     def __init__(self, optimizer: Optimizer, noise: Factors, *, second_moment: bool | None) -> None:
         self._optimizer, self._noise = optimizer, noise
         self._divides = divides_by_second_moment(optimizer, second_moment)
-        self._given: list[dict[str, Any]] = []
+        if self._divides:
+            _check_rates(optimizer)
+        self._changes: list[_Change] = []
         self._removed = False
         self.factors = [1.0] * len(optimizer.param_groups)
         self._hooks = (
             optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_post_hook(lambda *_: self._restore()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._restore_untouched()),
         )
+        self._step = self._restoring(optimizer.step)
+        self._step_before = vars(optimizer).get("step")
+        optimizer.step = self._step
 
     def of(self, optimizer: Optimizer) -> bool:
         """Whether it is this optimizer's, and not removed."""
@@ -166,13 +175,33 @@ class KeptRates:
 
     def remove(self) -> None:
         """Leave the optimizer alone from now on."""
-        self._restore()
+        self._restore_untouched()
         self._removed = True
         for hook in self._hooks:
             hook.remove()
+        if vars(self._optimizer).get("step") is not self._step:
+            return  # somebody wrapped it, and goes on calling it
+        if self._step_before is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._step_before
+
+    def _restoring(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step``, after which rates are the user's, even if it raises: torch calls no hook then.
+        A method, as torch's schedulers need it."""
+
+        @wraps(step)
+        def restoring(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._restore()
+
+        return MethodType(restoring, self._optimizer)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()  # if the last step raised
+        # If the last step raised, and something called it past `restoring`.
+        self._restore_untouched()
         # Even where nothing is divided: another optimizer's step may come with other ranks first.
         self._noise.agree()
         if not self._divides:
@@ -184,22 +213,48 @@ class KeptRates:
             numels = [p.numel() for p in group["params"]]
             factor = _mean([factors.get(id(p), 1.0) for p in group["params"]], numels)
             self.factors.append(factor)
-            given = {"lr": group["lr"]}
-            group["lr"] = group["lr"] * factor
+            self._change(group, "lr", group["lr"] * factor)
             if _decays_apart(optimizer, group):
                 # By the rate times this, which is to stay what it is.
-                given["weight_decay"] = group["weight_decay"]
-                group["weight_decay"] = group["weight_decay"] / factor
-            self._given.append(given)
+                self._change(group, "weight_decay", group["weight_decay"] / factor)
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()
+    def _change(self, group: dict[str, Any], key: str, value: Any) -> None:
+        self._changes.append(_Change(group, key, group[key], value))
+        group[key] = value
 
     def _restore(self) -> None:
-        groups = self._optimizer.param_groups
-        for group, given in zip(groups, self._given, strict=bool(self._given)):
-            group.update(given)
-        self._given = []
+        while self._changes:
+            change = self._changes.pop()
+            change.group[change.key] = change.given
+
+    def _restore_untouched(self) -> None:
+        """Likewise, but for what somebody wrote since."""
+        self._changes = [c for c in self._changes if c.group[c.key] is c.value]
+        self._restore()
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What a parameter group has for a step under ``key``, and what it had before."""
+
+    group: dict[str, Any]
+    key: str
+    given: Any
+    value: Any
+
+
+def _check_rates(optimizer: Optimizer) -> None:
+    """Refuse optimizers that choose their rates themselves (transformers' Adafactor).
+
+    Raises:
+        ValueError: naming the group.
+    """
+    for i, group in enumerate(optimizer.param_groups):
+        if group.get("lr") is None or group.get("relative_step"):
+            raise ValueError(
+                f"parameter group {i} of {type(optimizer).__name__} has no learning rate to keep: "
+                "the optimizer chooses it itself; give it one (lr=..., relative_step=False)"
+            )
 
 
 def divides_by_second_moment(optimizer: Optimizer, said: bool | None) -> bool:
@@ -225,8 +280,9 @@ def _decays_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether the decay is multiplied by the rate and not by what the gradient is divided by."""
     if "weight_decay" not in group:
         return False
-    named = any("adamw" in cls.__name__.lower() for cls in type(optimizer).__mro__)
-    return bool(group.get("decoupled_weight_decay", named))
+    names = [cls.__name__.lower() for cls in type(optimizer).__mro__]
+    apart = any("adamw" in name or name == "adafactor" for name in names)
+    return bool(group.get("decoupled_weight_decay", apart))
 
 
 def clip_grad_norm(model: nn.Module, noise: Factors, max_norm: float) -> Tensor:

@@ -160,7 +160,7 @@ def wrap(
         if not disabled:
             _install(units, collectives, replica_group)
         elif given is not None:
-            _average_natively(units, given)
+            collectives.stand_ins = _average_natively(units, given)
     except BaseException:
         levels.release()
         raise
@@ -430,14 +430,16 @@ def _install(
             _install_average(unit, reducer, replica_group)
 
 
-def _average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> None:
+def _average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitReducer]:
     """Average over replicas, which FSDP knows nothing of, by the backend's all-reduce."""
+    made = []
     infos = [unit.info for unit in units]
     plan = build_plan(infos, Policy.load("dense"), replicas=_over_replicas(units, group))
     for unit, unit_plan in zip(units, plan.replicas, strict=True):
         workspace, ops = Workspace(unit.device), get_ops(unit.device, "reference")
-        reducer = UnitReducer(unit_plan, ops, unit.device, workspace, seed=0)
-        _install_average(unit, reducer, group)
+        made.append(UnitReducer(unit_plan, ops, unit.device, workspace, seed=0))
+        _install_average(unit, made[-1], group)
+    return made
 
 
 def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:

@@ -74,6 +74,11 @@ class StateHeader:
             del said["parts"]
         return {"format": str(FORMAT), **said}
 
+    @property
+    def moment(self) -> str:
+        """What all ranks of one save have in common, whatever each of them has of the model."""
+        return f"step {self.step} of {self.world_size} ranks, policy {self.policy_hash}"
+
     def is_laid_out_as(self, now: StateHeader) -> bool:
         """Whether a saved state fits a rank as it is."""
         then = self.policy_hash, self.layout, self.world_size
@@ -215,8 +220,15 @@ def check_digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor], whe
         StateError: if it is not.
     """
     if SHA256 in metadata and not matches_digest(metadata, tensors):
-        raise StateError(f"{where}: damaged: its content is not what was saved")
+        hint = "" if any(name.endswith(".noise") for name in tensors) else _NOISE
+        raise StateError(f"{where}: damaged: its content is not what was saved{hint}")
 
+
+# torch loads the tensors that a state dict has now, and no others.
+_NOISE = (
+    ". Or dcp.load left out the noise that the saved run measured: call keep_rates(optimizer) or "
+    "clip_grad_norm_ before it, as that run did, or load with tagc.compressor(model).load(folder)"
+)
 
 _NAME = re.compile(
     r"(of_[0-9]{1,9}_ranks\.policy_[0-9a-f]{12}\.layout_[0-9a-f]{12}\.rank_([0-9]{1,9}))\.(.*)",
@@ -266,7 +278,8 @@ class OneRank:
                 raise StateError(f"{self.where}: {full} is no tensor")
         self._metadata = metadata_from_tensor(state_dict[self._names[""]], self.where)
         self._headers = {self.rank: StateHeader.from_strings(self._metadata, self.where)}
-        self.identity = check_together(self._headers, self.where)
+        check_together(self._headers, self.where)
+        self.identity = self._headers[self.rank].moment
 
     def headers(self) -> Mapping[int, StateHeader]:
         """One."""
@@ -296,11 +309,10 @@ def check_together(headers: Mapping[int, StateHeader], where: str) -> str:
     Raises:
         StateError: if they are not of one save.
     """
+    # Tensor parallelism may give ranks parts of other sizes.
     said = {
-        f"step {a.step} of {a.world_size} ranks, policy {a.policy_hash}, "
-        # Tensor parallelism may give ranks parts of other sizes.
-        f"layout {'of each rank' if a.parts else a.layout}"
-        for a in headers.values()
+        f"{about.moment}, layout {'of each rank' if about.parts else about.layout}"
+        for about in headers.values()
     }
     if len(said) != 1:
         raise StateError(f"{where}: its ranks are of different saves: {'; '.join(sorted(said))}")

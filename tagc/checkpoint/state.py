@@ -22,6 +22,8 @@ from tagc.checkpoint.suffix import split_suffix
 from tagc.checkpoint.unit_state import UnitState
 from tagc.codecs.state import nested, part_of
 from tagc.comm import UnitGatherer, agree_on, gather_by_rank
+from tagc.comm.gauge import NoiseGauge
+from tagc.comm.waiting import Waiting
 from tagc.plan import Plan
 from tagc.warn import warn
 
@@ -33,12 +35,14 @@ class State:
     Attributes:
         groups: of the ranks that share the model, those of tensor parallelism among them.
         gathered: what gathers the units' parameters, if the policy says anything about them.
+        waiting: micro-batches of a step, which a state has none of.
     """
 
     plan: Plan
     groups: Sequence[dist.ProcessGroup]
     reduced: Sequence[UnitState]
     gathered: Sequence[UnitGatherer]
+    waiting: Sequence[Waiting]
 
     @property
     def step(self) -> int:
@@ -75,8 +79,8 @@ class State:
             RuntimeError: in the middle of a step, where no state has all of it.
         """
         _synchronize()
-        for reduced in self.reduced:
-            reduced.reducer.inside.check_between_steps()
+        for waiting in self.waiting:
+            waiting.check_between_steps()
         tensors = {
             name: place.take(residual)
             for reduced in self.reduced
@@ -135,6 +139,8 @@ class State:
             everyones = gather_by_rank(self.groups, {dist.get_rank(): merge.taken})
             merge.check(source.where, everyones)
         apply()
+        for waiting in self.waiting:
+            waiting.drop()
         if merge is not None and merge.dropped:
             warn(
                 f"{source.where}: dropped {_spell_names(merge.dropped)}, for which the model has "
@@ -159,10 +165,13 @@ class State:
             )
         return {here.rank: holdings[here.rank]}
 
-    def _units(self) -> dict[str, Tensor]:
+    def _units(self, saved: Mapping[str, object] | None = None) -> dict[str, Tensor]:
+        """Of units; with measured noise where ``saved`` has it, or by default where it is
+        measured."""
         state: dict[str, Tensor] = {}
         for reduced in self.reduced:
-            state |= nested(reduced.name, reduced.reducer.state())
+            noise = None if saved is None else NoiseGauge.in_state(part_of(reduced.name, saved))
+            state |= nested(reduced.name, reduced.reducer.state(noise=noise))
         for gatherer in self.gathered:
             state |= nested(_gathered_name(gatherer), gatherer.state())
         return state
@@ -171,8 +180,9 @@ class State:
         """Read this rank's own state and check it; the rest, which cannot fail, is for later."""
         targets = [item for reduced in self.reduced for item in reduced.residuals()]
         expected = {n: (r.dtype, p.shape) for n, p, r in targets}
-        expected |= {n: (t.dtype, tuple(t.shape)) for n, t in self._units().items()}
         shapes = source.shapes(rank)
+        # A run may begin to measure noise, or go on with what was saved before it asks.
+        expected |= {n: (t.dtype, tuple(t.shape)) for n, t in self._units(shapes).items()}
         # Earlier versions did not say which duplicate they saved.
         saved = {name: name if name in shapes else _any_duplicate(name) for name in expected}
         names = {full: name for name, full in saved.items()}
@@ -181,7 +191,7 @@ class State:
             if expected.get(name) != found.get(name):
                 raise StateError(
                     f"{source.where}: rank {rank} has {name} as {_spell(found.get(name))}, "
-                    f"not as {_spell(expected.get(name))}{_noise_remedy(name, found)}"
+                    f"not as {_spell(expected.get(name))}"
                 )
         tensors = {name: source.read(rank, full) for name, full in saved.items()}
         for name, tensor in tensors.items():
@@ -241,20 +251,6 @@ def _gathered_name(gatherer: UnitGatherer) -> str:
 
 def _spell_names(names: Sequence[str]) -> str:
     return "the saved " + ", ".join(name.replace(".", " of ", 2) for name in names)
-
-
-def _noise_remedy(name: str, found: Mapping[str, object]) -> str:
-    """What to do where only one of the runs measures noise."""
-    if not name.endswith(".noise"):
-        return ""
-    if name in found:
-        return (
-            "; call compressor.keep_rates(optimizer) before loading, as the run that saved it did"
-        )
-    return (
-        "; the run that saved it measured no noise: call compressor.keep_rates(optimizer) after "
-        "loading"
-    )
 
 
 def _spell(what: tuple[torch.dtype, tuple[int, ...]] | None) -> str:

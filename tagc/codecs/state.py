@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T")
 
 MAX_COUNT = 2**59
 """Above every counter of any run."""
@@ -15,7 +18,7 @@ def nested(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{name}.{key}": tensor for key, tensor in state.items()}
 
 
-def part_of(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def part_of(name: str, state: Mapping[str, T]) -> dict[str, T]:
     """The inverse of :func:`nested`."""
     start = f"{name}."
     return {k.removeprefix(start): t for k, t in state.items() if k.startswith(start)}

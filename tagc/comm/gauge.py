@@ -16,7 +16,7 @@ counts for long.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -78,6 +78,11 @@ class NoiseGauge:
         """What factors depend on."""
         # Errors about a state name the first of these.
         return {"noise": self.sums, "noise.agreed": self.agreed, "noise.agreed_at": self.agreed_at}
+
+    @staticmethod
+    def in_state(state: Container[str]) -> bool:
+        """Whether these names of a unit's state have a gauge's among them."""
+        return "noise" in state
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for values that :meth:`state` never has."""

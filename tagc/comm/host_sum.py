@@ -31,16 +31,16 @@ class HostSum:
             other messages and not the gradients as they are.
     """
 
-    def __init__(self, unit: UnitPlan, setup: CodecSetup) -> None:
-        """Nothing waits.
+    def __init__(self, unit: UnitPlan, setup: CodecSetup, waiting: Waiting) -> None:
+        """New state.
 
         Args:
             setup: of what is sent to other hosts.
+            waiting: for micro-batches that do not cross.
         """
         self._unit, self._message = unit.info.label, unit.inside
         self._warmup_steps = unit.warmup_steps
-        # In float32 whatever FSDP reduces: there may be many of them.
-        self._waiting = Waiting(unit, torch.float32)
+        self._waiting = waiting
         self._workspace = setup.workspace
         self._shape = (unit.peers, unit.info.ranks_per_host)
         self.bytes = 0
@@ -54,11 +54,6 @@ class HostSum:
         """Go on as if so many sums had been made elsewhere."""
         for codec in self.codecs.values():
             codec.skip(steps)
-
-    @property
-    def waits(self) -> bool:
-        """Whether the gradient of a micro-batch waits."""
-        return bool(self._waiting)
 
     def add(
         self,
@@ -130,19 +125,6 @@ class HostSum:
                 f"now it is reduced with {name_of(op)} over {ranks} ranks; reduce all "
                 "micro-batches of a step alike"
             )
-
-    def check_between_steps(self) -> None:
-        """Raise RuntimeError if the gradient of a micro-batch waits, which no state has."""
-        if self._waiting:
-            raise RuntimeError(
-                f"tagc: unit {self._unit!r} holds gradients of micro-batches that have not left "
-                "the host (set_requires_all_reduce(False)), which no state has; save after the "
-                "optimizer's step, or call tagc.compressor(model).drop_waiting()"
-            )
-
-    def drop(self) -> None:
-        """Forget what waits."""
-        self._waiting.drop()
 
     def state(self) -> dict[str, Tensor]:
         """Counters: between steps nothing waits."""

@@ -24,6 +24,7 @@ from tagc.comm.part import Debt, Part, set_aside
 from tagc.comm.reducer_state import Counters, Parts, check_parts, load_parts, state_of
 from tagc.comm.reduction_check import check_reduction
 from tagc.comm.second_shot import SecondShot
+from tagc.comm.waiting import Waiting
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 
@@ -42,6 +43,7 @@ class UnitReducer:
         codecs: by name, in the order of their words in a message.
         counters: of reductions and bytes.
         inside: the sum of the host's ranks, where those add up first.
+        waiting: micro-batches that stay inside a host, or in a replica.
         second: the second of two shots, where replicas of a shard take two.
         gauge: measures how much larger gradients come out than densely; None where nobody asked.
     """
@@ -90,6 +92,9 @@ class UnitReducer:
         self._follows_dense = any(rule.follows_dense for rule in rules)
         self.second = None if plan.shots is None else SecondShot(plan, self._setup)
         self.gauge: NoiseGauge | None = None
+        # Inside hosts in float32, whatever FSDP reduces: there may be many of them.
+        inside = plan.direction == "gradients"
+        self.waiting = Waiting(plan, torch.float32 if inside else None)
         self.reset()
 
     def reset(self, earlier_steps: int = 0) -> None:
@@ -102,7 +107,7 @@ class UnitReducer:
             self.second.reset(compressed_before)
         self.counters = Counters(earlier_steps=earlier_steps)
         self._first = True
-        self.inside = HostSum(self.plan, self._setup)
+        self.inside = HostSum(self.plan, self._setup, self.waiting)
         self.inside.skip(compressed_before)
         if self.gauge is not None:
             self.measure_noise()
@@ -292,7 +297,7 @@ class UnitReducer:
 
     def _stays_inside(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> bool:
         """Whether the sum of a host's ranks waits, or meets what waits."""
-        return self._can_add(group, op) and (self.inside.waits or not self._crosses())
+        return self._can_add(group, op) and (bool(self.waiting) or not self._crosses())
 
     def _without(self, part: Part, group: dist.ProcessGroup) -> AbstractContextManager[None]:
         """Let wait what is owed for parameters that the backward did not reach."""
@@ -421,21 +426,28 @@ class UnitReducer:
         for codec in self.codecs.values():
             codec.after_dense(out)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self, *, noise: bool | None = None) -> dict[str, Tensor]:
         """What the next reduction and the counters depend on, beside the residuals; names and
-        shapes never change. Waits for what is in flight."""
-        return state_of(self._parts())
+        shapes never change. Waits for what is in flight.
+
+        Args:
+            noise: with measured noise, or without; by default if it is measured.
+        """
+        return state_of(self._parts(self.gauge is not None if noise is None else noise))
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for values that :meth:`state` never has."""
-        check_parts(self._parts(), state)
+        check_parts(self._parts(NoiseGauge.in_state(state)), state)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where :meth:`state` was taken, given that it passes the check."""
-        self.inside.drop()
-        load_parts(self._parts(), state)
+        """Go on where :meth:`state` was taken, given that it passes the check. If that has measured
+        noise, measure on; if not, and noise is measured here, begin anew."""
+        noise = NoiseGauge.in_state(state)
+        if noise or self.gauge is not None:
+            self.measure_noise()
+        load_parts(self._parts(noise), state)
 
-    def _parts(self) -> Parts:
+    def _parts(self, noise: bool) -> Parts:
         yield "", self.counters
         if self._in_levels:
             yield "", self.inside
@@ -444,8 +456,8 @@ class UnitReducer:
         if self.second is not None:
             yield from ((f"second_shot.{name}", c) for name, c in self.second.codecs.items())
         yield from ((f"share.{name}", share) for name, share in self._shares.items())
-        if self.gauge is not None:
-            yield "", self.gauge
+        if noise and self.plan.compressed:
+            yield "", self.gauge or NoiseGauge(self.plan, self._setup.device)
 
     def _split(self, message: Tensor) -> tuple[Tensor, ...]:
         return message.split([codec.words for codec in self.codecs.values()], dim=1)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tagc.comm.part import Part
 from tagc.comm.reducer import UnitReducer
-from tagc.comm.waiting import Waiting
 
 
 class ReplicaAverage:
@@ -36,7 +35,7 @@ class ReplicaAverage:
             reached: see :meth:`UnitReducer.reduce`; likewise.
         """
         self._reducer, self._group, self._shared = reducer, group, shared
-        self._reached, self._waiting = reached, Waiting(reducer.plan)
+        self._reached, self._waiting = reached, reducer.waiting
 
     @torch.no_grad()
     def __call__(self, shard: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG) -> None:

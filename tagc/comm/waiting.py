@@ -11,7 +11,7 @@ from tagc.plan import UnitPlan
 
 class Waiting:
     """The sum of one unit's gradients, in the plan's columns, over the micro-batches that
-    ``set_requires_all_reduce(False)`` keeps back."""
+    ``set_requires_all_reduce(False)`` keeps inside a host, or in one replica."""
 
     def __init__(self, unit: UnitPlan, dtype: torch.dtype | None = None) -> None:
         """Nothing waits.
@@ -54,6 +54,15 @@ class Waiting:
         total.masked_fill_(missing, 0)
         self._sum.masked_fill_(~missing, 0)
         self._reached = left
+
+    def check_between_steps(self) -> None:
+        """Raise RuntimeError if the gradient of a micro-batch waits, which no state has."""
+        if self:
+            raise RuntimeError(
+                f"tagc: unit {self._unit.info.label!r} holds gradients of micro-batches that wait "
+                "for the last one (set_requires_all_reduce(False)), which no state has; save after "
+                "the optimizer's step, or call tagc.compressor(model).drop_waiting()"
+            )
 
     def drop(self) -> None:
         """Forget what waits."""

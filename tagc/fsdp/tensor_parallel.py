@@ -50,14 +50,16 @@ def parallel_dims(param: Any, sharding: Iterable[dist.ProcessGroup]) -> list[Par
 
 
 def box_of(shape: tuple[int, ...], dims: Iterable[ParallelDim]) -> Box | None:
-    """What the dimensions leave this rank's sharding group of a parameter ``shape``; None for all
-    of it."""
-    box = Box.whole(shape)
+    """What the dimensions leave this rank's sharding group of a parameter ``shape``; None if they
+    do not divide it."""
+    box, divided = Box.whole(shape), False
     for dim in dims:
-        if dim.shards:
-            along: int = getattr(dim.placement, "dim") % len(shape)  # noqa: B009
+        if isinstance(dim.placement, Shard) and dim.shards:
+            along = dim.placement.dim % len(shape)
             box = box.narrow(along, *span_of(box.shape[along], dim.group.rank(), dim.group.size()))
-    return None if box == Box.whole(shape) else box
+            divided |= dim.group.size() > 1
+    # On all ranks or on none, whatever is left for one of them.
+    return box if divided else None
 
 
 def duplicate_of(

@@ -6,7 +6,7 @@ line in :mod:`tagc.fsdp.integrations`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch

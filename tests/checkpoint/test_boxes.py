@@ -83,7 +83,8 @@ def test_parts_that_are_in_no_parameter(name: str) -> None:
 @dataclass(frozen=True)
 class Mesh:
     """Sharding groups of ``data`` ranks, in hosts of some, for each of ``rows`` times ``columns``
-    boxes of the parameter (or all of it, if ``divided`` is false)."""
+    boxes of the parameter (or all of it, if ``divided`` is false). Owners have shards along ``dim``
+    or, if ``flat``, as FSDP1 cuts them."""
 
     data: int
     rows: int = 1
@@ -91,6 +92,7 @@ class Mesh:
     per_host: int = 1
     divided: bool = True
     dim: int = 0
+    flat: bool = False
 
     @property
     def ranks(self) -> int:
@@ -112,9 +114,9 @@ class Mesh:
         if kind == "residual" and self.per_host > 1:
             hosts = range(self.data // self.per_host)
             about = [(host * self.per_host + shard % self.per_host, None) for host in hosts]
-        elif kind == "sent":
+        elif kind == "sent" and not self.flat:
             about = [(shard, None)]
-        elif kind == "owner_residual":
+        elif kind != "residual":
             elements = Elements(*span_of(param.own.numel, shard, self.data))
             about = [(None, Elements(elements.first, elements.first + elements.last))]
         found = [
@@ -132,6 +134,7 @@ MESHES = [
     Mesh(1, rows=2, columns=3),
     Mesh(4, rows=3, per_host=2),
     Mesh(2, rows=2, divided=False),
+    Mesh(3, flat=True),
 ]
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from support.exact import EXACT
-from tagc.checkpoint.locations import ParamLocation
-from tagc.plan import UnitParam
+from tagc.checkpoint.locations import ParamLocation, locations
+from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.policy import Policy
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -43,6 +44,19 @@ def test_places(dim: int, shards: int) -> None:
             written = torch.full((1, columns + 5), torch.nan)
             place.put(written, piece)
             assert torch.equal(place.take(written), piece)
+
+
+def test_a_parameter_divided_in_another_way_is_named() -> None:
+    """Half of its rows, by a placement that says nothing about which ones."""
+    param = UnitParam(name="up.weight", shape=(128, 32), columns=1024, local=(32, 32))
+    info = UnitInfo(name="block", params=(param,), world_size=2, dtype=torch.float32)
+    rule = {"when": {"name": "*"}, "codec": {"kind": "quantized", "bits": 4}}
+    (unit,) = build_plan([info], Policy.load({"schema": 1, "gradients": [rule]})).units
+    with pytest.raises(
+        ValueError,
+        match=r"residual of up.weight cannot be saved.*1024 elements.*2048.*Shard and Replicate",
+    ):
+        list(locations(unit, {0: torch.zeros(2, 1024)}, 2, None))
 
 
 def test_pieces_of_a_place() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from support.states import (
     snapshot,
     wrapped,
 )
+from tagc.checkpoint import to_state_dict
 from tagc.checkpoint.suffix import split_suffix
 
 
@@ -102,12 +104,27 @@ def totals(ranks: list[Owed]) -> dict[str, list[Tensor]]:
 def test_a_resumed_run_is_the_run_that_never_stopped(
     rank: int, world_size: int, saver: str, policy: str
 ) -> None:
-    model, resumed = (wrapped(POLICIES[policy], parallel(2, 2)) for _ in range(2))
+    resumes(rank, saver, *(wrapped(POLICIES[policy], parallel(2, 2)) for _ in range(2)))
+
+
+@pytest.mark.slow
+@on_ranks(8)
+@pytest.mark.parametrize(("feedback", "saver"), in_turn([{"kind": "residual"}, LEAD]))
+def test_replicas_resume(rank: int, world_size: int, saver: str, feedback: dict[str, Any]) -> None:
+    """Native HSDP on top."""
+    policy = rules(QUANTIZED, feedback)
+    policy["replicas"] = policy["gradients"]
+    resumes(rank, saver, *(wrapped(policy, parallel(2, 2, replicas=2)) for _ in range(2)))
+
+
+def resumes(rank: int, saver: str, model: Any, resumed: Any) -> None:
+    """Train, save, go on; and the same with another model that loads what was saved."""
     run(model, rank // 2, range(3))
     with shared_folder() as folder:
         save(model, folder, saver)
         if saver == "safetensors":
-            assert json.loads((folder / "tagc.json").read_text())["ranks"] == [0, 1, 2, 3]
+            ranks = json.loads((folder / "tagc.json").read_text())["ranks"]
+            assert ranks == [*range(dist.get_world_size())]
         set_weights(resumed, local_weights(model))
         load(resumed, folder, saver)
     run(model, rank // 2, range(3, 5))
@@ -200,6 +217,25 @@ def test_the_sum_over_ranks_is_conserved(
             assert torch.equal(total, found[0]), name
 
 
+def loads_on_one_data_rank(rank: int, folder: Path) -> str:
+    model = parallel(1, 4)
+    with pytest.warns(UserWarning, match="does nothing at world size 1"):
+        wrapped(POLICIES["quantized"], model)
+    with pytest.raises(tagc.StateError) as caught:
+        tagc.compressor(model).load(folder)
+    with pytest.warns(UserWarning, match="dropped the saved residual"):
+        tagc.compressor(model).load(folder, force=True)
+    tagc.compressor(model).save(folder)
+    return str(caught.value)
+
+
+def test_one_data_rank_has_no_use_for_residuals(tmp_path: Path) -> None:
+    run_ranks(train_and_save, 4, (2, 2), "quantized", "safetensors", tmp_path)
+    for said in run_ranks(loads_on_one_data_rank, 4, tmp_path):
+        assert "residual of gradients of mlp.up.weight" in said
+        assert "would be dropped" in said
+
+
 @on_ranks(4)
 def test_a_state_dict_is_of_one_part(rank: int, world_size: int) -> None:
     """The same ranks in another mesh would each add up something else."""
@@ -214,6 +250,23 @@ def test_a_state_dict_is_of_one_part(rank: int, world_size: int) -> None:
     with pytest.raises(tagc.StateError, match="tensor parallelism gave this rank another part"):
         tagc.compressor(model).load_state_dict(states[2, 2])
     equal(snapshot(model), before)
+
+
+@on_ranks(4)
+def test_states_of_before_said_nothing_of_duplicates(rank: int, world_size: int) -> None:
+    """What could be saved with tensor parallelism were parameters that it does not divide."""
+    policy = rules(QUANTIZED)
+    policy["gradients"][0]["when"] = {"name": ["head.weight", "norm.weight"]}
+    model, resumed = (wrapped(policy, parallel(2, 2)) for _ in range(2))
+    run(model, rank // 2, range(2))
+    compressor = tagc.compressor(model)
+    state = compressor.state_dict()
+    tensors = {name.split(".", 4)[-1]: tensor for name, tensor in [*state.items()][1:]}
+    former = {name.replace(f".duplicate_{rank % 2}_of_2", ""): t for name, t in tensors.items()}
+    assert former.keys() != tensors.keys()
+    header = replace(compressor._state().header(), parts="")
+    tagc.compressor(resumed).load_state_dict(to_state_dict(header, former))
+    equal(tagc.compressor(resumed).state_dict(), state)
 
 
 @on_ranks(4)

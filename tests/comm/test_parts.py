@@ -215,10 +215,10 @@ def test_on_hosts_micro_batches_wait_for_their_parameters(rank: int, world_size:
             came_in += buffers.double().sum(0)
             handed_out += found.double()
             if step == 1:
-                assert reducer.inside.waits  # for `a` and `b`
+                assert reducer.waiting  # for `a` and `b`
         crosses[0] = True
         handed_out += reduce_part(reducer, torch.zeros(4, plan.columns), {A, B, C, D}).double()
-        assert not reducer.inside.waits
+        assert not reducer.waiting
         # Rank h * 2 + r has the rows of the ranks r of all hosts.
         debts = gathered(owed(reducer))  # [4, H, S]
         mine = sum(debts[other, rank // 2] for other in range(4) if other % 2 == rank % 2)

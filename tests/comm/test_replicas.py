@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +15,11 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 from support.distributed import on_ranks
 from support.exact import EXACT
+from support.failing import fails
 from support.marks import slow
 from support.replicated_net import of_replicas, two_by_two, wrapped
-from support.small_net import local_weights, net, train
+from support.small_net import local_grads, local_weights, loss_of, net, train
+from support.states import shared_folder
 
 CODECS: dict[str, dict[str, Any]] = {
     "bfloat16": {"kind": "dense", "wire": "bfloat16"},
@@ -79,3 +84,39 @@ def test_rules_for_replicas_need_replicas(rank: int, world_size: int) -> None:
     rule = {"when": {"name": "*.weight"}, "codec": CODECS["quantized"]}
     with pytest.raises(tagc.PolicyError, match=r'replicas=mesh\["replicate"\]'):
         tagc.wrap(model, {"schema": 1, "gradients": DENSE, "replicas": [rule]})
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("off", [False, True], ids=["", "switched off"])
+def test_what_waits_in_a_replica_is_in_no_state(rank: int, world_size: int, off: bool) -> None:
+    """As what waits on a host: it cannot be saved, and a load or the user drops it."""
+    rule = {"when": {"name": "*weight"}, "codec": {"kind": "quantized"}}
+    with mock.patch.dict(os.environ, {"TAGC_DISABLE": str(int(off))}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, _ = wrapped({"gradients": [rule], "replicas": [rule]})
+    compressor = tagc.compressor(model)
+    state = compressor.state_dict()
+    largest = []
+    with shared_folder() as folder:
+        compressor.save(folder)
+        for drop in (
+            compressor.drop_waiting,
+            lambda: compressor.load_state_dict(state),
+            lambda: compressor.load(folder),
+        ):
+            model.set_requires_all_reduce(False)
+            (1000 * loss_of(model, rank, 0)).backward()
+            kind, said = fails(compressor.state_dict)
+            assert kind == "RuntimeError"
+            assert "micro-batches that wait" in said
+            drop()
+            model.zero_grad()
+            model.set_requires_all_reduce(True)
+            loss_of(model, rank, 0).backward()
+            largest.append(max(float(g.abs().max()) for g in local_grads(model).values()))
+            model.zero_grad()
+            compressor.load_state_dict(state)
+    native, _ = two_by_two()
+    loss_of(native, rank, 0).backward()
+    expected = max(float(g.abs().max()) for g in local_grads(native).values())
+    assert max(largest) < 10 * expected

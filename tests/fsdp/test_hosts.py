@@ -190,7 +190,7 @@ def test_what_waits_cannot_be_saved(rank: int, world_size: int) -> None:
     loss_of(model, rank, 0).backward()
     kind, said = fails(compressor.state_dict)
     assert kind == "RuntimeError"
-    assert "micro-batches that have not left the host" in said
+    assert "micro-batches that wait for the last one" in said
     assert "drop_waiting()" in said
     # Another state knows nothing of them.
     compressor.load_state_dict(before)

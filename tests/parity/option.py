@@ -33,7 +33,7 @@ class Option:
         after: what follows them, before the optimizer.
         sums: whether FSDP reduces with SUM, not AVG.
         divides: by what FSDP divides after that, given the ranks.
-        resumes: whether tagc's state is saved after every step, and loaded after one step more.
+        resumes: whether tagc's state is saved between two steps, and loaded after one step more.
         ranks: numbers of ranks that make sense.
         names: parameters that a policy compresses, for FSDP1, which lays out all others apart.
         refused: words of the error that a policy which compresses must raise.

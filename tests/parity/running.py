@@ -151,7 +151,7 @@ def history(
     """All steps, with the same weights.
 
     Args:
-        resume: called after each.
+        resume: called between two steps.
     """
     sums: list[Tensor] = []
     every: list[Tensor] = []
@@ -164,5 +164,6 @@ def history(
         # Changes nothing, but makes messages about changes due, for policies that send these.
         torch.optim.SGD(model.parameters(), lr=0.0).step()
         model.zero_grad()
-        resume()
+        if step + 1 < STEPS:
+            resume()
     return History(sums, every)

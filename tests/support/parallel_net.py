@@ -51,10 +51,11 @@ class Mlp(nn.Module):
         return self.down(torch.tanh(self.up(x))).clone()
 
 
-def parallel(data: int, tensor: int, *, tensor_first: bool = False) -> Any:
+def parallel(data: int, tensor: int, *, tensor_first: bool = False, replicas: int = 1) -> Any:
     """The model, divided among `tensor` ranks and then sharded over `data`; of neighbours the
     former, or the latter. With one tensor-parallel rank it is FSDP2 alone."""
     sizes = {"tp": tensor, "dp": data} if tensor_first else {"dp": data, "tp": tensor}
+    sizes = {"replicas": replicas, **sizes} if replicas > 1 else sizes
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     torch.manual_seed(1)
     model: Any = Block()
@@ -68,7 +69,7 @@ def parallel(data: int, tensor: int, *, tensor_first: bool = False) -> Any:
         parallelize_module(model, mesh["tp"], plan)
         model.part, model.parts = mesh["tp"].get_local_rank(), tensor
     for module in (model.mlp, model):
-        fully_shard(module, mesh=mesh["dp"])
+        fully_shard(module, mesh=mesh["replicas", "dp"] if replicas > 1 else mesh["dp"])
     return model
 
 
