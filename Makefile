@@ -69,7 +69,7 @@ test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 test-network: $(INSTALLED) ## run the tests that need root, ip and tc (network namespaces)
 	$(BIN)/python -m pytest -m network
 
-test-recipes: $(INSTALLED) ## install Lightning, transformers and Accelerate, run the recipes with them
+test-recipes: $(INSTALLED) ## install Lightning, transformers, Accelerate and torchtitan, run the recipes with them
 	$(BIN)/python -m pip install -e '.[recipes]'
 	$(BIN)/python -m pytest -m recipes
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import math
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tagc.quantities import bandwidth, count, memory, number, seconds, share
+from tagc.quantities import bandwidth, count, memory, number, ranks, seconds, share
 from tagc.version import __version__
 
 __all__ = ["main"]
@@ -26,6 +27,9 @@ _MODEL = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and gives the exit status: 0, or 2 for invalid input."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files and models may be no text
+            stream.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
     return importlib.import_module("tagc.commands").run(args)
 
@@ -177,7 +181,7 @@ def _add_advise(commands: Any) -> None:
         help="of a rank, less what activations take, such as 80GB: what does not fit is said so",
     )
     command.add(
-        "--micro-batches", type=count, default=1, help="backwards for each step of the optimizer"
+        "--micro-batches", type=ranks, default=1, help="backwards for each step of the optimizer"
     )
     command.add("--ops", help="implementation that is measured on cpu")
     command.add(
@@ -196,10 +200,10 @@ def _add_json(command: _Command) -> None:
 
 
 def _add_ranks(command: _Command, *, required: bool = True) -> None:
-    command.add("--world", type=count, required=required, help="ranks in all; always needed")
-    command.add("--replicas", type=count, default=1, help="copies of the sharded model among them")
+    command.add("--world", type=ranks, required=required, help="ranks in all; always needed")
+    command.add("--replicas", type=ranks, default=1, help="copies of the sharded model among them")
     command.add(
-        "--ranks-per-host", type=count, default=1, help="ranks that share a host and its card"
+        "--ranks-per-host", type=ranks, default=1, help="ranks that share a host and its card"
     )
     command.add(
         "--dtype", choices=_DTYPES, default="fp32", help="of the gradients that FSDP reduces"

@@ -34,11 +34,16 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _COMMANDS[args.command](args)
     except (PolicyError, ModelError, PlotsUnavailableError) as error:
-        print(error, file=sys.stderr)
+        print(_printable(str(error)), file=sys.stderr)
         return 2
     except BrokenPipeError:  # `tagc explain 7B | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _printable(text: str) -> str:
+    """Text whose control characters, which a terminal would obey, are spelled out."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _policies(args: argparse.Namespace) -> int:

@@ -8,6 +8,21 @@ import re
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+# What is beyond is a slip of the keyboard, and overflows somewhere.
+_MOST = {
+    "a bandwidth": 1e18,  # bytes/s
+    "a memory": 1e18,  # bytes
+    "a time": 1e9,  # seconds, 30 years
+    "a number of things": 1e15,
+    "a number of ranks": 1e7,
+    "a number": 1e9,
+}
+_LEAST = {
+    "a number of things": 1.0,
+    "a number of ranks": 1.0,
+    "a bandwidth": 1e-3,
+    "a number": 1e-9,
+}
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*"
 
 
@@ -16,8 +31,8 @@ def bandwidth(text: str) -> float:
     found = re.fullmatch(_NUMBER + r"([kKMGT]?)(bit|bps|B)(?:/s)?", text)
     if not found:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a bandwidth: write a number and a unit, such as 10Gbit, 200Mbit or "
-            "1.25GB (bytes)"
+            f"{text!r:.60} is not a bandwidth: write a number and a unit, such as 10Gbit, "
+            "200Mbit or 1.25GB (bytes)"
         )
     number, prefix, unit = found.groups()
     value = float(number) * _PREFIX[prefix.lower()] / (1 if unit == "B" else 8)
@@ -29,7 +44,7 @@ def memory(text: str) -> float:
     found = re.fullmatch(_NUMBER + r"([kKMGT]?)(i?)B", text)
     if not found:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no memory: write a number and a unit, such as 80GB or 16GiB"
+            f"{text!r:.60} is no memory: write a number and a unit, such as 80GB or 16GiB"
         )
     prefix = _PREFIX[found[2].lower()]
     if found[3]:
@@ -42,18 +57,24 @@ def seconds(text: str) -> float:
     found = re.fullmatch(_NUMBER + r"(ns|us|µs|ms|s)", text)
     if not found:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a time: write a number and a unit, such as 50us, 3ms or 1.2s"
+            f"{text!r:.60} is not a time: write a number and a unit, such as 50us, 3ms or 1.2s"
         )
-    return float(found[1]) * _SECONDS[found[2]]
+    value = float(found[1]) * _SECONDS[found[2]]
+    return value and _positive(value, text, "a time")
 
 
-def count(text: str) -> int:
+def ranks(text: str) -> int:
+    """A number of ranks or of micro-batches: '64' or '1k'."""
+    return count(text, "a number of ranks")
+
+
+def count(text: str, what: str = "a number of things") -> int:
     """A number of things: '64', '7e9', '7B' or '1.3m'."""
     found = re.fullmatch(_NUMBER + r"([kKmMgGbBtT]?)", text)
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, such as 64, 7e9 or 125M")
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number, such as 64, 7e9 or 125M")
     prefix = found[2].lower().replace("b", "g")  # billions
-    return int(_positive(float(found[1]) * _PREFIX[prefix], text, "a number of things"))
+    return int(_positive(float(found[1]) * _PREFIX[prefix], text, what))
 
 
 def number(text: str) -> float:
@@ -61,7 +82,7 @@ def number(text: str) -> float:
     try:
         return _positive(float(text), text, "a number")
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number") from None
 
 
 def share(text: str) -> float:
@@ -71,13 +92,17 @@ def share(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share: write a number from 0 to 1")
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a share: write a number from 0 to 1")
     return value
 
 
 def _positive(value: float, text: str, what: str) -> float:
-    if not 0 < value < math.inf or (what == "a number of things" and value < 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what} above zero")
+    if not value > 0 or value < _LEAST.get(what, 0):
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not {what} above zero")
+    if value > _MOST[what]:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.60} is more than {what} can be, {_MOST[what]:.0e}"
+        )
     return value
 
 

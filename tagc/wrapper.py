@@ -31,6 +31,7 @@ from tagc.comm import (
     gather_by_rank,
     gather_merged,
 )
+from tagc.comm.collectives import check_backends
 from tagc.costs import is_automatic, measured_choice
 from tagc.fsdp import (
     FrozenValues,
@@ -112,7 +113,8 @@ def wrap(
 
     Raises:
         ValueError: if the model is not sharded, or already wrapped (as a whole or in part), or
-            has a communication hook of its own; or if ``hosts`` does not fit its ranks.
+            has a communication hook of its own; if ``hosts`` does not fit its ranks; or if its
+            process group is a stand-in that sends nothing.
         tagc.PolicyError: if the policy is not valid, or compresses nothing in this model, or is
             for what FSDP1 cannot do.
         tagc.KernelError: if the kernels for GPUs do not give the reference's results on a device.
@@ -125,6 +127,7 @@ def wrap(
     groups = sharding_groups(model)
     if given is not None:
         groups.append(given)
+    check_backends(groups)
 
     disabled, units, loaded, mine = _agree_on_request(model, policy, given, hosts, groups)
     replica_group = given or units[0].replicas

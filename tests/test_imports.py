@@ -15,6 +15,7 @@ ROOMS = (
     "version",
     "warn",
     "quantities",
+    "inputs",
     "plots",
     "locked",
     "progress",

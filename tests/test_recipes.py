@@ -140,6 +140,45 @@ def test_accelerate_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     check_fewer_bytes(resumes(tmp_path, *command))
 
 
+TITAN = [
+    *("--module", "torchtitan_trainer", "--training.disable-cuda-graphs"),
+    *("--training.seq-len", "32", "--training.local-batch-size", "2"),
+    *("--parallelism.spmd-backend", "partial_dtensor"),  # torch 2.13 cannot do more
+]
+
+
+def titan(folder: Path, *options: str) -> list[float]:
+    """The losses of a run of torchtitan in a folder."""
+    script = [*TORCHRUN, str(SUPPORT / "torchtitan_on_cpu.py"), str(folder), *TITAN, *options]
+    done = attempt(*script, PYTHONPATH=str(RECIPES), HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+    # Every rank prints the same line.
+    by_step = dict(re.findall(r"step: +([0-9]+) +loss: +([0-9.]+)", plain))
+    return [float(loss) for loss in by_step.values()]
+
+
+def test_torchtitans_debug_model_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan", reason="pip install tagc[recipes]")
+    options = ["--config", "llama3", "--training.steps", "4"]
+    options += ["--checkpoint.enable", "--checkpoint.interval", "2"]
+    whole = titan(tmp_path, *options)
+    assert len(whole) == 4
+    assert whole[-1] < whole[0]
+    shutil.rmtree(tmp_path / "outputs" / "checkpoint" / "step-4")
+    assert titan(tmp_path, *options) == whole[2:]
+
+
+@pytest.mark.parametrize("experts", ["1", "2"])
+def test_torchtitans_mixture_of_experts_learns(tmp_path: Path, experts: str) -> None:
+    """Without checkpoints; experts sharded like all else, and on a mesh of their own."""
+    pytest.importorskip("torchtitan", reason="pip install tagc[recipes]")
+    options = ["--config", "deepseek_v3", "--parallelism.expert-parallel-degree", experts]
+    losses = titan(tmp_path, *options, "--training.steps", "3")
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+
+
 def test_accelerate_without_fsdp_is_told_what_to_do() -> None:
     pytest.importorskip("accelerate", reason="pip install tagc[recipes]")
     if torch.cuda.is_available():

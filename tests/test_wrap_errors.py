@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tagc
 from support.distributed import on_ranks, run_ranks
 from support.failing import fails
 from support.marks import covering, slow
 from support.units import normal, reduce, unit_plan, unit_reducer
+from tagc.comm.collectives import check_backends
 
 MLP_ONLY = {
     "schema": 1,
@@ -93,8 +98,55 @@ def test_not_sharded(rank: int, world_size: int) -> None:
 
     kind, said = refusal(DistributedDataParallel(nn.Linear(9, 9)))
     assert kind == "ValueError"
-    assert "DistributedDataParallel" in said
-    assert "fully_shard" in said
+    assert "'the model' is data parallel by DistributedDataParallel (DDP)" in said
+    assert "Leave DDP out, and call torch.distributed.fsdp.fully_shard" in said
+
+    kind, said = refusal(nn.Sequential(replicate(nn.Linear(9, 9))))
+    assert kind == "ValueError"
+    assert "'0' is data parallel by replicate() (DDP)" in said
+    assert "Leave DDP out" in said
+
+
+def test_stand_ins_for_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        for policy in (MLP_ONLY, "dense", "hybrid"):
+            with pytest.raises(ValueError, match=r"backend 'fake'.*gloo or nccl.*tagc\.explain"):
+                tagc.wrap(sharded(), policy)
+        # Of class ProcessGroup alone, as those are by which torch's own tests run ranks as threads.
+        threads: Any = dist.ProcessGroup(0, 4)  # pyright: ignore[reportCallIssue]
+        monkeypatch.setattr(dist, "get_backend", lambda group: "threaded")
+        with pytest.raises(ValueError, match=r"'threaded' has no backend for any device.*process"):
+            check_backends([threads])
+    finally:
+        dist.destroy_process_group()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_meshes_with_a_dimension_of_one_rank(
+    rank: int, world_size: int, shape: tuple[int, int]
+) -> None:
+    """Replicas that are not sharded, and a single replica: gradients are averages all the same."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    rules = changed(codec={"kind": "quantized", "bits": 8})["gradients"]
+    only = {"schema": 1, "gradients": rules}
+
+    def gradient(policy: Any) -> Tensor:
+        torch.manual_seed(0)
+        model: Any = fully_shard(Block(9), mesh=mesh)
+        if policy is not None:
+            tagc.wrap(model, policy)
+        backward(model, 1.0 + rank)
+        return model.up_proj.weight.grad.to_local()
+
+    native = gradient(None)
+    if shape == (2, 1):
+        with pytest.warns(UserWarning, match="over a single rank.*Write rules under `replicas`"):
+            torch.testing.assert_close(gradient(only), native)
+    compressed = gradient(only | {"replicas": rules})
+    torch.testing.assert_close(compressed, native, rtol=0, atol=0.02 * float(native.abs().max()))
+    assert shape == (1, 2) or not torch.equal(compressed, native)
 
 
 @on_ranks(2)

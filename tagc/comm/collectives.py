@@ -137,6 +137,28 @@ def gather_headers(header: Tensor, group: dist.ProcessGroup) -> tuple[Collective
     return CollectiveWork(_messages(out.unbind(), [header] * len(out), group, HEADER_TAG), 0), out
 
 
+def check_backends(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Refuse groups whose ranks cannot send each other anything, before they try.
+
+    Raises:
+        ValueError: for a group of backend ``fake``, or of no backend for any device.
+    """
+    for group in groups:
+        name = dist.get_backend(group)
+        if name == "fake":
+            raise ValueError(
+                "the process group has backend 'fake', by which ranks hear nothing of each other. "
+                "Start a process for each rank with backend gloo or nccl; for a plan without "
+                "processes call tagc.explain(model, policy, world_size=...)"
+            )
+        if not group._device_types:
+            raise ValueError(
+                f"the process group of backend {name!r} has no backend for any device, as where "
+                "ranks are threads of one process. Start a process for each rank with backend gloo "
+                "or nccl"
+            )
+
+
 def by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether ranks of the group send each other messages instead of collectives."""
     # gloo has no messages for tensors on a GPU; its collectives copy those to the host.

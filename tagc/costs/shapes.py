@@ -10,7 +10,7 @@ backward, blocks gather theirs twice a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,30 @@ from tagc.plan import UnitInfo, UnitParam
 
 class ModelError(ValueError):
     """No model can be made of what was given."""
+
+
+MAX_PARAMETERS = 10**15
+"""Elements of the largest model that is planned for; known ones have a thousandth of it."""
+MAX_TENSORS = 200_000
+MAX_LAYERS = 1_000
+_LONGEST_NAME = 400
+
+
+def check_name(name: str, where: str) -> None:
+    """Refuse what no module's parameter is called.
+
+    Args:
+        where: for the message.
+
+    Raises:
+        ModelError: if the name is empty, has control characters or parts of characters, or is
+            longer than any.
+    """
+    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+        raise ModelError(
+            f"{where}: {name!r:.80} is no name of a parameter, which has 1 to {_LONGEST_NAME} "
+            "characters that can be printed"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +81,22 @@ class ModelShapes:
 
     @classmethod
     def of(cls, model: nn.Module | Mapping[str, Sequence[int]], source: str = "") -> ModelShapes:
-        """Of a module (on any device) or of shapes by name."""
+        """Of a module (on any device) or of shapes by name.
+
+        Raises:
+            ModelError: if a name or a size is beyond what any model has.
+        """
         if isinstance(model, nn.Module):
             params = [
                 ParamShape(name=name, shape=tuple(p.shape), trainable=p.requires_grad)
                 for name, p in model.named_parameters()
             ]
-            return cls(params=tuple(params), blocks=tuple(_blocks(model)), source=source)
-        params = [ParamShape(name=name, shape=tuple(shape)) for name, shape in model.items()]
-        return cls(params=tuple(params), blocks=tuple(_numbered([*model])), source=source)
+            blocks = _blocks(model)
+        else:
+            params = [ParamShape(name=name, shape=tuple(shape)) for name, shape in model.items()]
+            blocks = _numbered([*model])
+        _check_sizes(params, source)
+        return cls(params=tuple(params), blocks=tuple(blocks), source=source)
 
     def units(
         self,
@@ -84,8 +115,7 @@ class ModelShapes:
         """
         held: dict[str, list[ParamShape]] = {"": []} | {block: [] for block in self.blocks}
         for param in self.params:
-            block = next((b for b in self.blocks if param.name.startswith(f"{b}.")), "")
-            held[block].append(param)
+            held[_outermost(param.name, held)].append(param)
         reduces, gathers = [], []
         for name, params in held.items():
             if params:
@@ -108,6 +138,22 @@ class ModelShapes:
         return reduces, gathers
 
 
+def _check_sizes(params: Sequence[ParamShape], source: str) -> None:
+    where, total = source or "the model", 0
+    if len(params) > MAX_TENSORS:
+        raise ModelError(f"{where}: {len(params):,} parameters, more than {MAX_TENSORS:,} tensors")
+    for param in params:
+        check_name(param.name, where)
+        # Not the product first: a shape may have thousands of sizes of thousands of digits.
+        sized = all(0 <= size <= MAX_PARAMETERS for size in param.shape) and len(param.shape) <= 16
+        total += param.numel if sized else 0
+        if not sized or total > MAX_PARAMETERS:
+            raise ModelError(
+                f"{where}: with {param.name!r:.80} it has more than {MAX_PARAMETERS:.0e} elements "
+                "or 16 dimensions, so it is no model"
+            )
+
+
 def ranks_in_levels(ranks: int, ranks_per_host: int) -> int:
     """How many of a sharding group's ranks add up their gradients before one of them sends: those
     of a host, if the group lies on several whole hosts; else 1."""
@@ -128,15 +174,26 @@ def _sharded(param: ParamShape, world_size: int) -> UnitParam:
 
 
 def _blocks(model: nn.Module) -> list[str]:
-    blocks: list[str] = []
+    blocks: dict[str, None] = {}
     for name, module in model.named_modules():
-        if any(name.startswith(f"{block}.") for block in blocks):
+        if _outermost(name, blocks):
             continue
         if isinstance(module, nn.ModuleList) and len(module) > 1:
             children = list(module.named_children())
             if len({type(child) for _, child in children}) == 1:
-                blocks += [f"{name}.{child}" if name else child for child, _ in children]
-    return blocks
+                names = [f"{name}.{child}" if name else child for child, _ in children]
+                blocks |= dict.fromkeys(names)
+    return [*blocks]
+
+
+def _outermost(name: str, blocks: Container[str]) -> str:
+    """The outermost block that holds what has this name; empty if none does."""
+    at = name.find(".")
+    while at >= 0:
+        if name[:at] in blocks:
+            return name[:at]
+        at = name.find(".", at + 1)
+    return ""
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
@@ -162,8 +219,10 @@ def synthetic(numel: int) -> ModelShapes:
     mlp takes up what rounding of width and layers leaves, so the sum is within 3%.
 
     Raises:
-        ModelError: if that is too few for a transformer.
+        ModelError: if that is too few for a transformer, or more than any model has.
     """
+    if numel > MAX_PARAMETERS // 2:  # what comes out may be a little more
+        raise ModelError(f"{numel:.3g} parameters are more than {MAX_PARAMETERS / 2:.0e}")
     if numel < _LEAST:
         raise ModelError(
             f"{numel} parameters are too few for a transformer: give {_LEAST:,} or more"

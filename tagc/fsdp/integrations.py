@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tagc.fsdp.fsdp1 import FSDP1
 from tagc.fsdp.fsdp2 import FSDP2
@@ -33,13 +34,23 @@ def integration_of(model: nn.Module) -> Integration:
             f"the model is sharded partly by {', partly by '.join(i.spelled for i in found)}; use "
             "fully_shard for all of it"
         )
-    kind = type(model).__name__
-    if kind == "DistributedDataParallel":
-        raise ValueError(
-            "the model is wrapped in DistributedDataParallel, which all-reduces whole gradients; "
-            "tagc compresses FSDP's reduce-scatter: use torch.distributed.fsdp.fully_shard"
-        )
+    for name, module in model.named_modules():
+        if (how := _data_parallel(module)) is not None:
+            raise ValueError(
+                f"{name or 'the model'!r} is data parallel by {how} (DDP), which all-reduces whole "
+                "gradients; tagc compresses FSDP's reduce-scatter. Leave DDP out, and call "
+                "torch.distributed.fsdp.fully_shard on the blocks and on the model before tagc.wrap"
+            )
     raise ValueError(
-        f"{kind} is not sharded: call torch.distributed.fsdp.fully_shard on its blocks and on "
-        "itself first, then tagc.wrap"
+        f"{type(model).__name__} is not sharded: call torch.distributed.fsdp.fully_shard on its "
+        "blocks and on itself first, then tagc.wrap"
     )
+
+
+def _data_parallel(module: nn.Module) -> str | None:
+    """What made a module data parallel without sharding it, for people; None if nothing did."""
+    if isinstance(module, DistributedDataParallel):
+        return "DistributedDataParallel"
+    # `replicate` gives the module a class of its own, below one that torch does not export.
+    marks = ((base.__module__, base.__name__) for base in type(module).__mro__)
+    return "replicate()" if ("torch.distributed._composable.replicate", "DDP") in marks else None

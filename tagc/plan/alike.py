@@ -60,13 +60,18 @@ def _one(rows: Sequence[Row]) -> Row:
 
 
 def _numbers(name: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in name.split(".") if part.isdecimal())
+    return tuple(int(part) for part in name.split(".") if _is_number(part))
+
+
+def _is_number(part: str) -> bool:
+    """Whether a part of a name counts something; Python refuses numbers of thousands of digits."""
+    return part.isdecimal() and len(part) <= 18
 
 
 def _with(name: str, words: Iterator[str], numbers: int | None) -> str:
     """``name`` with other words for its first ``numbers`` numbers; None for all."""
     parts = name.split(".")
-    places = [i for i, part in enumerate(parts) if part.isdecimal()]
+    places = [i for i, part in enumerate(parts) if _is_number(part)]
     for i, word in zip(places[:numbers], words, strict=False):
         parts[i] = word
     return ".".join(parts)

@@ -188,13 +188,14 @@ def _plan_segment(
         copy_bytes = unit.dtype.itemsize / unit.ranks_per_host
         owes = feedback is not None
         config = resolve_auto(config, auto_bits, copy_bytes=copy_bytes, owes=owes)
-    return plan_codec(
-        config,
-        PlanRequest(
-            columns=columns,
-            world_size=unit.world_size // unit.ranks_per_host,
-            dtype=unit.dtype,
-            feedback=feedback,
-            matrices=matrices_of(unit, params, config) if config.needs_matrices else (),
-        ),
+    request = PlanRequest(
+        columns=columns,
+        world_size=unit.world_size // unit.ranks_per_host,
+        dtype=unit.dtype,
+        feedback=feedback,
+        matrices=matrices_of(unit, params, config) if config.needs_matrices else (),
     )
+    try:
+        return plan_codec(config, request)
+    except ValueError as error:  # such as sums of more ranks than a symbol can hold
+        raise PolicyError(f"{config.spelled} of {params[0].name}: {error}") from None

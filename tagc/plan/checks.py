@@ -16,6 +16,7 @@ from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import ParamInfo, Policy, PolicyError, Rule, When, first_match, nearest_miss
 from tagc.policy.conditions import Miss, Near
 from tagc.policy.configs import AutoConfig
+from tagc.policy.rules import SMALL
 
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 """What messages can be made of."""
@@ -98,12 +99,41 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
                 f"policy {policy.name!r}: rule {direction}[{i}] matches no parameter of this model"
             )
     dense, wire = (sum(getattr(r, n) for r in plan.rows) for n in ("dense_bytes", "wire_bytes"))
-    if means_to and not automatic and wire >= dense > 0:
+    alone = all(unit.info.world_size == 1 for unit in (*plan.units, *plan.parameters))
+    if means_to and plan.replicas and alone and not policy.replicas:
+        found.append(
+            f"policy {policy.name!r} sends nothing compressed: each replica is sharded over a "
+            "single rank, so all that is sent is the all-reduce over replicas. Write rules under "
+            "`replicas`"
+        )
+    elif means_to and not automatic and wire >= dense > 0:
         found.append(
             f"policy {policy.name!r} sends {format_bytes(wire)} per step at this number of ranks, "
             f"dense {format_bytes(dense)}: do not compress here, or ask for a lower density"
         )
-    return found
+    return found + mostly_small(plan)
+
+
+def mostly_small(plan: Plan) -> list[str]:
+    """A sentence where the gradients of most trained elements stay dense for one reason: their
+    parameters are below the size from which a rule takes them, and no rule gives one. Such are a
+    model's adapters (LoRA)."""
+    small: list[ParamInfo] = []
+    total = 0
+    for param, rule in ((p, s.rule) for u in plan.units for s in u.segments for p in s.params):
+        info = plan.policy.describe(param.name, param.shape)
+        total += info.numel
+        if rule is None and nearest_miss(plan.policy.gradients, info).near == Near.SMALL:
+            small.append(info)
+    left = sum(info.numel for info in small)
+    if 2 * left <= total:
+        return []
+    return [
+        f"policy {plan.policy.name!r} leaves the gradients of {left / total:.0%} of the trained "
+        f"elements dense, in parameters with fewer than {SMALL:,} elements: "
+        f"{as_list([info.name for info in small])}. To compress them, write "
+        f"`min_numel: {min(info.numel for info in small)}` under `when` in a rule for gradients"
+    ]
 
 
 def _reasons(plan: Plan) -> str:

@@ -8,11 +8,11 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from tagc.inputs import read_regular
 from tagc.policy.suggest import nearest, short
 
 __all__ = [
@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 Keys = tuple[str | int, ...]
+
+_LARGEST = 1_000_000  # bytes of a policy file
 
 DICT = "<dict>"
 """Source of what came from no file."""
@@ -121,14 +123,12 @@ def is_path(source: str) -> bool:
 def read_file(path: str) -> Document:
     """The document in a file. Raises PolicyError as `parse` does, or if it cannot be read."""
     try:
-        raw = Path(path).read_bytes()
-        real = os.path.realpath(path)
+        raw = read_regular(path, _LARGEST)
     except OSError as error:
-        raise PolicyError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # a null character in the path
-        raise PolicyError(f"{path!r}: cannot be read: {error}") from None
+        said = path if path.isprintable() else repr(path)
+        raise PolicyError(f"{said}: cannot be read: {error.strerror or error}") from None
     document = parse(raw, path)
-    document.path = real
+    document.path = os.path.realpath(path)
     return document
 
 

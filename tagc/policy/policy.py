@@ -228,8 +228,8 @@ class Extension(Policy):
     """Rules for gradients in FSDP's reduce-scatter; the first that selects a parameter decides, and
     what none selects is dense."""
     extends: Annotated[str, Field(min_length=1)]
-    """The policy whose rules come after those of this file: a built-in name, or a path beginning
-    at the folder of this file. Keys that are no lists of rules override the other policy's."""
+    """The policy whose rules come after those of this file: a built-in name, or a file beside this
+    one or in a folder below. Keys that are no lists of rules override the other policy's."""
 
 
 def _resolved(document: Document) -> Policy:
@@ -257,7 +257,7 @@ def _base_of(chain: Sequence[Document], said: str) -> Document:
     own = chain[-1]
     try:
         if is_path(said):
-            base = read_file(os.path.normpath(os.path.join(os.path.dirname(own.source), said)))
+            base = read_file(os.path.join(os.path.dirname(own.source), _below(said)))
         else:
             base = read_builtin(said)
     except PolicyError as error:
@@ -267,6 +267,22 @@ def _base_of(chain: Sequence[Document], said: str) -> Document:
         around = " → ".join(one.source for one in (*chain, base))
         raise_problems(own, [Problem(("extends",), f"policies extend each other: {around}")])
     return base
+
+
+def _below(said: str) -> str:
+    """A path that stays in its folder, normalized. Policies come from other people, too, and are
+    not to say which files are read.
+
+    Raises:
+        PolicyError: if it leads out of the folder.
+    """
+    path = os.path.normpath(said)
+    if os.path.isabs(path) or os.path.splitdrive(path)[0] or path.split(os.sep)[0] == os.pardir:
+        raise PolicyError(
+            f"{short(said)} is not in the folder of this file: name a built-in policy, or a file "
+            "beside this one or in a folder below, such as base.yaml"
+        )
+    return path
 
 
 def _over(own: Policy, base: Policy) -> Policy:

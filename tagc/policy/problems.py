@@ -72,6 +72,8 @@ def _translate_one(
     if kind == "literal_error":
         return path, _unknown(details["input"], context["expected"])
     if kind in ("model_type", "model_attributes_type"):
+        if not path:  # some other text than a policy, which is none of this message's business
+            given = type(details["input"]).__name__
         return path, f"must be a mapping, not {given}"
     if kind == "value_error":
         return path, str(context["error"])

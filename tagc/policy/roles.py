@@ -103,7 +103,7 @@ _LEADING_MODULE = re.compile(r"^(?:module\.)+")
 
 # A stem's conv_layers are none of the model's.
 _LAYER = re.compile(
-    r"(?:^|\.)(?!conv_layers)(?:h|\w*layers?|\w*blocks?)\.([0-9]+)\.", re.IGNORECASE
+    r"(?:^|\.)(?!conv_layers)(?:h|\w*layers?|\w*blocks?)\.([0-9]{1,18})\.", re.IGNORECASE
 )
 
 

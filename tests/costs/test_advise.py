@@ -208,7 +208,7 @@ def test_bad_arguments(argv: list[str], said: str, capsys: Any) -> None:
         (["--model", "json:make"], "module 'json' has no function 'make'"),
         (["--model", "json:dumps"], "json:dumps failed on the meta device: TypeError"),
         (["--model", "os:getcwd"], "os:getcwd returned str, neither an nn.Module"),
-        (["--model", "no.json"], "cannot read a model from no.json: [Errno 2]"),
+        (["--model", "no.json"], "cannot read a model from no.json: No such file"),
         (["--params", "7e9", "--replicas", "3"], "--world 64 does not divide by --replicas 3"),
         (["--params", "7e9", "--replicas", "64"], "--world 64 of as many replicas shards nothing"),
         (["--params", "7e9", "--ranks-per-host", "5"], "--world 64 is not a number of hosts with"),

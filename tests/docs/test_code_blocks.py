@@ -40,7 +40,7 @@ def test_few_blocks_are_not_run() -> None:
         ("docs/extending.md", "lines of two places in one class"),
         *(
             ("docs/recipes.md", f"needs {library}; the script is, by make test-recipes")
-            for library in ("Lightning", "transformers", "Accelerate")
+            for library in ("Lightning", "transformers", "Accelerate", "torchtitan")
         ),
     ]
 

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import tagc
@@ -333,6 +334,42 @@ def test_torchtitans_trainer(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> N
         torchtitan.compress(trainer)
     with pytest.raises(ValueError, match=r"needs model_parts.*Call tagc\.wrap"):
         torchtitan.compress(SimpleNamespace(model=nn.Module()))
+    checkpointer = SimpleNamespace(enable=True)
+    with pytest.raises(ValueError, match=r"needs model_parts.*Call tagc\.wrap"):
+        torchtitan.compress(SimpleNamespace(model_parts=parts, checkpointer=checkpointer))
+
+
+def test_torchtitans_trainer_without_checkpoints(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchtitan, "compressor", lambda model: ("compressor of", model))
+    checkpointer = SimpleNamespace(enable=False)  # its __init__ returns before there are states
+    trainer = SimpleNamespace(model_parts=[nn.Module()], checkpointer=checkpointer)
+    assert torchtitan.compress(trainer, "hybrid") is trainer
+    assert calls == [("wrap", "hybrid")]
+    assert vars(checkpointer) == {"enable": False}
+
+
+def test_torchtitans_graphs_are_refused(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchtitan, "compressor", lambda model: ("compressor of", model))
+
+    class OnGpu(nn.Module):
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([SimpleNamespace(device=torch.device("cuda"))])
+
+    def trainer(part: nn.Module, disabled: bool) -> SimpleNamespace:
+        config = SimpleNamespace(training=SimpleNamespace(disable_cuda_graphs=disabled))
+        states = SimpleNamespace(states={})
+        return SimpleNamespace(model_parts=[part], checkpointer=states, config=config)
+
+    with pytest.raises(
+        ValueError, match=r"set training\.disable_cuda_graphs \(--training\.disable-"
+    ):
+        torchtitan.compress(trainer(OnGpu(), disabled=False), "hybrid")
+    assert not calls
+    torchtitan.compress(trainer(OnGpu(), disabled=True), "hybrid")
+    # On a CPU torchtitan leaves graphs out, whatever the option says.
+    torchtitan.compress(trainer(nn.Linear(2, 2), disabled=False), "hybrid")
 
 
 # Residuals beside a checkpoint

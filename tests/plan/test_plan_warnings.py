@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import tagc
+from tagc.costs.explain import plan_shapes
+from tagc.costs.shapes import ModelShapes
 from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy
 
@@ -80,3 +83,68 @@ def test_bits_far_beyond_those_of_the_code_are_noted(policy: str, columns: int, 
     shapes = {"h.0.mlp.c_fc.weight": (8192, columns)}
     plan = tagc.explain(shapes, policy, world_size=4)
     assert sum("more than twice the bits of their codes" in note for note in plan.notes) == costly
+
+
+def adapted(rank: int) -> nn.Module:
+    """A frozen block with adapters, of 512 by ``rank`` elements, and a norm that is trained."""
+    block = nn.Module()
+    base = nn.Linear(512, 512, bias=False, dtype=torch.float32).requires_grad_(False)
+    block.q_proj = nn.ModuleDict(
+        {
+            "base_layer": base,
+            "lora_A": nn.Linear(512, rank, bias=False, dtype=torch.float32),
+            "lora_B": nn.Linear(rank, 512, bias=False, dtype=torch.float32),
+        }
+    )
+    block.norm = nn.LayerNorm(512, dtype=torch.float32)
+    return nn.ModuleDict({"layers": nn.ModuleList([block])})
+
+
+def rules(*gradients: dict[str, object]) -> dict[str, object]:
+    """A policy that gathers the base in 8 bits, so that it compresses something."""
+    gather = {"when": {}, "codec": {"kind": "quantized", "bits": 8}}
+    return {"schema": 1, "gradients": [*gradients], "parameters": [gather]}
+
+
+def warnings(model: nn.Module, policy: str | dict[str, object]) -> tuple[str, ...]:
+    plan = plan_shapes(
+        ModelShapes.of(model),
+        Policy.load(policy),
+        world_size=2,
+        replicas=1,
+        dtype=torch.float32,
+        parameter_dtype=torch.bfloat16,
+        choose=None,
+    )
+    return plan.warnings
+
+
+FOUR = {"kind": "quantized", "bits": 4}
+
+
+@pytest.mark.parametrize("policy", ["hybrid", rules({"when": {}, "codec": FOUR})])
+def test_adapters_that_stay_dense_are_told(policy: str | dict[str, object]):
+    warning = warnings(adapted(8), policy)[-1]
+    assert (
+        "leaves the gradients of 89% of the trained elements dense, in parameters with" in warning
+    )
+    assert "lora_A.weight, layers.0.q_proj.lora_B.weight. To compress" in warning
+    assert "`min_numel: 4096` under `when` in a rule for gradients" in warning
+
+
+@pytest.mark.parametrize(
+    ("rank", "policy"),
+    [
+        (32, "hybrid"),  # 16,384 elements each
+        (8, rules({"when": {"min_numel": 4096}, "codec": FOUR})),
+        (8, rules({"when": {"min_numel": 5000}, "codec": FOUR})),
+        (8, rules({"when": {"name": "*lora*"}, "codec": {"kind": "dense"}})),
+        (8, rules({"when": {"role": "mlp"}, "codec": FOUR})),
+        (8, rules({"when": {}, "codec": FOUR}, {"when": {}, "codec": {"kind": "dense"}})),
+        (8, "dense"),
+    ],
+)
+def test_what_a_rule_leaves_dense_on_purpose_is_not_told(
+    rank: int, policy: str | dict[str, object]
+):
+    assert not any("trained elements" in warning for warning in warnings(adapted(rank), policy))

@@ -67,11 +67,11 @@ def test_other_keys_and_roles_override(tmp_path: Path):
 
 def test_paths_begin_at_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "teams" / "one").mkdir(parents=True)
-    write(tmp_path / "teams", base=OWN)
-    mine = write(tmp_path / "teams" / "one", mine="schema: 1\nextends: ../base.yaml\n")
+    write(tmp_path / "teams" / "one", base=OWN)
+    mine = write(tmp_path / "teams", mine="schema: 1\nextends: one/base.yaml\n")
     for folder in (tmp_path, mine.parent):
         monkeypatch.chdir(folder)
-        assert Policy.load(mine) == Policy.load(tmp_path / "teams" / "base.yaml")
+        assert Policy.load(mine) == Policy.load(tmp_path / "teams" / "one" / "base.yaml")
     (mine.parent / "hybrid").write_text("schema: 1\nextends: ./hybrid\n")
     assert "extend each other" in refused(mine.parent / "hybrid")
 

@@ -193,8 +193,8 @@ def test_error_names_place_key_and_nearest_spelling(old, new, start, part, tmp_p
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("- 1", "p.yaml:1:1: must be a mapping, not [1]"),
-        ("5", "p.yaml:1:1: must be a mapping, not 5"),
+        ("- 1", "p.yaml:1:1: must be a mapping, not list"),
+        ("5", "p.yaml:1:1: must be a mapping, not int"),
         (b"schema: 1\nabout: \xff", "p.yaml:2:8: not UTF-8 text"),
         ("a: b\n---\nc: d", "p.yaml:2:1: invalid YAML: expected a single document"),
         ("[" * 5000, "p.yaml:1:"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from tagc.costs.models.config import from_config
 from tagc.costs.models.function import from_function
 from tagc.costs.models.headers import INDEX, from_file, from_folder, from_index
 from tagc.costs.shapes import ModelError, ModelShapes, synthetic
+from tagc.inputs import read_regular
 from tagc.quantities import count
 
 __all__ = ["load_model"]
+
+_LARGEST = 100_000_000  # bytes of a JSON file
 
 
 def load_model(spec: str) -> ModelShapes:
@@ -28,7 +32,7 @@ def load_model(spec: str) -> ModelShapes:
         ModelError: if it names none.
     """
     path = Path(spec)
-    if path.is_dir():
+    if os.path.isdir(path):  # Path's own raises where a name is too long
         return _from_folder(path)
     if path.suffix == ".safetensors":
         return from_file(path)
@@ -40,10 +44,10 @@ def load_model(spec: str) -> ModelShapes:
         numel = count(spec)
     except Exception:
         raise ModelError(
-            f"no model {spec!r}: give a number of parameters (7e9), a config.json of transformers, "
-            "a safetensors file, an index of some, or the folder of any of these; module:function "
-            "(a function without arguments that returns an nn.Module or a state dict); or a JSON "
-            "file of shapes by name"
+            f"no model {spec!r:.80}: give a number of parameters (7e9), a config.json of "
+            "transformers, a safetensors file, an index of some, or the folder of any of these; "
+            "module:function (a function without arguments that returns an nn.Module or a state "
+            "dict); or a JSON file of shapes by name"
         ) from None
     return synthetic(numel)
 
@@ -53,16 +57,17 @@ def _from_folder(folder: Path) -> ModelShapes:
     if found is not None:
         return found
     config = folder / "config.json"
-    if config.exists():
+    if os.path.exists(config):
         return _from_json(config)
     raise ModelError(f"{folder} has neither safetensors files nor a config.json")
 
 
 def _from_json(path: Path) -> ModelShapes:
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = json.loads(read_regular(path, _LARGEST).decode())
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read a model from {path}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"cannot read a model from {path}: {why}") from None
     if isinstance(data, dict) and INDEX in data:
         return from_index(path, data)
     if isinstance(data, dict) and ("model_type" in data or "architectures" in data):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 
 from tagc.costs.models.families import FAMILIES, decoder
-from tagc.costs.shapes import ModelError, ModelShapes
+from tagc.costs.shapes import MAX_LAYERS, ModelError, ModelShapes
+from tagc.policy.suggest import short
 
 
 def from_config(path: Path, config: Mapping[str, Any]) -> ModelShapes:
@@ -36,6 +38,7 @@ def from_config(path: Path, config: Mapping[str, Any]) -> ModelShapes:
     if family is not None and names[0] in (None, family.architecture):
         return ModelShapes.of(decoder(family, config, str(path)), f"{path.name} of {kind}")
     what = f"{path} is of {kind if names[0] is None else names[0]}"
+    _check_counts(config, path)
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
             f"{what}, whose shapes tagc does not know (it knows {', '.join(FAMILIES)}, with a "
@@ -51,6 +54,19 @@ def from_config(path: Path, config: Mapping[str, Any]) -> ModelShapes:
             "module:function"
         ) from error
     return ModelShapes.of(model, f"{path.name} of {kind}, by transformers")
+
+
+_COUNT = re.compile(r"(?:^|_)n(?:um)?_.*(?:layer|block|expert)|layers$")
+
+
+def _check_counts(config: object, path: Path) -> None:
+    """Refuse numbers of modules that would keep transformers busy for hours, in any sub-config."""
+    inside = config.values() if isinstance(config, dict) else config
+    for value in inside if isinstance(inside, Iterable) and not isinstance(inside, str) else ():
+        _check_counts(value, path)
+    for name, value in config.items() if isinstance(config, dict) else ():
+        if type(value) is int and value > MAX_LAYERS and _COUNT.search(name):
+            raise ModelError(f"{path}: {name} is {short(value):.40}, more than {MAX_LAYERS:,}")
 
 
 def _by_transformers(path: Path, name: str | None) -> nn.Module:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tagc.costs.shapes import ModelError
+from tagc.costs.shapes import MAX_LAYERS, MAX_PARAMETERS, ModelError
+from tagc.policy.suggest import short
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -101,11 +102,13 @@ class _Config:
     config: Mapping[str, Any]
     where: str
 
-    def size(self, name: str, default: int | None = None) -> int:
+    def size(self, name: str, default: int | None = None, *, most: int = MAX_PARAMETERS) -> int:
         value = self.config.get(name)
         value = default if value is None else value
         if type(value) is not int or value < 1:
-            raise ModelError(f"{self.where}: {name} is {value!r:.40}, no number of anything")
+            raise ModelError(f"{self.where}: {name} is {short(value):.40}, no number of anything")
+        if value > most:
+            raise ModelError(f"{self.where}: {name} is {short(value):.40}, more than {most:,}")
         return value
 
     def switch(self, name: str, default: bool) -> bool:
@@ -129,7 +132,7 @@ def _llama(c: _Config, family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
         for option in ("attention_bias", "mlp_bias")
     )
     yield "model.embed_tokens.weight", (vocabulary, width)
-    for i in range(c.size("num_hidden_layers")):
+    for i in range(c.size("num_hidden_layers", most=MAX_LAYERS)):
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
         if family.fused:
             yield from _linear(f"{attention}.o_proj", width, queries, False)
@@ -160,7 +163,7 @@ def _gpt2(c: _Config, family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
     inner = c.size("n_inner", 4 * width)
     yield "transformer.wte.weight", (vocabulary, width)
     yield "transformer.wpe.weight", (c.size("n_positions"), width)
-    for i in range(c.size("n_layer")):
+    for i in range(c.size("n_layer", most=MAX_LAYERS)):
         block = f"transformer.h.{i}"
         yield from _norm(f"{block}.ln_1", width)
         # Its matrices are transposed: rows are inputs.

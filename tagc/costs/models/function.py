@@ -22,15 +22,18 @@ def from_function(spec: str) -> ModelShapes:
         ModelError: if there is no such function, or it fails or returns something else.
     """
     module_name, _, name = spec.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise ModelError(f"{spec!r:.80} is no module:function: {module_name!r:.80} names no module")
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as `python -m` would have it
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # whatever the module raises
+        what = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         raise ModelError(
-            f"cannot import module {module_name!r} of {spec!r}: {error}. Run the command in the "
-            "folder of the module, or set PYTHONPATH"
+            f"cannot import module {module_name!r} of {spec!r}: {what}{error}. Run the command in "
+            "the folder of the module, or set PYTHONPATH"
         ) from error
     make = getattr(module, name, None)
     if not callable(make):

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tagc.costs.shapes import ModelError, ModelShapes
+from tagc.costs.shapes import ModelError, ModelShapes, check_name
+from tagc.inputs import open_regular, read_regular
 
 INDEX = "weight_map"
 """What the index of several files has."""
 _LONGEST_HEADER = 100_000_000  # what the format allows
+_LARGEST_INDEX = 100_000_000
+_MOST = 2**63 - 1  # of a size or an offset
+_FILE = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,240}\.safetensors")
 _TRAINED = ("F64", "F32", "F16", "BF16")
 
 
@@ -53,7 +57,13 @@ def from_index(path: Path, index: Mapping[str, Any]) -> ModelShapes:
         or not all(isinstance(f, str) for f in where.values())
     ):
         raise ModelError(f"{path}: {INDEX} is no object of tensors' names and their files")
-    files = {name: _read(path.parent / Path(name).name) for name in dict.fromkeys(where.values())}
+    for file in (names := dict.fromkeys(where.values())):
+        if not _FILE.fullmatch(file):
+            raise ModelError(
+                f"{path}: {file!r:.80} is no name of a safetensors file beside it, such as "
+                "model-00001-of-00002.safetensors"
+            )
+    files = {name: _read(path.parent / name) for name in names}
     lost = [f"{name} in {file}" for name, file in where.items() if name not in files[file]]
     if lost:
         raise ModelError(f"{path}: there is no {lost[0]}, which the index names")
@@ -80,7 +90,7 @@ def from_folder(folder: Path) -> ModelShapes | None:
     if found[0].suffix == ".safetensors":
         return from_file(found[0])
     try:
-        content = found[0].read_bytes()
+        content = read_regular(found[0], _LARGEST_INDEX)
     except OSError as error:
         raise ModelError(f"cannot read {found[0]}: {error.strerror or error}") from None
     return from_index(found[0], _parse(content, found[0]))
@@ -117,7 +127,7 @@ def _numbers_as_such(name: str) -> list[tuple[int, str]]:
 
 def _read(path: Path) -> dict[str, _Tensor]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = file.read(8)
             if start == b"version ":
                 raise ModelError(f"{path} is a pointer of git-lfs, not the file: run git lfs pull")
@@ -128,9 +138,10 @@ def _read(path: Path) -> dict[str, _Tensor]:
     if len(content) != length:
         raise ModelError(f"{path} is no safetensors file, or cut off: its header is not there")
     header = _parse(content, path)
-    return {
-        name: _tensor(said, name, path) for name, said in header.items() if name != "__metadata__"
-    }
+    header.pop("__metadata__", None)
+    for name in header:
+        check_name(name, str(path))
+    return {name: _tensor(said, name, path) for name, said in header.items()}
 
 
 def _parse(content: bytes, path: Path) -> dict[str, Any]:
@@ -150,6 +161,10 @@ def _tensor(said: Any, name: str, path: Path) -> _Tensor:
     except (TypeError, KeyError, ValueError):
         raise wrong from None
     numbers = (*shape, begin, end)
-    if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in numbers):
+    if not isinstance(dtype, str) or any(
+        type(n) is not int or not 0 <= n <= _MOST for n in numbers
+    ):
+        raise wrong
+    if end < begin:
         raise wrong
     return _Tensor(dtype, shape, end - begin)

@@ -1,0 +1,44 @@
+"""Files that users name: only regular ones are read, and no more of them than a limit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import BinaryIO
+
+_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """The file, open for reading.
+
+    Raises:
+        OSError: if it cannot be opened or is a folder, a device, a pipe or a socket, which may have
+            no end; ``strerror`` says which.
+    """
+    try:
+        # A pipe that nobody writes to would block here.
+        descriptor = os.open(path, _FLAGS)
+    except ValueError:  # a null character, or half a surrogate pair
+        raise OSError(errno.EINVAL, "no file can have that name") from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        raise OSError(errno.EINVAL, "not a regular file but a device, a pipe or a socket")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
+    """The content of a file of at most ``limit`` bytes.
+
+    Raises:
+        OSError: as `open_regular` does, or if the file is larger.
+    """
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes")
+    return content
