@@ -146,8 +146,7 @@ def wrap(
         plan = replace(plan, notes=(*plan.notes, *notes_on_left(model)))
         if not disabled and not alone:
             plan = _with_kernels(units, plan, ops)
-        made = _make(units, plan, levels, made_with)
-        made.replica_group = replica_group
+        made = _make(units, plan, levels, made_with, replica_group)
         return (plan, made), plan.fingerprint[:12]
 
     try:
@@ -328,7 +327,13 @@ def _chooser(
     )
 
 
-def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) -> Collectives:
+def _make(
+    units: Sequence[Unit],
+    plan: Plan,
+    levels: Levels,
+    ops: str | None,
+    replica_group: dist.ProcessGroup | None,
+) -> Collectives:
     """What the plan needs, of which nothing is installed yet."""
     if plan.replicas and any(u.replicas is None and u.has_all_reduce_hook for u in units):
         raise ValueError(
@@ -357,7 +362,7 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
             workspaces[unit.device],
             # Units differ in their seeds, so that equal layouts do not share bad luck.
             seed=(i * 0x9E3779B1) % 2**31,
-            rank=dist.get_rank(),
+            rank=_place(unit, replica_group),
             connect=connect(unit, unit_plan, HostExchange),
             crosses=lambda: unit.all_reduces,
         )
@@ -384,7 +389,7 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
             versions=lambda: sum(p._version for p in unit.trainable()),
         )
 
-    made = Collectives(levels=levels)
+    made = Collectives(levels=levels, replica_group=replica_group)
 
     def make_reducers() -> None:
         made.reducers += reducers(plan.units)
@@ -401,6 +406,15 @@ def _make(units: Sequence[Unit], plan: Plan, levels: Levels, ops: str | None) ->
     for make in order if dist.get_rank() % 2 == 0 else reversed(order):
         make()
     return made
+
+
+def _place(unit: Unit, replica_group: dist.ProcessGroup | None) -> int:
+    """What makes a rank round by chance in its own way. The same on tensor-parallel ranks, where
+    they have parameters that are not divided: these must stay the same on all of them."""
+    if all(param.duplicate is None for param in unit.info.params):
+        return dist.get_rank()
+    replica = 0 if replica_group is None else replica_group.rank()
+    return replica * unit.group.size() + unit.group.rank()
 
 
 def _check_gather(unit: Unit, unit_plan: UnitPlan) -> None:

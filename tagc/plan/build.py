@@ -112,6 +112,7 @@ class _Run:
     rule: int | None
     role: str
     frozen: bool = False
+    duplicated: bool = False
     params: list[UnitParam] = field(default_factory=list)
 
 
@@ -135,11 +136,15 @@ def _plan_unit(
             index = None
         # What is frozen may not share a block with what is trained: see MessageGatherer.
         frozen = param.frozen and index is not None
-        last = [run for run in runs[-1:] if (run.role, run.frozen) == (info.role, frozen)]
+        # Nor what all tensor-parallel ranks have with what each has a part of: they would scale it,
+        # or select from it, in different ways.
+        duplicated = param.duplicate is not None and index is not None
+        kind = info.role, frozen, duplicated
+        last = [run for run in runs[-1:] if (run.role, run.frozen, run.duplicated) == kind]
         # Where it is rearranged anyway, what shares a rule need not be adjacent, nor of one role.
         run = next((r for r in (last if unit.flat is None else runs) if r.rule == index), None)
         if run is None:
-            run = _Run(rule=index, role=info.role, frozen=frozen)
+            run = _Run(rule=index, role=info.role, frozen=frozen, duplicated=duplicated)
             runs.append(run)
         run.params.append(param)
         if run.role != info.role:

@@ -51,7 +51,14 @@ class Mlp(nn.Module):
         return self.down(torch.tanh(self.up(x))).clone()
 
 
-def parallel(data: int, tensor: int, *, tensor_first: bool = False, replicas: int = 1) -> Any:
+def parallel(
+    data: int,
+    tensor: int,
+    *,
+    tensor_first: bool = False,
+    replicas: int = 1,
+    in_one_unit: bool = False,
+) -> Any:
     """The model, divided among `tensor` ranks and then sharded over `data`; of neighbours the
     former, or the latter. With one tensor-parallel rank it is FSDP2 alone."""
     sizes = {"tp": tensor, "dp": data} if tensor_first else {"dp": data, "tp": tensor}
@@ -68,7 +75,7 @@ def parallel(data: int, tensor: int, *, tensor_first: bool = False, replicas: in
         }
         parallelize_module(model, mesh["tp"], plan)
         model.part, model.parts = mesh["tp"].get_local_rank(), tensor
-    for module in (model.mlp, model):
+    for module in (model,) if in_one_unit else (model.mlp, model):
         fully_shard(module, mesh=mesh["replicas", "dp"] if replicas > 1 else mesh["dp"])
     return model
 
