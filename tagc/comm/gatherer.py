@@ -107,6 +107,7 @@ class UnitGatherer(ABC):
             rows: ``[W, S]``.
         """
 
+    @abstractmethod
     def note_forward(self) -> None:
         """A forward that autograd records begins. FSDP gathers now, has done so already
         (prefetching), or finds parameters that are still unsharded. All ranks call it together."""
