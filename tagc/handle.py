@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,7 +22,7 @@ from tagc.checkpoint import (
     save_folder,
     to_state_dict,
 )
-from tagc.comm import UnitGatherer, UnitReducer
+from tagc.comm import UnitGatherer, UnitReducer, copy_step_state, restore_step_state
 from tagc.comm.waiting import Waiting
 from tagc.fsdp import Levels, OptimizerSteps, Unit
 from tagc.metrics import Metrics, collect
@@ -276,22 +274,20 @@ class Compressor:
             reducer.rescale(factor)
 
     def copy_residuals(self) -> list[Tensor]:
-        """What this rank owes now, for :meth:`restore_residuals`; as much memory again as the
-        residuals take."""
-        return [
-            stored.clone()
-            for reducer in self._collectives.all_reducers
-            for stored in (
-                *reducer.residuals.values(),
-                *reducer.owner_residuals.values(),
-                *reducer.owner_states.values(),
-            )
-        ]
+        """What this rank owes now, and what codecs remember, for :meth:`restore_residuals`; as much
+        memory again as the residuals take, and a little."""
+        return copy_step_state(self._collectives.all_reducers)
 
     def restore_residuals(self, copy: Sequence[Tensor], where: bool | Tensor = True) -> None:
         """Owe again what :meth:`copy_residuals` saw: after a step that the optimizer skipped,
         as if that step had not been. Without it, what the step's finite gradients and older
-        residuals sent is lost with the step.
+        residuals sent is lost with the step. Call it on all ranks, with the same ``where``.
+
+        Given a number, the next step is the one that would have come without the skipped one, to
+        the bit: thresholds, supports, measured leads, seeds of stochastic rounding and of hashes
+        are restored, too. Given a tensor, only residuals and measured leads are: the host counts
+        steps and cannot know that one was skipped. Then thresholds keep what they learnt, and seeds
+        go on. Bytes, reductions (for the warm-up and metrics) and measured noise keep counting.
 
         Args:
             where: restore only if true, a number or a tensor ``[]``, which is not looked at: no
@@ -300,28 +296,7 @@ class Compressor:
         Raises:
             ValueError: if the copy is of another model or plan.
         """
-        with self._residuals() as residuals:
-            if [r.shape for r in residuals] != [c.shape for c in copy]:
-                raise ValueError("the copy is not of this model's residuals under this plan")
-            for residual, saved in zip(residuals, copy, strict=True):
-                if isinstance(where, Tensor):
-                    saved = torch.where(where.to(residual.device, torch.bool), saved, residual)
-                elif not where:
-                    continue
-                residual.copy_(saved)
-
-    @contextmanager
-    def _residuals(self) -> Iterator[list[Tensor]]:
-        with ExitStack() as stack:
-            yield [
-                stored
-                for reducer in self._collectives.all_reducers
-                for stored in (
-                    *stack.enter_context(reducer.open_residuals()).values(),
-                    *stack.enter_context(reducer.open_owner_residuals()).values(),
-                    *reducer.owner_states.values(),
-                )
-            ]
+        restore_step_state(self._collectives.all_reducers, copy, where)
 
     def keep_rates(self, optimizer: Optimizer, *, second_moment: bool | None = None) -> KeptRates:
         """Let ``optimizer`` take steps as large as with dense gradients, at the learning rates and

@@ -20,6 +20,7 @@ from tagc.comm.message_gatherer import MessageGatherer
 from tagc.comm.reducer import UnitReducer
 from tagc.comm.rehearsal import rehearse
 from tagc.comm.replicas import ReplicaAverage
+from tagc.comm.skipped_step import copy_step_state, restore_step_state
 
 __all__ = [
     "BroadcastExchange",
@@ -43,8 +44,10 @@ __all__ = [
     "UnitReducer",
     "agree_on",
     "check_hosts",
+    "copy_step_state",
     "gather_by_rank",
     "gather_merged",
     "noise_factor",
     "rehearse",
+    "restore_step_state",
 ]

@@ -6,8 +6,9 @@ place on all hosts; a rank exchanges messages with these, and the host's ranks t
 rows in every all-gather. Else every rank has all rows, and after a message nothing is sent.
 
 When a message is due, all ranks must know without asking. It is due in the first forward after an
-optimizer stepped that holds any of the unit's parameters, which every rank sees. While none has
-been seen (it may be none of torch's), it is due after a reduction of the unit's gradients.
+optimizer stepped that holds any of the unit's parameters, which every rank sees; and in the first
+one of every call of a closure in such a step. While none has been seen (it may be none of torch's),
+it is due after a reduction of the unit's gradients.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class CopyGatherer(UnitGatherer):
             f"tagc: the parameters of unit {self._name!r} changed, but not by an optimizer's step "
             "(other weights loaded or swapped in?), and a codec 'delta' sends changes only after "
             "such a step: call tagc.compressor(model).refresh() on all ranks whenever parameters "
-            "are changed by other means"
+            "are changed by other means, such as eval() and train() of a schedule-free optimizer"
         )
         self._since_forward = Alarm(
             f"tagc: the parameters of unit {self._name!r} are others in a backward than in its "
@@ -77,11 +78,17 @@ class CopyGatherer(UnitGatherer):
             "the backward"
         )
 
-    def note_step(self) -> None:
-        """An optimizer stepped that holds any of the unit's parameters; all ranks call it
-        together."""
+    def note_step(self, *, ended: bool) -> None:
+        """An optimizer steps that holds any of the unit's parameters; all ranks call it together.
+
+        Args:
+            ended: whether it changes nothing any more in this step.
+        """
         self._due = self._sees_steps = True
-        self._versions_then = self._versions()
+        self._versions_then = self._versions() if ended else None
+
+    def note_forward(self) -> None:
+        """See :meth:`UnitGatherer.note_forward`: the copy serves any."""
 
     def refresh(self) -> None:
         """See :meth:`UnitGatherer.refresh`."""

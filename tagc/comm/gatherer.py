@@ -63,6 +63,8 @@ class UnitGatherer(ABC):
         self.wire_bytes = 0
         self.dense_bytes = 0
         self.inside_bytes = 0
+        # What the last gather was for, if it brought messages.
+        self._last: Phase | None = None
         self._ops, self._workspace = setup.ops, setup.workspace
         self._connect = setup.connect or (lambda group: BroadcastExchange(group, setup.workspace))
         self._name = self.plan.info.label
@@ -75,7 +77,7 @@ class UnitGatherer(ABC):
             RuntimeError: if the buffer is not what the plan was made for; or if parameters changed
                 where nothing is sent that would tell the others.
         """
-        info = self.plan.info
+        info, self._last = self.plan.info, None
         # With reshard_after_forward an int, the backward gathers in a smaller group.
         if group.size() != info.world_size:
             inside = info.ranks_per_host % group.size() == 0
@@ -95,6 +97,7 @@ class UnitGatherer(ABC):
                 "tagc.wrap after the model is sharded and its dtypes are set for good"
             )
         self._gather(rows, inp, group, phase)
+        self._last = phase
 
     @abstractmethod
     def _gather(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
@@ -103,6 +106,11 @@ class UnitGatherer(ABC):
         Args:
             rows: ``[W, S]``.
         """
+
+    @abstractmethod
+    def note_forward(self) -> None:
+        """A forward that autograd records begins. FSDP gathers now, has done so already
+        (prefetching), or finds parameters that are still unsharded. All ranks call it together."""
 
     def state(self) -> dict[str, Tensor]:
         """What the next step and the counters depend on, between two steps. The names and shapes

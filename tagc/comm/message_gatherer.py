@@ -79,6 +79,14 @@ class MessageGatherer(UnitGatherer):
         if phase is not Phase.OTHER:
             self._has_forward_message = kept is not None and phase is Phase.FORWARD
 
+    def note_forward(self) -> None:
+        """See :meth:`UnitGatherer.note_forward`."""
+        # If parameters are still unsharded, from an evaluation or `unshard()`, this forward gathers
+        # nothing: the message is of an earlier one, whose backward may never have gathered. If this
+        # forward does gather, there is a new message.
+        if self._last is not Phase.FORWARD:
+            self._has_forward_message = False
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`UnitGatherer.load_state`. (The forward's message needs no saving: between two
         steps no backward still waits for it, and the next forward gathers anew.)"""

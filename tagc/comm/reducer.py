@@ -447,15 +447,21 @@ class UnitReducer:
             self.measure_noise()
         load_parts(self._parts(noise), state)
 
-    def _parts(self, noise: bool) -> Parts:
-        yield "", self.counters
+    def memory(self) -> Parts:
+        """What codecs remember from step to step, beside residuals; not what was sent so far, nor
+        the noise that was measured."""
         if self._in_levels:
-            yield "", self.inside
             yield from ((f"inside.{name}", c) for name, c in self.inside.codecs.items())
         yield from self.codecs.items()
         if self.second is not None:
             yield from ((f"second_shot.{name}", c) for name, c in self.second.codecs.items())
         yield from ((f"share.{name}", share) for name, share in self._shares.items())
+
+    def _parts(self, noise: bool) -> Parts:
+        yield "", self.counters
+        if self._in_levels:
+            yield "", self.inside
+        yield from self.memory()
         if noise and self.plan.compressed:
             yield "", self.gauge or NoiseGauge(self.plan, self._setup.device)
 

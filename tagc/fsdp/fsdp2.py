@@ -66,7 +66,7 @@ class FSDP2Unit(Unit):
         self.module.set_custom_all_gather(all_gather)
         for module in self._param_group.modules:
             # Before FSDP's own hook, which gathers.
-            hook = module.register_forward_pre_hook(self._grad_mode.note, prepend=True)
+            hook = module.register_forward_pre_hook(all_gather.before_forward, prepend=True)
             self._hooks.append(hook)
 
     def install_all_reduce(self, average: ReplicaAverage) -> None:
@@ -203,7 +203,13 @@ class _InStep(AllGather):
 class _CustomAllGather(_Allocates, AllGather):
     def __init__(self, gatherer: UnitGatherer, param_group: Any, grad_mode: GradMode) -> None:
         self._gather, self._param_group = gatherer.gather, param_group
-        self._grad_mode = grad_mode
+        self._grad_mode, self._note_forward = grad_mode, gatherer.note_forward
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """To be called before a module's forward, as a hook."""
+        self._grad_mode.note()
+        if self._grad_mode.enabled:
+            self._note_forward()
 
     def __call__(
         self,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import nn
 
 
 class GradMode:
@@ -19,6 +16,6 @@ class GradMode:
     def __init__(self) -> None:
         self.enabled = True
 
-    def note(self, module: nn.Module, args: Any) -> None:
-        """To be called before a module's forward, as a hook."""
+    def note(self) -> None:
+        """To be called before a module's forward."""
         self.enabled = torch.is_grad_enabled()

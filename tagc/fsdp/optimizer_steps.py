@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from tagc.comm import CopyGatherer
 from tagc.fsdp.unit import Unit
@@ -16,34 +19,65 @@ from tagc.fsdp.unit import Unit
 
 class OptimizerSteps:
     """Tells gatherers of steps of any optimizer of torch's kind that holds parameters of theirs,
-    until it is closed, or nobody has it any more."""
+    until it is closed, or nobody has it any more.
+
+    It tells when a step begins, too, so that all ranks know of one that raises on some of them. And
+    it tells of every call of a closure, since an optimizer like LBFGS moves weights between two.
+    """
 
     def __init__(self, pairs: Sequence[tuple[Unit, CopyGatherer]]) -> None:
         self._pairs = list(pairs)
-        self._held = self._who_holds()
         mine = weakref.ref(self)
 
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def note(optimizer: Optimizer, *, ended: bool) -> None:
             steps = mine()
             if steps is not None:
-                steps._note(optimizer)
+                steps._note(optimizer, ended=ended)
 
-        handle = register_optimizer_step_post_hook(after_step)
-        self._close = weakref.finalize(self, handle.remove)
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+            note(optimizer, ended=False)
+            return _with_noting_closure(lambda: note(optimizer, ended=False), args, kwargs)
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            note(optimizer, ended=True)
+
+        handles = (
+            register_optimizer_step_pre_hook(before_step),
+            register_optimizer_step_post_hook(after_step),
+        )
+        self._closers = [weakref.finalize(self, handle.remove) for handle in handles]
 
     def close(self) -> None:
         """Listen no longer."""
-        self._close()
+        for close in self._closers:
+            close()
 
-    def _note(self, optimizer: Optimizer) -> None:
-        params = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        if not any(p in self._held for p in params):
-            # Of another model; or FSDP has new parameters, as after a load with `assign`.
-            self._held = self._who_holds()
-        stepped = {self._held[p][1]: None for p in params if p in self._held}
-        for gatherer in stepped:
-            gatherer.note_step()
+    def _note(self, optimizer: Optimizer, *, ended: bool) -> None:
+        # Looked up anew every time: after a load with `assign` FSDP has other parameters, perhaps
+        # some of them only.
+        held = {id(p): gatherer for unit, gatherer in self._pairs for p in unit.trainable()}
+        params = (id(p) for group in optimizer.param_groups for p in group["params"])
+        for gatherer in {held[p]: None for p in params if p in held}:
+            gatherer.note_step(ended=ended)
 
-    def _who_holds(self) -> dict[int, tuple[nn.Parameter, CopyGatherer]]:
-        """By the id of a parameter, which is kept so that nothing else has this id."""
-        return {id(p): (p, gatherer) for unit, gatherer in self._pairs for p in unit.trainable()}
+
+def _with_noting_closure(
+    note: Callable[[], None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments ``(optimizer, closure)`` of a step, with a closure that calls ``note`` first;
+    None where there is no closure."""
+
+    def noting(argument: Any) -> Any:
+        if not callable(argument):
+            return argument
+
+        @wraps(argument)
+        def call(*call_args: Any, **call_kwargs: Any) -> Any:
+            note()
+            return argument(*call_args, **call_kwargs)
+
+        return call
+
+    if not any(map(callable, (*args[1:], *kwargs.values()))):
+        return None
+    return (*args[:1], *map(noting, args[1:])), {k: noting(v) for k, v in kwargs.items()}

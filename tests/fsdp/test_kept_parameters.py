@@ -93,6 +93,34 @@ def test_kept_parameters_after_forwards_without_backward(rank: int, world_size: 
     check_kept(rank, lambda: sharded(net()), backward)
 
 
+def set_resharding(model: Any, resharding: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(resharding)
+
+
+@pytest.mark.some(1)
+@on_ranks(2)
+@pytest.mark.parametrize("by", ["no_grad", "inference_mode", "unshard"])
+def test_a_forward_that_finds_its_parameters_gathered(rank: int, world_size: int, by: str) -> None:
+    """With resharding off a backward gathers nothing, and the kept message outlives the step. A
+    later forward may gather nothing either: its backward must not read that message."""
+
+    def backward(model: Any, step: int) -> None:
+        set_resharding(model, False)
+        if by == "unshard":
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+        elif step:  # FSDP's first forward makes tensors, which training could not use
+            with getattr(torch, by)():
+                loss_of(model, rank, 50)
+        set_resharding(model, step % 2 == 1)
+        loss_of(model, rank, step).backward()
+
+    check_kept(rank, lambda: sharded(net()), backward)
+
+
 # Other forwards and writes between a forward and its backward
 
 

@@ -77,6 +77,13 @@ class MeasuredShare:
         self._steps = int(state["steps"])
         self._update()
 
+    def restore(self, sums: Tensor, where: Tensor) -> None:
+        """Go back to ``sums`` of :meth:`state` if ``where`` ``[]`` is true, which is not looked at.
+        The count of steps stays: it only says which elements are looked at."""
+        flag = where.to(self._sums.device, torch.bool)
+        self._sums = torch.where(flag, sums, self._sums)
+        self._update()
+
     def _sampled(self, rows: Tensor) -> Tensor:
         columns = rows.shape[1]
         stride = max(1, min(columns, -(-rows.numel() // SAMPLE)))
