@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 import os
 import warnings
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import tagc
 from support.distributed import on_ranks
@@ -402,6 +404,44 @@ def test_clipping_leaves_the_noise_out(rank: int, world_size: int) -> None:
     assert norm.item() == pytest.approx(expected, rel=1e-5)
     for name, grad in local_grads(run.model).items():
         torch.testing.assert_close(grad, before[name] / 2, rtol=1e-5, atol=1e-7)
+
+
+NORMS = {"hybrid": (0.99, 1.01), "two-bit": (0.97, 1.03), "one-bit": (1, 1.15), "half-bit": (1, 2)}
+"""Of dense's, as docs/policies.md says."""
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("policy", NORMS)
+@pytest.mark.parametrize("fresh", [False, True], ids=["repeated", "fresh"])
+def test_the_norm_beside_denses(rank: int, world_size: int, policy: str, fresh: bool) -> None:
+    model, dense = layers(), layers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tagc.wrap(model, {"schema": 1, "extends": policy, "roles": {"mlp": "*"}})
+    ratios = []
+    for step in range(60):
+        generator = torch.Generator().manual_seed(rank + (2 * step if fresh else 0))
+        x = torch.randn(64, 64, generator=generator)
+        for each in (model, dense):
+            each.zero_grad()
+            (each(x) - x).square().mean().backward()
+        mine = tagc.compressor(model).clip_grad_norm_(1e9)
+        grads = [p.grad for p in dense.parameters() if p.grad is not None]
+        norm: Any = nn.utils.get_total_norm(grads)
+        ratios.append(float(mine / norm.full_tensor()))
+    least, most = NORMS[policy]
+    assert least <= sum(ratios[-20:]) / 20 <= most
+
+
+def layers() -> Any:
+    torch.manual_seed(0)
+    sizes = (64, 256, 256, 64)
+    parts = [nn.Linear(n, m) for n, m in itertools.pairwise(sizes)]
+    model = nn.Sequential(parts[0], nn.Tanh(), parts[1], nn.Tanh(), parts[2])
+    for part in (*parts, model):
+        fully_shard(part)
+    return model
 
 
 def test_which_optimizers_divide() -> None:

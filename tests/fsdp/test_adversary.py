@@ -32,7 +32,8 @@ COMMON = ["forward", "forward", "backward", "backward", "teach", "teach", "evalu
 # What native FSDP2 itself often fails after, which ends a sequence.
 RARE = [
     "infer", "give up", "swap", "unswap", "zero", "sync off", "sync on", "save and load",
-    "wrap again", "unshard", "reshard",
+    "wrap again", "unshard", "reshard", "stay unsharded", "reshard again", "fail in a step",
+    "keep inside hosts", "leave hosts", "drop waiting",
 ]  # fmt: skip
 CALLS = [*COMMON * 4, *RARE]
 SHAPES: list[dict[str, Any]] = [
@@ -51,6 +52,13 @@ def exact(shape: torch.Size, seed: int) -> Tensor:
     """Weights of one magnitude, that of code 127, and random signs: 8 bits carry them exactly."""
     signs = torch.randint(2, shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     return signs * 127 * 2.0**-9
+
+
+class Fails(torch.optim.SGD):
+    """Its step raises before it changes anything."""
+
+    def step(self, closure: Any = None) -> None:
+        raise ArithmeticError("out of luck")
 
 
 class Model:
@@ -162,6 +170,28 @@ class Model:
         if not self.losses:
             self.module.reshard()
 
+    def stay_unsharded(self, tokens: Tensor) -> None:
+        if not self.losses:
+            self.module.set_reshard_after_forward(False)
+
+    def reshard_again(self, tokens: Tensor) -> None:
+        if not self.losses:
+            self.module.set_reshard_after_forward(True)
+
+    def fail_in_a_step(self, tokens: Tensor) -> None:
+        with pytest.raises(ArithmeticError):
+            Fails(self.module.parameters(), lr=0.1).step()
+
+    def keep_inside_hosts(self, tokens: Tensor) -> None:
+        self.module.set_requires_all_reduce(False)
+
+    def leave_hosts(self, tokens: Tensor) -> None:
+        self.module.set_requires_all_reduce(True)
+
+    def drop_waiting(self, tokens: Tensor) -> None:
+        if self.policy is not None:
+            tagc.compressor(self.module).drop_waiting()
+
 
 def outcome(shape: dict[str, Any], calls: Sequence[str], rank: int) -> tuple[str, int]:
     """What is wrong after a sequence, empty if nothing is, and how many of the calls were made."""
@@ -204,6 +234,20 @@ def test_what_was_found_before(rank: int, world_size: int, shape: dict[str, Any]
     for calls in (
         ["forward", "teach", "backward"],
         ["forward", "backward", "step", "forward", "evaluate", "backward"],
+        ["forward", "backward", "fail in a step", "evaluate", "evaluate", "forward", "backward"],
+        [
+            "stay unsharded",
+            "forward",
+            "backward",
+            "step",
+            "evaluate",
+            "reshard again",
+            "forward",
+            "backward",
+            "step",
+            "forward",
+            "backward",
+        ],
     ):
         wrong, made = outcome(shape, calls, rank)
         assert not wrong, (calls, wrong)
