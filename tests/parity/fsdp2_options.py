@@ -207,8 +207,6 @@ FSDP2: dict[str, Option] = {
         net={"extra": True},
         shard=by_block,
     ),
-    "loss in chunks": Option(shard=ends_together, backward=backward_in_chunks),
-    "frozen after wrap": Option(shard=by_block, backward=freezing_later),
     "reduce_scatter_unused_params": Option(
         net={"extra": True}, shard=by_block, configure=unused_reduced
     ),
@@ -233,17 +231,19 @@ FSDP2: dict[str, Option] = {
     "explicit prefetch": Option(shard=by_block, configure=explicit_prefetch),
     "units called twice": Option(net={"times": 2}, shard=by_block),
     "several parameter groups": Option(shard=in_two_meshes, backward=alike_in_pairs, ranks=(4,)),
-    "an all-gather of their own": Option(prepare=gather_themselves, shard=by_block),
     "hybrid mesh": Option(shard=in_hybrid_mesh, ranks=(4,)),
-    "hybrid mesh, loss in chunks": Option(
-        shard=ends_together_in_hybrid_mesh, backward=backward_in_chunks, ranks=(4,)
-    ),
     "tensor parallel blocks": Option(
         prepare=split_blocks, shard=in_data_mesh, backward=alike_in_pairs, ranks=(4,)
     ),
     "saved and resumed": Option(shard=by_block, resumes=True),
     "tensor parallel blocks, resumed": Option(
         prepare=split_blocks, shard=in_data_mesh, backward=alike_in_pairs, resumes=True, ranks=(4,)
+    ),
+    "loss in chunks": Option(shard=ends_together, backward=backward_in_chunks),
+    "frozen after wrap": Option(shard=by_block, backward=freezing_later),
+    "an all-gather of their own": Option(prepare=gather_themselves, shard=by_block),
+    "hybrid mesh, loss in chunks": Option(
+        shard=ends_together_in_hybrid_mesh, backward=backward_in_chunks, ranks=(4,)
     ),
 }
 REPLICAS: dict[str, Option] = {
@@ -263,12 +263,12 @@ REPLICAS: dict[str, Option] = {
     ),
     "clip_grad_norm_": Option(shard=by_block, after=clip),
     "some parameters frozen": Option(prepare=freeze_some, shard=by_block),
-    "loss in chunks": Option(shard=ends_together, backward=backward_in_chunks),
     "tied weights": Option(net={"tied": True}, shard=by_block),
     "reshard_after_forward=False": Option(shard=partial(by_block, reshard_after_forward=False)),
     "CPU offload": Option(
         shard=partial(by_block, offload_policy=CPUOffloadPolicy(pin_memory=False))
     ),
+    "loss in chunks": Option(shard=ends_together, backward=backward_in_chunks),
 }
 # On hosts of two ranks.
 HOSTS: dict[str, Option] = (
