@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tagc.codecs import Codec
-from tagc.codecs.feedback import SegmentFeedback
 from tagc.plan import Segment, UnitPlan
 
 
@@ -94,67 +92,3 @@ class Part:
                 if (param.name in self.names) is present and param.columns:
                     yield slice(at, at + param.columns)
                 at += param.columns
-
-
-Places = Sequence[slice] | Tensor
-"""Columns of a residual, or a mask of its shape."""
-
-
-@dataclass(frozen=True)
-class Debt:
-    """What is owed for missing columns of a segment.
-
-    Attributes:
-        residual: where these are in the feedback's residual.
-        owner_state: likewise in what the owner keeps.
-    """
-
-    feedback: SegmentFeedback
-    residual: Places
-    owner_state: Places
-
-
-@contextmanager
-def set_aside(debts: Sequence[Debt], codecs: Iterable[Codec]) -> Iterator[None]:
-    """After a reduction, owe for missing columns what was owed before. Messages carry some of
-    that, too, and FSDP has no place for it.
-
-    Args:
-        codecs: those whose segments are missing altogether. Thresholds would follow the zeros, so
-            their state is also as before.
-    """
-    states = [(codec, {k: t.clone() for k, t in codec.state().items()}) for codec in codecs]
-    residuals: list[Sequence[Tensor]] = []
-    owned: list[Sequence[Tensor]] = []
-    for debt in debts:
-        if debt.feedback.residual is not None:
-            with debt.feedback.residual.opened() as residual:
-                residuals.append(_take(residual, debt.residual))
-        if debt.feedback.owner_state is not None:
-            owned.append(_take(debt.feedback.owner_state, debt.owner_state))
-    try:
-        yield
-    finally:
-        for debt in debts:
-            if debt.feedback.residual is not None:
-                with debt.feedback.residual.opened() as residual:
-                    _put(residual, debt.residual, residuals.pop(0))
-            if debt.feedback.owner_state is not None:
-                _put(debt.feedback.owner_state, debt.owner_state, owned.pop(0))
-        for codec, state in states:
-            codec.load_state(state)
-
-
-def _take(stored: Tensor, places: Places) -> Sequence[Tensor]:
-    if isinstance(places, Tensor):
-        return [stored.clone()]
-    return [stored[..., columns].clone() for columns in places]
-
-
-def _put(stored: Tensor, places: Places, taken: Sequence[Tensor]) -> None:
-    if isinstance(places, Tensor):
-        # Boolean indexing would wait for the device.
-        stored.copy_(torch.where(places, taken[0], stored))
-        return
-    for columns, piece in zip(places, taken, strict=True):
-        stored[..., columns] = piece

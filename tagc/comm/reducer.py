@@ -20,10 +20,11 @@ from tagc.comm.flat import flat_rows
 from tagc.comm.gauge import NoiseGauge
 from tagc.comm.host_sum import HostSum
 from tagc.comm.lockstep import Lockstep
-from tagc.comm.part import Debt, Part, set_aside
+from tagc.comm.part import Part
 from tagc.comm.reducer_state import Counters, Parts, check_parts, load_parts, state_of
 from tagc.comm.reduction_check import check_reduction
 from tagc.comm.second_shot import SecondShot
+from tagc.comm.set_aside import Debt, set_aside
 from tagc.comm.waiting import Waiting
 from tagc.ops import Ops
 from tagc.plan import UnitPlan

@@ -113,6 +113,29 @@ def reducer(label: str) -> UnitReducer:
 
 
 @on_ranks(2)
+def test_a_stamp_tells_of_other_parts_of_a_unit(rank: int, world_size: int) -> None:
+    """Messages have the same size, whatever a backward reached."""
+    group = dist.group.WORLD
+    assert group is not None
+    with (
+        patch.object(lockstep, "by_messages", return_value=False),
+        patch.object(collectives, "by_messages", return_value=False),
+    ):
+        unit = reducer("a")
+
+        def reduce(name: str) -> None:
+            columns = {"a.weight": 911, "c.weight": 303}[name]
+            out, inp = torch.empty(columns), torch.ones(2 * columns)
+            unit.reduce(out, inp, group, dist.ReduceOp.SUM, reached={name})
+
+        for name in ("a.weight", "c.weight", "a.weight"):
+            reduce(name)
+        kind, said = fails(lambda: reduce("a.weight" if rank == 0 else "c.weight"))
+        assert kind == "RuntimeError", said
+        assert "got a message of another unit" in said
+
+
+@on_ranks(2)
 def test_without_messages_a_stamp_tells(rank: int, world_size: int) -> None:
     """Collectives of equal sizes take what they get, as NCCL's would."""
     group = dist.group.WORLD

@@ -241,7 +241,9 @@ FSDP2: dict[str, Option] = {
     ),
     "loss in chunks": Option(shard=ends_together, backward=backward_in_chunks),
     "frozen after wrap": Option(shard=by_block, backward=freezing_later),
-    "an all-gather of their own": Option(prepare=gather_themselves, shard=by_block),
+    "an all-gather of their own": Option(
+        prepare=lambda model: gather_themselves(model.blocks), shard=by_block
+    ),
     "hybrid mesh, loss in chunks": Option(
         shard=ends_together_in_hybrid_mesh, backward=backward_in_chunks, ranks=(4,)
     ),

@@ -73,8 +73,8 @@ class InBfloat16(Tensor):
         return tree_map(lambda t: cls(t) if isinstance(t, Tensor) else t, out)
 
 
-def gather_themselves(model: Any) -> None:
-    """Let the matrices of a model's blocks do so."""
-    for block in model.blocks:
+def gather_themselves(blocks: Any) -> None:
+    """Let the matrices of these blocks do so."""
+    for block in blocks:
         for layer in (block.up, block.down):
             layer.weight = nn.Parameter(InBfloat16(layer.weight.detach()))
