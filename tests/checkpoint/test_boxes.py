@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from tagc.checkpoint.format import StateHeader
+from support.states import Stored
 from tagc.checkpoint.locations import ParamLocation
 from tagc.checkpoint.resharding import merged, plan_merge
 from tagc.checkpoint.suffix import Elements, Suffix, split_suffix
@@ -138,33 +137,21 @@ MESHES = [
 ]
 
 
-class Saved:
+class Saved(Stored):
     """A source of random numbers, the same in duplicates, and their sum over ranks."""
-
-    alone, where, identity = False, "here", ""
 
     def __init__(self, mesh: Mesh, kind: str) -> None:
         self.whole = torch.zeros(SHAPE, dtype=torch.float64)
-        self._tensors: dict[int, dict[str, Tensor]] = {}
+        super().__init__()
         generator = torch.Generator().manual_seed(mesh.ranks)
         for rank in range(mesh.ranks):
             places = mesh.places(rank, kind)
             values = {n: torch.randn(p.shape, generator=generator) for n, p in places.items()}
             # Only the first duplicate counts: the others are far from it here.
-            self._tensors[rank] = values
+            self.tensors[rank] = values
             for name, place in places.items():
                 if not (place.param.duplicate or (0, 0))[0]:
                     self.whole += spread(values[name], place)
-
-    def headers(self) -> Mapping[int, StateHeader]:
-        one = StateHeader(policy="", policy_hash="", layout="", world_size=9, rank=0, step=0)
-        return dict.fromkeys(self._tensors, one)
-
-    def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {n: (t.dtype, tuple(t.shape)) for n, t in self._tensors[rank].items()}
-
-    def read(self, rank: int, name: str) -> Tensor:
-        return self._tensors[rank][name]
 
 
 def spread(value: Tensor, place: ParamLocation) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from support.states import (
     LEAD,
     POLICIES,
     QUANTIZED,
+    Stored,
     residual_sums,
     rules,
     run,
     shared_folder,
     wrapped,
 )
-from tagc.checkpoint.format import StateHeader
 from tagc.checkpoint.locations import ParamLocation
 from tagc.checkpoint.resharding import merged, plan_merge
 from tagc.checkpoint.suffix import Elements
@@ -45,11 +44,8 @@ def part_of_place(whole: Tensor, place: ParamLocation) -> Tensor:
     return whole[first : first + length]
 
 
-class Copies:
+class Copies(Stored):
     """A source of what replicas have: `copies` of a parameter, each in `shards`."""
-
-    alone = False
-    where, identity = "here", ""
 
     def __init__(
         self,
@@ -61,22 +57,12 @@ class Copies:
     ) -> None:
         generator = torch.Generator().manual_seed(copies * 10 + shards)
         self.whole = torch.randn(copies, *param.shape, generator=generator)
-        self._pieces: dict[int, dict[str, Tensor]] = {}
+        super().__init__()
         for i in range(copies * shards):
             place = place_of(param, i % shards, shards, flat)
             if place.numel:
                 piece = part_of_place(self.whole[i // shards], place)
-                self._pieces[i] = {f"{kind}.p{place.suffix}": piece}
-
-    def headers(self) -> Mapping[int, StateHeader]:
-        one = StateHeader(policy="", policy_hash="", layout="", world_size=9, rank=0, step=0)
-        return dict.fromkeys(self._pieces, one)
-
-    def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {n: (t.dtype, tuple(t.shape)) for n, t in self._pieces[rank].items()}
-
-    def read(self, rank: int, name: str) -> Tensor:
-        return self._pieces[rank][name]
+                self.tensors[i] = {f"{kind}.p{place.suffix}": piece}
 
 
 @pytest.mark.parametrize("old", [(2, 2), (3, 1), (1, 4), (4, 3)])

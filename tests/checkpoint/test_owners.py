@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,10 +18,9 @@ from support.distributed import on_ranks
 from support.exact import equal
 from support.marks import slow
 from support.small_net import local_weights, net
-from support.states import load, run, save, set_weights, shared_folder, snapshot
+from support.states import Stored, load, run, save, set_weights, shared_folder, snapshot
 from support.units import unit_reducer
 from tagc.checkpoint import UnitState
-from tagc.checkpoint.format import StateHeader
 from tagc.checkpoint.locations import ParamLocation
 from tagc.checkpoint.resharding import merged, plan_merge
 from tagc.plan import UnitInfo, UnitParam, build_plan, in_two_shots
@@ -75,27 +74,16 @@ def states(copies: int, shards: int, codec: dict[str, Any], lead: bool) -> list[
     return made
 
 
-class Source:
+class Source(Stored):
     """What these states save."""
-
-    where, identity = "here", ""
 
     def __init__(self, made: Sequence[UnitState], *, alone: bool = False) -> None:
         self.alone = alone
-        self._tensors = {
+        super().__init__()
+        self.tensors = {
             rank: {name: place.take(tensor) for name, place, tensor in state.residuals()}
             for rank, state in enumerate(made)
         }
-
-    def headers(self) -> Mapping[int, StateHeader]:
-        one = StateHeader(policy="", policy_hash="", layout="", world_size=9, rank=0, step=0)
-        return dict.fromkeys(self._tensors, one)
-
-    def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {n: (t.dtype, tuple(t.shape)) for n, t in self._tensors[rank].items()}
-
-    def read(self, rank: int, name: str) -> Tensor:
-        return self._tensors[rank][name]
 
 
 def totals(pieces: Iterator[tuple[str, ParamLocation, Tensor]]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tagc
 from support.exact import equal
 from support.small_net import local_weights, loss_of, sharded
+from tagc.checkpoint.format import StateHeader
 from tagc.checkpoint.suffix import split_suffix
 from tagc.plan import Box
 
@@ -220,3 +221,22 @@ def loads_badly(rank: int, saver: str, policy: dict, folder: Path) -> tuple[str,
         equal(snapshot(model), before)
         return type(error).__name__, str(error)
     raise AssertionError("loaded")
+
+
+class Stored:
+    """A source of what ranks saved, in memory."""
+
+    alone, where, identity = False, "here", ""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, dict[str, Tensor]] = {}
+
+    def headers(self) -> Mapping[int, StateHeader]:
+        one = StateHeader(policy="", policy_hash="", layout="", world_size=9, rank=0, step=0)
+        return dict.fromkeys(self.tensors, one)
+
+    def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {n: (t.dtype, tuple(t.shape)) for n, t in self.tensors[rank].items()}
+
+    def read(self, rank: int, name: str) -> Tensor:
+        return self.tensors[rank][name]
