@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tagc.codecs import MESSAGE_FORMAT
 from tagc.codecs.workspace import Workspace
 from tagc.comm import (
     CopyGatherer,
@@ -240,7 +241,7 @@ def _agree_on_request(
     agreed = agree_on(
         groups,
         {
-            "version": lambda: (None, __version__),
+            "version": lambda: (None, f"{__version__}, messages in format {MESSAGE_FORMAT}"),
             "hosts": check,
             "switch": switched,
             "model": find,

@@ -7,12 +7,15 @@ unit's segments a *codec*, which has their state and takes the steps.
 from tagc.codecs.codec import Codec, CodecSegment, CodecSetup, SelectionCount
 from tagc.codecs.config import CodecConfig
 from tagc.codecs.exchange import Exchange, Work
+from tagc.codecs.message import MESSAGE_FORMAT, STAMP_WORDS, row_words, split_message
 from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 from tagc.codecs.registry import CODECS, in_message_order, kind_of, make_codecs, plan_codec
 from tagc.codecs.special import Special
 
 __all__ = [
     "CODECS",
+    "MESSAGE_FORMAT",
+    "STAMP_WORDS",
     "Codec",
     "CodecConfig",
     "CodecPlan",
@@ -28,4 +31,6 @@ __all__ = [
     "kind_of",
     "make_codecs",
     "plan_codec",
+    "row_words",
+    "split_message",
 ]

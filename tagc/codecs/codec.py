@@ -106,7 +106,7 @@ class Codec(Generic[P]):
     ranks. Subclasses implement :meth:`encode` and :meth:`decode`, and what else they have.
 
     Attributes:
-        words: int32 words that these segments take in a message.
+        words: int32 words that these segments take in a message, padding included.
         parts: the segments, in the order of the columns and of the words.
     """
 
@@ -126,7 +126,7 @@ class Codec(Generic[P]):
                 device=setup.device,
             )
             self.parts.append(Part(slice(segment.start, segment.stop), words, plan, feedback))
-            self.words = words.stop
+            self.words += plan.room
 
     @property
     def feedbacks(self) -> dict[int, SegmentFeedback]:

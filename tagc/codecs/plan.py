@@ -48,6 +48,12 @@ class CodecPlan:
         raise NotImplementedError
 
     @property
+    def room(self) -> int:
+        """Words of a message that the segment takes: its own, and up to 3 of padding. See
+        :mod:`tagc.codecs.message`."""
+        return -(-self.words // 4) * 4
+
+    @property
     def compressed(self) -> bool:
         """Whether anything but the buffer itself travels."""
         return True

@@ -152,7 +152,7 @@ class CopyGatherer(UnitGatherer):
     def _send_change(
         self, inp: Tensor, exchange: BroadcastExchange, group: dist.ProcessGroup
     ) -> None:
-        words, take = self.plan.words, self._workspace.take
+        words, take = self.plan.row_words, self._workspace.take
         send = take("parameters_send", (1, words), torch.int32)
         received = take("parameters_recv", (self.plan.peers, words), torch.int32)
         self._lockstep.announce(exchange.groups, words)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from tagc.codecs import Codec, CodecSetup, make_codecs
+from tagc.codecs import Codec, CodecSetup, make_codecs, split_message
 from tagc.codecs.state import MAX_COUNT
 from tagc.comm.collectives import failing_in
 from tagc.comm.exchanges import GroupExchange
@@ -92,22 +92,18 @@ class HostSum:
     def encode(self, grad: Tensor, messages: Tensor) -> None:
         """Write messages ``[W, words]`` int32 to neighbours about the rows of ``grad`` ``[W, S]``:
         row ``h * R + r`` is for the ``r``-th of them."""
-        for codec, words in self._split(messages):
+        for codec, words in split_message(messages, self.codecs.values()):
             codec.encode_rows(grad, words)
 
     def decode(self, received: Tensor, total: Tensor) -> None:
         """Write the sums of neighbours' messages ``[H, R, words]`` int32 to ``total``
         ``[H, S]``."""
-        for codec, words in self._split(received):
+        for codec, words in split_message(received, self.codecs.values()):
             codec.decode_sums(words, total)
-
-    def _split(self, messages: Tensor) -> list[tuple[Codec[Any], Tensor]]:
-        words = messages.split([codec.words for codec in self.codecs.values()], dim=-1)
-        return list(zip(self.codecs.values(), words, strict=True))
 
     def _add_messages(self, grad: Tensor, exchange: GroupExchange) -> Tensor:
         assert self._message is not None
-        (hosts, ranks), words = self._shape, self._message.words
+        (hosts, ranks), words = self._shape, self._message.row_words
         take = self._workspace.take
         messages = take("inside_send", (hosts * ranks, words), torch.int32)
         received = take("inside_received", (hosts, ranks, words), torch.int32)

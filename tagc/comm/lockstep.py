@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tagc.codecs import STAMP_WORDS
 from tagc.comm.alarm import Alarm
 from tagc.comm.collectives import CollectiveWork, by_messages, failing_in, gather_headers
 from tagc.plan import Direction
 
 # A header is int64: step, words of a message, part of the unit, and the end of the unit's name.
 _NUMBERS, _NAME_BYTES = 3, 48
-STAMP_WORDS = 2
 _REMEDY = (
     "Every rank must run the same units in the same order, forward and backward: look for a unit, "
     "a micro-batch or a whole step that some ranks leave out, or for parameters that only some of "
@@ -62,10 +62,6 @@ class Lockstep:
         self._alarm = Alarm(
             f"tagc: {self.what} got a message of another unit, direction or step. {_REMEDY}"
         )
-
-    def stamp_words(self, group: dist.ProcessGroup) -> int:
-        """Words behind each message of :meth:`stamp`; 0 where headers are exchanged."""
-        return 0 if by_messages(group, self._device) else STAMP_WORDS
 
     def check(self, group: dist.ProcessGroup, words: int, step: int | None = None) -> None:
         """Before a collective with nothing to do until then: both of what follows."""
@@ -115,9 +111,10 @@ class Lockstep:
                     f"{_told(headers[others[0]])}. {_REMEDY}"
                 )
 
-    def stamp(self, tail: Tensor) -> None:
-        """Write ``tail`` ``[D, stamp_words]`` int32, behind the messages to all destinations."""
-        if tail.shape[1] == 0:
+    def stamp(self, tail: Tensor, group: dist.ProcessGroup) -> None:
+        """Write ``tail`` ``[D, STAMP_WORDS]`` int32, behind the messages to all destinations;
+        nothing where headers are exchanged."""
+        if by_messages(group, self._device):
             return
         if self._stamp is None:
             # On the device, now and later: to bring a number there would wait.
@@ -129,7 +126,7 @@ class Lockstep:
         tail.copy_(self._stamp.expand_as(tail))
 
     def check_stamps(self, tail: Tensor, out: Tensor) -> None:
-        """Compare what is behind the messages of all ranks, ``[W, stamp_words]`` int32.
+        """Compare what is behind the messages of all ranks, ``[W, STAMP_WORDS]`` int32.
 
         Args:
             out: the result, of any floating-point dtype; see :class:`Alarm`.
@@ -137,7 +134,7 @@ class Lockstep:
         Raises:
             RuntimeError: see :class:`Alarm`.
         """
-        if self._stamp is not None and tail.shape[1]:
+        if self._stamp is not None:
             self._alarm.note((tail != self._stamp).any(), out)
 
 

@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from tagc.codecs import Codec, CodecSetup, Exchange, SelectionCount, make_codecs
+from tagc.codecs import (
+    STAMP_WORDS,
+    Codec,
+    CodecSetup,
+    Exchange,
+    SelectionCount,
+    make_codecs,
+    split_message,
+)
 from tagc.codecs.feedback import MeasuredShare, SegmentFeedback
 from tagc.codecs.workspace import Workspace
 from tagc.comm.collectives import CollectiveWork, dense_reduce_scatter, failing_in
@@ -351,7 +359,7 @@ class UnitReducer:
         self._first = self._lockstep.part != 0
         divisor = plan.info.world_size if op == dist.ReduceOp.AVG else 1
         with record_function(f"TAGC::encode ({self._name})"):
-            self.encode(grad, send[:, : plan.words], exchange)
+            self.encode(grad, send, exchange)
         with record_function(f"TAGC::exchange ({self._name})"):
             self._lockstep.confirm()
             work = exchange.send(received, send)
@@ -362,8 +370,8 @@ class UnitReducer:
                 codec.wait()
             self.counters.message_bytes += work.wire_bytes
         with record_function(f"TAGC::decode ({self._name})"):
-            self.decode(received[:, : plan.words], shard, exchange, divisor)
-            self._lockstep.check_stamps(received[:, plan.words :], shard[:1])
+            self.decode(received, shard, exchange, divisor)
+            self._lockstep.check_stamps(_stamps(received, plan), shard[:1])
             if self._flat is not None:
                 self._flat.restore(shard, out, exchange.row)
         self.counters.other_bytes += exchange.wire_bytes
@@ -376,11 +384,10 @@ class UnitReducer:
     def _messages(self, plan: UnitPlan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         """Room for the messages that a rank makes and for those that it gets, stamped."""
         take = self._workspace.take
-        # Messages that are sent in part end where the next rank's begin.
-        stamped = plan.words + (0 if plan.sent else self._lockstep.stamp_words(group))
-        send = take("message_send", (plan.destinations, stamped), torch.int32)
-        received = take("message_recv", (plan.sources, stamped), torch.int32)
-        self._lockstep.stamp(send[:, plan.words :])
+        send = take("message_send", (plan.destinations, plan.row_words), torch.int32)
+        received = take("message_recv", (plan.sources, plan.row_words), torch.int32)
+        if plan.sent is None:  # of what is sent in part, the end is not
+            self._lockstep.stamp(_stamps(send, plan), group)
         return send, received
 
     def _hand_out(
@@ -389,14 +396,13 @@ class UnitReducer:
         """Second shot: send all replicas what this rank added up, and write what all owners did to
         ``out`` ``[S]``."""
         with record_function(f"TAGC::second shot ({self._name})"):
-            words = second.plan.words
             send, received = self._messages(second.plan, group)
-            second.encode(total, send[:, :words])
+            second.encode(total, send)
             work = BroadcastExchange(group, self._workspace).send(received, send)
             work.wait()
             self.counters.message_bytes += work.wire_bytes
-            second.decode(received[:, :words], out)
-            self._lockstep.check_stamps(received[:, words:], out[:1])
+            second.decode(received, out)
+            self._lockstep.check_stamps(_stamps(received, second.plan), out[:1])
 
     def _default_exchange(self, group: dist.ProcessGroup) -> GroupExchange:
         if self._encoded.for_all:
@@ -408,9 +414,9 @@ class UnitReducer:
 
         Args:
             grad: ``[D, S]``.
-            send: ``[D, words]`` int32, written.
+            send: ``[D, words]`` int32, written; what is behind the words of the segments is not.
         """
-        for codec, message in zip(self.codecs.values(), self._split(send), strict=True):
+        for codec, message in split_message(send, self.codecs.values()):
             codec.encode(grad, message, exchange)
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
@@ -419,7 +425,7 @@ class UnitReducer:
         Args:
             received: ``[W, words]`` int32, message ``r`` from rank ``r``.
         """
-        for codec, message in zip(self.codecs.values(), self._split(received), strict=True):
+        for codec, message in split_message(received, self.codecs.values()):
             codec.decode(message, out, exchange, divisor)
 
     def after_dense(self, out: Tensor) -> None:
@@ -466,9 +472,6 @@ class UnitReducer:
         if noise and self.plan.compressed:
             yield "", self.gauge or NoiseGauge(self.plan, self._setup.device)
 
-    def _split(self, message: Tensor) -> tuple[Tensor, ...]:
-        return message.split([codec.words for codec in self.codecs.values()], dim=1)
-
     def _reduce_densely(
         self,
         out: Tensor,
@@ -496,6 +499,11 @@ class UnitReducer:
             shard = self._flat.arrange_shard(out, group.rank())
             self.after_dense(shard)
             self._flat.restore(shard, out, group.rank())
+
+
+def _stamps(messages: Tensor, plan: UnitPlan) -> Tensor:
+    """``[n, STAMP_WORDS]`` of messages ``[n, row_words]``."""
+    return messages[:, plan.words : plan.words + STAMP_WORDS]
 
 
 def _read(feedbacks: Mapping[int, SegmentFeedback]) -> dict[int, Tensor]:

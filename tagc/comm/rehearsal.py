@@ -13,7 +13,6 @@ from tagc.codecs.workspace import Workspace
 from tagc.comm.collectives import CollectiveWork
 from tagc.comm.gatherer import GatherSetup
 from tagc.comm.host_copy import HostCopy
-from tagc.comm.lockstep import STAMP_WORDS
 from tagc.comm.reducer import UnitReducer
 from tagc.comm.segment_codecs import SegmentCodecs
 from tagc.ops import Ops
@@ -33,22 +32,22 @@ def rehearse(plan: Plan, ops: Ops) -> None:
     workspace = Workspace(_META)
     for unit in (*plan.units, *plan.replicas):
         if unit.compressed:
-            _rehearse_reduction(unit, ops, workspace, stamped=not plan.gloo)
+            _rehearse_reduction(unit, ops, workspace)
     for unit in plan.parameters:
         if unit.compressed:
             _rehearse_gather(unit, ops, workspace)
 
 
-def _rehearse_reduction(unit: UnitPlan, ops: Ops, workspace: Workspace, *, stamped: bool) -> None:
+def _rehearse_reduction(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None:
     reducer = UnitReducer(unit, ops, _META, workspace, seed=0)
     plan, second = unit.stages[0], reducer.second
-    send, received = _messages(plan, stamped=stamped)
+    send, received = _messages(plan)
     grad = torch.empty(plan.destinations, plan.columns, dtype=plan.info.dtype, device=_META)
     shard = torch.empty(unit.columns, dtype=plan.info.dtype, device=_META)
     out = shard if second is None else second.slice_sum()
     exchange = _NoExchange(workspace, plan.sources)
     if unit.inside is not None:
-        rows, words = unit.info.world_size, unit.inside.words
+        rows, words = unit.info.world_size, unit.inside.row_words
         own = torch.empty(rows, plan.columns, dtype=plan.info.dtype, device=_META)
         messages = torch.empty(rows, words, dtype=torch.int32, device=_META)
         reducer.inside.encode(own, messages)
@@ -61,25 +60,22 @@ def _rehearse_reduction(unit: UnitPlan, ops: Ops, workspace: Workspace, *, stamp
             codec.wait()
         reducer.decode(received, out, exchange, plan.info.world_size)
         if second is not None:
-            message, messages = _messages(second.plan, stamped=stamped)
+            message, messages = _messages(second.plan)
             second.encode(out, message)
             second.decode(messages, shard)
 
 
-def _messages(plan: UnitPlan, *, stamped: bool) -> tuple[Tensor, Tensor]:
-    """Those that a rank makes and those that it gets, without the words behind each."""
-    words = plan.words + (STAMP_WORDS if stamped and not plan.sent else 0)
-    return (
-        torch.empty(plan.destinations, words, dtype=torch.int32, device=_META)[:, : plan.words],
-        torch.empty(plan.sources, words, dtype=torch.int32, device=_META)[:, : plan.words],
-    )
+def _messages(plan: UnitPlan) -> tuple[Tensor, Tensor]:
+    """Those that a rank makes, and those that it gets."""
+    rows = plan.destinations, plan.sources
+    made, got = (torch.empty(n, plan.row_words, dtype=torch.int32, device=_META) for n in rows)
+    return made, got
 
 
 def _rehearse_gather(plan: UnitPlan, ops: Ops, workspace: Workspace) -> None:
     setup = GatherSetup(plan=plan, ops=ops, device=_META, workspace=workspace)
     shard = torch.empty(plan.columns, dtype=plan.info.dtype, device=_META)
-    message = torch.empty(1, plan.words, dtype=torch.int32, device=_META)
-    received = torch.empty(plan.sources, plan.words, dtype=torch.int32, device=_META)
+    message, received = _messages(plan)
     if plan.keeps_copy:
         copy = HostCopy(setup, own=0)
         copy.encode(shard, message)

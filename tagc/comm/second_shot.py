@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tagc.codecs import Codec, CodecSetup, make_codecs
+from tagc.codecs import Codec, CodecSetup, make_codecs, split_message
 from tagc.codecs.feedback import SegmentFeedback
 from tagc.plan import UnitPlan
 
@@ -74,13 +73,13 @@ class SecondShot:
 
     def encode(self, total: Tensor, message: Tensor) -> None:
         """Write the message ``[1, words]`` int32 about ``total`` ``[C]``."""
-        for codec, words in self._split(message):
+        for codec, words in split_message(message, self.codecs.values()):
             codec.encode_rows(total[None], words)
 
     def decode(self, received: Tensor, out: Tensor) -> None:
         """Write what all owners' messages ``[N, words]`` int32 carry to ``out`` ``[S]``."""
         rows = self._rows(torch.float32)
-        for codec, words in self._split(received):
+        for codec, words in split_message(received, self.codecs.values()):
             codec.decode_rows(words, rows)
         flat = out.view(-1)
         pairs = [(p.of_shard(flat), p.of_rows(rows)) for p in self._pieces]
@@ -88,10 +87,6 @@ class SecondShot:
 
     def _rows(self, dtype: torch.dtype) -> Tensor:
         return self._workspace.take("slices", (self.plan.sources, self.plan.columns), dtype)
-
-    def _split(self, messages: Tensor) -> Iterator[tuple[Codec[Any], Tensor]]:
-        words = messages.split([codec.words for codec in self.codecs.values()], dim=1)
-        return zip(self.codecs.values(), words, strict=True)
 
     def _add(self, at: int, column: int, columns: int, length: int) -> None:
         """The pieces of neighbouring columns that are cut into slices."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tagc.codecs import Codec, CodecSetup, kind_of
+from tagc.codecs import Codec, CodecSetup, kind_of, split_message
 from tagc.comm.gatherer import GatherSetup
 from tagc.plan import Segment
 
@@ -29,9 +30,24 @@ class SegmentCodecs:
             (segment, kind_of(segment.codec).codec([segment], made_for))
             for segment in plan.segments
         ]
+        # Words without padding in between, as few spans as there can be.
+        self._written: list[slice] = []
+        start = at = 0
+        for segment in plan.segments:
+            codec = segment.codec
+            if codec.words < codec.room or segment is plan.segments[-1]:
+                self._written.append(slice(start, at + codec.words))
+                start = at + codec.room
+            at += codec.room
 
     def of(self, message: Tensor) -> Iterator[tuple[Segment, Codec[Any], Tensor]]:
         """Every segment, its codec, and its words of ``message`` ``[n, words]``."""
-        words = message.split([codec.words for _, codec in self._parts], dim=1)
-        for (segment, codec), own in zip(self._parts, words, strict=True):
+        words = split_message(message, [codec for _, codec in self._parts])
+        for (segment, _), (codec, own) in zip(self._parts, words, strict=True):
             yield segment, codec, own
+
+    def differ(self, message: Tensor, other: Tensor) -> Tensor:
+        """Whether two messages ``[words]`` say anything else, whatever their padding holds;
+        boolean, ``[]``."""
+        spans = [(message[span] != other[span]).any() for span in self._written]
+        return spans[0] if len(spans) == 1 else torch.stack(spans).any()

@@ -86,8 +86,8 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
     if R > 1 and unit.direction == "gradients":
         yield "inside_sum", dtype, H * S
         if unit.inside is not None:
-            yield "inside_send", torch.int32, H * R * unit.inside.words
-            yield "inside_received", torch.int32, H * R * unit.inside.words
+            yield "inside_send", torch.int32, H * R * unit.inside.row_words
+            yield "inside_received", torch.int32, H * R * unit.inside.row_words
         if gloo and (unit.inside is None or unit.warmup_steps):
             yield "inside_recv", dtype, H * R * S
         if not unit.compressed or unit.warmup_steps:
@@ -96,18 +96,15 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
         return
     if unit.shots is not None:
         for shot in unit.stages:
-            words = shot.words + (0 if gloo else 2)
-            yield "message_send", torch.int32, shot.destinations * words
-            yield "message_recv", torch.int32, shot.sources * words
+            yield "message_send", torch.int32, shot.destinations * shot.row_words
+            yield "message_recv", torch.int32, shot.sources * shot.row_words
         slices = unit.info.world_size * unit.shots.reduce.columns
         yield "slices", dtype, slices
         yield "slices", torch.float32, slices
         yield "slice_sum", torch.float32, unit.shots.reduce.columns
         return
-    # Two words behind each message where there are no headers.
-    words = unit.words + (0 if gloo or unit.sent else 2)
-    yield "message_send", torch.int32, unit.destinations * words
-    yield "message_recv", torch.int32, unit.sources * words
+    yield "message_send", torch.int32, unit.destinations * unit.row_words
+    yield "message_recv", torch.int32, unit.sources * unit.row_words
     for cell_dtype in {s.codec.cell_dtype for s in unit.segments} - {None}:
         assert cell_dtype is not None
         cells = sum(s.codec.cells for s in unit.segments if s.codec.cell_dtype == cell_dtype)
@@ -121,9 +118,9 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
 
 
 def _of_parameters(unit: UnitPlan) -> Iterator[Buffer]:
-    yield "parameters_send", torch.int32, unit.words
+    yield "parameters_send", torch.int32, unit.row_words
     if not unit.reuses_forward_message:
-        yield "parameters_recv", torch.int32, unit.sources * unit.words
+        yield "parameters_recv", torch.int32, unit.sources * unit.row_words
     if unit.keeps_copy:
         rows = min(unit.peers, max(1, AT_A_TIME // max(1, unit.columns)))
         yield "changes", torch.float32, rows * unit.columns

@@ -33,7 +33,7 @@ def in_fewest_bytes(unit: UnitPlan) -> UnitPlan:
     if unit.direction != "replicas" or why_one_shot(unit) is not None:
         return unit
     other = in_two_shots(unit)
-    return other if _wire_bytes(other) < _wire_bytes(unit) else unit
+    return other if _words(other) < _words(unit) else unit
 
 
 def in_two_shots(unit: UnitPlan) -> UnitPlan:
@@ -130,6 +130,11 @@ def about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
             whole.setdefault(why, []).append(unit.info.label)
     for why, names in whole.items():
         yield f"replicas of {as_list(names)} in one shot, every message to all: {why}"
+
+
+def _words(unit: UnitPlan) -> int:
+    """Of the messages that follow each other, without padding."""
+    return sum(segment.codec.words for stage in unit.stages for segment in stage.segments)
 
 
 def _wire_bytes(unit: UnitPlan) -> float:

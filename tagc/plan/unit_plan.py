@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from tagc.codecs import CodecPlan, Cut, in_message_order
+from tagc.codecs import CodecPlan, Cut, in_message_order, row_words
 from tagc.plan.param_slices import filled_columns
 from tagc.plan.units import UnitInfo, UnitParam
 
@@ -153,10 +153,15 @@ class UnitPlan:
         """Reductions of the whole unit that go dense first: the most that any segment asks for."""
         return max((s.codec.warmup_steps for s in self.segments), default=0)
 
-    @property
+    @cached_property
     def words(self) -> int:
-        """int32 words of the unit's message to one destination."""
-        return sum(s.codec.words for s in self.segments)
+        """int32 words of the segments in the unit's message to one destination."""
+        return sum(s.codec.room for s in self.segments)
+
+    @cached_property
+    def row_words(self) -> int:
+        """Words of a message with its stamp and padding: from one to the next."""
+        return row_words(self.words)
 
     @cached_property
     def sent(self) -> tuple[slice, ...] | None:
@@ -174,7 +179,7 @@ class UnitPlan:
                 used = segment.codec.used_words(columns)
                 if used:
                     spans[row] = (min(spans[row][0], at), at + used)
-            at += segment.codec.words
+            at += segment.codec.room
         return tuple(slice(min(start, stop), stop) for start, stop in spans)
 
     @property
@@ -183,14 +188,21 @@ class UnitPlan:
         return tuple(chain.from_iterable(in_message_order(self.segments)))
 
     def sent_words(self, segment: Segment) -> float:
-        """Words of a segment in a message; in a flat buffer, on average over all owners."""
+        """Words of a segment in a message, padding included; in a flat buffer, on average over
+        all owners."""
         if self.sent is None:
-            return segment.codec.words
+            return self._words_of(segment)
         before = self.message[: self.message.index(segment)]
-        start = sum(s.codec.words for s in before)
-        stop = start + segment.codec.words
+        start = sum(s.codec.room for s in before)
+        stop = start + segment.codec.room
         parts = (min(stop, span.stop) - max(start, span.start) for span in self.sent)
         return sum(max(0, words) for words in parts) / self.info.world_size
+
+    def _words_of(self, segment: Segment) -> int:
+        """Words of a segment in a message; what is behind all of them counts as the largest's."""
+        largest = max(self.segments, key=lambda s: s.codec.room)
+        rest = self.row_words - self.words if segment is largest else 0
+        return segment.codec.room + rest
 
     @property
     def keeps_copy(self) -> bool:
@@ -223,10 +235,11 @@ class UnitPlan:
         others = self.info.ranks_per_host - 1
         row = self.buffer_columns * self.info.dtype.itemsize
         if self.inside is not None:
-            row = 4 * self.inside.words
+            row = 4 * self.inside.row_words
         if self.direction == "parameters":
             hands_on_messages = self.compressed and not self.keeps_copy
-            row = 4 * self.words * self.exchanges if hands_on_messages else row * self.info.per_step
+            message = 4 * self.row_words * self.exchanges
+            row = message if hands_on_messages else row * self.info.per_step
         return others * self.peers * row
 
     def wire_bytes(self, segment: Segment) -> float:
@@ -250,7 +263,7 @@ class UnitPlan:
         feedback = segment.codec.feedback
         residual = feedback.row_bytes(segment.columns) if feedback else 0
         owned = feedback.owner_bytes * segment.columns if feedback else 0
-        message = 4 * segment.codec.words * self.sources
+        message = 4 * self._words_of(segment) * self.sources
         message = message if self.reuses_forward_message else 0
         copy = self.peers * segment.columns * self.info.dtype.itemsize if self.keeps_copy else 0
         return self.destinations * residual + owned + message + copy

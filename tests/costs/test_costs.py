@@ -40,6 +40,9 @@ COLUMNS = 65536
 # 256 blocks of 256: a word for two scales, 32 words of 4-bit codes each.
 INT4_WORDS = 128 + 256 * 32
 INT8_WORDS = 128 + 256 * 64
+# A message ends with a stamp, at a multiple of 32 words.
+INT4_MESSAGE = INT4_WORDS + 32
+INT8_MESSAGE = INT8_WORDS + 32
 
 
 def info(world_size: int = 4, **rest: Any) -> UnitInfo:
@@ -75,16 +78,16 @@ def test_a_native_unit() -> None:
 
 def test_messages_are_no_reduce_scatter() -> None:
     unit = plan(INT4)
-    assert traffic(unit) == Traffic(collectives=1, all_to_all=3 * 4 * INT4_WORDS)
+    assert traffic(unit) == Traffic(collectives=1, all_to_all=3 * 4 * INT4_MESSAGE)
     gloo = Link(bandwidth=1e9, reduce_scatter=GLOO_REDUCE_SCATTER)
-    assert unit_seconds(unit, gloo, no_time) == pytest.approx(3 * 4 * INT4_WORDS / 1e9)
+    assert unit_seconds(unit, gloo, no_time) == pytest.approx(3 * 4 * INT4_MESSAGE / 1e9)
 
 
 @pytest.mark.parametrize(("keep", "exchanges"), [(True, 1), (False, 2)])
 def test_gathers(keep: bool, exchanges: int) -> None:
     codec = {"kind": "quantized", "bits": 8, "keep_for_backward": keep}
     unit = plan(codec, direction="parameters", per_step=2)
-    ring = exchanges * 3 * 4 * INT8_WORDS
+    ring = exchanges * 3 * 4 * INT8_MESSAGE
     assert traffic(unit) == Traffic(collectives=exchanges, ring=ring)
     (native,) = native_units([info(per_step=2)], "parameters")
     assert traffic(native) == Traffic(collectives=2, gathered=2 * 3 * 4 * COLUMNS)
@@ -102,10 +105,10 @@ def test_gathers(keep: bool, exchanges: int) -> None:
 def test_replicas_all_reduce_one_shard() -> None:
     assert traffic(plan(DENSE, direction="replicas")).ring == 2 * 3 / 4 * 4 * COLUMNS
     two_copies = plan(INT4, world_size=2, direction="replicas")
-    assert traffic(two_copies) == Traffic(collectives=1, ring=4 * INT4_WORDS)
+    assert traffic(two_copies) == Traffic(collectives=1, ring=4 * INT4_MESSAGE)
     unit = plan(INT4, direction="replicas")
     # In two shots: three quarters of a message to owners, and as much of the sum to all.
-    shot = 3 * 4 * INT4_WORDS / 4
+    shot = 3 * 4 * (INT4_WORDS / 4 + 32)
     assert traffic(unit) == Traffic(collectives=2, all_to_all=shot, ring=shot)
     assert traffic(unit, micro_batches=3) == traffic(unit)
     # A quarter is encoded once more; a quarter of each message is decoded, and every owner's.
@@ -272,7 +275,7 @@ def test_a_step_gathers_parameters_that_the_policy_leaves_alone() -> None:
     unit = plan(INT4)
     work = workload(Plan(Policy.load("loco-4bit"), (unit,)), no_time, gathers=[info(per_step=2)])
     cost = step_cost(work, Link(bandwidth=1e6), compute=1.0)
-    sent = 3 * 4 * INT4_WORDS + 2 * 3 * 4 * COLUMNS
+    sent = 3 * 4 * INT4_MESSAGE + 2 * 3 * 4 * COLUMNS
     assert cost.wire_bytes == sent
     assert cost.seconds == pytest.approx(1 + sent / 1e6)
 

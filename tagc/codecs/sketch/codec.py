@@ -66,9 +66,9 @@ class SketchCodec(Codec[SketchPlan]):
             plan, stored = part.plan, part.feedback.residual_dtype
             dtype = plan.symbol.dtype
             self._ops.prepare(plan.layout, part.feedback.gradient_dtype(setup.dtype), stored)
-            cells = slice(self._cells[dtype], self._cells[dtype] + plan.layout.cells)
-            self._cell_columns.append(cells)
-            self._cells[dtype] = cells.stop
+            start = self._cells[dtype]
+            self._cell_columns.append(slice(start, start + plan.layout.cells))
+            self._cells[dtype] += plan.cells
             if plan.shared:
                 choice = _choice_of(plan)
                 self._ops.prepare_packed(choice, setup.dtype, stored)

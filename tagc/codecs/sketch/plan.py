@@ -57,8 +57,8 @@ class SketchPlan(SelectingPlan):
 
     @property
     def cells(self) -> int:
-        """The table."""
-        return self.layout.cells
+        """The table, and up to 3 cells so that the next one starts at a multiple of 16 bytes."""
+        return -(-self.layout.cells // 4) * 4
 
     @property
     def cell_dtype(self) -> torch.dtype:
