@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-import torch
-
-from tagc.codecs import CodecPlan, kind_of
 from tagc.plan.alike import merged
+from tagc.plan.canonical import canonical
 from tagc.plan.memory import Memory, memory_of
 from tagc.plan.row import Row
 from tagc.plan.table import as_text
@@ -70,13 +66,9 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that ranks must agree on to exchange messages."""
-        content = [
-            [u.direction, as_data(u.info), as_data(u.segments)]
-            + [as_data(part) for part in (u.shots, u.inside) if part is not None]
-            for u in self.all_units
-        ]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        """SHA-256, in hex, of the canonical form, version 1, of all that ranks must agree on to
+        exchange messages."""
+        return hashlib.sha256(canonical(self.all_units).encode()).hexdigest()
 
     def __str__(self) -> str:
         return self._as_text(merged(self.rows))
@@ -132,14 +124,3 @@ def _why_dense(
     if not segment.columns:
         return "no elements"
     return "chosen by codec auto"
-
-
-def as_data(value: Any) -> Any:
-    """A plan's dataclasses as what JSON can spell, to the leaves: the names of their fields, but
-    not those of the classes, except that a codec says its kind."""
-    if is_dataclass(value):
-        named = {f.name: as_data(getattr(value, f.name)) for f in fields(value) if f.repr}
-        return {"kind": kind_of(value).name, **named} if isinstance(value, CodecPlan) else named
-    if isinstance(value, tuple | list):
-        return [as_data(item) for item in value]
-    return str(value) if isinstance(value, torch.dtype) else value

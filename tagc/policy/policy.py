@@ -8,7 +8,6 @@ them only where a rule names them.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from pydantic_core import InitErrorDetails
 
 from tagc.codecs.config import InSchema, Strict
 from tagc.codecs.feedback import FeedbackConfig
+from tagc.policy.canonical import canonical
 from tagc.policy.conditions import Glob, OneOrMore, When
 from tagc.policy.configs import GRADIENT_CONFIGS, PARAMETER_CONFIGS
 from tagc.policy.document import (
@@ -170,15 +170,17 @@ class Policy(Strict):
 
     @property
     def hash(self) -> str:
-        """SHA-256, in hex, of the rules with every default filled in; not of `about`, `tuning` and
-        name."""
-        content = self.model_dump(mode="json", by_alias=True, exclude={"about", "roles", "tuning"})
-        if self.roles:
-            content["roles"] = [[role, globs] for role, globs in self.roles.items()]
-        if self.inside == "native":
-            del content["inside"]  # as in policies of before there was a choice
-        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        """SHA-256, in hex, of the canonical form, version 1, of what the policy changes in a run:
+        not of `about`, `tuning` and name. Renames in the code, and new keys that have their
+        default, change nothing in it."""
+        form = canonical(
+            gradients=self.gradients,
+            parameters=self.parameters,
+            replicas=self.replicas,
+            inside=self.inside,
+            roles=self.roles,
+        )
+        return hashlib.sha256(form.encode()).hexdigest()
 
     def with_inside(self, inside: Inside) -> "Policy":
         """The same, but for how ranks of a host add up; its name says so."""

