@@ -39,7 +39,7 @@ MODELS = {  # layers are alike: two stand for all
     "Llama 3 8 B": llama(4096, 14336, 2, 128256, 1024),
     "Qwen 2.5 1.5 B": llama(1536, 8960, 2, 151936, 256),
 }
-RANKS: dict[str, dict[str, int]] = {
+RANKS: dict[str, dict[str, Any]] = {
     "8 ranks": {"world_size": 8},
     "48 ranks, odd shards": {"world_size": 48},
     "8 hosts of 8": {"world_size": 64, "ranks_per_host": 8},
