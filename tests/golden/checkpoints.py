@@ -118,7 +118,13 @@ class Training:
             name.partition(".rank_")[2].partition(".")[2]: tensor
             for name, tensor in self.compressor.state_dict().items()
         }
-        hashed = {n: t for n, t in state.items() if not n.startswith("about") and "bytes" not in n}
+        # A gatherer's counters are bytes; a reducer's begin with steps.
+        hashed = {
+            name: tensor
+            for name, tensor in state.items()
+            if not (name.startswith("about") or "bytes" in name)
+            and not (name.startswith("unit.parameters.") and name.endswith(".counters"))
+        }
         counted = {n: hashed.pop(n)[:3] for n in list(hashed) if n.endswith(".counters")}
         return (
             digest(content(p.grad.to_local()) for p in parameters),
