@@ -37,12 +37,12 @@ class Segment:
     rule: int | None
     codec: CodecPlan
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Elements of the segment in one shard."""
         return self.stop - self.start
 
-    @property
+    @cached_property
     def compressed(self) -> bool:
         """Whether anything but the buffer itself travels."""
         return self.codec.compressed
@@ -89,12 +89,12 @@ class UnitPlan:
     shots: TwoShots | None = None
     inside: UnitPlan | None = None
 
-    @property
+    @cached_property
     def stages(self) -> tuple[UnitPlan, ...]:
         """The exchanges of messages that follow each other in a step."""
         return (self,) if self.shots is None else (self.shots.reduce, self.shots.gather)
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Elements of one shard of the unit, as the segments arrange it."""
         return self.segments[-1].stop if self.segments else 0
@@ -117,29 +117,29 @@ class UnitPlan:
         """Whether all ranks get the same message, and decode the same."""
         return self.direction != "gradients"
 
-    @property
+    @cached_property
     def destinations(self) -> int:
         """Messages that a rank makes: one for all, or one to every owner that it sends to."""
         return 1 if self.for_all else self.sources
 
-    @property
+    @cached_property
     def sources(self) -> int:
         """Messages that a rank decodes."""
         everybodys = self.direction == "parameters" and not self.keeps_copy
         return self.info.world_size if everybodys else self.peers
 
-    @property
+    @cached_property
     def peers(self) -> int:
         """Ranks that send each other messages: one of every host, where those of a host work
         together."""
         return self.info.world_size // self.info.ranks_per_host
 
-    @property
+    @cached_property
     def compressed(self) -> tuple[Segment, ...]:
         """The segments that do not travel as they are."""
         return tuple(s for s in self.segments if s.compressed)
 
-    @property
+    @cached_property
     def dense(self) -> tuple[Segment, ...]:
         """The segments that do."""
         return tuple(s for s in self.segments if not s.compressed)
@@ -148,7 +148,7 @@ class UnitPlan:
         """The segments with such codecs."""
         return tuple(s for s in self.segments if isinstance(s.codec, plans))
 
-    @property
+    @cached_property
     def warmup_steps(self) -> int:
         """Reductions of the whole unit that go dense first: the most that any segment asks for."""
         return max((s.codec.warmup_steps for s in self.segments), default=0)
@@ -182,7 +182,7 @@ class UnitPlan:
             at += segment.codec.room
         return tuple(slice(min(start, stop), stop) for start, stop in spans)
 
-    @property
+    @cached_property
     def message(self) -> tuple[Segment, ...]:
         """The segments in the order in which their words follow each other in a message."""
         return tuple(chain.from_iterable(in_message_order(self.segments)))
@@ -204,12 +204,12 @@ class UnitPlan:
         rest = self.row_words - self.words if segment is largest else 0
         return segment.codec.room + rest
 
-    @property
+    @cached_property
     def keeps_copy(self) -> bool:
         """Whether ranks keep the unit's parameters, all of them, to add changes to."""
         return any(s.codec.of_changes for s in self.segments)
 
-    @property
+    @cached_property
     def reuses_forward_message(self) -> bool:
         """Whether the message of the forward's all-gather serves the backward's, too."""
         wanted = any(s.codec.reuses_forward_message for s in self.segments)
