@@ -151,7 +151,7 @@ class _Unit:
         if self._plan is None or not self._reducers or self._steps <= self._plan.warmup_steps:
             torch.mean(self._grads, 0, out=self._out)
             for reducer, out in zip(self._reducers, self._out, strict=False):
-                reducer.after_dense(out)
+                reducer.coder.after_dense(out)
         else:
             exchanges = [_ByHand(rank) for rank in range(W)]
             for rank, gauge in enumerate(self._gauges):
@@ -159,10 +159,10 @@ class _Unit:
             for exchange, reducer, grads, sent in zip(
                 exchanges, self._reducers, self._grads, self._messages, strict=True
             ):
-                reducer.encode(grads, sent, exchange)
+                reducer.coder.encode(grads, sent, exchange)
             for exchange, reducer in zip(exchanges, self._reducers, strict=True):
                 owner = exchange.row
-                reducer.decode(self._messages[:, owner], self._out[owner], exchange, W)
+                reducer.coder.decode(self._messages[:, owner], self._out[owner], exchange, W)
             for gauge, out in zip(self._gauges, self._out, strict=bool(self._gauges)):
                 gauge.compare(out, self._compressed_steps, 1.0)
         self._slots.set_gradients(self._out)

@@ -5,11 +5,11 @@ unit's segments a *codec*, which has their state and takes the steps.
 """
 
 from tagc.codecs.codec import Codec, CodecSegment, CodecSetup, SelectionCount
+from tagc.codecs.coder import MESSAGE_FORMAT, STAMP_WORDS, Coder, row_words
 from tagc.codecs.config import CodecConfig
 from tagc.codecs.exchange import Exchange, Work
-from tagc.codecs.message import MESSAGE_FORMAT, STAMP_WORDS, row_words, split_message
 from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
-from tagc.codecs.registry import CODECS, in_message_order, kind_of, make_codecs, plan_codec
+from tagc.codecs.registry import CODECS, in_message_order, kind_of, plan_codec
 from tagc.codecs.special import Special
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "CodecPlan",
     "CodecSegment",
     "CodecSetup",
+    "Coder",
     "Cut",
     "Exchange",
     "PlanRequest",
@@ -29,8 +30,6 @@ __all__ = [
     "Work",
     "in_message_order",
     "kind_of",
-    "make_codecs",
     "plan_codec",
     "row_words",
-    "split_message",
 ]

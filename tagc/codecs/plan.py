@@ -50,7 +50,7 @@ class CodecPlan:
     @property
     def room(self) -> int:
         """Words of a message that the segment takes: its own, and up to 3 of padding. See
-        :mod:`tagc.codecs.message`."""
+        :mod:`tagc.codecs.coder`."""
         return -(-self.words // 4) * 4
 
     @property

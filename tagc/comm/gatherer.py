@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tagc.codecs import CodecSetup, Coder
 from tagc.codecs.state import MAX_COUNT
 from tagc.codecs.workspace import Workspace
 from tagc.comm.collectives import all_gather, failing_in
@@ -45,6 +46,20 @@ class GatherSetup:
     device: torch.device
     workspace: Workspace
     connect: Callable[[dist.ProcessGroup], BroadcastExchange] | None = None
+
+
+def gather_coder(setup: GatherSetup) -> Coder:
+    """Of the messages about shards, with a codec for every segment."""
+    plan = setup.plan
+    made_for = CodecSetup(
+        destinations=1,
+        world_size=plan.sources,
+        dtype=plan.info.dtype,
+        ops=setup.ops,
+        device=setup.device,
+        workspace=setup.workspace,
+    )
+    return Coder(plan.segments, made_for, apart=True)
 
 
 class UnitGatherer(ABC):

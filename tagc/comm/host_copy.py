@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from tagc.codecs.delta.plan import AT_A_TIME
-from tagc.comm.gatherer import GatherSetup
-from tagc.comm.segment_codecs import SegmentCodecs
+from tagc.comm.gatherer import GatherSetup, gather_coder
 
 
 class HostCopy:
@@ -28,7 +27,8 @@ class HostCopy:
         self.rows = torch.zeros(shape, dtype=plan.info.dtype, device=setup.device)
         self.own = own
         self._columns, self._workspace = plan.columns, setup.workspace
-        self._codecs = SegmentCodecs(setup)
+        self._coder = gather_coder(setup)
+        self._frozen = {segment.start for segment in plan.segments if segment.frozen}
 
     def encode(self, shard: Tensor, message: Tensor, row: int | None = None) -> None:
         """Write the message about ``shard`` ``[S]`` to ``message`` ``[1, words]`` int32.
@@ -38,11 +38,12 @@ class HostCopy:
         """
         known = self.rows[self.own if row is None else row]
         changes = self._workspace.take("changes", (1, shard.numel()), torch.float32)
-        for segment, codec, words in self._codecs.of(message):
-            columns = slice(segment.start, segment.stop)
-            if segment.codec.of_changes:
+        for codec, words in self._coder.split(message):
+            (part,) = codec.parts
+            columns = part.columns
+            if part.plan.of_changes:
                 changes[0, columns].copy_(shard[columns]).sub_(known[columns])
-                if segment.frozen:
+                if columns.start in self._frozen:
                     # A mask's infinities stay, which is no change: their difference would be NaN.
                     changes[0, columns].masked_fill_(shard[columns] == known[columns], 0.0)
                 codec.encode_rows(changes, words)
@@ -55,11 +56,11 @@ class HostCopy:
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
             changes = self._workspace.take("changes", tuple(some.shape), torch.float32)
-            for segment, codec, words in self._codecs.of(received[first : first + step]):
-                if segment.codec.of_changes:
+            for codec, words in self._coder.split(received[first : first + step]):
+                (part,) = codec.parts
+                if part.plan.of_changes:
                     codec.decode_rows(words, changes)
-                    columns = slice(segment.start, segment.stop)
                     # In float32, rounded once.
-                    some[:, columns].add_(changes[:, columns])
+                    some[:, part.columns].add_(changes[:, part.columns])
                 else:
                     codec.decode_rows(words, some)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from tagc.codecs import Codec, CodecSetup, make_codecs, split_message
+from tagc.codecs import Codec, CodecSetup, Coder
 from tagc.codecs.state import MAX_COUNT
 from tagc.comm.collectives import failing_in
 from tagc.comm.exchanges import GroupExchange
@@ -27,8 +27,8 @@ class HostSum:
 
     Attributes:
         bytes: sent so far to ranks of the same host.
-        codecs: by name, in the order of their words in a message, where ranks of a host send each
-            other messages and not the gradients as they are.
+        coder: of the messages that ranks of a host send each other; None where they send the
+            gradients as they are.
     """
 
     def __init__(self, unit: UnitPlan, setup: CodecSetup, waiting: Waiting) -> None:
@@ -44,16 +44,21 @@ class HostSum:
         self._workspace = setup.workspace
         self._shape = (unit.peers, unit.info.ranks_per_host)
         self.bytes = 0
-        self.codecs: dict[str, Codec[Any]] = {}
+        self.coder: Coder | None = None
         if self._message is not None:
             hosts, ranks = self._shape
             inside = replace(setup, destinations=hosts * ranks, world_size=ranks, stage=3)
-            self.codecs = make_codecs(self._message.segments, inside)
+            self.coder = Coder(self._message.segments, inside)
 
     def skip(self, steps: int) -> None:
         """Go on as if so many sums had been made elsewhere."""
-        for codec in self.codecs.values():
-            codec.skip(steps)
+        if self.coder is not None:
+            self.coder.skip(steps)
+
+    @property
+    def codecs(self) -> dict[str, Codec[Any]]:
+        """See :attr:`Coder.codecs`; empty where there is no coder."""
+        return {} if self.coder is None else self.coder.codecs
 
     def add(
         self,
@@ -78,8 +83,8 @@ class HostSum:
             failing_in(what, exchange.groups[0]),
             record_function(f"TAGC::add inside the host ({self._unit})"),
         ):
-            if self.codecs and step >= self._warmup_steps:
-                total = self._add_messages(grad, exchange)
+            if self.coder is not None and step >= self._warmup_steps:
+                total = self._add_messages(self.coder, grad, exchange)
             else:
                 total = exchange.add_inside(grad)
         self.bytes += exchange.inside_bytes
@@ -89,28 +94,16 @@ class HostSum:
             self._waiting.add(total, part)
         return total
 
-    def encode(self, grad: Tensor, messages: Tensor) -> None:
-        """Write messages ``[W, words]`` int32 to neighbours about the rows of ``grad`` ``[W, S]``:
-        row ``h * R + r`` is for the ``r``-th of them."""
-        for codec, words in split_message(messages, self.codecs.values()):
-            codec.encode_rows(grad, words)
-
-    def decode(self, received: Tensor, total: Tensor) -> None:
-        """Write the sums of neighbours' messages ``[H, R, words]`` int32 to ``total``
-        ``[H, S]``."""
-        for codec, words in split_message(received, self.codecs.values()):
-            codec.decode_sums(words, total)
-
-    def _add_messages(self, grad: Tensor, exchange: GroupExchange) -> Tensor:
+    def _add_messages(self, coder: Coder, grad: Tensor, exchange: GroupExchange) -> Tensor:
         assert self._message is not None
         (hosts, ranks), words = self._shape, self._message.row_words
         take = self._workspace.take
         messages = take("inside_send", (hosts * ranks, words), torch.int32)
         received = take("inside_received", (hosts, ranks, words), torch.int32)
         total = take("inside_sum", (hosts, grad.shape[1]), grad.dtype)
-        self.encode(grad, messages)
+        coder.encode_rows(grad, messages)
         exchange.send_inside(received, messages)
-        self.decode(received, total)
+        coder.decode_sums(received, total)
         return total
 
     def check_alike(self, op: dist.ReduceOp.RedOpType, ranks: int) -> None:

@@ -13,8 +13,7 @@ from torch.profiler import record_function
 from tagc.comm.alarm import Alarm
 from tagc.comm.collectives import failing_in
 from tagc.comm.exchanges import BroadcastExchange
-from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer, squared_norms
-from tagc.comm.segment_codecs import SegmentCodecs
+from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer, gather_coder, squared_norms
 from tagc.plan import as_list
 
 
@@ -24,7 +23,7 @@ class MessageGatherer(UnitGatherer):
     def __init__(self, setup: GatherSetup) -> None:
         super().__init__(setup)
         plan = self.plan
-        self._codecs = SegmentCodecs(setup)
+        self._coder = gather_coder(setup)
         self._changed = Alarm(
             f"tagc: the parameters of unit {self._name!r} are others in a backward than in its "
             "forward (an optimizer's step, or weights loaded in between). FSDP would gather them "
@@ -109,17 +108,18 @@ class MessageGatherer(UnitGatherer):
     def _check_frozen(self, received: Tensor, rows: Tensor) -> None:
         """All ranks have the same messages, so the alarm is everyone's. (Trainable parameters come
         out NaN instead, as a training that diverges does natively.)"""
-        for segment, codec, words in self._codecs.of(received):
-            alarm = self._unfit.get(segment.start)
+        for codec, words in self._coder.split(received):
+            start = codec.parts[0].columns.start
+            alarm = self._unfit.get(start)
             lost = None if alarm is None else codec.cannot_carry(words)
             if alarm is not None and lost is not None:
-                alarm.note(lost, rows[:, segment.start : segment.start + 1])
+                alarm.note(lost, rows[:, start : start + 1])
 
     def _differs(self, inp: Tensor, message: Tensor) -> Tensor:
         """Whether ``inp`` ``[S]`` has another message than ``[words]``; boolean, ``[]``."""
         now = self._workspace.take("parameters_send", (1, self.plan.row_words), torch.int32)
         self._encode(inp, now)
-        return self._codecs.differ(now[0], message)
+        return self._coder.differ(now[0], message)
 
     def _exchange(self, received: Tensor, inp: Tensor, exchange: BroadcastExchange) -> None:
         send = self._workspace.take("parameters_send", (1, self.plan.row_words), torch.int32)
@@ -131,10 +131,8 @@ class MessageGatherer(UnitGatherer):
 
     def _encode(self, inp: Tensor, message: Tensor) -> None:
         """``[S]`` to ``[1, words]``."""
-        for _, codec, words in self._codecs.of(message):
-            codec.encode_rows(inp[None], words)
+        self._coder.encode_rows(inp[None], message)
 
     def _decode(self, received: Tensor, rows: Tensor) -> None:
         """``[R, words]`` to ``[R, S]``."""
-        for _, codec, words in self._codecs.of(received):
-            codec.decode_rows(words, rows)
+        self._coder.decode_rows(received, rows)

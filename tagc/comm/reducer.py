@@ -15,10 +15,8 @@ from tagc.codecs import (
     STAMP_WORDS,
     Codec,
     CodecSetup,
-    Exchange,
+    Coder,
     SelectionCount,
-    make_codecs,
-    split_message,
 )
 from tagc.codecs.feedback import MeasuredShare, SegmentFeedback
 from tagc.codecs.workspace import Workspace
@@ -49,7 +47,7 @@ class UnitReducer:
 
     Attributes:
         plan: segments of the unit.
-        codecs: by name, in the order of their words in a message.
+        coder: of the messages, with the codecs' state.
         counters: of reductions and bytes.
         inside: the sum of the host's ranks, where those add up first.
         waiting: micro-batches that stay inside a host, or in a replica.
@@ -108,10 +106,9 @@ class UnitReducer:
 
     def reset(self, earlier_steps: int = 0) -> None:
         """Start anew, with empty residuals, after so many reductions elsewhere."""
-        self.codecs: dict[str, Codec[Any]] = make_codecs(self._encoded.segments, self._setup)
+        self.coder = Coder(self._encoded.segments, self._setup)
         compressed_before = max(0, earlier_steps - self.plan.warmup_steps)
-        for codec in self.codecs.values():
-            codec.skip(compressed_before)
+        self.coder.skip(compressed_before)
         if self.second is not None:
             self.second.reset(compressed_before)
         self.counters = Counters(earlier_steps=earlier_steps)
@@ -155,13 +152,17 @@ class UnitReducer:
     @property
     def feedbacks(self) -> dict[int, SegmentFeedback]:
         """Of every segment, by its first column in the unit."""
-        found = {i: f for codec in self.codecs.values() for i, f in codec.feedbacks.items()}
-        return self._in_unit(found)
+        return self._in_unit(self.coder.feedbacks)
 
     @property
     def owner_feedbacks(self) -> dict[int, SegmentFeedback]:
         """Likewise, of the second of two shots; empty where there is none."""
-        return {} if self.second is None else self._in_unit(self.second.feedbacks)
+        return {} if self.second is None else self._in_unit(self.second.coder.feedbacks)
+
+    @property
+    def codecs(self) -> dict[str, Codec[Any]]:
+        """See :attr:`Coder.codecs`."""
+        return self.coder.codecs
 
     def _in_unit(self, feedbacks: Mapping[int, SegmentFeedback]) -> dict[int, SegmentFeedback]:
         """By first column in the unit, what may be by that in a slice."""
@@ -205,7 +206,7 @@ class UnitReducer:
 
     def selection_counts(self) -> list[SelectionCount]:
         """What codecs that select did so far, by segment. Waits for the device."""
-        return [count for codec in self.codecs.values() for count in codec.selection_counts()]
+        return self.coder.selection_counts()
 
     def rescale(self, factor: float | Tensor) -> None:
         """Expect gradients that are ``factor`` times as large, the same on every rank."""
@@ -359,18 +360,16 @@ class UnitReducer:
         self._first = self._lockstep.part != 0
         divisor = plan.info.world_size if op == dist.ReduceOp.AVG else 1
         with record_function(f"TAGC::encode ({self._name})"):
-            self.encode(grad, send, exchange)
+            self.coder.encode(grad, send, exchange)
         with record_function(f"TAGC::exchange ({self._name})"):
             self._lockstep.confirm()
             work = exchange.send(received, send)
-            for codec in self.codecs.values():
-                codec.start(exchange)
+            self.coder.start(exchange)
             work.wait()
-            for codec in self.codecs.values():
-                codec.wait()
+            self.coder.wait()
             self.counters.message_bytes += work.wire_bytes
         with record_function(f"TAGC::decode ({self._name})"):
-            self.decode(received, shard, exchange, divisor)
+            self.coder.decode(received, shard, exchange, divisor)
             self._lockstep.check_stamps(_stamps(received, plan), shard[:1])
             if self._flat is not None:
                 self._flat.restore(shard, out, exchange.row)
@@ -409,30 +408,6 @@ class UnitReducer:
             return BroadcastExchange(group, self._workspace)
         return ShardExchange(group, self._workspace, self._encoded.sent)
 
-    def encode(self, grad: Tensor, send: Tensor, exchange: Exchange) -> None:
-        """First part of a reduction after the warm-up: write this rank's messages.
-
-        Args:
-            grad: ``[D, S]``.
-            send: ``[D, words]`` int32, written; what is behind the words of the segments is not.
-        """
-        for codec, message in split_message(send, self.codecs.values()):
-            codec.encode(grad, message, exchange)
-
-    def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
-        """Last part: write the sum over ranks, divided by ``divisor``, to ``out`` ``[S]``.
-
-        Args:
-            received: ``[W, words]`` int32, message ``r`` from rank ``r``.
-        """
-        for codec, message in split_message(received, self.codecs.values()):
-            codec.decode(message, out, exchange, divisor)
-
-    def after_dense(self, out: Tensor) -> None:
-        """Instead of both, after a dense reduction to ``out`` ``[S]``, in the plan's columns."""
-        for codec in self.codecs.values():
-            codec.after_dense(out)
-
     def state(self, *, noise: bool | None = None) -> dict[str, Tensor]:
         """What the next reduction and the counters depend on, beside the residuals; names and
         shapes never change. Waits for what is in flight.
@@ -461,7 +436,7 @@ class UnitReducer:
             yield from ((f"inside.{name}", c) for name, c in self.inside.codecs.items())
         yield from self.codecs.items()
         if self.second is not None:
-            yield from ((f"second_shot.{name}", c) for name, c in self.second.codecs.items())
+            yield from ((f"second_shot.{name}", c) for name, c in self.second.coder.codecs.items())
         yield from ((f"share.{name}", share) for name, share in self._shares.items())
 
     def _parts(self, noise: bool) -> Parts:
@@ -494,10 +469,10 @@ class UnitReducer:
         if part is not None:
             return  # owners of what is compressed have no sum to follow
         if self._flat is None:
-            self.after_dense(out)
+            self.coder.after_dense(out)
         elif self._follows_dense:
             shard = self._flat.arrange_shard(out, group.rank())
-            self.after_dense(shard)
+            self.coder.after_dense(shard)
             self._flat.restore(shard, out, group.rank())
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from tagc.codecs.workspace import Workspace
 from tagc.comm.collectives import CollectiveWork
-from tagc.comm.gatherer import GatherSetup
+from tagc.comm.gatherer import GatherSetup, gather_coder
 from tagc.comm.host_copy import HostCopy
 from tagc.comm.reducer import UnitReducer
-from tagc.comm.segment_codecs import SegmentCodecs
 from tagc.ops import Ops
 from tagc.plan import Plan, UnitPlan
 
@@ -50,15 +49,15 @@ def _rehearse_reduction(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None:
         rows, words = unit.info.world_size, unit.inside.row_words
         own = torch.empty(rows, plan.columns, dtype=plan.info.dtype, device=_META)
         messages = torch.empty(rows, words, dtype=torch.int32, device=_META)
-        reducer.inside.encode(own, messages)
-        reducer.inside.decode(messages.view(unit.peers, -1, words), grad)
+        inside = reducer.inside.coder
+        assert inside is not None
+        inside.encode_rows(own, messages)
+        inside.decode_sums(messages.view(unit.peers, -1, words), grad)
     for _ in range(_STEPS):
-        reducer.encode(grad, send, exchange)
-        for codec in reducer.codecs.values():
-            codec.start(exchange)
-        for codec in reducer.codecs.values():
-            codec.wait()
-        reducer.decode(received, out, exchange, plan.info.world_size)
+        reducer.coder.encode(grad, send, exchange)
+        reducer.coder.start(exchange)
+        reducer.coder.wait()
+        reducer.coder.decode(received, out, exchange, plan.info.world_size)
         if second is not None:
             message, messages = _messages(second.plan)
             second.encode(out, message)
@@ -81,12 +80,10 @@ def _rehearse_gather(plan: UnitPlan, ops: Ops, workspace: Workspace) -> None:
         copy.encode(shard, message)
         copy.decode(received, copy.rows)
         return
-    codecs = SegmentCodecs(setup)
+    coder = gather_coder(setup)
     rows = torch.empty(plan.sources, plan.columns, dtype=plan.info.dtype, device=_META)
-    for _, codec, words in codecs.of(message):
-        codec.encode_rows(shard[None], words)
-    for _, codec, words in codecs.of(received):
-        codec.decode_rows(words, rows)
+    coder.encode_rows(shard[None], message)
+    coder.decode_rows(received, rows)
 
 
 class _NoExchange:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tagc.codecs import Codec, CodecSetup, make_codecs, split_message
-from tagc.codecs.feedback import SegmentFeedback
+from tagc.codecs import CodecSetup, Coder
 from tagc.plan import UnitPlan
 
 
@@ -22,7 +20,7 @@ class SecondShot:
 
     Attributes:
         plan: of the message.
-        codecs: by name, in the order of their words in it.
+        coder: of it.
     """
 
     def __init__(self, unit: UnitPlan, setup: CodecSetup) -> None:
@@ -47,14 +45,8 @@ class SecondShot:
 
     def reset(self, earlier_steps: int = 0) -> None:
         """Start anew, with empty residuals, after so many sums elsewhere."""
-        self.codecs: dict[str, Codec[Any]] = make_codecs(self.plan.segments, self._setup)
-        for codec in self.codecs.values():
-            codec.skip(earlier_steps)
-
-    @property
-    def feedbacks(self) -> dict[int, SegmentFeedback]:
-        """Of every segment, by its first column in a slice."""
-        return {i: f for codec in self.codecs.values() for i, f in codec.feedbacks.items()}
+        self.coder = Coder(self.plan.segments, self._setup)
+        self.coder.skip(earlier_steps)
 
     def arrange(self, shard: Tensor) -> Tensor:
         """The slices ``[N, C]`` of ``shard`` ``[1, S]`` or ``[S]``, until the next call."""
@@ -73,14 +65,12 @@ class SecondShot:
 
     def encode(self, total: Tensor, message: Tensor) -> None:
         """Write the message ``[1, words]`` int32 about ``total`` ``[C]``."""
-        for codec, words in split_message(message, self.codecs.values()):
-            codec.encode_rows(total[None], words)
+        self.coder.encode_rows(total[None], message)
 
     def decode(self, received: Tensor, out: Tensor) -> None:
         """Write what all owners' messages ``[N, words]`` int32 carry to ``out`` ``[S]``."""
         rows = self._rows(torch.float32)
-        for codec, words in split_message(received, self.codecs.values()):
-            codec.decode_rows(words, rows)
+        self.coder.decode_rows(received, rows)
         flat = out.view(-1)
         pairs = [(p.of_shard(flat), p.of_rows(rows)) for p in self._pieces]
         torch._foreach_copy_([piece for piece, _ in pairs], [row for _, row in pairs])

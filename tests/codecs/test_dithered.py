@@ -64,7 +64,7 @@ def test_ranks_round_the_same_numbers_differently(rank, world_size):
 
     world = dist.group.WORLD
     assert world is not None
-    reducer.encode(grad, message, ShardExchange(world, Workspace(CPU)))
+    reducer.coder.encode(grad, message, ShardExchange(world, Workspace(CPU)))
     for one, other in itertools.combinations(gathered(message), 2):
         assert (one != other).float().mean() > 0.3
 

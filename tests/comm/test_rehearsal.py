@@ -19,7 +19,6 @@ from support.marks import slow
 from support.small_net import loss_of, sharded
 from tagc.codecs.workspace import Workspace
 from tagc.comm import UnitReducer, rehearse
-from tagc.comm.lockstep import STAMP_WORDS
 from tagc.ops import Ops, compiles_ahead, get_ops, reference
 from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.selfcheck import Call, Recorder
@@ -169,7 +168,7 @@ def test_what_a_rehearsal_compiles_is_all_that_a_step_launches(name):
     (unit,) = plan.units
     ops = get_ops("cuda", "triton")
     reducer = UnitReducer(unit, ops, torch.device("cpu"), Workspace(torch.device("cpu")), seed=0)
-    send = torch.empty(2, unit.words + STAMP_WORDS, dtype=torch.int32)
+    send = torch.empty(2, unit.row_words, dtype=torch.int32)
     grad = torch.empty(2, unit.columns, dtype=torch.bfloat16)
 
     assert compiles_ahead(ops)
@@ -181,11 +180,11 @@ def test_what_a_rehearsal_compiles_is_all_that_a_step_launches(name):
     def step() -> None:
         exchange: Any = _Exchange()
         for _ in range(2):  # the first one steers no thresholds
-            reducer.encode(grad, send[:, : unit.words], exchange)
+            reducer.coder.encode(grad, send, exchange)
             for codec in reducer.codecs.values():
                 codec.start(exchange)
                 codec.wait()
-            reducer.decode(send[:, : unit.words], grad[0], exchange, 2)
+            reducer.coder.decode(send, grad[0], exchange, 2)
 
     compiled = launched(rehearsal)
     assert compiled == launched(step)

@@ -18,7 +18,8 @@ from golden.inputs import content, digest, fixed
 from support.distributed import run_ranks
 from support.host_reducers import host_reducer, in_two_levels
 from support.units import codec_plan, matrix_plan, reduce, unit_reducer
-from tagc.codecs import Codec, CodecSetup, make_codecs
+from tagc.codecs import Codec, CodecSetup
+from tagc.codecs.registry import make_codecs
 from tagc.codecs.workspace import Workspace
 from tagc.comm import UnitReducer
 from tagc.ops import get_ops
@@ -141,7 +142,7 @@ def sending(reducer: UnitReducer) -> Iterator[list[bytes]]:
     sent: list[bytes] = []
     for codec in reducer.codecs.values():
         codec.encode = _spied(codec, codec.encode, sent)
-    for codec in () if reducer.second is None else reducer.second.codecs.values():
+    for codec in () if reducer.second is None else reducer.second.coder.codecs.values():
         codec.encode_rows = _spied(codec, codec.encode_rows, sent)
     ops = get_ops(CPU, "reference")
     sketch = ops.encode
