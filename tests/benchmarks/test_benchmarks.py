@@ -16,6 +16,7 @@ from benchmarks.kernels.measure import measure
 from benchmarks.kernels.ops import decode, encode, inputs, messages
 from benchmarks.kernels.ops.codecs import CODES
 from benchmarks.kernels.ops.row_hash import RowHash
+from benchmarks.kernels.plots import over_size
 from benchmarks.kernels.registry import Contender, Problem
 from benchmarks.kernels.selection import select
 from benchmarks.timing import HostClock, Timed, interleaved
@@ -335,21 +336,17 @@ def test_command_line_writes_what_the_report_draws(tmp_path, capsys):
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in images)
 
 
-def test_a_line_over_size_has_cases_of_one_kind(monkeypatch, tmp_path):
-    figures = []
-    # By name: the package has a function of the module's name.
-    module = sys.modules["benchmarks.kernels.plots"]
-    monkeypatch.setattr(module, "save", lambda figure, file: figures.append(figure) or file)
-    values = {"quantize": ("bits", (4, 8)), "quantize_matrix": ("code", ("int4", "int1"))}
+def test_a_line_over_size_has_cases_of_one_kind():
+    values = {"quantize": ("bits", (4, 8)), "quantize_matrix": ("code", ("int2", "int1"))}
     records = [
         measured(Case(op=op, numel=1 << size, residual="float32", **{axis: value}))
         for op, (axis, choices) in values.items()
         for size, value in ((12, choices[0]), (13, choices[0]), (12, choices[1]))
     ]
-    kernels.plots(records, tmp_path)
-    assert [axis.get_title() for axis in figures[0].axes] == list(values)
-    lines = [line for axis in figures[0].axes for line in axis.get_lines()]
-    assert {tuple(line.get_xdata()) for line in lines} == {(1 << 12, 1 << 13)}
+    panels = over_size(records)
+    assert [panel.title for panel in panels] == list(values)
+    curves = [curve for panel in panels for curve in panel.curves]
+    assert {tuple(curve.x) for curve in curves} == {(1 << 12, 1 << 13)}
 
 
 def test_command_line_errors(tmp_path, capsys, monkeypatch):
