@@ -68,7 +68,7 @@ def _paired_arguments(parser: argparse.ArgumentParser) -> None:
     add("--within", type=float, default=0.3, metavar="PERCENT",
         help="add seeds while half of an interval is wider than this (default: %(default)s)",
     )  # fmt: skip
-    add_outputs(parser, "runs/quality.jsonl")
+    add_outputs(parser, "runs/quality.jsonl", plots=False)
 
 
 def _untuned_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,7 @@ def _untuned_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--tuned", action="store_true", help="apply the factors that a policy names")
     how.add_argument("--kept", action="store_true", help="let tagc keep rate and limit")
-    add_outputs(parser, "runs/quality.jsonl")
+    add_outputs(parser, "runs/quality.jsonl", plots=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if not records:
         return 130
     print("\n" + table(records))
-    if args.plots:
+    if getattr(args, "plots", None):
         for file in plots(records, args.plots):
             print(f"wrote {file}")
     return 0
