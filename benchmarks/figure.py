@@ -9,6 +9,8 @@ from typing import Any
 
 from tagc.plots import pyplot, save
 
+_COLUMNS = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
@@ -38,17 +40,23 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], file: Path, *, height: float = 4.2) -> Path:
-    """Write a figure as PNG; a label has the same colour in all panels.
+    """Write a figure as PNG, at most 4 panels side by side; a label has one colour in all of them.
 
     Raises:
         PlotsUnavailableError: if matplotlib is not installed.
     """
-    figure, axes = pyplot().subplots(
-        1, len(panels), figsize=(5.4 * len(panels), height), layout="constrained", squeeze=False
+    columns = min(len(panels), _COLUMNS)
+    rows = -(-len(panels) // columns)
+    size = (5.4 * columns, height * rows)
+    figure, grid = pyplot().subplots(
+        rows, columns, figsize=size, layout="constrained", squeeze=False
     )
+    axes = grid.flatten()
+    for empty in axes[len(panels) :]:
+        empty.remove()
     labels = list(dict.fromkeys(curve.label for panel in panels for curve in panel.curves))
     palette = pyplot().get_cmap("tab20")
-    for axis, panel in zip(axes[0], panels, strict=True):
+    for axis, panel in zip(axes, panels, strict=False):
         for curve in panel.curves:
             colour = {"color": palette(labels.index(curve.label) % 20)}
             style = colour | {"marker": "o", "ms": 3, "lw": 1.2} | curve.style
@@ -58,13 +66,15 @@ def draw(panels: Sequence[Panel], file: Path, *, height: float = 4.2) -> Path:
         for letter in panel.log:
             axis.set(**{f"{letter}scale": "log"})
             getattr(axis, f"{letter}axis").set_major_formatter("{x:g}")
+        if "y" in panel.log:
+            axis.yaxis.set_minor_formatter("{x:g}")
         if panel.from_zero:
             axis.set_ylim(bottom=0)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     handles = {
         label: handle
-        for axis in axes[0]
+        for axis in axes[: len(panels)]
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     if len(handles) > 1:

@@ -36,7 +36,7 @@ from .records import Record, append, markdown
 
 __all__ = ["about", "add_arguments", "ready", "run", "table"]
 
-about = "what tagc.wrap compiles and checks before the first step on a GPU; needs no GPU"
+about = "kernels that tagc.wrap compiles and checks before the first step; needs no GPU"
 RANKS = 8
 _BF16 = torch.bfloat16
 _CPU = torch.device("cpu")
@@ -128,7 +128,9 @@ def table(records: Sequence[Record]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("policy", nargs="*", help="default: all that ship, and compress")
+    parser.add_argument(
+        "policy", nargs="*", help="names or files (default: all shipped policies that compress)"
+    )
     parser.add_argument("--arch", type=int, default=90, help="compute capability, times ten")
     add_outputs(parser, plots=False)
 

@@ -8,13 +8,19 @@ from pathlib import Path
 
 from .records import read
 
-about = "print the tables and draw the plots of records, those in benchmarks/results, say"
+about = "tables and plots from the records of earlier runs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNG files there")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="records, such as those in benchmarks/results",
+    )
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots there, as PNG")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ from .records import Record, append, markdown
 
 __all__ = ["about", "add_arguments", "plots", "run", "soak", "table"]
 
-about = "memory of ranks over thousands of steps, with density and unresolved keys"
+about = "memory of training ranks over thousands of steps"
 
 RANKS = 2
 SETTLED = 10
@@ -78,8 +78,12 @@ _MICRO_BATCHES = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--hosts", type=int, help="ranks on each of two hosts; default: 2 ranks")
+    parser.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        help="train on two hosts with this many ranks each (default: 2 ranks, no hosts)",
+    )
     add_outputs(parser)
 
 

@@ -23,17 +23,17 @@ from .table import table
 
 __all__ = ["about", "add_arguments", "run", "table"]
 
-about = "what the GPU kernels execute and move, counted from machine code; needs no GPU"
+about = "instructions and bytes of the GPU kernels, counted from compiled code; needs no GPU"
 # The record that the tests compare with.
 RECORD = Path(__file__).resolve().parents[1] / "results" / "kernel-counts.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("--quick", action="store_true", help="one case of each operator")
+    parser.add_argument("--quick", action="store_true", help="one case of each operator, for H100")
     parser.add_argument(
         "--machine", action="append", default=[], choices=("A100", "H100", "B200"),
-        help="default: all three",
+        help="GPU to estimate for; may be repeated (default: all three)",
     )  # fmt: skip
     parser.add_argument(
         "--filter", action="append", default=[], metavar="GLOB",
@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--record", action="store_true", help=f"write benchmarks/results/{RECORD.name} anew"
     )
     parser.add_argument(
-        "--check", action="store_true", help="compare with the record; 1 if anything grew"
+        "--check",
+        action="store_true",
+        help="compare with the record, and exit with 1 if anything grew",
     )
     add_outputs(parser, plots=False)
 

@@ -27,7 +27,7 @@ from ..records import markdown
 
 __all__ = ["about", "add_arguments", "run"]
 
-about = "GPU tests, compile table, kernel benchmark and training steps: one report"
+about = "tests, compiled kernels, speed and training steps on a GPU, in one report"
 # Of all parts together, in seconds.
 LIMIT = 460.0
 _ROOT = Path(__file__).parents[2]
@@ -93,12 +93,16 @@ class Running:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for all results")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="an empty folder for all results"
+    )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda",
-        help="cpu rehearses the programme: everything small, and the implementation for CPUs",
+        help="cpu rehearses the programme with small inputs and the operators for CPUs",
     )  # fmt: skip
-    parser.add_argument("--only", nargs="+", metavar="PART", help="tests, compile, kernels, fsdp2")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="run only these: tests, compile, kernels, fsdp2"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 from ..options import add_outputs
 from ..records import Record
 
-about = "FSDP training steps over rate-limited links: time and bytes of each method"
+about = "time and bytes of FSDP training steps over rate-limited links; needs root"
 
 _RATES = "unlimited,10gbit,1gbit,200mbit,100mbit"
 _QUICK: dict[str, Any] = {
@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--steps", type=int, default=8, help="timed steps of a cell, at most")
     add("--passes", type=int, default=1, help="measure this often, in alternating order")
-    add("--width", type=int, default=320, help="of the model (default: %(default)s)")
-    add("--layers", type=int, default=8, help="of the model (default: %(default)s)")
+    add("--width", type=int, default=320, help="width of the model (default: %(default)s)")
+    add("--layers", type=int, default=8, help="layers of the model (default: %(default)s)")
     add("--batch", type=int, default=1, help="sequences of 128 bytes per rank and micro-batch")
     add("--micro-batches", type=int, default=1, help="backward passes per optimizer step")
     add_outputs(parser, "runs/network.jsonl")

@@ -33,7 +33,7 @@ from .settings import NANO, NANO_RECIPE, SETTINGS, Run, Shape
 
 __all__ = ["about", "add_arguments", "plots", "run", "table"]
 
-about = "training loss by codec, feedback and policy, on real ranks over gloo"
+about = "training loss with each codec, feedback and policy, on real ranks over gloo"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,15 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--quick", action="store_true", help="3 methods, 2 ranks, 100 steps, one seed: minutes")
+    add(
+        "--quick", action="store_true", help="3 methods, 2 ranks, a small model, 100 steps: minutes"
+    )
     add("--methods", help="names from benchmarks/quality/methods.py, separated by ';'")
-    add("--steps", type=int, nargs="+", default=[1500], help="lengths of training")
+    add("--steps", type=int, nargs="+", default=[1500], help="lengths of training in steps")
     add("--seeds", type=int, default=3, help="the first sweeps the rates, others use the best")
     add("--ranks", type=int, default=4, help="processes, a rank each (default: %(default)s)")
-    add("--batch", type=int, default=8, help="sequences per rank and step")
-    add("--context", type=int, default=64, help="bytes per sequence")
-    add("--width", type=int, default=128, help="of the model, a multiple of 32")
-    add("--layers", type=int, default=4, help="of the model")
+    add("--batch", type=int, default=8, help="sequences per rank and step (default: %(default)s)")
+    add("--context", type=int, default=64, help="bytes per sequence (default: %(default)s)")
+    add("--width", type=int, default=128, help="width of the model, a multiple of 32")
+    add("--layers", type=int, default=4, help="layers of the model")
     add("--max-rates", type=int, default=6, help="try at most this many rates for a method")
     add_outputs(parser, "runs/quality.jsonl")
 
@@ -64,7 +66,9 @@ def _paired_arguments(parser: argparse.ArgumentParser) -> None:
     add("--settings", help=f"separated by ';', from: {'; '.join(SETTINGS)}")
     add("--lines", help=f"separated by ';', from: {'; '.join(LINES)}")
     add("--rates-not-kept", action="store_true", help="train without keep_rates")
-    add("--seeds", type=int, nargs=2, default=(3, 8), metavar=("MIN", "MAX"), help="of a line")
+    add(
+        "--seeds", type=int, nargs=2, default=(3, 8), metavar=("MIN", "MAX"), help="pairs of a line"
+    )
     add("--within", type=float, default=0.3, metavar="PERCENT",
         help="add seeds while half of an interval is wider than this (default: %(default)s)",
     )  # fmt: skip
@@ -121,6 +125,7 @@ def _chosen(asked: str | None, known: dict, default: tuple[str, ...] = ()) -> li
 def _sweep(args: argparse.Namespace) -> Comparison:
     if args.quick:
         args.steps, args.seeds, args.max_rates, args.ranks = [100], 1, 3, 2
+        args.width, args.layers = 64, 2
     names = _chosen(args.methods, METHODS, QUICK if args.quick else ())
     if args.width % 32:
         raise ValueError(f"--width {args.width}: not a multiple of 32")
