@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,11 +31,12 @@ from tagc.selfcheck.cases import case_of
 from tagc.selfcheck.placement import PLACEMENTS
 
 from .machine import machine
+from .options import add_outputs
 from .records import Record, append, markdown
 
 __all__ = ["about", "add_arguments", "ready", "run", "table"]
 
-about = "what tagc.wrap compiles and checks before the first step on a GPU; needs no GPU"
+about = "kernels that tagc.wrap compiles and checks before the first step; needs no GPU"
 RANKS = 8
 _BF16 = torch.bfloat16
 _CPU = torch.device("cpu")
@@ -128,9 +128,11 @@ def table(records: Sequence[Record]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("policy", nargs="*", help="default: all that ship, and compress")
+    parser.add_argument(
+        "policy", nargs="*", help="names or files (default: all shipped policies that compress)"
+    )
     parser.add_argument("--arch", type=int, default=90, help="compute capability, times ten")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results, a line each")
+    add_outputs(parser, plots=False)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,25 +6,27 @@ import argparse
 import sys
 from pathlib import Path
 
-from tagc.plots import pyplot
-
 from .records import read
 
-about = "draw the table, and plots, from JSON lines of earlier runs"
+about = "tables and plots from the records of earlier runs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNG files there")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="records, such as those in benchmarks/results",
+    )
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots there, as PNG")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table of every suite in the files; 1 if there was nothing to draw."""
     from .suites import SUITES, load
 
-    if args.plots:
-        pyplot()
     try:
         records = read(args.files)
     except (OSError, ValueError) as error:
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         of_suite = [r for r in records if r.get("suite") == name]
         print(suite.table(of_suite) + "\n")
         drawn += 1
-        if args.plots:
+        if args.plots and hasattr(suite, "plots"):
             for file in suite.plots(of_suite, args.plots):
                 print(f"wrote {file}")
     return 0 if drawn else 1

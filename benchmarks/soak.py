@@ -25,16 +25,17 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import tagc
-from tagc.plots import pyplot, save
 
+from .figure import Curve, Panel, draw
 from .gloo import join
 from .gpu.training import Net
 from .machine import machine
+from .options import add_outputs
 from .records import Record, append, markdown
 
 __all__ = ["about", "add_arguments", "plots", "run", "soak", "table"]
 
-about = "memory of ranks over thousands of steps, with density and unresolved keys"
+about = "memory of training ranks over thousands of steps"
 
 RANKS = 2
 SETTLED = 10
@@ -77,16 +78,17 @@ _MICRO_BATCHES = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--hosts", type=int, help="ranks on each of two hosts; default: 2 ranks")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results, a line each")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write a PNG file there")
+    parser.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        help="train on two hosts with this many ranks each (default: 2 ranks, no hosts)",
+    )
+    add_outputs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, print the table."""
-    if args.plots:
-        pyplot()  # before minutes of work, not after
     facts = {"suite": "soak"} | machine()
     records = [facts | record for record in soak(args.steps, args.hosts)]
     if args.json:
@@ -194,16 +196,24 @@ def table(records: Sequence[Record]) -> str:
 
 def plots(records: Sequence[Record], folder: Path) -> list[Path]:
     """The memory curves."""
-    figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.5))
-    for axis, what, unit, label in (
-        (axes[0], "resident", 2**20, "resident memory, MiB"),
-        (axes[1], "traced", 2**10, "held by Python (tracemalloc), KiB"),
-    ):
-        for record in records:
-            values = [value / unit for value in record[what]]
-            axis.plot(record["step"], values, label=f"rank {record['rank']}")
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel("step")
-        axis.set_ylabel(label)
-        axis.legend()
-    return [save(figure, folder / "soak-memory.png")]
+    panels = [
+        Panel(
+            x="step",
+            y=label,
+            curves=[
+                Curve(
+                    label=f"rank {r['rank']}",
+                    x=r["step"],
+                    y=[value / unit for value in r[what]],
+                    style={"marker": ""},
+                )
+                for r in records
+            ],
+            from_zero=True,
+        )
+        for what, unit, label in (
+            ("resident", 2**20, "resident memory, MiB"),
+            ("traced", 2**10, "held by Python (tracemalloc), KiB"),
+        )
+    ]
+    return [draw(panels, folder / "soak-memory.png")]

@@ -1,9 +1,10 @@
 """The suites and the command line that runs them: ``python -m benchmarks SUITE [options]``.
 
 A suite is a module with ``about`` (one line of help), ``add_arguments(parser)`` and
-``run(args) -> int``, the exit status. One whose results ``report`` should draw again also has
-``table(results) -> str`` (Markdown) and ``plots(results, folder) -> list[Path]``, for the records
-that it wrote with its own name as ``suite``.
+``run(args) -> int``, the exit status. It appends its records to ``--json``, prints a table on
+stdout and progress on stderr, and writes plots to ``--plots``. For ``report`` to draw its records
+again it has ``table(records) -> str`` (Markdown) and, if there are any, ``plots(records, folder) ->
+list[Path]``; its records have its name as ``suite``.
 """
 
 from __future__ import annotations
@@ -15,19 +16,16 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from tagc.plots import PlotsUnavailableError
+from tagc.plots import PlotsUnavailableError, pyplot
 
 # name -> module; imported only when asked for.
 SUITES = {
     "kernels": ".kernels",
-    "gpu": ".gpu",
-    "network": ".network",
-    "scaling": ".scaling",
-    "convergence": ".convergence",
-    "paired": ".paired",
     "counts": ".counts",
+    "quality": ".quality",
+    "network": ".network",
+    "gpu": ".gpu",
     "ready": ".ready",
-    "untuned": ".untuned",
     "soak": ".soak",
     "report": ".report",
 }
@@ -59,8 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     suite = load(name)
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=suite.about)
     suite.add_arguments(parser)
+    args = parser.parse_args(rest)
     try:
-        return suite.run(parser.parse_args(rest))
+        if getattr(args, "plots", None):
+            pyplot()  # before hours of work, not after
+        return suite.run(args)
     except PlotsUnavailableError as error:
         print(error, file=sys.stderr)
         return 2
@@ -68,5 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     lines = ["usage: python -m benchmarks SUITE [options]", "", "suites:"]
-    lines += [f"  {name:10} {load(name).about}" for name in available()]
+    lines += [f"  {name:8} {load(name).about}" for name in available()]
+    lines += ["", "python -m benchmarks SUITE --help lists the options of a suite."]
     return "\n".join(lines)

@@ -16,51 +16,42 @@ import time
 from fnmatch import fnmatch
 from pathlib import Path
 
+from ..options import add_outputs
 from ..records import Record, append, read
 from .compare import all_worse
-from .table import beside, table
+from .table import table
 
-__all__ = ["about", "add_arguments", "plots", "run", "table"]
+__all__ = ["about", "add_arguments", "run", "table"]
 
-about = "what the GPU kernels execute and move, counted from machine code; needs no GPU"
+about = "instructions and bytes of the GPU kernels, counted from compiled code; needs no GPU"
 # The record that the tests compare with.
 RECORD = Path(__file__).resolve().parents[1] / "results" / "kernel-counts.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("--quick", action="store_true", help="one case of each operator")
+    parser.add_argument("--quick", action="store_true", help="one case of each operator, for H100")
     parser.add_argument(
         "--machine", action="append", default=[], choices=("A100", "H100", "B200"),
-        help="default: all three",
+        help="GPU to estimate for; may be repeated (default: all three)",
     )  # fmt: skip
     parser.add_argument(
         "--filter", action="append", default=[], metavar="GLOB",
         help="only cases whose name this matches, such as 'unpack*'; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results, a line each")
     parser.add_argument(
         "--record", action="store_true", help=f"write benchmarks/results/{RECORD.name} anew"
     )
     parser.add_argument(
-        "--check", action="store_true", help="compare with the record; 1 if anything grew"
+        "--check",
+        action="store_true",
+        help="compare with the record, and exit with 1 if anything grew",
     )
-    parser.add_argument(
-        "--show", type=Path, metavar="FILE", help="print the table of a record, count nothing"
-    )
-    parser.add_argument(
-        "--before", type=Path, metavar="FILE", help="with --show: an older record, beside that one"
-    )
+    add_outputs(parser, plots=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Count, print the table."""
-    if args.show and args.before:
-        print(beside(read([args.show]), read([args.before])))
-        return 0
-    if args.show:
-        print(table(read([args.show])))
-        return 0
     if importlib.util.find_spec("triton") is None:
         print("no Triton here: it is for Linux on x86-64", file=sys.stderr)
         return 2
@@ -99,11 +90,6 @@ def run(args: argparse.Namespace) -> int:
     for line in grown:
         print(f"grew: {line}")
     return 1 if grown else 0
-
-
-def plots(results: list[Record], folder: Path) -> list[Path]:
-    """None: all is in the table."""
-    return []
 
 
 def _steps() -> list[Record]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..records import Record, markdown
+from .compare import key
 
 CAVEAT = (
     "Counted from machine code, not measured. Shares are of a copy that moves the bytes that any "
@@ -14,8 +15,17 @@ CAVEAT = (
 
 
 def table(records: Iterable[Record]) -> str:
-    """One row for every operator, its shares on every machine; then its kernels on one."""
+    """One row for every operator, its shares on every machine; then its kernels on one. Where two
+    files have records of the same, the first file beside the second."""
     records = list(records)
+    first: dict[tuple[str, ...], Record] = {}
+    last: dict[tuple[str, ...], Record] = {}
+    for record in records:
+        first.setdefault(key(record), record)
+        last.pop(key(record), None)  # in the order of the second file
+        last[key(record)] = record
+    if len(last) < len(records):
+        return beside(last.values(), (r for k, r in first.items() if r is not last[k]))
     counted = [r for r in records if "share_of_copy" in r]
     machines = list(dict.fromkeys(r["machine"] for r in counted))
     if not counted:

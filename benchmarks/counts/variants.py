@@ -16,7 +16,6 @@ def variants() -> list[Work]:
         Work(op="quantize", residual="float32"),
         Work(op="quantize", gradient="float32"),
         Work(op="quantize", bits=8, residual=None),
-        Work(op="quantize", bits=2, residual=None),
         Work(op="quantize", block=1024),
         # stateless.
         Work(op="quantize", block=32, residual=None, dithered=True),
@@ -24,10 +23,9 @@ def variants() -> list[Work]:
         Work(op="dequantize", rows=2),
         Work(op="dequantize", gradient="float32"),
         Work(op="dequantize", bits=8),
-        Work(op="dequantize", bits=2),
         # What owners do with a lead, as one-bit and its relatives have.
         Work(op="undo_lag", residual=None, rows=1, bits=0),
-        # one-bit and two-bits, then half-bit and fifth-bit.
+        # one-bit and two-bit, then groups.
         Work(op="quantize_matrix", bits=1),
         Work(op="quantize_matrix", bits=1, gradient="float32"),
         Work(op="quantize_matrix", bits=2),
@@ -45,15 +43,13 @@ def variants() -> list[Work]:
             Work(op="pack", **sparse),
             Work(op="unpack", density=density),
             Work(op="unpack", density=density, rows=2),
-            # all and its relatives, for up to 8 ranks.
+            # attn-only and non-attn, for up to 8 ranks.
             Work(op="encode", symbol="int8x4", **sparse),
             Work(op="decode", symbol="int8x4", rows=2, **sparse),
         ]
     found += [
         Work(op="pack", density=0.05, residual="bfloat16"),
         Work(op="pack", density=0.05, residual="float32", gradient="float32"),
-        Work(op="pack", density=0.05, residual="float32", group=8),
-        Work(op="unpack", density=0.05, group=8),
         Work(op="encode", symbol="int8x4", density=0.05, residual="bfloat16"),
         Work(op="encode", symbol="int8x4", density=0.05, residual=None),
         Work(op="decode", symbol="int8x4", rows=8, density=0.01, residual="float32"),

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 
 from ..gloo import join
-from ..records import append, read
+from ..records import Record, append, markdown, read
 
 _RANKS = 2
 _UNTIMED = 3
@@ -169,6 +169,26 @@ def attempts(kinds: list[str], device: str, *, small: bool) -> Iterator[dict[str
             kinds = kinds[1:]
 
 
+def table(records: Sequence[Record]) -> str:
+    """A row for each run."""
+    keys = ["parameters", "wrap_s", "step_ms", "first_step_ms", "density", "bytes_saved"]
+    keys += ["unresolved"]
+
+    def row(r: Record) -> list[object]:
+        losses = r.get("losses")
+        loss = f"{losses[0]} → {losses[-1]} in {r['steps']} steps" if losses else "-"
+        return [r["run"], *(r.get(key, "-") for key in keys), loss, r["wrong"] or "none"]
+
+    first = records[0]
+    parts = [
+        f"{first['ranks']} ranks on one {first['device']} device, {first['backend']}: every "
+        "message goes through host memory, so times only compare with each other.",
+        markdown(["run", *keys, "loss", "error"], map(row, records)),
+        *(r["kernels"].strip("- ") for r in records if r.get("kernels")),
+    ]
+    return "\n\n".join(parts)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Both runs; 0 if both trained."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.training", description=__doc__)
@@ -180,10 +200,11 @@ def main(argv: list[str] | None = None) -> int:
     facts = {"suite": "fsdp2", "backend": "gloo", "ranks": _RANKS, "device": args.device}
     for found in attempts(["dense", "tagc"], args.device, small=args.rehearse):
         result = facts | found
-        print(result, flush=True)
+        print(result, file=sys.stderr, flush=True)
         if args.json:
             append(args.json, result)
         results.append(result)
+    print(table(results))
     return 1 if any(result["wrong"] for result in results) else 0
 
 

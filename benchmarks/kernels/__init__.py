@@ -13,13 +13,11 @@ import shlex
 import sys
 import time
 import traceback
-from pathlib import Path
 
 import torch
 
-from tagc.plots import pyplot
-
 from ..machine import machine
+from ..options import add_outputs
 from ..records import Record, append
 from ..timing import clock_for
 from .measure import measure, said
@@ -29,7 +27,7 @@ from .table import table
 
 __all__ = ["about", "add_arguments", "plots", "run", "table"]
 
-about = "operators of the codec beside a reference, baselines and a copy; CPU or CUDA"
+about = "speed of every operator beside its reference, baselines and a copy, on a CPU or a GPU"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,26 +43,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only cases whose name this matches, such as 'encode/2^22*int8x4'; may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--sizes", nargs="+", type=int, metavar="LOG2", help="other sizes: 22 for 2^22 elements"
+        "--sizes",
+        nargs="+",
+        type=int,
+        metavar="LOG2",
+        help="sizes to measure instead: 22 for 2^22 elements",
     )
-    parser.add_argument("--list", action="store_true", help="print the names of the cases only")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results, a line each")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNG files there")
-    parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default: 1)")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and exit")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of torch on the CPU (default: 1)"
+    )
     parser.add_argument(
         "--warm", action="store_true",
-        help="leave the CPU's caches as the contender before left them; else they are flushed",
+        help="leave the CPU's caches as the contender before left them (default: flush them)",
     )  # fmt: skip
     parser.add_argument(
         "--time-limit", type=float, default=float("inf"), metavar="SECONDS",
-        help="start no further case after this",
+        help="start no further case after this many seconds",
     )  # fmt: skip
+    add_outputs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table; 1 if a result of ours was wrong, a case failed, or none was run."""
-    if args.plots:
-        pyplot()  # before minutes of measuring, not after
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here", file=sys.stderr)

@@ -7,8 +7,6 @@ from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
 
-from tagc.ops.symbols import SYMBOLS
-
 from .case import Case
 from .ops.codecs import CODES
 from .registry import OPS, load
@@ -19,10 +17,11 @@ _QUICK = {"cpu": (20, 22), "cuda": (22, 26)}
 _DTYPES = ("float32", "bfloat16")
 _DENSITIES = (0.05, 0.01)
 _BITS = (4, 8)
+_SYMBOLS = ("int8x4", "int16x2", "int32x1")
 _AXES: dict[str, tuple[Any, ...]] = {
     "residual": _DTYPES,
     "density": _DENSITIES,
-    "symbol": tuple(SYMBOLS),
+    "symbol": _SYMBOLS,
     "bits": _BITS,
     "code": tuple(CODES),
 }
@@ -63,7 +62,7 @@ def _case(op: str, size: int, **values: Any) -> Case:
 def _default(sizes: tuple[int, ...]) -> Iterator[Case]:
     for size, density, op in product(sizes, _DENSITIES, OPS):
         yield _case(op, size, density=density)
-    for symbol, op in product(SYMBOLS, OPS):
+    for symbol, op in product(_SYMBOLS, OPS):
         yield _case(op, sizes[0], symbol=symbol)
     for bits, op in product(_BITS, OPS):
         yield _case(op, sizes[0], bits=bits)
@@ -79,7 +78,7 @@ def _quick(sizes: tuple[int, ...]) -> Iterator[Case]:
 
 
 def _full(sizes: tuple[int, ...]) -> Iterator[Case]:
-    axes = (sizes, _DENSITIES, SYMBOLS, _BITS, CODES, _DTYPES, _DTYPES, OPS)
+    axes = (sizes, _DENSITIES, _SYMBOLS, _BITS, CODES, _DTYPES, _DTYPES, OPS)
     for size, density, symbol, bits, code, gradient, residual, op in product(*axes):
         yield _case(
             op, size, density=density, symbol=symbol, bits=bits, code=code,

@@ -1,9 +1,9 @@
-"""What tagc is compared with: collectives for FSDP2 without gloo's waste, FSDP1's hook for bf16.
+"""Collectives for dense FSDP2 without gloo's waste, which tagc is compared with.
 
-gloo's own reduce-scatter sends twice what it must; an all-to-all and a local sum do not. And gloo's
-all-to-all posts every receive behind a send to the same rank, so that the word that this rank is
+gloo's own reduce-scatter sends twice what it must; messages to each rank and a local sum do not.
+gloo's all-to-all posts every receive behind a send to the same rank, so the word that this rank is
 ready waits for the data that goes the same way: with 2 ranks one direction waits for the other.
-Messages whose receives are posted first (:func:`exchange`) use both.
+Messages whose receives are posted first (:func:`exchange`) use both directions.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms._comm_hooks.default_hooks import (
-    LowPrecisionState,
-    reduce_scatter_hook,
-)
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from benchmarks.network import ledger
 from tagc.comm import HostGroups
+
+from . import ledger
 
 # torch 2.13 renamed the former to the latter.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,26 +43,26 @@ def exchange(
         work.wait()
 
 
-class _Allocate:
+class _Messages:
+    """What both directions have.
+
+    Args:
+        wire: dtype that travels.
+        hosts: work in two levels, inside a host and between hosts.
+    """
+
+    def __init__(self, wire: torch.dtype, hosts: HostGroups | None = None) -> None:
+        self._wire, self._hosts = wire, hosts
+
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class AllToAllReduceScatter(_Allocate, ReduceScatter):
-    """Reduce-scatter (AVG or SUM) as an all-to-all and a sum in fp32 on the owner.
-
-    Args:
-        wire: dtype that travels.
-        messages: by :func:`exchange` instead of the backend's all-to-all.
-        hosts: add up inside a host first, then send to one rank of each other host.
-    """
-
-    def __init__(
-        self, wire: torch.dtype, *, messages: bool = False, hosts: HostGroups | None = None
-    ) -> None:
-        self._wire, self._messages, self._hosts = wire, messages, hosts
+class MessageReduceScatter(_Messages, ReduceScatter):
+    """Reduce-scatter (AVG or SUM) by messages and a sum in fp32 on the owner; on hosts, added up
+    inside the host first, then sent to one rank of each other host."""
 
     def __call__(
         self,
@@ -81,10 +78,7 @@ class AllToAllReduceScatter(_Allocate, ReduceScatter):
         if self._hosts is not None:
             sent, group = self._add_inside(sent, self._hosts), self._hosts.across
         received = torch.empty_like(sent)
-        if self._messages:
-            exchange(received.unbind(), sent.unbind(), group)
-        else:
-            dist.all_to_all_single(received, sent, group=group)
+        exchange(received.unbind(), sent.unbind(), group)
         total = received.sum(0, dtype=torch.float32)
         if op == dist.ReduceOp.AVG:
             total /= input_tensor.numel() // output_tensor.numel()
@@ -99,19 +93,10 @@ class AllToAllReduceScatter(_Allocate, ReduceScatter):
         return received.sum(0, dtype=torch.float32).to(self._wire)
 
 
-class CastAllGather(_Allocate, AllGather):
-    """All-gather of fp32 parameters that travel in ``wire``: every rank computes in fp32, with
-    parameters rounded to ``wire`` (its own, too, so that all ranks agree).
-
-    Args:
-        messages: by :func:`exchange` instead of the backend's all-gather.
-        hosts: send to one rank of each other host, and inside the host what came.
-    """
-
-    def __init__(
-        self, wire: torch.dtype, *, messages: bool = False, hosts: HostGroups | None = None
-    ) -> None:
-        self._wire, self._messages, self._hosts = wire, messages, hosts
+class MessageAllGather(_Messages, AllGather):
+    """All-gather of fp32 parameters by messages. Every rank computes in fp32 with parameters that
+    were rounded to ``wire``, its own, too, so that all ranks agree. On hosts, a rank sends to one
+    rank of each other host, and inside the host what came."""
 
     def __call__(
         self,
@@ -122,17 +107,13 @@ class CastAllGather(_Allocate, AllGather):
     ) -> None:
         # The input is a part of the output, so it is copied even where nothing is cast.
         sent = input_tensor.to(self._wire, copy=True)
-        gathered = torch.empty_like(output_tensor, dtype=self._wire)
-        if self._hosts is not None:
-            with ledger.direction(ledger.PARAMETERS):
-                self._in_levels(gathered.view(group.size(), -1), sent, self._hosts)
-        elif self._messages:
-            with ledger.direction(ledger.PARAMETERS):
-                parts = gathered.view(group.size(), -1).unbind()
-                exchange(parts, [sent] * group.size(), group)
-        else:
-            all_gather(gathered, sent, group=group)
-        output_tensor.copy_(gathered)
+        rows = torch.empty_like(output_tensor, dtype=self._wire).view(group.size(), -1)
+        with ledger.direction(ledger.PARAMETERS):
+            if self._hosts is None:
+                exchange(rows.unbind(), [sent] * group.size(), group)
+            else:
+                self._in_levels(rows, sent, self._hosts)
+        output_tensor.copy_(rows.view(-1))
 
     @staticmethod
     def _in_levels(rows: Tensor, sent: Tensor, hosts: HostGroups) -> None:
@@ -141,14 +122,3 @@ class CastAllGather(_Allocate, AllGather):
         exchange(by_host[:, own].unbind(), [sent] * len(by_host), hosts.across)
         for of_host in by_host:
             exchange(of_host.unbind(), [of_host[own]] * len(of_host), hosts.inside)
-
-
-def bf16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor) -> None:
-    """FSDP1's ``bf16_compress_hook`` in the parts that a CPU has.
-
-    torch's own ends with ``Tensor.record_stream``, which fails on CPU tensors (torch 2.13).
-    """
-    grad.data = grad.data.to(torch.bfloat16)
-    output.data = output.data.to(torch.bfloat16)
-    reduce_scatter_hook(state, grad, output)
-    output.data = output.data.to(state.parameter_type)

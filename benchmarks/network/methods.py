@@ -1,6 +1,6 @@
-"""What is compared: a registry of ways to train the same model, one entry each.
+"""What is compared: ways to train the same model, one entry each.
 
-A tagc policy needs no entry: its name, or the path of its file, is a method, and with ``@bf16``
+A tagc policy needs no entry: its name or the path of its file is a method, and with ``@bf16``
 behind it the parameters travel in bf16, too.
 """
 
@@ -15,8 +15,6 @@ from typing import Any, Literal
 import tagc
 from tagc.costs import is_automatic
 
-Dtype = Literal["float32", "bfloat16"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
@@ -25,33 +23,23 @@ class Method:
     Attributes:
         name: how ``--methods`` and the report call it.
         about: one line for the report.
-        sharding: ``fsdp2``, or ``fsdp1`` with torch's ``bf16_compress_hook``.
-        mixed_precision: FSDP2's ``MixedPrecisionPolicy(bf16, reduce_dtype=bf16)``: computes in
-            bf16, too.
-        gather: dtype in which parameters travel; ``bfloat16`` here casts on the wire alone and
-            leaves the compute in fp32.
-        reduce: ``gloo`` for the backend's own reduce-scatter, else the dtype in which gradients
-            travel by all-to-all, summed in fp32. A policy replaces it.
-        messages: what tagc does not send goes both ways by point-to-point messages with the
-            receives posted first, where gloo's collectives use a link half.
+        mixed_precision: FSDP2's ``MixedPrecisionPolicy(bf16, reduce_dtype=bf16)``, which computes
+            in bf16, too.
+        wire: dtype that travels, by messages whose receives are posted first; ``gloo`` leaves it to
+            FSDP and gloo's collectives. With a policy it is for the parameters alone.
         policy: of ``tagc.wrap``: a name, a path or a mapping; None is dense.
-        published: whether the report adds what the bytes of the TAGC paper's own formats would
-            be, computed on paper.
     """
 
     name: str
     about: str
-    sharding: Literal["fsdp2", "fsdp1"] = "fsdp2"
     mixed_precision: bool = False
-    gather: Dtype = "float32"
-    reduce: Literal["gloo", "float32", "bfloat16"] = "gloo"
-    messages: bool = False
+    wire: Literal["gloo", "float32", "bfloat16"] = "gloo"
     policy: str | dict[str, Any] | None = None
-    published: bool = False
 
     @property
     def definition(self) -> str:
-        """Hash of all that decides what it does: results of another definition are not mixed."""
+        """Hash of everything that decides what it does: results of different definitions are not
+        mixed."""
         content = asdict(self) | {"name": "", "about": ""}
         if self.policy is not None:
             content["policy"] = tagc.Policy.load(self.policy).hash
@@ -67,11 +55,11 @@ class Method:
 
 TAGC_PAPER: dict[str, Any] = {
     "schema": 1,
-    "about": "The TAGC paper's parameters, density and symbols, without a warm-up.",
+    "about": "The TAGC paper's parameters and density, symbols of one element, no warm-up.",
     "gradients": [
         {
             "when": {"role": ["mlp", "embedding", "head"]},
-            "codec": {"kind": "sketch", "density": 0.2, "symbol": "float32"},
+            "codec": {"kind": "sketch", "density": 0.2, "symbol": "int32x1"},
             "feedback": {"kind": "residual", "dtype": "float32"},
         }
     ],
@@ -97,50 +85,22 @@ ZERO_PLUS_PLUS: dict[str, Any] = {
 METHODS = {
     method.name: method
     for method in (
-        Method(name="fp32-gloo", about="dense FSDP2, fp32, gloo's own reduce-scatter"),
-        Method(
-            name="fp32", about="dense FSDP2, fp32, all-to-all and a local sum", reduce="float32"
-        ),
+        Method(name="fp32-gloo", about="dense FSDP2, fp32, gloo's own collectives"),
+        Method(name="fp32-messages", about="dense FSDP2, fp32, by messages", wire="float32"),
         Method(
             name="bf16-gloo",
-            about="FSDP2 with MixedPrecisionPolicy(bf16, bf16), gloo's own reduce-scatter",
+            about="FSDP2 with MixedPrecisionPolicy(bf16, bf16), gloo's own collectives",
             mixed_precision=True,
-        ),
-        Method(
-            name="bf16",
-            about="FSDP2 with MixedPrecisionPolicy(bf16, bf16), all-to-all and a sum in fp32",
-            mixed_precision=True,
-            reduce="bfloat16",
-        ),
-        Method(
-            name="bf16-wire",
-            about="FSDP2, compute in fp32, bf16 on the wire both ways, sums in fp32",
-            gather="bfloat16",
-            reduce="bfloat16",
-        ),
-        Method(
-            name="fp32-messages",
-            about="as fp32, by messages with receives posted first instead of gloo's collectives",
-            reduce="float32",
-            messages=True,
         ),
         Method(
             name="bf16-wire-messages",
-            about="as bf16-wire, by messages with receives posted first",
-            gather="bfloat16",
-            reduce="bfloat16",
-            messages=True,
-        ),
-        Method(
-            name="fsdp1-bf16-hook",
-            about="FSDP1 with torch's bf16_compress_hook; parameters in fp32",
-            sharding="fsdp1",
+            about="dense FSDP2, compute and sums in fp32, bf16 on the wire, by messages",
+            wire="bfloat16",
         ),
         Method(
             name="tagc-paper",
-            about="the TAGC paper's parameters, density 0.2 and float32 symbols, no warm-up",
+            about="the TAGC paper's parameters and density 0.2, no warm-up",
             policy=TAGC_PAPER,
-            published=True,
         ),
         Method(
             name="zero++-like",
@@ -151,20 +111,9 @@ METHODS = {
     )
 }
 
-# Those of them that this version of tagc ships are measured by default.
-POLICIES = (
-    "non-attn",
-    "all",
-    "all@bf16",
-    "packed-20",
-    "loco-4bit",
-    "loco-4bit@bf16",
-    "hybrid",
-    "hosts",
-    "thrifty",
-    "stateless",
-)
-QUICK = ("fp32", "bf16-wire", "all")
+# Measured by default, if this version of tagc ships them.
+POLICIES = ("packed-20@bf16", "loco-4bit@bf16", "hybrid", "hosts", "thrifty", "stateless", "auto")
+QUICK = ("fp32-messages", "bf16-wire-messages", "hybrid")
 
 
 def default_methods() -> list[str]:
@@ -183,7 +132,7 @@ def resolve(name: str) -> Method:
         return METHODS[name]
     policy, _, gather = name.partition("@")
     if gather not in ("", "bf16"):
-        raise ValueError(f"{name!r}: behind a policy's name only @bf16 is known")
+        raise ValueError(f"{name!r}: after a policy's name only @bf16 is known")
     try:
         loaded = tagc.Policy.load(policy)
     except ValueError as error:
@@ -193,9 +142,8 @@ def resolve(name: str) -> Method:
     if not gather:
         return method
     if loaded.parameters:
-        raise ValueError(f"{name!r}: this policy has rules for parameters, so leave @bf16 away")
-    about = f"{method.about} Parameters in bf16."
-    return replace(method, gather="bfloat16", messages=True, about=about)
+        raise ValueError(f"{name!r}: this policy has rules for parameters, so leave out @bf16")
+    return replace(method, wire="bfloat16", about=f"{method.about} Parameters in bf16.")
 
 
 def resolve_all(names: Iterable[str]) -> list[Method]:

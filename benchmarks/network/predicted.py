@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.network.ledger import GRADIENTS, PARAMETERS
-from benchmarks.network.methods import METHODS
-from benchmarks.network.namespaces import Rate
 from tagc.costs import Link, Traffic
 from tagc.costs.link import GLOO_REDUCE_SCATTER
+
+from .namespaces import Rate
 
 Cell = Mapping[str, Any]
 
@@ -37,7 +36,7 @@ def link_of(probe: Cell) -> Link:
 def traffic_of(cell: Cell) -> Traffic:
     """Payload of a step, by the kind of collective that it takes."""
     sent = cell["payload_bytes"]
-    gradients, parameters = sent.get(GRADIENTS, 0.0), sent.get(PARAMETERS, 0.0)
+    gradients, parameters = sent.get("gradients", 0.0), sent.get("parameters", 0.0)
     native_gather = "all_gather" in cell["collectives"]
     native_reduce = "reduce_scatter" in cell["collectives"]
     return Traffic(
@@ -57,9 +56,9 @@ def _exchanges(counts: Mapping[str, float]) -> float:
 def predicted_seconds(
     method: str, cell: Cell, unlimited: Cell, probe: Cell, unlimited_probe: Cell, ranks: int
 ) -> float | None:
-    """A step of the cell, or None where the model says nothing (FSDP1, gloo's all-to-all)."""
-    fsdp1 = method in METHODS and METHODS[method].sharding == "fsdp1"
-    if fsdp1 or "all_to_all" in cell["collectives"]:
+    """A step of the cell, or None where the model says nothing: FSDP1 and gloo's all-to-all, which
+    older records have."""
+    if method.startswith("fsdp1") or "all_to_all" in cell["collectives"]:
         return None
     sent, compute = traffic_of(cell), unlimited["compute_seconds"]
     # What a collective costs whatever its size is in the step without a limit.

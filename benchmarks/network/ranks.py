@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.network.namespaces import INTERFACE, Network, address
+from .namespaces import INTERFACE, Network, address
 
 if TYPE_CHECKING:
-    from benchmarks.network.training import Settings
+    from .training import Settings
 
 _ROOT = Path(__file__).parents[2]
 # A namespace has all ports to itself.

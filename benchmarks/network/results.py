@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.network.cells import Cell
-from benchmarks.network.namespaces import Rate
-from benchmarks.network.predicted import predicted_seconds
+from ..records import Record
+from .namespaces import Rate
+from .predicted import predicted_seconds
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Results:
     settings: dict[str, Any]
     ranks: int
     ranks_per_host: int
-    cells: Sequence[Cell]
+    cells: Sequence[Record]
 
     @property
     def title(self) -> str:
@@ -40,36 +40,18 @@ class Results:
         found = {Rate.parse(c["key"]["rate"]) for c in self.cells if "rate" in c["key"]}
         return sorted(found, key=lambda r: -(r.bits_per_second or float("inf")))
 
-    def steps(self, method: str, rate: Rate) -> list[Cell]:
+    def steps(self, method: str, rate: Rate) -> list[Record]:
         """Step cells of a method on a link, one a pass."""
         return self._find("step", method=method, rate=str(rate))
 
-    def links(self, rate: Rate) -> list[Cell]:
+    def links(self, rate: Rate) -> list[Record]:
         """Probes of a link, one a pass."""
         return self._find("link", rate=str(rate))
-
-    def loss(self, method: str) -> Cell | None:
-        """The loss curve of a method."""
-        return next(iter(self._find("loss", method=method)), None)
 
     def step_seconds(self, method: str, rate: Rate) -> float | None:
         """Median step time over all passes."""
         seconds = [s for cell in self.steps(method, rate) for s in cell["step_seconds"]]
         return statistics.median(seconds) if seconds else None
-
-    def simulated_seconds(self, method: str, rate: Rate) -> list[float] | None:
-        """Time at which every step of the loss curve would end on a link: measured steps, and
-        for bytes beyond theirs (a dense warm-up) the link's measured rate."""
-        loss, steps, links = self.loss(method), self.steps(method, rate), self.links(rate)
-        seconds = self.step_seconds(method, rate)
-        if loss is None or not steps or not links or seconds is None:
-            return None
-        usual = statistics.fmean(cell["kernel_bytes"] for cell in steps)
-        bits = statistics.fmean(cell["all_to_all_rate"] for cell in links)
-        return [
-            n * seconds + 8 * max(0.0, sent - n * usual) / bits
-            for n, sent in enumerate(loss["kernel_bytes"], start=1)
-        ]
 
     def predicted_miss(self, method: str, rate: Rate) -> float | None:
         """The predicted step, less the measured one, relative to it; medians over the passes. None
@@ -98,7 +80,7 @@ class Results:
                 taken.append(statistics.median(cell["step_seconds"]))
         return statistics.median(said) / statistics.median(taken) - 1 if said else None
 
-    def _find(self, kind: str, **where: str) -> list[Cell]:
+    def _find(self, kind: str, **where: str) -> list[Record]:
         return [
             cell
             for cell in self.cells
@@ -107,7 +89,7 @@ class Results:
         ]
 
 
-def group(cells: Iterable[Cell]) -> list[Results]:
+def group(cells: Iterable[Record]) -> list[Results]:
     """Cells that may stand in one table, together: of every method the last definition's."""
     cells = list(cells)
     current = {c["key"]["method"]: c["key"]["definition"] for c in cells if "method" in c["key"]}
@@ -123,5 +105,5 @@ def group(cells: Iterable[Cell]) -> list[Results]:
     return list(grouped.values())
 
 
-def _of_pass(cells: Iterable[Cell], turn: int) -> Cell | None:
+def _of_pass(cells: Iterable[Record], turn: int) -> Record | None:
     return next((cell for cell in cells if cell["key"]["pass"] == turn), None)

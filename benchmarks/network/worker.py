@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network import ledger
+from . import ledger
 
 # Before torch's users bind the collectives by name.
 ledger.install()
@@ -27,11 +27,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
-from benchmarks.network.baselines import all_gather, exchange  # noqa: E402
-from benchmarks.network.methods import resolve  # noqa: E402
-from benchmarks.network.namespaces import INTERFACE  # noqa: E402
-from benchmarks.network.training import Settings, Trainer  # noqa: E402
 from examples.text import load_corpus  # noqa: E402
+
+from .baselines import all_gather, exchange  # noqa: E402
+from .methods import resolve  # noqa: E402
+from .namespaces import INTERFACE  # noqa: E402
+from .training import Settings, Trainer  # noqa: E402
 
 _COUNTER = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
 _PR_SET_PDEATHSIG = 1
@@ -94,8 +95,8 @@ class Worker:
         # All of this rank's bytes have left once the others have what they waited for.
         after = trainer.tagc_bytes
         return {
-            "step_seconds": [seconds for _, seconds, _ in took],
-            "communication_seconds": [waited for _, _, waited in took],
+            "step_seconds": [seconds for seconds, _ in took],
+            "communication_seconds": [waited for _, waited in took],
             "kernel_bytes": (_sent() - sent) / steps,
             "tagc_bytes": (
                 None
@@ -107,28 +108,8 @@ class Worker:
             ),
             "payload_bytes": {k: v / steps for k, v in tally.payload.items()},
             "collectives": {k: v / steps for k, v in tally.counts.items()},
-            "compressed_elements": trainer.compressed_elements,
             "parameters": trainer.parameters,
         }
-
-    def loss(self, method: str, steps: int, validations: int, windows: int) -> dict[str, Any]:
-        """Train from the start: losses, and bytes sent up to and with each step, on this rank.
-
-        The validation's own traffic is left out.
-        """
-        self._trainers.pop(method, None)
-        trainer = self._trainer(method)
-        at = {round(steps * (i + 1) / validations) for i in range(validations)}
-        losses, sent, validation = [], [], {}
-        origin = _sent()
-        for step in range(1, steps + 1):
-            losses.append(trainer.step()[0])
-            sent.append(_sent(barrier=False) - origin)
-            if step in at:
-                before = _sent()
-                validation[step] = trainer.validation_loss(windows)
-                origin += _sent() - before
-        return {"losses": losses, "kernel_bytes": sent, "validation": validation}
 
     def begin(self, method: str) -> dict[str, Any]:
         """Make a method anew, on the link as it is now."""
@@ -143,15 +124,10 @@ class Worker:
         return self._trainers[method]
 
 
-def _sent(*, barrier: bool = True) -> int:
+def _sent() -> int:
     """Bytes that the kernel counted on this rank's interface, all ranks being at this point."""
-    if barrier:
-        dist.barrier()
+    dist.barrier()
     return int(_COUNTER.read_text())
-
-
-def _all_to_all(out: torch.Tensor, sent: torch.Tensor) -> None:
-    dist.all_to_all_single(out, sent)
 
 
 def _all_gather(out: torch.Tensor, sent: torch.Tensor) -> None:
@@ -163,7 +139,7 @@ def _exchange(out: torch.Tensor, sent: torch.Tensor) -> None:
     exchange(out.view(ranks, -1).unbind(), sent.view(ranks, -1).unbind())
 
 
-_PROBES = {"all_to_all": _all_to_all, "all_gather": _all_gather, "exchange": _exchange}
+_PROBES = {"all_gather": _all_gather, "exchange": _exchange}
 
 
 def _seconds(collective: Any, numel: int, repeats: int) -> list[float]:

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import network
+from benchmarks import network, suites
 from benchmarks.network import ledger, namespaces, report
-from benchmarks.network.cells import ResultsFile, combine, read_cells
+from benchmarks.network.cells import ResultsFile, combine
 from benchmarks.network.methods import METHODS, default_methods, resolve
 from benchmarks.network.namespaces import Network, NetworkUnavailable, Rate, creation_commands
 from benchmarks.network.predicted import predicted_seconds
 from benchmarks.network.results import Results
-from support.paths import DATA
+from benchmarks.records import read
+from support.paths import DATA, ROOT
 
 FIXTURE = DATA / "network-results.jsonl"
 
@@ -121,18 +122,14 @@ def test_the_command_says_why_it_cannot_run_here(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     parser = argparse.ArgumentParser()
     network.add_arguments(parser)
-    assert network.run(parser.parse_args(["--out", str(tmp_path)])) == 2
+    assert network.run(parser.parse_args(["--json", str(tmp_path / "x.jsonl")])) == 2
     assert "need root" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_report_is_drawn_from_the_file_alone(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(namespaces, "_run", _never)
-    file = tmp_path / "results.jsonl"
-    file.write_text(FIXTURE.read_text())
-    parser = argparse.ArgumentParser()
-    network.add_arguments(parser)
-    assert network.run(parser.parse_args(["--report", str(file)])) == 0
+    assert suites.main(["report", str(FIXTURE), "--plots", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     # Of fp32's steps of 0.5, 0.6 and 0.7 s and 0.4 s in a second pass, and of 0.25 s.
     assert _row(text, "step time", "fp32-messages") == ["0.050 s", "0.100 s", "0.550 s"]
@@ -141,10 +138,21 @@ def test_the_report_is_drawn_from_the_file_alone(monkeypatch, tmp_path, capsys):
         "0.120 s (0.83×)",
         "0.250 s (2.20×)",
     ]
-    drawn = {path.name for path in tmp_path.iterdir()}
-    pictures = {"step-time.png", "loss-by-bytes.png", "loss-by-time-2-ranks.png"}
-    assert drawn == {"results.jsonl", "report.md", *pictures}
-    assert (tmp_path / "report.md").read_text().startswith(text.rstrip("\n"))
+    (drawn,) = tmp_path.iterdir()
+    assert drawn.name == "network-step-time.png"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("network", "0.313 s (1.07×) | 0.359 s (2.21×) | 0.568 s (4.90×) | 0.873 s (5.98×) |"),
+        ("network-hosts", "1.085 s (3.00×) | 1.006 s (5.64×) | 1.222 s (8.70×) |"),
+        ("network-hosts-quiet", "0.878 s | 0.813 s | 0.817 s | 1.044 s |"),
+    ],
+)
+def test_committed_records_print_what_the_docs_say(file, said):
+    assert said in report.table(read([ROOT / "benchmarks" / "results" / f"{file}.jsonl"]))
 
 
 def test_a_step_is_predicted_from_the_unlimited_one_and_the_bytes():
@@ -207,42 +215,21 @@ def test_a_prediction_is_compared_with_the_step_of_its_own_pass():
 
 
 def test_the_table_of_bytes_shows_what_each_count_is():
-    (results,) = report.group(read_cells(FIXTURE))
+    (results,) = report.group(read([FIXTURE]))
     row = _row(report.bytes_table(results), "MB per host", "tagc-paper")
-    # kernel, its maximum, over the payload of 2.5, with headers, payload two ways, tagc's count
+    # Kernel, its maximum, over the payload of 2.5, with headers, payload two ways, tagc's count.
     assert row[:7] == ["2.60", "2.70", "+4.0%", "2.80", "2.00", "0.50", "0.50"]
-    # 0.8 of 1.0 M elements: half of 2 bytes + 2 × 1 or 4 bits each, and of 4 bytes for the others
-    assert row[7] == "1.30 / 1.60"
-    assert row[8] == "30"
-
-
-def test_published_bytes_follow_the_papers_formats():
-    assert report.published_bytes(800, 1000, 2, 1) == (800 * 2.25 + 200 * 4) / 2
-    assert report.published_bytes(800, 1000, 4, 4) == (800 * 3.0 + 200 * 4) * 3 / 4
-
-
-def test_simulated_time_adds_what_a_warm_up_sends():
-    (results,) = report.group(read_cells(FIXTURE))
-    slow = Rate.parse("100mbit")
-    # Three steps of 0.25 s; the first sent 2.4 MB more than a usual step, at 96 Mbit/s.
-    assert results.simulated_seconds("tagc-paper", slow) == pytest.approx([0.45, 0.7, 0.95])
-    assert results.simulated_seconds("tagc-paper", Rate.parse("1gbit")) is None
-
-
-def test_losses_are_compared_after_the_same_steps():
-    (results,) = report.group(read_cells(FIXTURE))
-    assert _row(report.loss_table(results), "loss", "tagc-paper")[:3] == ["3", "2.1000", "+5.00%"]
+    assert row[7] == "30"
 
 
 def test_cells_of_a_methods_former_definition_are_left_out():
-    cells = read_cells(FIXTURE)
-    newer = json.loads(json.dumps(cells[1]))
-    assert (newer["key"]["kind"], newer["key"]["method"]) == ("loss", "tagc-paper")
-    newer["key"]["definition"], newer["validation"] = "newer", {"3": 2.2}
+    cells = read([FIXTURE])
+    newer = json.loads(json.dumps(next(c for c in cells if c["key"].get("method") == "tagc-paper")))
+    newer["key"]["definition"], newer["step_seconds"] = "newer", [9.0]
     (results,) = report.group([*cells, newer])
-    assert results.loss("tagc-paper") == newer
-    assert results.steps("tagc-paper", Rate(None)) == []
-    assert results.loss("fp32-messages") == cells[0]
+    found = [cell for rate in results.rates for cell in results.steps("tagc-paper", rate)]
+    assert found == [newer]
+    assert len(results.steps("fp32-messages", Rate.parse("100mbit"))) == 2
 
 
 def test_a_cell_that_is_there_is_not_measured_again(tmp_path):
@@ -256,20 +243,12 @@ def test_a_cell_that_is_there_is_not_measured_again(tmp_path):
     assert ResultsFile(path).get(key | {"method": "bf16"}) is None
 
 
-def test_a_line_that_is_no_result_is_named(tmp_path):
-    path = tmp_path / "results.jsonl"
-    path.write_text('{"key": {"kind": "link"}}\n{"kernels": 1}\n')
-    with pytest.raises(ValueError, match=r"results\.jsonl:2 is no result"):
-        read_cells(path)
-
-
 def test_a_cell_is_as_slow_as_its_slowest_rank():
     answer = {
         "kernel_bytes": 10,
         "tagc_bytes": None,
         "payload_bytes": {},
         "collectives": {},
-        "compressed_elements": None,
     }
     first = answer | {"step_seconds": [1.0, 5.0, 3.0], "communication_seconds": [0.5, 1.0, 1.0]}
     second = answer | {"step_seconds": [2.0, 4.0, 3.0], "communication_seconds": [0.5, 1.0, 2.0]}
@@ -299,16 +278,16 @@ def test_payload_is_what_a_rank_must_send(kind, size):
 
 
 def test_a_policy_is_a_method_and_may_gather_in_bf16():
-    method = resolve("all@bf16")
-    assert (method.policy, method.gather) == ("all", "bfloat16")
-    assert resolve("all").gather == "float32"
-    assert resolve("all").definition != method.definition
-    assert resolve("fp32") is METHODS["fp32"]
-    for name in (*default_methods(), "auto"):
+    method = resolve("packed-20@bf16")
+    assert (method.policy, method.wire) == ("packed-20", "bfloat16")
+    assert resolve("packed-20").wire == "gloo"
+    assert resolve("packed-20").definition != method.definition
+    assert resolve("fp32-gloo") is METHODS["fp32-gloo"]
+    for name in default_methods():
         assert resolve(name).measures_link == (name == "auto")
 
 
-@pytest.mark.parametrize("name", ["nothing", "all@fp8", "fp32@bf16", "hybrid@bf16"])
+@pytest.mark.parametrize("name", ["nothing", "packed-20@fp8", "fp32-gloo@bf16", "hybrid@bf16"])
 def test_an_unknown_method_is_refused(name):
     with pytest.raises(ValueError, match=name):
         resolve(name)

@@ -36,11 +36,10 @@ def blocks(case: Case, row: Row) -> Codec:
 
 
 def packed(case: Case, row: Row) -> Codec:
-    """Single elements, with a step's slack."""
-    assert case.bits is not None
+    """Single elements in 4 bits, with a step's slack."""
     assert case.density is not None
     capacity = min(case.numel, int(SLACK * case.density * case.numel) + 1)
-    layout = plan_packed(case.numel, capacity=capacity, bits=case.bits)
+    layout = plan_packed(case.numel, capacity=capacity, bits=4)
     size = row.x[:: max(1, case.numel // _SAMPLE)].abs().sort(descending=True).values
     # [1], the size that the share `density` of the elements exceeds.
     threshold = size[round(case.density * (size.numel() - 1))][None]

@@ -12,7 +12,7 @@ from .codecs import packed
 from .inputs import difference
 from .messages import Row, make_row, sending, tolerance
 
-axes = ("residual", "density", "bits")
+axes = ("residual", "density")
 
 
 def problem(case: Case, device: torch.device) -> Problem:

@@ -9,7 +9,7 @@ from ..registry import Problem
 from .codecs import packed
 from .messages import make_row, receiving
 
-axes = ("density", "bits")
+axes = ("density",)
 
 
 def problem(case: Case, device: torch.device) -> Problem:

@@ -1,0 +1,137 @@
+"""What is compared: rules of a policy for every matrix, and the lines of the paired comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# Learning rates that a sweep may go on to when the best so far is the first or the last.
+GRID = (2.5e-4, 5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 4.5e-3, 6e-3, 9e-3, 1.2e-2, 1.8e-2, 2.7e-2)
+_RATES = (3e-3, 4.5e-3, 6e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One line of the tables.
+
+    Attributes:
+        policy: what ``tagc.wrap`` takes; None is dense FSDP2 without tagc.
+        rates: learning rates to begin a sweep with, neighbours in ``GRID``.
+    """
+
+    name: str
+    policy: str | dict[str, Any] | None = None
+    rates: tuple[float, ...] = _RATES
+
+
+Part = tuple[str, dict[str, Any]]
+"""A name and what a rule says of the codec and the feedback."""
+
+
+def _gradients(name: str, codec: dict[str, Any], **feedback: Any) -> Part:
+    return name, {"codec": codec, "feedback": {"kind": "residual", **feedback}}
+
+
+def _quantized(residual: str, name: str = "4 bits, residual") -> Part:
+    return _gradients(name, {"kind": "quantized", "bits": 4}, dtype=residual)
+
+
+def _stateless(name: str, rounding: str, bits: int, block: int = 256) -> Part:
+    codec = {"kind": "quantized", "bits": bits, "block": block, "rounding": rounding}
+    return name, {"codec": codec, "feedback": {"kind": "none"}}
+
+
+def _matrix(name: str, lead: float | str, residual: str = "float32", **codec: Any) -> Part:
+    """Without ``"measured"``, a lead is the share of a Gaussian that a message carries."""
+    return _gradients(name, {"kind": "matrix", **codec}, lead=lead, dtype=residual)
+
+
+def _packed(percent: float, lead: float | None = None) -> Part:
+    name = f"top {percent:g}% in 4 bits, residual" + ("" if lead is None else f", lead {lead}")
+    codec = {"kind": "packed", "density": percent / 100, "bits": 4}
+    return _gradients(name, codec, **({} if lead is None else {"lead": lead}))
+
+
+def _method(part: Part | None, *rates: float, changes: int | None = None) -> Method:
+    """
+    Args:
+        changes: bits of the messages about changed parameters; None gathers them as they are.
+    """
+    name, rule = part or ("dense", {"codec": {"kind": "dense"}})
+    # Every matrix, however small.
+    when = {"min_numel": 1}
+    policy: dict[str, Any] = {"schema": 1, "gradients": [{"when": when, **rule}]}
+    if changes is not None:
+        name += f", changes in {changes} bits"
+        policy["parameters"] = [{"when": when, "codec": {"kind": "delta", "bits": changes}}]
+    return Method(name=name, policy=policy, rates=rates or _RATES)
+
+
+_BIT: dict[str, Any] = {"level": 1.3}
+_EIGHTH: dict[str, Any] = {"group": 8}
+_HOSTS = _quantized("bfloat16", "4 bits, residual, bfloat16 residual")
+_BIT_RATES, _EIGHTH_RATES = (4.5e-3, 6e-3, 9e-3), (6e-3, 9e-3, 1.2e-2)
+_THRIFTY = _matrix("matrix, 1 bit, bfloat16 residual", 0.83, "bfloat16", **_BIT)
+_ALL = (
+    Method(name="dense"),
+    _method(_quantized("float32")),
+    _method(_HOSTS),
+    _method(_quantized("int8", "4 bits, residual, int8 residual")),
+    _method(("4 bits, average", {"codec": {"kind": "quantized", "bits": 4},
+                                 "feedback": {"kind": "average"}})),
+    _method(_stateless("8 bits, none, stochastic", "stochastic", 8)),
+    _method(_stateless("4 bits, none, stochastic", "stochastic", 4)),
+    _method(_stateless("4 bits in blocks of 32, none, stochastic", "stochastic", 4, 32)),
+    _method(_stateless("4 bits, none, nearest", "nearest", 4)),
+    # A lead makes gradients noisier, so the best rates are higher.
+    _method(_matrix("matrix, 2 bits", 0.88, bits=2), *_BIT_RATES),
+    _method(_matrix("matrix, 2 bits, measured lead", "measured", bits=2), *_BIT_RATES),
+    _method(_matrix("matrix, 1 bit", 0.83, **_BIT), *_BIT_RATES),
+    _method(_matrix("matrix, 1 bit, measured lead", "measured", **_BIT), *_BIT_RATES),
+    _method(_THRIFTY, *_BIT_RATES),
+    _method(_matrix("matrix, 1 of 8", 0.35, **_EIGHTH), *_EIGHTH_RATES),
+    _method(_matrix("matrix, 1 of 8, measured lead", "measured", **_EIGHTH), *_EIGHTH_RATES),
+    _method(_matrix("matrix, 1 of 32", 0.17, group=32), 9e-3, 1.2e-2, 1.8e-2),
+    # TAGC's setting: elements one by one, values not visibly rounded.
+    _method(_gradients("sketch of 20%, residual",
+                       {"kind": "sketch", "density": 0.2, "symbol": "int32x1"})),
+    # Leads: the shares of a Gaussian's energy in its largest 20% and 5%.
+    _method(_packed(20)),
+    _method(_packed(20, 0.65), *_EIGHTH_RATES),
+    _method(_packed(5, 0.28), *_EIGHTH_RATES),
+    _method(None, changes=8),
+    _method(None, changes=4),
+    _method(None, changes=2),
+    # The policies `hosts` and `thrifty`, and half a bit.
+    _method(_HOSTS, changes=4),
+    _method(_THRIFTY, *_BIT_RATES, changes=2),
+    _method(_matrix("matrix, 1 of 8, measured lead, bfloat16 residual", "measured", "bfloat16",
+                    **_EIGHTH), *_EIGHTH_RATES, changes=2),
+)  # fmt: skip
+METHODS = {method.name: method for method in _ALL}
+DENSE = METHODS["dense"]
+QUICK = ("dense", "4 bits, residual", "matrix, 1 bit")
+
+# Lines of the paired comparison, by the method that each one runs.
+LINES = {
+    "4 bits": _HOSTS[0],
+    "2 bits": "matrix, 2 bits",
+    "1 bit": "matrix, 1 bit",
+    "1 of 8": "matrix, 1 of 8",
+    "2 bits, measured lead": "matrix, 2 bits, measured lead",
+    "1 bit, measured lead": "matrix, 1 bit, measured lead",
+    "1 of 8, measured lead": "matrix, 1 of 8, measured lead",
+    "changes in 8 bits": "dense, changes in 8 bits",
+    "changes in 4 bits": "dense, changes in 4 bits",
+    "changes in 2 bits": "dense, changes in 2 bits",
+    "4 bits, changes in 4 bits": f"{_HOSTS[0]}, changes in 4 bits",
+    "1 bit, changes in 2 bits": f"{_THRIFTY[0]}, changes in 2 bits",
+    "1 of 8, measured lead, changes in 2 bits": (
+        "matrix, 1 of 8, measured lead, bfloat16 residual, changes in 2 bits"
+    ),
+    "4 bits, int8 residual": "4 bits, residual, int8 residual",
+    "8 bits, stateless": "8 bits, none, stochastic",
+    "4 bits, stateless": "4 bits, none, stochastic",
+    "4 bits in blocks of 32, stateless": "4 bits in blocks of 32, none, stochastic",
+    "4 bits, stateless, to nearest": "4 bits, none, nearest",
+}

@@ -1,0 +1,252 @@
+"""Tables and plots of training losses, from the records alone.
+
+Records name their methods, so those of methods that no longer exist are shown, too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..figure import Curve, Panel, draw
+from ..records import Record, markdown
+from .intervals import difference
+from .methods import DENSE, LINES
+from .settings import SETTINGS
+
+_DENSE = "dense"
+
+
+def table(records: Sequence[Record]) -> str:
+    """The tables of all comparisons that have records."""
+    made = {"sweep": _sweep_table, "paired": _paired_table, "untuned": _untuned_table}
+    found = {name: [r for r in records if r["comparison"] == name] for name in made}
+    return "\n\n".join(made[name](mine) for name, mine in found.items() if mine)
+
+
+def plots(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Of a sweep: loss against bits per element, and loss against steps. Of the others none."""
+    settings = _by_setting([r for r in records if r["comparison"] == "sweep"])
+    if not settings:
+        return []
+    bits, steps = [], []
+    for title, mine in settings.items():
+        found = _bests(mine)
+        bits.append(
+            Panel(
+                title=title,
+                x="bits per compressed element",
+                y="validation loss (nats per byte)",
+                curves=[Curve(label=b.name, x=[b.bits], y=[b.loss]) for b in found],
+                log="x",
+            )
+        )
+        steps.append(
+            Panel(
+                title=title,
+                x="steps",
+                y="validation loss (nats per byte)",
+                curves=[_curve(best) for best in sorted(found, key=lambda b: b.loss)],
+            )
+        )
+    return [
+        draw(bits, folder / "convergence-bits.png"),
+        draw(steps, folder / "convergence-steps.png"),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """A method at its best learning rate.
+
+    Attributes:
+        records: one per seed, at that rate.
+        rates: all that were tried on the first seed.
+    """
+
+    name: str
+    rate: float
+    rates: tuple[float, ...]
+    records: tuple[Record, ...]
+
+    @property
+    def loss(self) -> float:
+        """Mean over seeds."""
+        return statistics.fmean(r["loss"] for r in self.records)
+
+    @property
+    def bits(self) -> float:
+        """Per compressed element."""
+        return self.records[0]["bits"]
+
+    @property
+    def at_an_end(self) -> bool:
+        """Whether the sweep ended before it found a rate between two worse ones."""
+        return self.rate in (self.rates[0], self.rates[-1])
+
+
+def _curve(best: Best) -> Curve:
+    losses = best.records[0]["losses"]
+    # The first part is alike for all methods, and would hide the rest.
+    steps, values = [*map(int, losses)][1:], [*losses.values()][1:]
+    style = {"ls": "--"} if best.name == _DENSE else {}
+    return Curve(label=best.name, x=steps, y=values, style=style)
+
+
+def _sweep_table(records: Sequence[Record]) -> str:
+    """One table for each model and length of training."""
+    head = ["method", "bits", "of parameters", "rate", "loss", "range", "seeds", "to dense"]
+    parts = []
+    for title, mine in _by_setting(records).items():
+        found = _bests(mine)
+        dense = next((best for best in found if best.name == _DENSE), None)
+        rows = []
+        for best in sorted(found, key=lambda b: (-b.bits, b.loss)):
+            losses = [r["loss"] for r in best.records]
+            parameters = best.records[0].get("parameter_bits")
+            rows.append(
+                [
+                    best.name,
+                    f"{best.bits:.2f}",
+                    "" if parameters is None else f"{parameters:.2f}",
+                    f"{best.rate:g}{'*' if best.at_an_end else ''}",
+                    f"{best.loss:.4f}",
+                    f"{max(losses) - min(losses):.4f}" if len(losses) > 1 else "",
+                    len(losses),
+                    _gap(best, dense),
+                ]
+            )
+        parts.append(f"{title}\n\n" + markdown(head, rows))
+    return "\n\n".join(parts)
+
+
+def _by_setting(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records that may be compared, by a title."""
+    found: dict[str, list[Record]] = {}
+    for r in sorted(records, key=lambda r: (r["parameters"], r["run"]["ranks"], r["run"]["steps"])):
+        run = r["run"]
+        title = (
+            f"{r['parameters'] / 1e6:.2f} M parameters, {run['ranks']} ranks of {run['batch']} × "
+            f"{run['context']} bytes, {run['steps']} steps"
+        )
+        found.setdefault(title, []).append(r)
+    return found
+
+
+def _bests(records: Sequence[Record]) -> list[Best]:
+    """Every method at the rate with the least loss of the first seed."""
+    found = []
+    for name in dict.fromkeys(r["method"] for r in records):
+        mine = [r for r in records if r["method"] == name]
+        swept = {r["run"]["rate"]: r["loss"] for r in mine if r["run"]["seed"] == 0}
+        finished = {rate: loss for rate, loss in swept.items() if loss is not None}
+        if not finished:
+            continue
+        rate = min(finished, key=lambda rate: finished[rate])
+        at_rate = [r for r in mine if r["run"]["rate"] == rate and r["loss"] is not None]
+        found.append(Best(name=name, rate=rate, rates=tuple(sorted(swept)), records=tuple(at_rate)))
+    return found
+
+
+def _gap(best: Best, dense: Best | None) -> str:
+    """Over the seeds that both have."""
+    if dense is None or best is dense:
+        return ""
+    losses, reference = (_by_seed(b.records) for b in (best, dense))
+    seeds = losses.keys() & reference.keys()
+    return f"{sum(losses[s] for s in seeds) / sum(reference[s] for s in seeds) - 1:+.2%}"
+
+
+def _by_seed(records: Sequence[Record]) -> dict[int, float]:
+    return {r["run"]["seed"]: math.inf if r["loss"] is None else r["loss"] for r in records}
+
+
+# What differs between the runs of one setting; the rest of a run's key says which setting it is.
+_VARIED = ("policy", "rate", "seed", "kept", "gathered")
+
+
+def _paired_table(records: Sequence[Record]) -> str:
+    """A row for each line in a setting: the difference from dense, in percent of its loss, ± half
+    of the 95% interval, and the number of pairs; ``=`` where dense lies in the interval."""
+    settings = {
+        _setting_key(s.run(DENSE, 0.0, 0, kept=False).key): s.name for s in SETTINGS.values()
+    }
+    names: dict[str, str] = {method: line for line, method in LINES.items()}
+    found: dict[str, list[Record]] = {key: [] for key in settings}
+    for record in records:
+        found.setdefault(_setting_key(record["run"]), []).append(record)
+    rows: list[list[object]] = []
+    for key, mine in found.items():
+        swept = [r for r in mine if r["method"] == _DENSE and r["run"]["seed"] == 0 and r["loss"]]
+        if not swept:
+            continue
+        run = min(swept, key=lambda r: r["loss"])["run"]
+        mine = [r for r in mine if r["run"]["rate"] == run["rate"]]
+        dense = _by_seed([r for r in mine if r["method"] == _DENSE])
+        tokens = run["ranks"] * run["batch"] * run["context"]
+        about = [settings.get(key, "other"), f"{tokens:,}", run["steps"], f"{run['rate']:g}"]
+        mean = statistics.fmean(dense.values())
+        rows.append([*about, _DENSE, f"{mean:.4f} ({len(dense)})"])
+        lines: dict[str, list[Record]] = {name: [] for name in _in_order(LINES)}
+        for r in mine:
+            method: str = r["method"]
+            name = names.get(method, method.removeprefix("dense, "))
+            kept = "" if r["run"].get("kept") else ", rates not kept"
+            if method != _DENSE:
+                lines.setdefault(name + kept, []).append(r)
+        for name, of_line in lines.items():
+            gap = difference(_by_seed(of_line), dense)
+            if gap is not None:
+                equal = "= " if gap.is_zero and gap.pairs > 1 else ""
+                rows.append(["", "", "", "", name, f"{equal}{gap}"])
+    return markdown(["setting", "tokens a step", "steps", "rate", "line", "to dense"], rows)
+
+
+def _in_order(lines: dict[str, str]) -> list[str]:
+    """A line without kept rates comes right behind the same with them."""
+    return [name + kept for name in lines for kept in ("", ", rates not kept")]
+
+
+def _setting_key(run: Record) -> str:
+    return json.dumps({k: v for k, v in run.items() if k not in _VARIED}, sort_keys=True)
+
+
+def _untuned_table(records: Sequence[Record]) -> str:
+    """A row for a policy with its settings: means over seeds."""
+    found: dict[tuple, list[Record]] = {}
+    for r in records:
+        run = r["run"]
+        key = (r["method"], run["rate"], run.get("clip", 1.0), run.get("kept", False))
+        found.setdefault(key, []).append(r)
+    dense = {r["run"]["seed"]: r for r in records if r["method"] == _DENSE}
+    rows = []
+    for (name, rate, clip, kept), mine in found.items():
+        losses = [r["loss"] for r in mine]
+        pairs = [(r, dense[r["run"]["seed"]]) for r in mine if r["run"]["seed"] in dense]
+        gaps = [r["loss"] / d["loss"] - 1 for r, d in pairs]
+        clipped = [sum(n > clip for n in r["norms"]) / len(r["norms"]) for r in mine]
+        rows.append(
+            [
+                name,
+                f"{rate:g}{' kept' if kept else ''}",
+                f"{clip:g}",
+                f"{statistics.fmean(losses):.4f}",
+                f"{max(losses) - min(losses):.4f}",
+                len(losses),
+                f"{statistics.fmean(gaps):+.1%}" if gaps and name != _DENSE else "",
+                f"{statistics.fmean(_norm_ratio(*p) for p in pairs):.2f}" if pairs else "",
+                f"{statistics.fmean(clipped):.0%}",
+            ]
+        )
+    head = ["policy", "rate", "clip", "loss", "range", "seeds", "to dense", "norm", "clipped"]
+    return markdown(head, rows)
+
+
+def _norm_ratio(record: Record, dense: Record) -> float:
+    """Mean norm of the gradients to dense's, in the second half of the steps, past any warm-up."""
+    half = len(record["norms"]) // 2
+    return statistics.fmean(record["norms"][half:]) / statistics.fmean(dense["norms"][half:])

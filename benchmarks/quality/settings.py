@@ -1,0 +1,160 @@
+"""A run: the model and its batches, the recipe, a method at a learning rate; and named settings."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..records import Record
+from .methods import Method
+
+BYTES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The model and its batches; the default has 0.86 M parameters.
+
+    Attributes:
+        vocabulary: 256 is bytes; more is words (:mod:`.words`).
+        tied: embedding and head are one parameter, and weights start at 0.02 as in nanoGPT.
+    """
+
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    context: int = 64
+    ranks: int = 4
+    batch: int = 8
+    vocabulary: int = BYTES
+    tied: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that all methods of a comparison share.
+
+    Attributes:
+        optimizer: a name in ``OPTIMIZERS``.
+        beta1, beta2: Adam's first and second momentum.
+        clip: limit on the norm of the gradient; None for no limit.
+        floor: end of the cosine schedule, as a share of the rate.
+        windows: held-out windows of text, evenly spaced, the same for all runs.
+        averaged: the loss is the mean of this many evaluations over the last 4% of the steps.
+        kept: tagc keeps the optimizer's rates and the limit at what they mean for dense gradients
+            (:meth:`tagc.Compressor.keep_rates`).
+    """
+
+    optimizer: str = "adamw"
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float | None = 1.0
+    floor: float = 0.1
+    windows: int = 256
+    averaged: int = 1
+    kept: bool = False
+
+    def last_evaluations(self, steps: int) -> list[int]:
+        """The steps after which the loss counts."""
+        apart = 0.04 * steps / max(1, self.averaged - 1)
+        return sorted({max(1, round(steps - i * apart)) for i in range(self.averaged)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run."""
+
+    method: Method
+    shape: Shape
+    steps: int
+    rate: float
+    seed: int = 0
+    recipe: Recipe = Recipe()
+
+    @property
+    def key(self) -> Record:
+        """Everything that the result depends on, except the machine. Defaults of ``vocabulary``,
+        ``tied`` and the recipe are left out, so a new one does not change the old keys."""
+        defaults = {**asdict(Recipe()), "vocabulary": BYTES, "tied": False}
+        given = asdict(self.shape) | asdict(self.recipe)
+        return {
+            "policy": self.method.policy,
+            **{k: v for k, v in given.items() if k not in defaults or v != defaults[k]},
+            "steps": self.steps,
+            "rate": self.rate,
+            "seed": self.seed,
+        }
+
+
+NANO = Shape(ranks=2, batch=12, tied=True)
+"""nanoGPT's model for CPUs: 4 layers of width 128, 64 tokens."""
+
+NANO_RECIPE = Recipe(beta2=0.99)
+"""nanoGPT's optimizer for it."""
+
+PAIRED = Recipe(floor=0.0, windows=2048, averaged=3)
+"""For comparisons seed by seed: the rate ends at zero, and the held-out set is large."""
+
+_SMALL = Shape(width=64, layers=2, heads=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all runs of a paired comparison share.
+
+    Attributes:
+        rates: dense's first learning rates, neighbours in ``GRID``, times ``unit``.
+        max_rates: end the sweep after this many rates, wherever the best is.
+    """
+
+    name: str
+    shape: Shape = _SMALL
+    steps: int = 600
+    recipe: Recipe = PAIRED
+    rates: tuple[float, ...] = (6e-3, 9e-3, 1.2e-2)
+    unit: float = 1.0
+    max_rates: int = 5
+
+    def run(self, method: Method, rate: float, seed: int, *, kept: bool) -> Run:
+        """A run in this setting."""
+        return Run(
+            method=method,
+            shape=self.shape,
+            steps=self.steps,
+            rate=rate,
+            seed=seed,
+            recipe=replace(self.recipe, kept=kept),
+        )
+
+
+def _with(name: str, **recipe: Any) -> Setting:
+    return Setting(name=name, recipe=replace(PAIRED, **recipe))
+
+
+# After the first setting, each one changes one thing.
+_ALL = (
+    Setting(name="2 k tokens, 4 ranks, AdamW"),
+    # The same tokens a step, on fewer or more ranks.
+    Setting(name="2 ranks", shape=replace(_SMALL, ranks=2, batch=16)),
+    Setting(name="16 ranks", shape=replace(_SMALL, ranks=16, batch=2)),
+    # Less gradient noise, which could hide the codec's.
+    Setting(name="8 k tokens", shape=replace(_SMALL, batch=32), steps=300),
+    Setting(name="32 k tokens", shape=replace(_SMALL, batch=128), steps=150),
+    # An embedding and a head of many rows, most of which no token of a step touches.
+    Setting(name="8 k words", shape=replace(_SMALL, vocabulary=8192), steps=400, max_rates=3),
+    Setting(name="2000 steps", steps=2000),
+    Setting(name="width 128, 4 layers", shape=Shape()),
+    Setting(
+        name="21.6 M parameters",  # hours: its rate is not swept
+        shape=Shape(width=544, layers=6, heads=17, ranks=2, batch=4),
+        steps=1000,
+        rates=(1e-3,),
+        max_rates=1,
+    ),
+    _with("Muon", optimizer="muon"),
+    replace(_with("SGD", optimizer="sgd"), unit=50.0),
+    replace(_with("Lion", optimizer="lion"), unit=0.1),
+    _with("beta2 0.999", beta2=0.999),
+    _with("no clipping", clip=None),
+)
+SETTINGS = {setting.name: setting for setting in _ALL}

@@ -1,0 +1,151 @@
+"""One training run under FSDP2, as each of its ranks does it."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import tagc
+from examples.gpt import GPT, GPTConfig
+from examples.text import load_corpus
+
+from ..gloo import clip
+from ..records import Record
+from .optimizers import factor, make_optimizers
+from .settings import BYTES, Run, Shape
+from .words import in_words
+
+_HELD_OUT = 256
+_CHUNK = 256
+_EVALUATIONS = 10
+
+
+def train(run: Run) -> Record:
+    """Train and validate; the process is a rank of a group of ``run.shape.ranks``.
+
+    Returns:
+        ``loss``: nats per token of held-out text, the mean of the recipe's last evaluations; None
+        if it diverged. ``losses``: by step, on fewer windows except for the last ones. ``bits``:
+        of the messages, per compressed element of the gradient; ``parameter_bits``: of the
+        messages about parameters, where they are compressed. ``norms``: of the gradient, in each
+        step. ``step_ms``.
+    """
+    shape, recipe = run.shape, run.recipe
+    rank, corpus = dist.get_rank(), _corpus(shape.vocabulary)
+    model = make_model(shape, run.seed)
+    compressor = None
+    if run.method.policy is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such a small model may cost more compressed
+            model = tagc.wrap(model, run.method.policy)
+        compressor = tagc.compressor(model)
+    optimizers = make_optimizers(model, recipe, run.rate)
+    if recipe.kept:
+        assert compressor is not None, "dense rates need no keeping"
+        for optimizer in optimizers:
+            compressor.keep_rates(optimizer)
+    last = recipe.last_evaluations(run.steps)
+    losses: dict[int, float] = {}
+    norms: list[float] = []
+    seconds = 0.0
+    done = 0
+    for step in range(run.steps):
+        started = time.perf_counter()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = run.rate * factor(step, run.steps, recipe.floor)
+        tokens, targets = corpus.batch(
+            shape.batch, shape.context, seed=run.seed, step=step, rank=rank
+        )
+        model(tokens, targets).backward()
+        norms.append(_clip(model, compressor if recipe.kept else None, recipe.clip))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds += time.perf_counter() - started
+        done = step + 1
+        if done in last or done * _EVALUATIONS // run.steps != step * _EVALUATIONS // run.steps:
+            losses[done] = _validate(model, corpus, recipe.windows if done in last else _HELD_OUT)
+            if not math.isfinite(losses[done]):  # on all ranks: it is their sum
+                break
+    ended = [losses[step] for step in last if step in losses]
+    loss = math.fsum(ended) / len(ended) if done == run.steps else math.inf
+    record: Record = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "bits": 32.0,
+        "loss": loss if math.isfinite(loss) else None,
+        "losses": {str(s): round(x, 5) for s, x in losses.items() if math.isfinite(x)},
+        "norms": [float(f"{n:.4g}") for n in norms if math.isfinite(n)],
+        "step_ms": round(1e3 * seconds / done, 1),
+    }
+    if compressor is not None:
+        plan = compressor.plan()
+        record["bits"] = _bits(plan.units) or 32.0
+        if bits := _bits(plan.parameters):
+            record["parameter_bits"] = bits
+        compressor.remove()
+    return record
+
+
+def make_model(shape: Shape, seed: int) -> Any:
+    """The same weights on all ranks, sharded block by block."""
+    torch.manual_seed(seed)
+    config = GPTConfig(
+        vocab=shape.vocabulary,
+        context=shape.context,
+        width=shape.width,
+        layers=shape.layers,
+        heads=shape.heads,
+    )
+    model = GPT(config)
+    if shape.tied:
+        for name, p in model.named_parameters():
+            if p.ndim >= 2:
+                last = name.endswith("c_proj.weight")
+                nn.init.normal_(p, std=0.02 / (math.sqrt(2 * config.layers) if last else 1))
+        model.lm_head.weight = model.transformer.wte.weight  # pyright: ignore
+    for block in model.transformer.h:  # pyright: ignore
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def _clip(model: nn.Module, keeps: tagc.Compressor | None, limit: float | None) -> float:
+    """Clip the gradient; its norm before."""
+    if keeps is not None and limit is not None:
+        return keeps.clip_grad_norm_(limit).item()
+    return clip(model.parameters(), math.inf if limit is None else limit).item()
+
+
+def _bits(units: Any) -> float:
+    """Of the messages, per compressed element; 0 where nothing is compressed."""
+    segments = [s for unit in units for s in unit.compressed]
+    columns = sum(s.columns for s in segments)
+    return 32 * sum(s.codec.words + s.codec.cells for s in segments) / columns if columns else 0.0
+
+
+@torch.no_grad()
+def _validate(model: Any, corpus: Any, windows: int) -> float:
+    """Mean loss over all ranks' shares of the windows."""
+    ranks = dist.get_world_size()
+    batch = corpus.held_out(windows, model.config.context, rank=dist.get_rank(), ranks=ranks)
+    chunk = max(1, _CHUNK * BYTES // model.config.vocab)  # logits take memory
+    total = torch.zeros((), dtype=torch.float64)
+    for tokens, targets in zip(*(t.split(chunk) for t in batch), strict=True):
+        total += model(tokens, targets).double() * len(tokens)
+    total /= len(batch[0]) * ranks
+    dist.all_reduce(total)
+    return total.item()
+
+
+@cache
+def _corpus(vocabulary: int) -> Any:
+    corpus = load_corpus()
+    return corpus if vocabulary == BYTES else in_words(corpus, vocabulary)

@@ -1,0 +1,90 @@
+"""Training runs of the quality benchmark on real ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import suites
+from benchmarks.quality import runs
+from benchmarks.quality.methods import DENSE, LINES, METHODS
+from benchmarks.quality.optimizers import OPTIMIZERS
+from benchmarks.quality.settings import Recipe, Run, Shape
+from benchmarks.quality.training import train
+from support.distributed import on_ranks
+from support.marks import slow
+
+SMALL = Shape(width=32, heads=1, layers=1, context=16, ranks=2, batch=2)
+pytestmark = pytest.mark.timeout(600)
+RUN = Run(
+    method=METHODS["top 5% in 4 bits, residual, lead 0.28"],
+    shape=SMALL,
+    steps=4,
+    rate=1e-3,
+    recipe=Recipe(windows=8, averaged=2),
+)
+
+
+@on_ranks(2, timeout=300)
+def test_a_run_says_what_it_sent(rank: int, world_size: int) -> None:
+    said = train(RUN)
+    # 5% of 4 bits, room for a sixteenth more, an index near its entropy, and blocks half empty.
+    assert 0.05 * 4 + 0.28 < said["bits"] < 1
+    assert "parameter_bits" not in said
+    assert list(said["losses"]) == ["1", "2", "3", "4"]
+    assert len(said["norms"]) == 4
+    assert said["loss"] == pytest.approx(said["losses"]["4"], abs=1e-5)
+    assert train(RUN)["loss"] == said["loss"]
+    assert train(replace(RUN, rate=2e-3))["loss"] != said["loss"]
+    assert train(replace(RUN, method=DENSE))["bits"] == 32
+    changes = train(replace(RUN, method=METHODS[LINES["changes in 4 bits"]]))
+    assert (changes["bits"], changes["parameter_bits"] < 5) == (32, True)
+    sketch = train(replace(RUN, method=METHODS["sketch of 20%, residual"]))
+    assert sketch["loss"] is not None
+
+
+@on_ranks(2, timeout=300)
+@pytest.mark.parametrize("optimizer", [slow(o) if o == "muon" else o for o in OPTIMIZERS])
+def test_every_optimizer_trains(rank: int, world_size: int, optimizer: str) -> None:
+    recipe = Recipe(optimizer=optimizer, windows=8, kept=True, clip=None)
+    said = train(replace(RUN, method=METHODS["matrix, 1 bit"], recipe=recipe))
+    assert said["loss"] is not None
+
+
+@on_ranks(slow(2), timeout=300)
+def test_kept_rates_make_larger_steps(rank: int, world_size: int) -> None:
+    """Of noisier gradients: without, a step is smaller by the factor that is undone."""
+    losses = {}
+    for kept in (False, True):
+        recipe = Recipe(floor=0.0, windows=8, kept=kept)
+        run = replace(RUN, method=METHODS["matrix, 1 of 8"], steps=40, rate=1e-2, recipe=recipe)
+        losses[kept] = train(run)["losses"]["40"]
+    assert losses[True] < losses[False]
+
+
+@pytest.mark.slow
+def test_the_command_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "quality.jsonl"
+    command = ["quality", "sweep", "--methods", "dense; matrix, 1 bit", "--seeds", "2"]
+    for name, value in {"width": 32, "layers": 1, "context": 16, "ranks": 2, "batch": 2}.items():
+        command += [f"--{name}", str(value)]
+    command += ["--max-rates", "3", "--steps", "2", "3"]
+    command += ["--json", str(file), "--plots", str(tmp_path)]
+    assert suites.main(command) == 0
+    said = capsys.readouterr().out
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(records) == 2 * 2 * (3 + 1)
+    assert said.count("| dense |") == 2
+    for name in ("bits", "steps"):
+        assert (tmp_path / f"convergence-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+    # Nothing is made twice, and the report needs nothing but the file.
+    monkeypatch.setattr(runs.mp, "spawn", None)
+    assert suites.main(command) == 0
+    assert capsys.readouterr().out == said
+    assert suites.main(["report", str(file)]) == 0
+    assert capsys.readouterr().out.strip() in said
