@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +31,12 @@ Step = tuple[dict[str, Tensor], dict[str, Tensor], int]
 """Shards and residuals after a step, and the bytes that this rank sent so far."""
 
 
+def loss_of(model: Any, step: int) -> Tensor:
+    """In odd steps other ranks than the first have such small gradients that sums are rounded, and
+    the order of additions shows. (Sums of a few codes of like size are exact.)"""
+    return simple.loss_of(model, step) * (2.0**-16 if step % 2 and dist.get_rank() else 1)
+
+
 def by_page(steps: int) -> Iterator[Step]:
     torch.manual_seed(1)
     model: Any = simple.tiny_model()
@@ -45,7 +52,7 @@ def by_page(steps: int) -> Iterator[Step]:
     }
     optimizer = torch.optim.Adam(shards.values(), lr=0.01)
     for step in range(steps):
-        simple.train_step([*units.values()], optimizer, lambda at=step: simple.loss_of(model, at))
+        simple.train_step([*units.values()], optimizer, lambda at=step: loss_of(model, at))
         residuals = {}
         for unit_name, unit in units.items():
             quantized = [segment.residual for segment in unit.segments if segment.quantized]
@@ -62,7 +69,7 @@ def by_library(policy: Any, steps: int) -> Iterator[Step]:
     compressor = tagc.compressor(wrap(model, policy))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(steps):
-        simple.loss_of(model, step).backward()
+        loss_of(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
         residuals = {
