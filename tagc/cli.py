@@ -18,10 +18,10 @@ __all__ = ["main"]
 
 _DTYPES = ("fp32", "bf16")
 _MODEL = (
-    "a number of parameters, for a synthetic transformer (7e9, 7B); a config.json of transformers; "
-    "a safetensors file, an index of some, or their folder, of which headers are read; "
-    "module:function, which returns an nn.Module or a state dict, called on the meta device; or a "
-    "JSON file of shapes by name"
+    "a number of parameters (7e9, 7B) for a synthetic transformer; a config.json of transformers; "
+    "a safetensors file, an index of several, or their folder (only headers are read); "
+    "module:function, which is called on the meta device and returns an nn.Module or a state dict; "
+    "or a JSON file of shapes by name"
 )
 
 
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add("file", metavar="FILE", help="a YAML file, or the name of a built-in")
 
     command = _Command(
-        commands, "show", "print a policy, with what it extends", "hybrid", "mine.yaml"
+        commands, "show", "print a policy and the rules it extends", "hybrid", "mine.yaml"
     )
     command.add("file", metavar="FILE", help="a YAML file, or the name of a built-in")
 
@@ -80,27 +80,27 @@ def _parser() -> argparse.ArgumentParser:
     command = _Command(
         commands,
         "bench",
-        "measure the kernels on this machine beside baselines, in about a minute",
+        "time the kernels on this machine beside baselines, in about a minute",
         "",
         "--device cpu --json results.jsonl",
     )
     command.add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    command.add("--json", metavar="FILE", help="append the results, a JSON object a line")
-    command.add("--plots", metavar="DIR", help="draw them (needs tagc[demo])")
+    command.add("--json", metavar="FILE", help="append the results, one JSON object per line")
+    command.add("--plots", metavar="DIR", help="write plots (needs tagc[demo])")
 
     command = _Command(
         commands,
         "doctor",
-        "check the operators on this machine against the reference, and time them beside a copy",
+        "compare the operators on this machine with the reference, and time them beside a copy",
         "",
         "--device cuda --no-timing",
     )
     command.add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     command.add("--ops", help="implementation: reference, cpu or triton; default: auto")
     command.add(
-        "--all", action="store_true", help="all kinds of calls on a CPU, too: minutes of compiling"
+        "--all", action="store_true", help="check every kind of call on a CPU: minutes of compiling"
     )
-    command.add("--no-timing", action="store_true", help="only check")
+    command.add("--no-timing", action="store_true", help="compare only, without timing")
     return parser
 
 
@@ -121,9 +121,7 @@ def _add_explain(commands: Any) -> None:
     _add_ranks(command, required=False)
     command.add("--bandwidth", type=bandwidth, help="for codec auto, such as 10Gbit")
     command.add("--latency", type=seconds, default=0.0, help="for codec auto")
-    command.add(
-        "--full", action="store_true", help="a line for each parameter, also of equal blocks"
-    )
+    command.add("--full", action="store_true", help="print every parameter, also of equal blocks")
     _add_json(command)
 
 
@@ -144,20 +142,20 @@ def _add_advise(commands: Any) -> None:
         "--bandwidth",
         type=bandwidth,
         required=True,
-        help="what a host sends to the others, such as 10Gbit or 1.25GB",
+        help="of the link from one host to the others, such as 10Gbit or 1.25GB",
     )
     command.add("--latency", type=seconds, default=0.0, help="of one collective, such as 50us")
     command.add(
         "--inside-bandwidth",
         type=bandwidth,
         default=math.inf,
-        help="what a rank sends to those of its own host, such as 450GB; default: not counted",
+        help="of a rank to others on its host, such as 450GB; default: not counted",
     )
     command.add("--shard-bandwidth", type=bandwidth, help="within a replica, if that is faster")
-    command.add("--step-time", type=seconds, help="compute of a step, communication not counted")
-    command.add("--tokens-per-rank", type=count, help="per step; with --tflops")
+    command.add("--step-time", type=seconds, help="compute time of a step, without communication")
+    command.add("--tokens-per-rank", type=count, help="tokens per step; use with --tflops")
     command.add(
-        "--tflops", type=number, help="that a rank reaches in practice; with --tokens-per-rank"
+        "--tflops", type=number, help="TFLOP/s that a rank reaches; use with --tokens-per-rank"
     )
     command.add(
         "--overlap",
@@ -168,7 +166,7 @@ def _add_advise(commands: Any) -> None:
         "--device",
         choices=("cpu", "gpu"),
         default="gpu",
-        help="cpu: gloo, codecs are measured here; gpu: NCCL",
+        help="cpu: gloo, with codecs timed on this machine; gpu: NCCL",
     )
     command.add(
         "--memory-bandwidth",
@@ -178,19 +176,15 @@ def _add_advise(commands: Any) -> None:
     command.add(
         "--device-memory",
         type=memory,
-        help="of a rank, less what activations take, such as 80GB: what does not fit is said so",
+        help="memory of a rank without activations, such as 80GB; marks policies that do not fit",
     )
-    command.add(
-        "--micro-batches", type=ranks, default=1, help="backwards for each step of the optimizer"
-    )
-    command.add("--ops", help="implementation that is measured on cpu")
-    command.add(
-        "--policy", nargs="+", default=[], metavar="FILE", help="policies beside those that ship"
-    )
+    command.add("--micro-batches", type=ranks, default=1, help="backwards per optimizer step")
+    command.add("--ops", help="implementation to time on cpu")
+    command.add("--policy", nargs="+", default=[], metavar="FILE", help="more policies to compare")
     command.add(
         "--plot",
         metavar="FILE",
-        help="draw the time of each over the bandwidth (needs tagc[demo]); PNG, SVG or PDF",
+        help="plot step time against bandwidth (needs tagc[demo]); PNG, SVG or PDF",
     )
     _add_json(command)
 
@@ -200,16 +194,14 @@ def _add_json(command: _Command) -> None:
 
 
 def _add_ranks(command: _Command, *, required: bool = True) -> None:
-    command.add("--world", type=ranks, required=required, help="ranks in all; always needed")
-    command.add("--replicas", type=ranks, default=1, help="copies of the sharded model among them")
-    command.add(
-        "--ranks-per-host", type=ranks, default=1, help="ranks that share a host and its card"
-    )
+    command.add("--world", type=ranks, required=required, help="total number of ranks; required")
+    command.add("--replicas", type=ranks, default=1, help="replicas of the sharded model")
+    command.add("--ranks-per-host", type=ranks, default=1, help="ranks per host and network card")
     command.add(
         "--dtype", choices=_DTYPES, default="fp32", help="of the gradients that FSDP reduces"
     )
     command.add(
-        "--param-dtype", choices=_DTYPES, default="bf16", help="of the parameters that it gathers"
+        "--param-dtype", choices=_DTYPES, default="bf16", help="of the parameters that FSDP gathers"
     )
 
 

@@ -101,7 +101,7 @@ def _doctor(args: argparse.Namespace) -> int:
     wrong = bool(examine(device, args.ops, every=args.all).failures)
     if not args.no_timing:
         wrong |= bool(_benchmarks(["kernels", "--quick", "--device", kind]))
-    print("If anything here is wrong, all of it belongs into the report.")
+    print("If anything here is wrong, paste all of this into your report.")
     return int(wrong)
 
 

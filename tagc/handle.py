@@ -102,11 +102,11 @@ class Compressor:
         self._kept: list[KeptRates] = []
 
     def plan(self) -> Plan:
-        """What happens to every parameter; print it."""
+        """The plan for every parameter; print it."""
         return self._plan
 
     def metrics(self) -> Metrics:
-        """What happened so far on this rank. Waits for the device; no collective."""
+        """Counts of this rank so far. Waits for the device; no collective."""
         gatherers = [] if self._disabled else self._collectives.gatherers
         pairs = zip(self._units, gatherers, strict=bool(gatherers))
         squares = [gatherer.relative_error(unit.shard()) for unit, gatherer in pairs]
@@ -126,43 +126,43 @@ class Compressor:
 
     @property
     def reducers(self) -> Sequence[UnitReducer]:
-        """What reduces each unit's gradients, to look at; not a part of the stable interface."""
+        """The reducer of each unit, for inspection; not part of the stable interface."""
         return self._collectives.reducers
 
     @property
     def gatherers(self) -> Sequence[UnitGatherer]:
-        """What gathers each unit's parameters, likewise; empty where that is left to FSDP."""
+        """The gatherer of each unit, likewise; empty if FSDP gathers parameters itself."""
         return self._collectives.gatherers
 
     @property
     def replica_reducers(self) -> Sequence[UnitReducer]:
-        """What averages each unit's gradients over replicas, likewise; empty without replicas."""
+        """The reducer over replicas of each unit, likewise; empty without replicas."""
         return self._collectives.replica_reducers
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
-        """Those of the ranks that share the model, likewise."""
+        """The process groups of the ranks that share the model, likewise."""
         return self._groups
 
     @property
     def wire_bytes(self) -> int:
-        """Gradient bytes that this rank sent so far in reduce-scatters; to other hosts, where ranks
-        of a host add up first. Free to ask for in every step."""
+        """Gradient bytes that this rank sent in reduce-scatters so far; only those to other hosts
+        if the ranks of a host add up first. Costs nothing to read in every step."""
         return sum(reducer.wire_bytes for reducer in self._collectives.reducers)
 
     @property
     def parameter_wire_bytes(self) -> int:
-        """Bytes that this rank sent so far in all-gathers; to other hosts, where those of a host
-        hand them on; 0 where the policy leaves them to FSDP."""
+        """Bytes that this rank sent in all-gathers so far; only those to other hosts if the ranks
+        of a host pass them on; 0 if the policy leaves parameters to FSDP."""
         return sum(gatherer.wire_bytes for gatherer in self._collectives.gatherers)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's state between two steps: copies of all residuals, by parameter, and what
-        else the next step depends on. Waits for the device; no collective.
+        """This rank's state between two steps: copies of all residuals, by parameter, and of
+        everything else that the next step depends on. Waits for the device; no collective.
 
-        All values are tensors, with names that say whose state it is: number of ranks, policy,
-        plan and rank. (``torch.distributed.checkpoint`` takes tensors of equal names on several
-        ranks for copies of one.)
+        All values are tensors. Their names contain the number of ranks, policy, plan and rank,
+        because ``torch.distributed.checkpoint`` treats tensors with equal names on several ranks as
+        copies of one.
 
         Raises:
             ValueError: if a parameter is sharded in a way that has no such state.
@@ -172,10 +172,11 @@ class Compressor:
         return to_state_dict(state.header(), state.take())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, force: bool = False) -> None:
-        """Go on where ``state_dict`` was taken, by the same rank of as many. Call it on all ranks.
+        """Continue from ``state_dict``, taken by the same rank of the same number of ranks. Call it
+        on all ranks.
 
         Args:
-            force: take also what was saved with another policy, and drop what has no place.
+            force: also load a state of another policy, and drop what has no place.
 
         Raises:
             tagc.StateError: if the state is not valid, of another policy, another number of ranks
@@ -185,10 +186,10 @@ class Compressor:
         self._load(lambda: OneRank(state_dict), force=force)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the state to a folder that all ranks share: a safetensors file a rank, with
+        """Write the state to a folder that all ranks share: one safetensors file per rank, with
         policy, plan, step and ranks as metadata. Call it on all ranks, between two steps.
 
-        The folder holds what it held before until all files are complete, whatever happens.
+        The previous save stays valid until all files are complete.
 
         Raises:
             OSError: if writing fails.
@@ -200,17 +201,16 @@ class Compressor:
     def load(
         self, folder: str | os.PathLike[str], *, key: str = "tagc", force: bool = False
     ) -> None:
-        """Load what :meth:`save` wrote to a folder, or ``torch.distributed.checkpoint``, from any
-        number of ranks. Call it on all ranks.
+        """Load a state from a folder that :meth:`save` or ``torch.distributed.checkpoint`` wrote,
+        on any number of ranks. Call it on all ranks.
 
-        With the same ranks and plan the run goes on as if it had never stopped. Otherwise every
-        parameter's residuals are handed out anew, so that their sum over ranks stays the same;
-        thresholds and counters start anew.
+        With the same ranks and plan the run continues as if it had never stopped. Otherwise the
+        residuals of every parameter are redistributed, so that their sum over ranks stays the same,
+        and thresholds and counters start again.
 
         Args:
             key: of the compressor in the state dict of a ``torch.distributed.checkpoint``.
-            force: load also what was saved with another policy, and drop, with a warning, what has
-                no place.
+            force: also load a state of another policy, and drop, with a warning, what has no place.
 
         Raises:
             tagc.StateError: if there is no valid state, or one of another policy, or something
@@ -255,12 +255,12 @@ class Compressor:
         )
 
     def scale_residuals(self, factor: float | Tensor) -> None:
-        """Tell what is owed that gradients are ``factor`` times as large from now on: after a
-        change of the loss scale, by the new scale divided by the old one.
+        """Rescale residuals and thresholds after a change of the loss scale: gradients are
+        ``factor`` times as large from now on, the new scale divided by the old one.
 
         Residuals are in the units of the gradients that FSDP reduces, which a loss scaler
-        multiplies; thresholds follow, too. A power of two changes nothing else. Call it between
-        two steps, on every rank with the same factor. A tensor is not looked at: no waiting.
+        multiplies. A power of two changes only exponents. Call it between two steps, on every rank
+        with the same factor. A tensor is not read, so the host does not wait for the device.
 
         Args:
             factor: positive and finite, or a tensor ``[]`` on the residuals' device.
@@ -274,24 +274,25 @@ class Compressor:
             reducer.rescale(factor)
 
     def copy_residuals(self) -> list[Tensor]:
-        """What this rank owes now, and what codecs remember, for :meth:`restore_residuals`; as much
-        memory again as the residuals take, and a little."""
+        """A copy of this rank's residuals and of the codecs' state, for :meth:`restore_residuals`.
+        It takes a little more memory than the residuals."""
         return copy_step_state(self._collectives.all_reducers)
 
     def restore_residuals(self, copy: Sequence[Tensor], where: bool | Tensor = True) -> None:
-        """Owe again what :meth:`copy_residuals` saw: after a step that the optimizer skipped,
-        as if that step had not been. Without it, what the step's finite gradients and older
-        residuals sent is lost with the step. Call it on all ranks, with the same ``where``.
+        """Restore the residuals from :meth:`copy_residuals`, after the optimizer skipped a step.
+        Without it, the part of the gradients and residuals that was sent in that step is lost.
+        Call it on all ranks, with the same ``where``.
 
-        Given a number, the next step is the one that would have come without the skipped one, to
-        the bit: thresholds, supports, measured leads, seeds of stochastic rounding and of hashes
-        are restored, too. Given a tensor, only residuals and measured leads are: the host counts
-        steps and cannot know that one was skipped. Then thresholds keep what they learnt, and seeds
-        go on. Bytes, reductions (for the warm-up and metrics) and measured noise keep counting.
+        If ``where`` is a bool, the next step has the same bits as without the skipped one:
+        thresholds, supports, measured leads and seeds of stochastic rounding and of hashes are
+        restored, too. If it is a tensor, only residuals and measured leads are restored, because
+        the host cannot know that a step was skipped. Then thresholds keep what they learnt, and
+        seeds advance. Bytes, reductions (for the warm-up and metrics) and measured noise keep
+        counting.
 
         Args:
-            where: restore only if true, a number or a tensor ``[]``, which is not looked at: no
-                waiting. A tensor needs memory for one more residual for a moment.
+            where: restore only if true; a bool, or a tensor ``[]``, which is not read, so the host
+                does not wait. A tensor needs memory for one more residual for a moment.
 
         Raises:
             ValueError: if the copy is of another model or plan.
@@ -299,31 +300,30 @@ class Compressor:
         restore_step_state(self._collectives.all_reducers, copy, where)
 
     def keep_rates(self, optimizer: Optimizer, *, second_moment: bool | None = None) -> KeptRates:
-        """Let ``optimizer`` take steps as large as with dense gradients, at the learning rates and
-        with the decay that it has, whatever noise the policy's codecs add.
+        """Make the steps of ``optimizer`` as large as with dense gradients, at its own learning
+        rates and decay, despite the noise of the policy's codecs.
 
-        An optimizer that divides by the root of a gradient's mean square, as Adam does, takes
-        smaller steps where gradients are noisier. From now on tagc measures by how much they are,
-        segment by segment, on a sample of their elements; ranks exchange a few numbers now and
-        then; and in every step of the optimizer the rates of its parameter groups are multiplied
-        by that factor (and AdamW's decay is divided by it), and are afterwards what they were. A
-        schedule goes on as it does. Optimizers that divide by no such thing (SGD, Muon, Lion) are
-        left as they are. Call it on all ranks, after ``tagc.wrap`` and before loading a state,
-        which then has the factors, too.
+        An optimizer that divides by the root mean square of a gradient, such as Adam, takes smaller
+        steps if gradients are noisier. From now on tagc measures the factor for each segment, on a
+        sample of its elements. Ranks exchange a few numbers now and then. For each step of the
+        optimizer, tagc multiplies the rates of its parameter groups by that factor and divides
+        AdamW's decay by it; afterwards it restores both. Schedules are not affected. Optimizers
+        without a second moment (SGD, Muon, Lion) are left alone. Call it on all ranks, after
+        ``tagc.wrap`` and before you load a state, which then includes the factors.
 
-        A group has one factor, the mean of its parameters': let those that stay dense (norms,
-        biases) have a group of their own, as they do where they have no decay.
+        A parameter group has one factor, the mean over its parameters. So put parameters that stay
+        dense (norms, biases) into a group of their own, as is usual for those without decay.
 
         Args:
-            second_moment: whether it divides so; by default that is known of torch's optimizers,
-                and of any that is called Adam.
+            second_moment: whether the optimizer divides by a second moment. By default tagc knows
+                it for torch's optimizers, and for any that is called Adam.
 
         Returns:
-            What ends it with ``remove()``, and has the ``factors`` of the last step.
+            An object with ``remove()``, which ends this, and the ``factors`` of the last step.
 
         Raises:
-            ValueError: if it is not known whether the optimizer divides so; or if it has these
-                hooks already.
+            ValueError: if tagc cannot tell whether the optimizer has a second moment, or if its
+                rates are kept already.
         """
         if any(kept.of(optimizer) for kept in self._kept):
             raise ValueError("this optimizer's rates are kept already; remove() that first")
@@ -332,13 +332,13 @@ class Compressor:
         return kept
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients of all parameters so that the norm which they would have without the
-        codecs' noise is at most ``max_norm``, in place of ``torch.nn.utils.clip_grad_norm_``: a
-        limit means what it meant for dense gradients. Call it on all ranks, between backward and
-        the optimizer's step; from the first call on noise is measured, as for :meth:`keep_rates`.
+        """Clip gradients by an estimate of their norm without the codecs' noise, in place of
+        ``torch.nn.utils.clip_grad_norm_``. So ``max_norm`` means the same as for dense gradients.
+        Call it on all ranks, between backward and the optimizer's step. From the first call on tagc
+        measures noise, as for :meth:`keep_rates`.
 
         Returns:
-            That norm, estimated; ``[]``.
+            The estimated norm, ``[]``.
         """
         return clip_grad_norm(self._model, self._measured_noise(), max_norm)
 
@@ -358,25 +358,23 @@ class Compressor:
         return self._noise
 
     def refresh(self) -> None:
-        """Send all parameters whole and as they are in the next forward, where the policy sends
-        changes only (codec ``delta``). Call it on all ranks, whenever parameters are changed by
-        other means than an optimizer: weights loaded from a checkpoint, an average swapped in for
-        an evaluation and out again.
+        """Send all parameters whole in the next forward, if the policy sends changes (codec
+        ``delta``). Call it on all ranks whenever anything but an optimizer changes parameters: if
+        you load a checkpoint, or swap an average in for an evaluation and out again.
         """
         for gatherer in self._collectives.gatherers:
             gatherer.refresh()
 
     def drop_waiting(self) -> None:
-        """Forget the gradients of micro-batches that wait inside their hosts, or with ``replicas=``
-        in their replica (``set_requires_all_reduce(False)``): ``zero_grad()`` does not know of
-        them. Call it on all ranks, where a step is given up in its middle.
+        """Drop the gradients of micro-batches that wait inside their hosts, or with ``replicas=``
+        in their replica (``set_requires_all_reduce(False)``); ``zero_grad()`` does not drop them.
+        Call it on all ranks if you abandon a step.
         """
         for waiting in self._collectives.waiting:
             waiting.drop()
 
     def remove(self) -> None:
-        """Give FSDP its own collectives back and drop all residuals. The model may be wrapped
-        again afterwards."""
+        """Restore FSDP's own collectives and drop all residuals. You may wrap the model again."""
         for kept in self._kept:
             kept.remove()
         for unit in self._units:

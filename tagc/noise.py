@@ -39,7 +39,7 @@ class MeasuredUnit:
 
 
 class Factors(Protocol):
-    """By what the gradients of parameters are larger than dense ones, the same on all ranks."""
+    """RMS of gradients relative to dense, per parameter; the same on all ranks."""
 
     def agree(self) -> None:
         """Exchange what was measured, if that is due. Call it on all ranks."""
@@ -51,7 +51,7 @@ class Factors(Protocol):
 
 
 class NoiseFactors(Factors):
-    """By what the gradients of every parameter are larger than dense ones, the same on all ranks.
+    """RMS of measured gradients relative to dense, per parameter; the same on all ranks.
 
     All ranks exchange a few numbers for each unit after 1, 2, 4, 8 and 16 reductions, and then
     after every 16, when somebody asks between reductions and the optimizer's step.

@@ -1,4 +1,4 @@
-"""A word to who waits: what takes longer than a moment says how far it is."""
+"""Progress on stderr for slow operations."""
 
 from __future__ import annotations
 

@@ -71,43 +71,41 @@ def wrap(
     hosts: Hosts = "auto",
     ops: str | None = None,
 ) -> Model:
-    """Compress what ``policy`` selects of FSDP's traffic.
+    """Compress the FSDP traffic that ``policy`` selects.
 
     Call it once, on every rank, after ``fully_shard`` and before the first backward. It gathers
     a few hundred bytes from each rank to check that all agree, and as many more for a handful of
-    frozen parameters if the policy compresses parameters; a policy with ``codec: auto`` also
+    frozen parameters if the policy compresses parameters. A policy with ``codec: auto`` also
     measures the link, for a second or two.
 
-    With the environment variable ``TAGC_DISABLE=1`` (on all ranks) it checks all the same and
-    compresses nothing: training is native, to the bit. State that is loaded is kept as it is, and
-    saved again.
+    With the environment variable ``TAGC_DISABLE=1`` (on all ranks) it only checks, and compresses
+    nothing: training has the bits of native FSDP. A loaded state is kept and saved again unchanged.
 
-    FSDP1 is compressed too, gradients only, by its communication hook. A segment then has as many
-    columns as the shard that has most of its parameters, so that a policy of several rules may
-    send more than for FSDP2; the plan says how much.
+    FSDP1's gradients are compressed by its communication hook; its parameters are not. A segment
+    then has as many columns as the shard with most of its elements, so a policy with several rules
+    may send more than with FSDP2. The plan says how much.
 
     Args:
         model: a model to which ``fully_shard`` was applied, or the outermost
             ``FullyShardedDataParallel``, on its device; changed in place.
         policy: name of a built-in policy (``tagc.policies()``), path of a YAML file, mapping, or
-            :class:`tagc.Policy`. By default the one that the environment variable ``TAGC_POLICY``
-            names (on all ranks the same), else ``auto``: what is fastest on the link that is
-            measured here, of those that cost no visible quality: dense, on a fast one. (FSDP1,
-            which gathers its parameters itself, needs one without rules for them.)
-        replicas: the ranks that hold the same shard in other copies of the sharded model, as a
-            1-D mesh or a group: the model is sharded over ``mesh["shard"]`` only, and tagc
-            averages gradients over ``mesh["replicate"]``, as the policy's ``replicas`` say. FSDP2
-            only.
-        hosts: several ranks on a host add up their gradients first, so that what leaves the host,
-            and what a rank stores, is divided by their number; and they hand on to each other the
-            parameters that a policy compresses. ``"auto"``: where the ranks that a
-            unit is sharded over lie on at least two hosts, in equal blocks of neighbours, as
-            ``plan()`` says; an integer: so many neighbours share a host (a rack, a site); None:
-            every rank sends for itself. FSDP2 only. With it,
-            ``model.set_requires_all_reduce(False)`` keeps a micro-batch's gradient inside the host.
-        ops: implementation, see :func:`tagc.ops.get_ops`. Kernels are compiled here: some seconds
-            the first time, then they are cached. Those for GPUs are then run on small inputs, and
-            compared with the reference on the CPU, to the bit.
+            :class:`tagc.Policy`. By default the policy in the environment variable ``TAGC_POLICY``
+            (the same on all ranks), else ``auto``: the fastest on the measured link, of 4 bits and
+            more. On a fast link that is dense. (With FSDP1 the policy may have no rules for
+            parameters, because FSDP1 gathers them itself.)
+        replicas: the ranks that hold the same shard in other replicas of the sharded model, as a
+            1-D mesh or a group. Shard the model over ``mesh["shard"]`` only; tagc averages
+            gradients over ``mesh["replicate"]`` by the policy's rules for ``replicas``. FSDP2 only.
+        hosts: whether the ranks of a host add up their gradients first. This divides by their
+            number the bytes that leave the host and the residuals that a rank stores. They also
+            pass compressed parameters on to each other. ``"auto"``: if the ranks of a unit are on
+            at least two hosts, in equal blocks of neighbours (``plan()`` says so); an integer: that
+            many neighbours share a host (or a rack, or a site); None: every rank sends for itself.
+            FSDP2 only. With several ranks on a host, ``model.set_requires_all_reduce(False)`` keeps
+            a micro-batch's gradient inside the host.
+        ops: implementation, see :func:`tagc.ops.get_ops`. Kernels are compiled here: this takes
+            seconds the first time, and is then cached. GPU kernels then run on small inputs and are
+            compared with the reference on the CPU, bit for bit.
 
     Returns:
         ``model``.
@@ -120,8 +118,8 @@ def wrap(
             for what FSDP1 cannot do.
         tagc.KernelError: if the kernels for GPUs do not give the reference's results on a device.
         RuntimeError: if the ranks disagree, or wrapping failed on another rank. (A rank whose
-            model is not sharded at all has no group to tell: the others learn of it from the
-            process group's timeout.)
+            model is not sharded at all has no such group; the others then wait for the process
+            group's timeout.)
     """
     given = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
     # Not of all ranks: with pipeline stages only some of them may have something to wrap.

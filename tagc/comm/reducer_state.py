@@ -75,7 +75,7 @@ class Counters:
 
 
 Parts = Iterator[tuple[str, Stateful]]
-"""By what the names of their states begin with; nothing for those whose names are whole."""
+"""Stateful parts with the prefix of their states' names; empty if the names are complete."""
 
 
 def state_of(parts: Parts) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ class Policy(Strict):
     """Roles that parameters of this model have by their names: globs, or a list of them, as in
     `name`. The first that fits decides, before what tagc knows of names."""
     tuning: Tuning | None = None
-    """Factors between a dense run's settings and this policy's; none are said without."""
+    """Factors between a dense run's settings and this policy's; if omitted, no hint is printed."""
 
     _name: str = PrivateAttr(default=DICT)
     # Where each rule of a list comes from, and which of that is the policy's own.

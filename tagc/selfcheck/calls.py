@@ -90,7 +90,7 @@ class Recorder:
 
     @property
     def ops(self) -> Ops:
-        """Itself, as the operators it stands for."""
+        """This recorder, typed as ``Ops``."""
         return cast(Ops, self)
 
     def _noting(self, name: str, operator: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""``tagc doctor``: whether the operators work on this machine, and what belongs into a report."""
+"""``tagc doctor``: checks the operators on this machine, and prints what a report needs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,161 @@
+"""`examples/simple.py` and the library compute the same: policy `hybrid`, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import tagc
+from examples import simple
+from support.block_net import wrap
+from support.distributed import on_ranks
+from support.exact import equal
+from support.paths import EXAMPLES, ROOT
+from tagc.ops import reference
+from tagc.ops.blocks import BlockLayout
+
+HYBRID = yaml.safe_load((ROOT / "policies" / "hybrid.yaml").read_text())
+Step = tuple[dict[str, Tensor], dict[str, Tensor], int]
+"""Shards and residuals after a step, and the bytes that this rank sent so far."""
+
+
+def loss_of(model: Any, step: int) -> Tensor:
+    """In odd steps other ranks than the first have such small gradients that sums are rounded, and
+    the order of additions shows. (Sums of a few codes of like size are exact.)"""
+    return simple.loss_of(model, step) * (2.0**-16 if step % 2 and dist.get_rank() else 1)
+
+
+def by_page(steps: int) -> Iterator[Step]:
+    torch.manual_seed(1)
+    model: Any = simple.tiny_model()
+    units = {
+        "1": simple.Unit([*model[1].parameters()]),
+        "": simple.Unit([*model[0].parameters(), *model[2].parameters()]),
+    }
+    names = {id(p): name for name, p in model.named_parameters()}
+    shards = {
+        names[id(p)]: shard
+        for unit in units.values()
+        for p, shard in zip(unit.params, unit.shards, strict=True)
+    }
+    optimizer = torch.optim.Adam(shards.values(), lr=0.01)
+    for step in range(steps):
+        simple.train_step([*units.values()], optimizer, lambda at=step: loss_of(model, at))
+        residuals = {}
+        for unit_name, unit in units.items():
+            quantized = [segment.residual for segment in unit.segments if segment.quantized]
+            residuals |= {f"{unit_name} {i}": r.clone() for i, r in enumerate(quantized)}
+        sent = sum(unit.sent_bytes for unit in units.values())
+        yield {name: shard.detach().clone() for name, shard in shards.items()}, residuals, sent
+
+
+def by_library(policy: Any, steps: int) -> Iterator[Step]:
+    torch.manual_seed(1)
+    model: Any = simple.tiny_model()
+    fully_shard(model[1])
+    fully_shard(model)
+    compressor = tagc.compressor(wrap(model, policy))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(steps):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        residuals = {
+            f"{reducer.plan.info.name} {i}": residual.clone()
+            for reducer in compressor.reducers
+            for i, residual in enumerate(reducer.residuals.values())
+        }
+        shards = {name: p.to_local().detach().clone() for name, p in model.named_parameters()}
+        yield shards, residuals, compressor.wire_bytes + compressor.parameter_wire_bytes
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("reset_steps", [simple.RESET_STEPS, 3])
+def test_training(rank: int, world_size: int, reset_steps: int) -> None:
+    (rule,) = HYBRID["gradients"]
+    often = {**rule, "feedback": {**rule["feedback"], "reset_steps": reset_steps}}
+    policy = "hybrid" if reset_steps == simple.RESET_STEPS else {**HYBRID, "gradients": [often]}
+    with patch.object(simple, "RESET_STEPS", reset_steps):
+        for mine, theirs in zip(by_library(policy, 7), by_page(7), strict=True):
+            for found, expected in zip(mine[:2], theirs[:2], strict=True):
+                assert found.keys() == expected.keys()
+                equal(found, expected)
+            assert mine[2] == theirs[2]
+    assert all(residual.any() for residual in theirs[1].values())
+
+
+def test_the_page_has_the_numbers_of_the_policy() -> None:
+    (gradients,), (parameters,) = HYBRID["gradients"], HYBRID["parameters"]
+    assert gradients["codec"] == {
+        "kind": "quantized",
+        "bits": simple.GRADIENT_BITS,
+        "block": simple.BLOCK,
+    }
+    assert gradients["feedback"] == {
+        "kind": "average",
+        "beta": simple.BETA,
+        "reset_steps": simple.RESET_STEPS,
+        "dtype": "bfloat16",
+    }
+    assert parameters["codec"] == {
+        "kind": "quantized",
+        "bits": simple.PARAMETER_BITS,
+        "block": simple.BLOCK,
+        "keep_for_backward": True,
+    }
+
+
+@pytest.mark.parametrize("bits", [simple.GRADIENT_BITS, simple.PARAMETER_BITS])
+@pytest.mark.parametrize("n", [1, 255, 256, 257, 1000])
+def test_messages(bits: int, n: int) -> None:
+    x = torch.randn(3, n, generator=torch.Generator().manual_seed(n))
+    x[1, 0], x[2, n // 2] = torch.inf, torch.nan
+    x[0, :256] *= 2.0**-130  # too small for a scale
+    layout = BlockLayout(numel=n, bits=bits, block=simple.BLOCK)
+    message = torch.empty(3, layout.words, dtype=torch.int32)
+    reference.quantize(x, None, message, layout=layout, average=0.0)
+    found = simple.pack(*simple.quantize(x, bits), bits)
+    assert torch.equal(found, message)
+    scales, codes = simple.unpack(found, n, bits)
+    values = (codes * scales).flatten(1)[:, :n]
+    expected = torch.empty(3, n)
+    reference.dequantize(message[:, None], expected, layout=layout, divisor=1)
+    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_page_stays_one_page() -> None:
+    text = (EXAMPLES / "simple.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    assert not re.search(r"\b(import|from) tagc\b", text)
+
+
+@pytest.mark.slow
+def test_the_page_runs_by_itself() -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *command, EXAMPLES / "simple.py"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    losses = [float(loss) for loss in re.findall(r"\bloss ([0-9.]+)", done.stdout)]
+    assert losses[0] > 4
+    assert losses[-1] < 0.5
+    sent, dense = (
+        int(bytes_.replace(",", ""))
+        for bytes_ in re.findall(r"([0-9,]+)(?= bytes|$)", done.stdout.splitlines()[-1])
+    )
+    assert 5 < dense / sent < 5.3
