@@ -45,8 +45,8 @@ class NoiseGauge:
     def __init__(self, plan: UnitPlan, device: torch.device) -> None:
         self._segments = [(s.start, s.stop) for s in plan.compressed]
         self.sums = torch.zeros(len(self._segments), 2, dtype=torch.float64, device=device)
-        self.agreed = torch.zeros(len(self._segments), 2, dtype=torch.float64)
-        self.agreed_at = torch.zeros((), dtype=torch.int64)
+        self.agreed = torch.zeros(len(self._segments), 2, dtype=torch.float64, device="cpu")
+        self.agreed_at = torch.zeros((), dtype=torch.int64, device="cpu")
         self._own: list[Tensor] = []
 
     def look(self, gradient: Tensor, step: int) -> None:

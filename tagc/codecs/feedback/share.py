@@ -62,7 +62,10 @@ class MeasuredShare:
 
     def state(self) -> dict[str, Tensor]:
         """What the next step depends on."""
-        return {"sums": self._sums, "steps": torch.tensor(self._steps, dtype=torch.int64)}
+        return {
+            "sums": self._sums,
+            "steps": torch.tensor(self._steps, dtype=torch.int64, device="cpu"),
+        }
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for values that :meth:`state` never has."""
