@@ -79,7 +79,7 @@ class NoiseFactors(Factors):
                     sums = gather_rows(sums[None], ranks).sum(0).view_as(sums)
             rows = sums.cpu().split([len(gauge.sums) for gauge in gauges])
             for gauge, row in zip(gauges, rows, strict=True):
-                gauge.agreed = row.clone()
+                gauge.agreed.copy_(row)
             for reducer in (r for m in together for r in m.reducers):
                 if reducer.gauge is not None:
                     reducer.gauge.agreed_at.fill_(reducer.counters.compressed_steps)
