@@ -33,11 +33,12 @@ QUICK = ("matrix lead", "quantized dithered", "sketch shared", "changes", "thrif
 
 
 def shipped(name: str) -> dict[str, Any]:
-    """A policy that comes with the library, for parameters of any size."""
+    """A policy that comes with the library, for weights of any size and role."""
     policy = yaml.safe_load((ROOT / "policies" / f"{name}.yaml").read_text())
     for rule in (*policy["gradients"], *policy.get("parameters", [])):
         if rule["when"]:
-            rule["when"]["min_numel"] = 1
+            # Roles are not those of the small model.
+            rule["when"] = {"min_numel": 1}
     return policy
 
 
