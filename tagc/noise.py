@@ -79,7 +79,7 @@ class NoiseFactors(Factors):
                     sums = gather_rows(sums[None], ranks).sum(0).view_as(sums)
             rows = sums.cpu().split([len(gauge.sums) for gauge in gauges])
             for gauge, row in zip(gauges, rows, strict=True):
-                gauge.agreed = row.clone()
+                gauge.agreed.copy_(row)
             for reducer in (r for m in together for r in m.reducers):
                 if reducer.gauge is not None:
                     reducer.gauge.agreed_at.fill_(reducer.counters.compressed_steps)
@@ -302,6 +302,10 @@ def clip_grad_norm(model: nn.Module, noise: Factors, max_norm: float) -> Tensor:
             norm = nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])
             full = getattr(norm, "full_tensor", None)
             squares.append(((norm if full is None else full()) / factor) ** 2)
-    total = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float32)
+    total = (
+        torch.stack(squares).sum().sqrt()
+        if squares
+        else torch.zeros((), dtype=torch.float32, device="cpu")
+    )
     nn.utils.clip_grads_with_norm_(params, max_norm, total)
     return total

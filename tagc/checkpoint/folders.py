@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -24,10 +23,8 @@ from tagc.checkpoint.files import (
 )
 from tagc.checkpoint.format import DENSE, Source, StateError
 from tagc.checkpoint.state import State
-from tagc.comm import agree_on, gather_by_rank
+from tagc.comm import Meeting, gather_by_rank
 from tagc.warn import warn
-
-T = TypeVar("T")
 
 
 def open_folder(folder: Path, key: str) -> Source:
@@ -53,7 +50,8 @@ def save_folder(folder: Path, state: State) -> None:
     """Write every rank's file, then make them what the folder holds.
 
     If a step fails on any rank, all ranks raise, and the folder holds what it held before. All
-    ranks take every step together, so that none is left waiting for another:
+    ranks take every step together, so that none is left waiting for another. They meet over the
+    store of the process group: behind files, a collective's watchdog might end the job.
 
     1. Every rank writes its file, and reads it again.
     2. The committing rank, the first of them, finds the files of all ranks in its folder.
@@ -72,15 +70,12 @@ def save_folder(folder: Path, state: State) -> None:
     ranks = sorted(names)
     save, commits = names[ranks[0]], rank == ranks[0]
 
-    def together(progress: str, do: Callable[[], T]) -> T:
-        # A rank that is elsewhere in this function does not agree, whatever it did there.
-        answers = agree_on(
-            state.groups,
-            {"progress": lambda: (do(), progress)},
-            doing="saving tagc's state",
-            remedy="All ranks must save between the same two steps",
-        )
-        return answers["progress"]
+    meeting = Meeting(
+        f"save {save}",
+        ranks,
+        doing="saving tagc's state",
+        remedy="All ranks must save between the same two steps",
+    )
 
     def write() -> str:
         return write_rank(folder, save, state.header(), state.take())
@@ -105,16 +100,14 @@ def save_folder(folder: Path, state: State) -> None:
 
     undo: Callable[[], None] = lambda: None  # noqa: E731
     try:
-        digests = gather_by_rank(
-            state.groups, {rank: together(f"writing step {state.step}", write)}
-        )
-        former = together("checking", check)
+        digests = meeting.together(f"writing step {state.step}", write)
+        former = meeting.together("checking", check)[rank]
         undo = restore
-        together("committing", commit_here)
-        together("confirming", confirm)
+        meeting.together("committing", commit_here)
+        meeting.together("confirming", confirm)
     except Exception as error:
         try:
-            together("undoing", undo)
+            meeting.together("undoing", undo)
         except Exception as failure:
             # The marker may name these files: they stay.
             error.add_note(f"the files of this save are left in {folder}: {failure}")

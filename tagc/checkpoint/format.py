@@ -185,7 +185,7 @@ def to_state_dict(header: StateHeader, tensors: Mapping[str, Tensor]) -> dict[st
 def metadata_to_tensor(metadata: Mapping[str, str]) -> Tensor:
     """A tensor of a fixed size: JSON, filled up with spaces."""
     text = json.dumps(dict(metadata), ensure_ascii=False).encode()
-    return torch.tensor(list(text.ljust(_ABOUT_BYTES)), dtype=torch.uint8)
+    return torch.tensor(list(text.ljust(_ABOUT_BYTES)), dtype=torch.uint8, device="cpu")
 
 
 def metadata_from_tensor(tensor: Tensor, where: str) -> dict[str, str]:

@@ -132,7 +132,7 @@ def merged(source: Source, parts: list[Saved], place: ParamLocation, dtype: torc
     Raises:
         StateError: if a saved residual is not finite, or the sum is beyond the dtype.
     """
-    total = torch.zeros(place.numel, dtype=torch.float64)
+    total = torch.zeros(place.numel, dtype=torch.float64, device="cpu")
     for saved in parts:
         tensor = source.read(saved.rank, saved.name).to("cpu", torch.float64)
         if not bool(tensor.isfinite().all()):

@@ -64,7 +64,7 @@ class ElementwiseCodec(Codec[P]):
 
     def state(self) -> dict[str, Tensor]:
         """See :meth:`Codec.state`."""
-        return {"steps": torch.tensor(self.steps, dtype=torch.int64)}
+        return {"steps": torch.tensor(self.steps, dtype=torch.int64, device="cpu")}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`Codec.check_state`."""

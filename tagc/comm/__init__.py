@@ -16,6 +16,7 @@ from tagc.comm.gauge import NoiseGauge, noise_factor
 from tagc.comm.host_copy import HostCopy
 from tagc.comm.hosts import HostGroups, Hosts, RankOnHost, check_hosts
 from tagc.comm.lockstep import Lockstep
+from tagc.comm.meeting import Meeting
 from tagc.comm.message_gatherer import MessageGatherer
 from tagc.comm.reducer import UnitReducer
 from tagc.comm.rehearsal import rehearse
@@ -34,6 +35,7 @@ __all__ = [
     "HostGroups",
     "Hosts",
     "Lockstep",
+    "Meeting",
     "MessageGatherer",
     "NoiseGauge",
     "Phase",

@@ -55,7 +55,8 @@ def agree_on(
             said: list[dict[str, str | None]] = [{} for _ in range(group.size())]
             with failing_in(f"comparing ranks in {doing}", group):
                 dist.all_gather_object(said, mine | {"complaint": complaint}, group=group)
-            complaint = complaint or _complaint(steps, said, doing, remedy)
+            heard = dict(enumerate(said))
+            complaint = complaint or complaint_of(steps, heard, doing, remedy)
     if failure is not None:
         raise failure
     if complaint is not None:
@@ -94,15 +95,21 @@ def gather_merged(
     return known
 
 
-def _complaint(
-    names: Iterable[str], said: Sequence[Mapping[str, str | None]], doing: str, remedy: str
+def complaint_of(
+    names: Iterable[str], said: Mapping[int, Mapping[str, Any]], doing: str, remedy: str
 ) -> str | None:
-    """What is wrong with what the ranks of a group said, or heard of others; None if nothing."""
-    for rank, other in enumerate(said):
+    """What is wrong with what ranks said, or heard of others; None if nothing.
+
+    Args:
+        names: of texts that must be equal.
+        said: by rank, these texts, ``error`` and perhaps ``complaint``.
+    """
+    for rank, other in said.items():
         if other["error"] is not None:
             return f"{doing} failed on rank {rank}: {other['error']}"
     for name in names:
-        if len({other[name] for other in said}) > 1:
-            listing = ", ".join(f"rank {r} has {o[name]}" for r, o in enumerate(said))
+        if len({other[name] for other in said.values()}) > 1:
+            listing = ", ".join(f"rank {r} has {o[name]}" for r, o in said.items())
             return f"tagc {name} differs between ranks: {listing}. {remedy}"
-    return next((other["complaint"] for other in said if other["complaint"]), None)
+    heard = (other.get("complaint") for other in said.values())
+    return next((complaint for complaint in heard if complaint), None)

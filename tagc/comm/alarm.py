@@ -42,7 +42,7 @@ class Alarm:
             return
         if self._on_host is None or self._copied is None:
             with torch.inference_mode(False):
-                self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=True)
+                self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=True, device="cpu")
             self._copied = torch.cuda.Event()
         self._on_host.copy_(self._ever, non_blocking=True)
         self._copied.record()

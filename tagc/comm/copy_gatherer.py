@@ -182,7 +182,7 @@ class CopyGatherer(UnitGatherer):
         flags = [self._knows_own, self._is_due, self._sees_steps]
         return super().state() | {
             "copy": self.copy.rows[self.copy.own],
-            "copy_flags": torch.tensor(flags, dtype=torch.int64),
+            "copy_flags": torch.tensor(flags, dtype=torch.int64, device="cpu"),
             "copy_fingerprint": self._fingerprint,
         }
 

@@ -132,7 +132,7 @@ class UnitGatherer(ABC):
         never change."""
         counters = [self.wire_bytes, self.dense_bytes]
         counters += [self.inside_bytes] if self.plan.info.ranks_per_host > 1 else []
-        return {"counters": torch.tensor(counters, dtype=torch.int64)}
+        return {"counters": torch.tensor(counters, dtype=torch.int64, device="cpu")}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for values that :meth:`state` never has."""

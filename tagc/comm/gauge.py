@@ -45,8 +45,8 @@ class NoiseGauge:
     def __init__(self, plan: UnitPlan, device: torch.device) -> None:
         self._segments = [(s.start, s.stop) for s in plan.compressed]
         self.sums = torch.zeros(len(self._segments), 2, dtype=torch.float64, device=device)
-        self.agreed = torch.zeros(len(self._segments), 2, dtype=torch.float64)
-        self.agreed_at = torch.zeros((), dtype=torch.int64)
+        self.agreed = torch.zeros(len(self._segments), 2, dtype=torch.float64, device="cpu")
+        self.agreed_at = torch.zeros((), dtype=torch.int64, device="cpu")
         self._own: list[Tensor] = []
 
     def look(self, gradient: Tensor, step: int) -> None:
@@ -72,7 +72,8 @@ class NoiseGauge:
         new = torch.stack((torch.ones_like(share), share), dim=1)
         # What is not finite (nor is 0 / 0) is seen in the gradient; here it would stay for ever.
         usable = share.isfinite()[:, None]
-        self.sums = torch.where(usable, self.sums * DECAY + new * (1 - DECAY), self.sums)
+        # In place: FSDP's stream may still work with a tensor that is let go.
+        torch.where(usable, self.sums * DECAY + new * (1 - DECAY), self.sums, out=self.sums)
 
     def state(self) -> dict[str, Tensor]:
         """What factors depend on."""
@@ -93,9 +94,9 @@ class NoiseGauge:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on where :meth:`state` was taken."""
-        self.sums = state["noise"].to(self.sums.device, copy=True)
-        self.agreed = state["noise.agreed"].to("cpu", copy=True)
-        self.agreed_at = state["noise.agreed_at"].to("cpu", copy=True)
+        self.sums.copy_(state["noise"])
+        self.agreed.copy_(state["noise.agreed"])
+        self.agreed_at.copy_(state["noise.agreed_at"])
 
     def _sampled(self, row: Tensor, step: int) -> list[Tensor]:
         found = []

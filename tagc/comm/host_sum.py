@@ -117,7 +117,7 @@ class HostSum:
 
     def state(self) -> dict[str, Tensor]:
         """Counters: between steps nothing waits."""
-        return {"inside_bytes": torch.tensor(self.bytes, dtype=torch.int64)}
+        return {"inside_bytes": torch.tensor(self.bytes, dtype=torch.int64, device="cpu")}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for values that :meth:`state` never has."""

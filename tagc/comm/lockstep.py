@@ -87,7 +87,10 @@ class Lockstep:
         for group in groups:
             if by_messages(group, self._device):
                 mine = torch.cat(
-                    (torch.tensor([step, words, self.part], dtype=torch.int64), self._name)
+                    (
+                        torch.tensor([step, words, self.part], dtype=torch.int64, device="cpu"),
+                        self._name,
+                    )
                 )
                 with failing_in(self.what, group):
                     self._pending.append((group, *gather_headers(mine, group), mine))

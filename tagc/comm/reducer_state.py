@@ -60,7 +60,7 @@ class Counters:
 
     def state(self) -> dict[str, Tensor]:
         """See :meth:`Stateful.state`; the order is that of the attributes."""
-        return {"counters": torch.tensor(astuple(self), dtype=torch.int64)}
+        return {"counters": torch.tensor(astuple(self), dtype=torch.int64, device="cpu")}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`Stateful.check_state`."""

@@ -38,7 +38,7 @@ def _measure(
     codec: CodecPlan, ops: Ops, device: torch.device, dtype: torch.dtype, repeats: int
 ) -> Speed:
     numel = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device=device).manual_seed(0)
     shape = (ROWS, numel // ROWS)
     wide = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
     grad = wide.to(dtype)

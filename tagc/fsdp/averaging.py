@@ -61,7 +61,9 @@ def plain(buffer: Tensor) -> Tensor:
 def all_reduces_by_class() -> bool:
     """Whether this torch's ``all_reduce`` asks the class of its tensor. Nothing is sent."""
     asked: list[Any] = []
-    probe = averaging(torch.empty(0, dtype=torch.float32), lambda _, op: asked.append(op))
+    probe = averaging(
+        torch.empty(0, dtype=torch.float32, device="cpu"), lambda _, op: asked.append(op)
+    )
     # Of a group that this rank is not in, so that it does nothing if it does not ask.
     dist.all_reduce(probe, group=dist.GroupMember.NON_GROUP_MEMBER)
     return bool(asked)

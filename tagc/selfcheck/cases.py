@@ -63,7 +63,7 @@ class Case:
 
 def case_of(call: Call) -> Case:
     """The same inputs every time."""
-    generator = torch.Generator().manual_seed(zlib.crc32(str(call).encode()))
+    generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(str(call).encode()))
     return _MAKERS[call.operator](_Maker(call, generator))
 
 
@@ -83,18 +83,19 @@ class _Maker:
 
     def values(self, *shape: int, dtype: torch.dtype, whole: bool = False) -> Tensor:
         """Normal numbers of very different sizes with a few zeros; or small integers."""
-        x = torch.randn(*shape, dtype=torch.float32, generator=self._generator)
+        x = self._normal(*shape)
         if whole:
             return (4 * x).round().to(dtype)
-        rows = torch.randn(*shape[:-1], 1, dtype=torch.float32, generator=self._generator)
-        x *= torch.exp(2 * rows)
-        zeros = torch.rand(*shape, dtype=torch.float32, generator=self._generator) < 0.05
-        x[zeros] = 0
+        x *= torch.exp(2 * self._normal(*shape[:-1], 1))
+        x[self.uniform(*shape) < 0.05] = 0
         return x.to(dtype)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float32, device="cpu", generator=self._generator)
 
     def uniform(self, *shape: int) -> Tensor:
         """Float32 in ``[0, 1)``."""
-        return torch.rand(*shape, dtype=torch.float32, generator=self._generator)
+        return torch.rand(*shape, dtype=torch.float32, generator=self._generator, device="cpu")
 
     def optional(
         self, *shape: int, dtype: torch.dtype | None, whole: bool = False
@@ -110,15 +111,14 @@ class _Maker:
 
     def bits(self, rows: int, groups: int, marked: int) -> Tensor:
         """Bitmaps ``[rows, ...]`` with ``marked`` of ``groups`` bits each."""
-        random = torch.rand(rows, groups, dtype=torch.float32, generator=self._generator)
-        order = random.argsort(-1)
+        order = self.uniform(rows, groups).argsort(-1)
         return to_bitmap(order < marked)
 
     def garbage(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """What an output holds before."""
         if dtype.is_floating_point:
-            return torch.full(shape, torch.nan, dtype=dtype)
-        return torch.full(shape, _GARBAGE, dtype=dtype)
+            return torch.full(shape, torch.nan, dtype=dtype, device="cpu")
+        return torch.full(shape, _GARBAGE, dtype=dtype, device="cpu")
 
     def threshold(self, x: Tensor, share: float) -> Tensor:
         """``[R]``, above which lie about ``share`` of a row's elements."""
@@ -132,7 +132,9 @@ def _quantize(m: _Maker) -> Case:
     case = _elementwise(m, small_blocks(m.call.option("layout")))
     if m.call.given("dither") is not None:
         # Of either sign, and another for each row.
-        case.tensors["dither"] = torch.tensor([_GARBAGE, ~_GARBAGE], dtype=torch.int32)
+        case.tensors["dither"] = torch.tensor(
+            [_GARBAGE, ~_GARBAGE], dtype=torch.int32, device="cpu"
+        )
     return case
 
 
@@ -259,7 +261,9 @@ def _encoding(m: _Maker, layout: SketchLayout, capacity: int, levels: int, call:
         "residual": m.optional(*shape, dtype=call.given("residual"), whole=whole),
         "threshold": threshold,
         "step": torch.exp2(torch.log2(threshold).floor() - 2),
-        "seed": torch.tensor([zlib.crc32(str(call).encode()) % 2**31], dtype=torch.int32),
+        "seed": torch.tensor(
+            [zlib.crc32(str(call).encode()) % 2**31], dtype=torch.int32, device="cpu"
+        ),
         "index": m.garbage(W, layout.index_words),
         "cells": m.garbage(W, layout.cells, dtype=layout.symbol.dtype),
         "counts": m.garbage(W, COUNTS),
@@ -286,7 +290,7 @@ def _decode(m: _Maker) -> Case:
     index = m.garbage(W, layout.index_words)
     cells = m.garbage(W, layout.cells, dtype=symbol.dtype)
     step = torch.exp2(torch.log2(threshold.mean()).floor() - 2).expand(W).contiguous()
-    seed = torch.tensor([12345], dtype=torch.int32)
+    seed = torch.tensor([12345], dtype=torch.int32, device="cpu")
     m.reference.encode(
         x, None, threshold, step, seed, index, cells, m.garbage(W, COUNTS),
         layout=layout, levels=levels, capacity=keys // W,
@@ -307,7 +311,7 @@ def _symbols(m: _Maker, layout: SketchLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Symbols, bitmap and seed."""
     symbols = m.values(1, layout.groups, dtype=layout.symbol.dtype, whole=True)[0]
     bitmap = m.bits(1, layout.groups, layout.keys)[0]
-    return symbols, bitmap, torch.tensor([54321], dtype=torch.int32)
+    return symbols, bitmap, torch.tensor([54321], dtype=torch.int32, device="cpu")
 
 
 def _insert(m: _Maker) -> Case:
@@ -337,7 +341,7 @@ def _undo_lag(m: _Maker) -> Case:
         "decoded": m.spoilt(m.values(1, n, dtype=torch.float32))[0],
         "sent": m.values(n, dtype=torch.float32),
         "out": m.garbage(n, dtype=m.call.dtype("out")),
-        "weights": torch.tensor([0.65, 0.35], dtype=torch.float32),
+        "weights": torch.tensor([0.65, 0.35], dtype=torch.float32, device="cpu"),
     }
     return m.case(tensors, ["sent", "out"])
 
@@ -354,7 +358,7 @@ def _steer(m: _Maker) -> Case:
     counts[m.uniform(*shape) < 0.1, ABOVE] = 0
     scale = torch.exp2((4 * m.uniform(segments)).floor())
     scale[::7] = 0
-    state = torch.empty(STATES, *shape, dtype=torch.float32)
+    state = torch.empty(STATES, *shape, dtype=torch.float32, device="cpu")
     state[THRESHOLD] = torch.exp2(20 * m.uniform(*shape) - 15)
     state[BOOST] = torch.exp2((3 * m.uniform(*shape)).floor())
     state[BIAS], state[EXPONENT] = 1 + m.uniform(*shape), 1 / 32 + m.uniform(*shape) / 3

@@ -90,7 +90,7 @@ def test_what_is_not_finite_leaves_no_trace() -> None:
     ones = torch.ones(1, 10)
     encode(state, ones, 0.5)
     assert state.share is not None
-    before = state.share.value
+    before = state.share.value.clone()
     wrong = ones.clone()
     wrong[0, 3] = math.inf
     with state.opened(wrong) as (_, residual):

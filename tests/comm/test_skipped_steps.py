@@ -82,7 +82,7 @@ def test_a_tensor_restores_what_no_host_counts(rank: int, world_size: int, rule:
 
     def leads() -> list[Tensor]:
         found = (f.share for r in compressor.reducers for f in r.feedbacks.values())
-        return [share.value for share in found if share is not None]
+        return [share.value.clone() for share in found if share is not None]
 
     def thresholds() -> list[Tensor]:
         codecs = (c for r in compressor.reducers for c in r.codecs.values())

@@ -45,8 +45,6 @@ class SegmentFeedback:
         self._reach = (1 + overshoot) * (1.0 if rule is None else rule.gain)
         self._ops = ops
         self._weights = None if rule is None else rule.constant_weights(device)
-        # What the weights were made from, where a share is measured.
-        self._weights_of: Tensor | None = None
         self.residual: Residual | None = None
         self.owner_state: Tensor | None = None
         self.share: MeasuredShare | None = None
@@ -56,6 +54,9 @@ class SegmentFeedback:
                 self.owner_state = torch.zeros(columns, dtype=torch.float32, device=device)
             if rule.measures_share:
                 self.share = MeasuredShare(device)
+                self._weights = rule.weights(self.share.value)
+                # Updates of the share that these weights know of.
+                self._weights_at = self.share.updates
             rule.prepare(ops)
 
     @property
@@ -118,12 +119,20 @@ class SegmentFeedback:
         wide = decoded
         if self.owner_state is not None and self.rule is not None:
             wide = decoded if out.dtype == torch.float16 else out
-            if self.share is not None and self._weights_of is not self.share.value:
-                self._weights_of = self.share.value
-                self._weights = self.rule.weights(self._weights_of)
+            self._follow_share(self.rule)
             self.rule.after(decoded, self.owner_state, wide, self._ops, self._weights)
         if wide is not out:
             _saturate(wide, out, self._reach)
+
+    def _follow_share(self, rule: FeedbackRule) -> None:
+        """Make the weights anew if the share was measured again."""
+        if self.share is None or self._weights_at == self.share.updates:
+            return
+        weights = rule.weights(self.share.value)
+        assert self._weights is not None
+        assert weights is not None
+        self._weights.copy_(weights)
+        self._weights_at = self.share.updates
 
     def after_dense(self, out: Tensor) -> None:
         """See :meth:`FeedbackRule.after_dense`."""

@@ -22,13 +22,14 @@ class MeasuredShare:
     """The slope of what is sent on what is owed, over the last steps.
 
     Attributes:
-        value: ``[]`` float32; 1 before anything was owed. A new tensor whenever it changes.
+        value: ``[]`` float32; 1 before anything was owed.
+        updates: how often it was written.
     """
 
     def __init__(self, device: torch.device) -> None:
         # Moving averages of sent * owed and owed * owed; zeros before the first step.
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self._steps = 0
+        self._steps = self.updates = 0
         self._owed: Tensor | None = None
         self.value = torch.ones((), dtype=torch.float32, device=device)
 
@@ -49,20 +50,26 @@ class MeasuredShare:
         new = torch.stack(((sent * owed).sum(), owed.square().sum()))
         # What is not finite was not sent, and would stay here for ever.
         usable = new.isfinite().all()
-        self._sums = torch.where(usable, self._sums * DECAY + new * (1 - DECAY), self._sums)
+        # In place, as everywhere here: FSDP's stream may still work with a tensor that is let go.
+        learnt = self._sums * DECAY + new * (1 - DECAY)
+        torch.where(usable, learnt, self._sums, out=self._sums)
         self._update()
 
     def _update(self) -> None:
         sent, owed = self._sums
-        self.value = torch.where(owed > 0, sent / owed, 1.0).float()
+        self.value.copy_(torch.where(owed > 0, sent / owed, 1.0))
+        self.updates += 1
 
     def rescale(self, factor: float | Tensor) -> None:
         """Expect gradients that are ``factor`` times as large."""
-        self._sums = self._sums * factor * factor
+        self._sums.mul_(factor).mul_(factor)
 
     def state(self) -> dict[str, Tensor]:
         """What the next step depends on."""
-        return {"sums": self._sums, "steps": torch.tensor(self._steps, dtype=torch.int64)}
+        return {
+            "sums": self._sums,
+            "steps": torch.tensor(self._steps, dtype=torch.int64, device="cpu"),
+        }
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for values that :meth:`state` never has."""
@@ -73,7 +80,7 @@ class MeasuredShare:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on where :meth:`state` was taken, given that it passes the check."""
-        self._sums = state["sums"].to(self._sums.device, copy=True)
+        self._sums.copy_(state["sums"])
         self._steps = int(state["steps"])
         self._update()
 
@@ -81,7 +88,7 @@ class MeasuredShare:
         """Go back to ``sums`` of :meth:`state` if ``where`` ``[]`` is true, which is not looked at.
         The count of steps stays: it only says which elements are looked at."""
         flag = where.to(self._sums.device, torch.bool)
-        self._sums = torch.where(flag, sums, self._sums)
+        torch.where(flag, sums, self._sums, out=self._sums)
         self._update()
 
     def _sampled(self, rows: Tensor) -> Tensor:

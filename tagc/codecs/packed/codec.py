@@ -122,7 +122,7 @@ class PackedCodec(Codec[PackedPlan]):
     def state(self) -> dict[str, Tensor]:
         """See :meth:`Codec.state`."""
         state = {
-            "started": torch.tensor(self._started, dtype=torch.bool),
+            "started": torch.tensor(self._started, dtype=torch.bool, device="cpu"),
             "counts": self._counts,
             "totals": self._totals,
             **nested("controller", self._controller.state()),

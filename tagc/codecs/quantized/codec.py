@@ -76,5 +76,5 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
 def _largest_scale(dtype: torch.dtype, levels: int) -> int:
     """The bits of the largest bfloat16 whose product with ``levels`` is a number of ``dtype``. (A
     NaN's are larger, and scales have no sign.)"""
-    largest = torch.tensor(torch.finfo(dtype).max / levels, dtype=torch.float32)
+    largest = torch.tensor(torch.finfo(dtype).max / levels, dtype=torch.float32, device="cpu")
     return int(largest.view(torch.int32)) >> 16

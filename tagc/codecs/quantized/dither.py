@@ -33,14 +33,14 @@ class Dither:
         mixed = fmix32((mixed ^ (STAGES * setup.rank + setup.stage)) & MASK)
         self._first = wrap_int32(fmix32(mixed[:, None] ^ rows))
         self._step: int | None = None
-        self._seeds = self._first
+        self._seeds = torch.empty_like(self._first)
 
     def seeds(self, column: int, step: int) -> Tensor:
         """``[D]`` int32."""
         if self._step != step:
             # One small kernel a unit. That sums wrap around is meant.
             turn = step * _GOLDEN & MASK
-            self._seeds = self._first + (turn - (turn >> 31 << 32))
+            torch.add(self._first, turn - (turn >> 31 << 32), out=self._seeds)
             self._step = step
         return self._seeds[self._places[column]]
 

@@ -70,7 +70,10 @@ class Support:
 
     def state(self) -> dict[str, Tensor]:
         """All that the next step depends on."""
-        return {"current": self.current, "at": torch.tensor(self._at, dtype=torch.int64)}
+        return {
+            "current": self.current,
+            "at": torch.tensor(self._at, dtype=torch.int64, device="cpu"),
+        }
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for a support that the operators have no room for."""

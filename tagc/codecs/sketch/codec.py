@@ -222,7 +222,7 @@ class SketchCodec(Codec[SketchPlan]):
         """See :meth:`Codec.state`."""
         self._wait_for_counts()
         state = {
-            "started": torch.tensor(self._started, dtype=torch.bool),
+            "started": torch.tensor(self._started, dtype=torch.bool, device="cpu"),
             "seed": self.seed,
             "summed": self._summed,
             "totals": self._totals,

@@ -63,10 +63,10 @@ def _compile(
 ) -> None:
     """Run both once on the smallest input of these dtypes."""
     layout = BlockLayout(numel=1, bits=bits, block=MIN_BLOCK)
-    grad = torch.ones(1, 1, dtype=gradient)
-    left = None if residual is None else torch.zeros(1, 1, dtype=residual)
-    message = torch.empty(1, layout.words, dtype=torch.int32)
-    seeds = torch.zeros(1, dtype=torch.int32) if dithered else None
+    grad = torch.ones(1, 1, dtype=gradient, device="cpu")
+    left = None if residual is None else torch.zeros(1, 1, dtype=residual, device="cpu")
+    message = torch.empty(1, layout.words, dtype=torch.int32, device="cpu")
+    seeds = torch.zeros(1, dtype=torch.int32, device="cpu") if dithered else None
     quantize(grad, left, message, layout=layout, average=0.0, dither=seeds)
     dequantize(message[None], grad, layout=layout, divisor=1)
 

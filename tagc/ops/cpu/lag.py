@@ -22,10 +22,10 @@ def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, weights: Tensor) -> Non
 @once_a_host
 def _compile() -> None:
     """Run it once for each dtype."""
-    weights = torch.full((2,), 0.5, dtype=torch.float32)
+    weights = torch.full((2,), 0.5, dtype=torch.float32, device="cpu")
     for dtype in (torch.float32, torch.bfloat16):
         sums, sent = weights[:1].clone(), weights[1:].clone()
-        undo_lag(sums, sent, torch.empty(1, dtype=dtype), weights)
+        undo_lag(sums, sent, torch.empty(1, dtype=dtype, device="cpu"), weights)
 
 
 def prepare_lag() -> None:

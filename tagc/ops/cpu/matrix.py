@@ -79,9 +79,9 @@ def _parts(message: Tensor, layout: MatrixLayout) -> tuple[Any, Any, Any, Any]:
 def _compile(bits: int, group: int, gradient: torch.dtype, residual: torch.dtype | None) -> None:
     """Run both once on the smallest input of these dtypes."""
     layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)
-    grad = torch.ones(1, 1, dtype=gradient)
-    left = None if residual is None else torch.zeros(1, 1, dtype=residual)
-    message = torch.empty(1, layout.words, dtype=torch.int32)
+    grad = torch.ones(1, 1, dtype=gradient, device="cpu")
+    left = None if residual is None else torch.zeros(1, 1, dtype=residual, device="cpu")
+    message = torch.empty(1, layout.words, dtype=torch.int32, device="cpu")
     quantize_matrix(grad, left, message, layout=layout, average=0.0)
     dequantize_matrix(message[None], grad, layout=layout, divisor=1)
 

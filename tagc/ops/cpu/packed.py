@@ -203,12 +203,12 @@ def _compile(
         low_bits=low_bits,
         values=BlockLayout(numel=group, bits=bits, block=MIN_BLOCK),
     )
-    grad = torch.ones(1, layout.numel, dtype=gradient)
-    left = None if residual is None else torch.zeros(1, layout.numel, dtype=residual)
-    message = torch.empty(1, layout.words, dtype=torch.int32)
-    bitmap = torch.empty(1, layout.bitmap_words, dtype=torch.int32)
-    one = torch.ones(1, dtype=torch.float32)
-    counts = torch.empty(1, 4, dtype=torch.int32)
+    grad = torch.ones(1, layout.numel, dtype=gradient, device="cpu")
+    left = None if residual is None else torch.zeros(1, layout.numel, dtype=residual, device="cpu")
+    message = torch.empty(1, layout.words, dtype=torch.int32, device="cpu")
+    bitmap = torch.empty(1, layout.bitmap_words, dtype=torch.int32, device="cpu")
+    one = torch.ones(1, dtype=torch.float32, device="cpu")
+    counts = torch.empty(1, 4, dtype=torch.int32, device="cpu")
     for dtype in {torch.float32, *({gradient, residual} & {torch.bfloat16})}:
         select(grad.to(dtype), one, bitmap, counts, layout=layout)
     pack(grad, left, one, None, message, counts, layout=layout)

@@ -97,14 +97,20 @@ def decode(
 def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> None:
     """Run every kernel of encode and decode on small inputs."""
     symbol = SYMBOLS[name]
-    one, seed = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.int32)
-    counts, stats = torch.empty(1, COUNTS, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    one, seed = (
+        torch.ones(1, dtype=torch.float32, device="cpu"),
+        torch.zeros(1, dtype=torch.int32, device="cpu"),
+    )
+    counts, stats = (
+        torch.empty(1, COUNTS, dtype=torch.int32, device="cpu"),
+        torch.empty(2, dtype=torch.int32, device="cpu"),
+    )
     for groups in (32, 1024):  # direct, and with a table that is too small for all groups
         layout = plan_layout(groups * symbol.lanes, symbol, 1)
-        columns = torch.empty(1, layout.numel, dtype=gradient)
+        columns = torch.empty(1, layout.numel, dtype=gradient, device="cpu")
         left = None if residual is None else torch.zeros_like(columns, dtype=residual)
-        index = torch.empty(1, layout.index_words, dtype=torch.int32)
-        cells = torch.empty(1, layout.cells, dtype=symbol.dtype)
+        index = torch.empty(1, layout.index_words, dtype=torch.int32, device="cpu")
+        cells = torch.empty(1, layout.cells, dtype=symbol.dtype, device="cpu")
         # More groups than the capacity; then a support of groups that are not finite.
         for value, support in ((1.0, None), (torch.nan, torch.ones_like(index[:, :-1]))):
             encode(
@@ -136,8 +142,8 @@ def peel(
 ) -> tuple[Tensor, Tensor]:
     """See :meth:`tagc.ops.sketch.SketchOps.peel`."""
     keys = keys_of(words_of(index))
-    symbols = torch.zeros(layout.groups, dtype=cells.dtype)
-    stuck = torch.zeros(layout.groups, dtype=torch.bool)
+    symbols = torch.zeros(layout.groups, dtype=cells.dtype, device="cpu")
+    stuck = torch.zeros(layout.groups, dtype=torch.bool, device="cpu")
     if layout.direct:
         symbols.numpy()[keys] = read_cells(keys, cells.numpy())
     else:

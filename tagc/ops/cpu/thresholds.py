@@ -20,9 +20,9 @@ def steer(counts: Tensor, target: Tensor, max_boost: Tensor, scale: Tensor, stat
 
 @once_a_host
 def _compile() -> None:
-    one = torch.ones(1, dtype=torch.float32)
-    counts = torch.ones(1, 1, COUNTS, dtype=torch.int32)
-    steer(counts, one, one, one, torch.ones(STATES, 1, 1, dtype=torch.float32))
+    one = torch.ones(1, dtype=torch.float32, device="cpu")
+    counts = torch.ones(1, 1, COUNTS, dtype=torch.int32, device="cpu")
+    steer(counts, one, one, one, torch.ones(STATES, 1, 1, dtype=torch.float32, device="cpu"))
 
 
 def prepare_thresholds() -> None:
