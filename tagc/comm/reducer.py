@@ -97,8 +97,6 @@ class UnitReducer:
             rank=rank,
             stage=1 if plan.direction == "replicas" else 0,
         )
-        rules = [s.codec.feedback for s in plan.segments if s.codec.feedback is not None]
-        self._follows_dense = any(rule.follows_dense for rule in rules)
         self.second = None if plan.shots is None else SecondShot(plan, self._setup)
         self.gauge: NoiseGauge | None = None
         # Inside hosts in float32, whatever FSDP reduces: there may be many of them.
@@ -265,7 +263,7 @@ class UnitReducer:
             self._lockstep.check(group, 0, self.counters.all_steps)
             self.counters.steps += 1
             with failing_in(self._lockstep.what, group):
-                self._reduce_densely(out, inp, None, group, op, native, part)
+                self._reduce_densely(out, inp, None, group, op, native)
 
     def _reduce_all(
         self,
@@ -428,11 +426,6 @@ class UnitReducer:
         for codec, message in split_message(received, self.codecs.values()):
             codec.decode(message, out, exchange, divisor)
 
-    def after_dense(self, out: Tensor) -> None:
-        """Instead of both, after a dense reduction to ``out`` ``[S]``, in the plan's columns."""
-        for codec in self.codecs.values():
-            codec.after_dense(out)
-
     def state(self, *, noise: bool | None = None) -> dict[str, Tensor]:
         """What the next reduction and the counters depend on, beside the residuals; names and
         shapes never change. Waits for what is in flight.
@@ -480,7 +473,6 @@ class UnitReducer:
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         native: Native | None,
-        part: Part | None = None,
     ) -> None:
         if levels is not None or self.plan.for_all:
             work = (levels or BroadcastExchange(group, self._workspace)).sum_dense(out, grad)
@@ -491,14 +483,6 @@ class UnitReducer:
             work = (native or dense_reduce_scatter)(out, grad, group, op)
             work.wait()
         self.counters.native_bytes += work.wire_bytes
-        if part is not None:
-            return  # owners of what is compressed have no sum to follow
-        if self._flat is None:
-            self.after_dense(out)
-        elif self._follows_dense:
-            shard = self._flat.arrange_shard(out, group.rank())
-            self.after_dense(shard)
-            self._flat.restore(shard, out, group.rank())
 
 
 def _stamps(messages: Tensor, plan: UnitPlan) -> Tensor:

@@ -22,6 +22,15 @@ class Removed:
 
 REMOVED: tuple[Removed, ...] = (
     Removed("delta", "bits", 1, "write bits: 2, which sends 1 bit per element more"),
+    Removed(
+        "momentum",
+        "kind",
+        "momentum",
+        "write kind: residual, and give the optimizer its first momentum back",
+    ),
+    Removed("packed", "support", "own", "leave the key out"),
+    Removed("packed", "support", "shared", "leave the key out, or write kind: sketch"),
+    Removed("quantized", "bits", 2, "write kind: matrix with bits: 2 for gradients, or bits: 4"),
 )
 
 

@@ -14,7 +14,7 @@ class DeltaConfig(CodecConfig):
     Ranks keep a copy of the unit's parameters, those of a host together one, which holds what all
     others know of them; messages go once for every step of the optimizer, in the first forward
     after it, and nothing else leaves a host. 8 and 4 bits have a scale for every `block` elements;
-    2 and 1 bit have no code for zero, and scales of rows and columns, as the codec `matrix`.
+    2 bits have no code for zero, and scales of rows and columns, as the codec `matrix`.
     """
 
     kind: Literal["delta"] = "delta"
