@@ -1,8 +1,8 @@
 """What is compared: a codec and a feedback kind, and the optimizer that goes with them.
 
 Two families of optimizers: ``adam`` has its first momentum, as usual; ``average`` has none, and
-gets the moving average of gradients instead, which is what the feedback kind ``momentum`` hands
-out. Each has a dense baseline, and learning rates of its own.
+gets the moving average of gradients instead. Each has a dense baseline, and learning rates of its
+own.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Method:
     @property
     def family(self) -> str:
         """Whose dense baseline it is compared with."""
-        smooth = self.average or self.feedback.get("kind") == "momentum"
-        return "average" if smooth else "adam"
+        return "average" if self.average else "adam"
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -165,7 +164,6 @@ _ALL = (
     _stateless(4, "stochastic", 32),
     _stateless(4, "nearest"),
     _quantized(4, "average"),
-    _quantized(4, "momentum"),
     _TWO,
     _measured(_TWO),
     _BIT,
@@ -178,8 +176,6 @@ _ALL = (
     _stored(_EIGHTH, "int8"),
     _THIRTY_SECOND,
     _measured(_THIRTY_SECOND),
-    _quantized(2, "residual"),
-    _quantized(2, "momentum"),
     # TAGC's selection: elements one by one, values not visibly rounded.
     _packed(20, 16, "residual"),
     # Leads: the shares of a Gaussian's energy that its largest 20% and 5% have.
@@ -189,12 +185,10 @@ _ALL = (
     _packed(20, 16, "residual", 4, lead=0.65),
     _packed(20, 4, "residual"),
     _packed(20, 4, "residual", lead=0.65),
-    _packed(20, 4, "momentum"),
     _packed(5, 16, "residual"),
     _packed(5, 4, "residual"),
     _packed(5, 4, "residual", lead=0.28),
-    _packed(5, 4, "momentum"),
-    *(_changes(bits) for bits in (8, 4, 2, 1)),
+    *(_changes(bits) for bits in (8, 4, 2)),
     _changes(4, dithered=True),
     _changes(4, gathered="bfloat16"),
     _changes(4, gathered="bfloat16", dithered=True),

@@ -150,8 +150,6 @@ class _Unit:
         self._steps += 1
         if self._plan is None or not self._reducers or self._steps <= self._plan.warmup_steps:
             torch.mean(self._grads, 0, out=self._out)
-            for reducer, out in zip(self._reducers, self._out, strict=False):
-                reducer.after_dense(out)
         else:
             exchanges = [_ByHand(rank) for rank in range(W)]
             for rank, gauge in enumerate(self._gauges):

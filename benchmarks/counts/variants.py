@@ -16,7 +16,7 @@ def variants() -> list[Work]:
         Work(op="quantize", residual="float32"),
         Work(op="quantize", gradient="float32"),
         Work(op="quantize", bits=8, residual=None),
-        Work(op="quantize", bits=2, residual=None),
+        Work(op="quantize", bits=4, residual=None),
         Work(op="quantize", block=1024),
         # stateless.
         Work(op="quantize", block=32, residual=None, dithered=True),
@@ -24,7 +24,6 @@ def variants() -> list[Work]:
         Work(op="dequantize", rows=2),
         Work(op="dequantize", gradient="float32"),
         Work(op="dequantize", bits=8),
-        Work(op="dequantize", bits=2),
         # What owners do with a lead, as one-bit and its relatives have.
         Work(op="undo_lag", residual=None, rows=1, bits=0),
         # one-bit and two-bits, then half-bit and fifth-bit.

@@ -139,30 +139,22 @@ def _packed(setting: Setting, plan: PackedPlan, ops: Ops) -> dict[str, Any]:
     W, n = setting.world_size, setting.numel
     messages = torch.empty(W, layout.words, dtype=torch.int32)
     grads = setting.gradients(layout.group)
-    support, sent, union = None, torch.zeros(n), torch.zeros(n, dtype=torch.bool)
+    sent, union = torch.zeros(n), torch.zeros(n, dtype=torch.bool)
     for start in range(0, W, _ROWS):
         rows = torch.stack([next(grads) for _ in range(min(_ROWS, W - start))])
         R = len(rows)
         residual, threshold = torch.zeros_like(rows), torch.ones(R)
         counts = torch.empty(R, COUNTS, dtype=torch.int32)
-        if plan.shared and support is None:  # what the first rank, the owner, would select
-            support = torch.empty(1, layout.bitmap_words, dtype=torch.int32)
-            ops.select(rows[:1], threshold[:1], support, counts[:1], layout=layout)
-        shared = None if support is None else support.expand(R, -1).contiguous()
         into = messages[start : start + R]
-        ops.pack(rows, residual, threshold, shared, into, counts, layout=layout)
+        ops.pack(rows, residual, threshold, into, counts, layout=layout)
         for row in rows - residual:
             sent = sent + row
             union |= row != 0
     out = torch.empty(n)
-    own = None if support is None else support[0]
-    if support is not None:  # an index for the next step travels in this one
-        index = torch.empty(1, layout.index_words, dtype=torch.int32)
-        ops.write_index(support, index, layout=layout)
-    ops.unpack(messages, own, out, layout=layout, divisor=1)
+    ops.unpack(messages, out, layout=layout, divisor=1)
     _check_equal(out, sent)
     density = float(union.float().mean())
-    return {"union_density": density, "unresolved": None, "shared": plan.shared}
+    return {"union_density": density, "unresolved": None}
 
 
 def _quantized(setting: Setting, plan: QuantizedPlan, ops: Ops) -> dict[str, Any]:
@@ -215,21 +207,12 @@ def _shared_sketch(symbol: Any) -> Callable[[Setting], tuple[CodecPlan, Callable
     return make
 
 
-def _packed_by(support: Any) -> Callable[[Setting], tuple[CodecPlan, Callable]]:
-    def make(setting: Setting) -> tuple[CodecPlan, Callable]:
-        codec = PackedConfig(density=setting.density, bits=4, support=support)
-        return setting.plan(codec), _packed
-
-    return make
-
-
 CODECS: dict[str, Callable[[Setting], tuple[Any, Callable]]] = {
     "sketch": _as_planned,
     "sketch sized to the union": _union_sized,
     "sketch shared": _shared_sketch("auto"),
     "sketch int16x2 shared": _shared_sketch("int16x2"),
-    "packed int4": _packed_by("own"),
-    "packed int4 shared": _packed_by("shared"),
+    "packed int4": lambda s: (s.plan(PackedConfig(density=s.density, bits=4)), _packed),
     "quantized int4": lambda s: (s.plan(QuantizedConfig(bits=4)), _quantized),
     "dense bf16": lambda s: (s.plan(DenseConfig(wire="bfloat16")), _dense),
 }
