@@ -278,7 +278,7 @@ def matrix(bits, group, grad, residual, average, divisor, rows=64, columns=1024,
 
 
 def packed(bits, block, group, low, grad, residual, kind, divisor, numel=1 << 14, R=2) -> None:
-    """``kind``: room for ``some`` groups or ``all``, or for a ``support``."""
+    """``kind``: room for ``some`` groups or ``all``."""
     groups = -(-numel // group)
     capacity = groups if kind == "all" else groups // 2
     layout = PackedLayout(
@@ -287,13 +287,12 @@ def packed(bits, block, group, low, grad, residual, kind, divisor, numel=1 << 14
     )  # fmt: skip
     message = torch.empty(R, layout.words, dtype=torch.int32)
     marks = torch.empty(R, layout.bitmap_words, dtype=torch.int32)
-    support, counts = marks if kind == "support" else None, torch.empty(R, 4, dtype=torch.int32)
+    counts = torch.empty(R, 4, dtype=torch.int32)
     x, left = torch.empty(R, numel, dtype=grad), None
     if residual is not None:
         left = torch.empty(R, numel, dtype=residual)
-    ops.pack(x, left, torch.ones(R), support, message, counts, layout=layout)
-    given = None if support is None else support[0]
-    ops.unpack(message, given, torch.empty(numel, dtype=grad), layout=layout, divisor=divisor)
+    ops.pack(x, left, torch.ones(R), message, counts, layout=layout)
+    ops.unpack(message, torch.empty(numel, dtype=grad), layout=layout, divisor=divisor)
     if residual is None:
         ops.select(x, torch.ones(R), marks, counts, layout=layout)
         ops.write_index(marks, message[:, 2 : 2 + layout.index_words], layout=layout)
@@ -342,7 +341,7 @@ MATRICES = [
 PACKS = [
     (
         BITS[i % len(BITS)], BLOCK_SIZES[i % 8], group, (0, 1, 2, 4, 8, 16)[(i // 3 + i) % 6],
-        *dtypes, ("some", "support", "all")[i % 3], 2 + i // 2 % 2,
+        *dtypes, ("some", "all")[i // 6 % 2], 2 + i // 2 % 2,
     )
     for i, (dtypes, group) in enumerate(itertools.product(DTYPES, (1, 2, 4, 8, 16, 32)))
 ]  # fmt: skip

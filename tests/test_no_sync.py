@@ -86,7 +86,6 @@ PLANS = {
     "float32": lambda: unit_plan(2, symbol="float32"),
     "quantized": lambda: codec_plan(2, {"kind": "quantized"}, {"kind": "average"}),
     "packed": lambda: codec_plan(2, {"kind": "packed", "density": 0.1}),
-    "shared": lambda: codec_plan(2, {"kind": "packed", "density": 0.4, "support": "shared"}),
     "shared sketch": lambda: codec_plan(
         2, {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"}
     ),

@@ -7,11 +7,10 @@ from .scalar import widen
 
 
 @jit
-def load_groups(grad, residual, key, there, n, LANES: tl.constexpr, GIVEN: tl.constexpr):
+def load_groups(grad, residual, key, there, n, LANES: tl.constexpr):
     """x of groups of one destination.
 
-    A float32 residual holds x already, unless the marks were given; otherwise x is the sum of
-    gradient and residual, if any.
+    A float32 residual holds x already; otherwise x is the sum of gradient and residual, if any.
 
     Args:
         grad, residual: first element of the destination; residual may be None.
@@ -24,7 +23,7 @@ def load_groups(grad, residual, key, there, n, LANES: tl.constexpr, GIVEN: tl.co
     """
     j = key.to(tl.int64)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     inside = there[:, None] & (j < n)
-    if residual is not None and residual.dtype.element_ty == tl.float32 and not GIVEN:
+    if residual is not None and residual.dtype.element_ty == tl.float32:
         x = tl.load(residual + j, mask=inside, other=0.0)
     else:
         x = widen(tl.load(grad + j, mask=inside, other=0.0))

@@ -3,7 +3,7 @@
 :mod:`.select` (the one dense pass) marks groups, accumulates the residual and sets the poison word;
 :mod:`.trim` clears marks beyond the capacity; :mod:`.rank` and :mod:`.listing` list what is left;
 :mod:`.write_index` and :mod:`.values` write the message and the listed groups' residual. A bitmap
-that travels is made in the message itself. With a support, the marks are given instead.
+that travels is made in the message itself.
 
 Worked example (numel 8, groups of 2, capacity 2, threshold 3): x = (1, -4, 0, 1, 5, 0, 3, 3) has
 the sizes 4, 1, 5, 3, of which the capacity keeps 4 and 5: the header is (0, 2), the bitmap 0b0101,
@@ -34,7 +34,6 @@ def pack(
     grad: Tensor,
     residual: Tensor | None,
     threshold: Tensor,
-    support: Tensor | None,
     message: Tensor,
     counts: Tensor,
     *,
@@ -43,29 +42,24 @@ def pack(
     """See :meth:`tagc.ops.packed.PackedOps.pack`."""
     R = grad.shape[0]
     index = index_of(message, layout)
-    if support is not None:
-        bitmap = support
-    elif layout.low_bits:
+    if layout.low_bits:
         bitmap = buffer("marks", (R, layout.bitmap_words), torch.int32, grad.device, layout)
     else:
         bitmap = index
+    lanes, capacity = layout.group, layout.capacity
     select_groups(
-        grad, residual, threshold, None if support is not None else bitmap, message[:, POISON],
-        counts, lanes=layout.group, capacity=layout.capacity, support=support,
+        grad, residual, threshold, bitmap, message[:, POISON], counts,
+        lanes=lanes, capacity=capacity,
     )  # fmt: skip
-    if support is None:
-        trim(
-            grad, residual, bitmap, counts,
-            lanes=layout.group, capacity=layout.capacity, layout=layout,
-        )  # fmt: skip
+    trim(grad, residual, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
     ranks = rank(
         bitmap, layout.groups, "bitmap", layout=layout, step=LIST_WORDS,
         counts=counts[:, KEPT], header=message[:, KEPT_GROUPS],
     )  # fmt: skip
-    keys = list_groups(bitmap, ranks, layout.groups, capacity=layout.capacity, layout=layout)
-    if support is None and layout.low_bits:
+    keys = list_groups(bitmap, ranks, layout.groups, capacity=capacity, layout=layout)
+    if layout.low_bits:
         encode_index(keys, ranks, index, layout=layout)
-    quantize_values(grad, residual, keys, ranks, message, layout=layout, given=support is not None)
+    quantize_values(grad, residual, keys, ranks, message, layout=layout)
 
 
 @on_device_of("x")

@@ -5,9 +5,9 @@ scale, codes and what they leave are those of :mod:`.codes`; the residual become
 ``average * residual + (1 - average) * left`` in three roundings. A block with a non-finite x has
 the scale NaN, codes 0, and leaves its residual as it was.
 
-Worked example (bits 2, levels 1): a block with x = (4, -1, 3, 0, ...) has the scale 4 and the codes
-(1, 0, 1, 0, ...) and leaves (0, -1, -1, 0, ...); with average 0.75 and the old residual (2, 2, 2,
-2, ...), the residual becomes (1.5, 1.25, 1.25, 1.5, ...).
+Worked example (bits 4, levels 7): a block with x = (28, -7, 21, 2, ...) has the scale 4 and the
+codes (7, -2, 5, 0, ...) and leaves (0, 1, 1, 2, ...); with average 0.75 and the old residual (2, 2,
+2, 2, ...), the residual becomes (1.5, 1.75, 1.75, 2, ...).
 
 Scales are stored one by one, as int16: a word of two of them may belong to two programs. Where the
 number of blocks is odd, the first block past the last makes the padding. Every other access is 16

@@ -8,15 +8,13 @@ Worked example (2 lanes, threshold 3): gradient (1, -4, 0, 2, inf, 0) and residu
 5) make x = (2, -3 | 0, 2 | inf, 5): sizes 3, 2 and non-finite, bitmap 0b001, 1 above, 2 not zero,
 poison 1.
 
-The marks may also be given, as a support. Then a bitmap gets those of them that are finite; without
-one they are only counted, instead of the groups above the threshold.
+The marks may also be given, as a support. Then the bitmap gets those of them that are finite.
 
 The residual becomes x, except in non-finite groups, and except that a bfloat16 residual, which
-could not hold x exactly, keeps its old value in marked groups, as does any residual if given marks
-make no bitmap, so that non-finite groups have some: the sparse passes accumulate those again. Old
-values are written back rather than masked off, so that every access of the pass is 16 bytes wide;
-that takes rows that start 16-byte aligned and ``n`` divisible by 16, other segments go element by
-element.
+could not hold x exactly, keeps its old value in marked groups: the sparse passes accumulate those
+again. Old values are written back rather than masked off, so that every access of the pass is 16
+bytes wide; that takes rows that start 16-byte aligned and ``n`` divisible by 16, other segments go
+element by element.
 
 Where every group has a cell of its own, a direct sketch's, the pass writes these, too, and the
 residual keeps what they do not say (:mod:`.symbols`), so that nothing is left to do, see
@@ -68,22 +66,17 @@ def select_kernel(
     w = tl.arange(0, WORDS)
     size = tl.max(tl.reshape(magnitude(x), [WORDS, 32, LANES]), 2)  # [WORDS, 32]
     finite = size < 0x7F800000
+    above = finite & (size >= tl.load(threshold + d).to(tl.int32, bitcast=True))
+    chosen = above
     if support is not None:
         given = load_bitmap(support + d * support_stride, first + w, tl.cdiv(n, LANES))
-    if index is None:
-        chosen = bits_of(given)
-        count = popcount(given)
-    else:
-        above = finite & (size >= tl.load(threshold + d).to(tl.int32, bitcast=True))
-        chosen = above
-        if support is not None:
-            chosen = bits_of(given) & finite
-        elif EVERY:
-            chosen = finite & (size > 0)
-        word = word_of(chosen)
-        tl.store(index + (d * index_stride + first) + w, word, mask=w < words - first)
-        marked = popcount(word.to(tl.uint32, bitcast=True))
-        count = tl.sum(above.to(tl.int32), 1) if EVERY or support is not None else marked
+        chosen = bits_of(given) & finite
+    elif EVERY:
+        chosen = finite & (size > 0)
+    word = word_of(chosen)
+    tl.store(index + (d * index_stride + first) + w, word, mask=w < words - first)
+    marked = popcount(word.to(tl.uint32, bitcast=True))
+    count = tl.sum(above.to(tl.int32), 1) if EVERY or support is not None else marked
 
     row = counts + d * counts_stride
     if cells is not None:
@@ -111,7 +104,7 @@ def select_kernel(
                 tl.atomic_add(row + 3, clipped, sem="relaxed")
 
     if residual is not None:
-        holds_x: tl.constexpr = residual.dtype.element_ty == tl.float32 and index is not None
+        holds_x: tl.constexpr = residual.dtype.element_ty == tl.float32
         replace = finite if holds_x else finite & (chosen == 0)
         replace = tl.broadcast_to(replace[:, :, None], [WORDS, 32, LANES])
         new = narrow_finite(x, residual.dtype.element_ty)
@@ -128,7 +121,7 @@ def select_kernel(
             tl.store(poison + d * poison_stride, 1)
     tl.atomic_add(row, total & 0xFFF, sem="relaxed")
     tl.atomic_add(row + 1, nonzero, sem="relaxed")
-    if (support is not None and index is not None) or cells is not None:
+    if support is not None or cells is not None:
         tl.atomic_add(row + 2, tl.sum(marked, 0), sem="relaxed")
 
 
@@ -136,7 +129,7 @@ def select(
     grad: Tensor,
     residual: Tensor | None,
     threshold: Tensor,
-    index: Tensor | None,
+    index: Tensor,
     poison: Tensor | None,
     counts: Tensor,
     *,
@@ -150,20 +143,18 @@ def select(
 
     Args:
         grad: ``[W, n]``; residual: ``[W, n]`` or None.
-        threshold: ``[W]``; not read without an ``index``.
-        index: ``[W, words]``, bitmaps, written; None, with a support only.
+        threshold: ``[W]``.
+        index: ``[W, words]``, bitmaps, written.
         poison: ``[W]`` int32, written: 1 if a group is not finite, else 0; or None.
-        counts: ``[W, 4]`` int32, written: groups above the threshold (without an ``index``: in
-            the support), groups not zero, groups marked where there are support and ``index``,
-            or cells (else 0), groups with an element that was clipped, of those in cells.
+        counts: ``[W, 4]`` int32, written: groups above the threshold, groups not zero, groups
+            marked where there is a support, or cells (else 0), groups with an element that was
+            clipped, of those in cells.
         lanes: elements of a group.
         capacity: groups that may stay, see :mod:`.trim`; all may if there are not more.
         support: ``[W, words]``, given marks.
-        direct: cells to be written; then with an ``index``, and no residual or one in float32.
+        direct: cells to be written; then with no residual, or one in float32.
         put_off: ``[W]`` int32, where groups may go: with cells, those that are put off are added.
     """
-    bitmap = support if index is None else index
-    assert bitmap is not None
     if poison is not None:
         poison.zero_()
     counts.zero_()
@@ -173,11 +164,11 @@ def select(
     words = _TILE // (32 * lanes)
     # Without a residual nothing has to be found again.
     late = None if direct is None or residual is None else put_off
-    grid = (triton.cdiv(bitmap.shape[1], words), W)
+    grid = (triton.cdiv(index.shape[1], words), W)
     select_kernel[grid](
         grad, residual, threshold, support, index, poison, counts, *arguments(direct), late,
-        numel, bitmap.shape[1], grad.stride(0), 0 if residual is None else residual.stride(0),
-        0 if support is None else support.stride(0), 0 if index is None else index.stride(0),
+        numel, index.shape[1], grad.stride(0), 0 if residual is None else residual.stride(0),
+        0 if support is None else support.stride(0), index.stride(0),
         0 if poison is None else poison.stride(0), counts.stride(0), stride(direct),
         0 if late is None else late.stride(0),
         LANES=lanes, WORDS=words, EVERY=capacity >= triton.cdiv(numel, lanes),

@@ -84,7 +84,7 @@ def _prefix(histogram, capacity, DIGITS: tl.constexpr):
 @jit
 def _load(grad, residual, cells, unit, key, there, n, LANES: tl.constexpr):
     """:func:`load_groups` before anything is trimmed; and symbols, if there are cells."""
-    x, j, inside = load_groups(grad, residual, key, there, n, LANES, False)
+    x, j, inside = load_groups(grad, residual, key, there, n, LANES)
     symbol = tl.zeros_like(key)
     if cells is not None:
         WHOLE: tl.constexpr = cells.dtype.element_ty == tl.float32
@@ -230,7 +230,7 @@ def drop_kernel(
                 key = w * 32 + lowest_bit(word)
                 # Those that were put off, and others that send zeros, once more.
                 again = tl.load(cells + key, mask=word != 0, other=1) == 0
-                x, j, inside = load_groups(grad, residual, key, again, n, LANES, False)
+                x, j, inside = load_groups(grad, residual, key, again, n, LANES)
                 symbol, left = send(x, unit, levels, LANES, WHOLE)
                 tl.debug_barrier()
                 tl.store(residual + j, left, mask=inside)

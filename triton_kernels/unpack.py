@@ -125,39 +125,28 @@ def turn_of(layout: PackedLayout) -> tuple[int, int, bool]:
 
 
 @on_device_of("out")
-def unpack(
-    message: Tensor,
-    support: Tensor | None,
-    out: Tensor,
-    *,
-    layout: PackedLayout,
-    divisor: int,
-) -> None:
+def unpack(message: Tensor, out: Tensor, *, layout: PackedLayout, divisor: int) -> None:
     """See :meth:`tagc.ops.packed.PackedOps.unpack`."""
     if layout.numel == 0:
         return
     R, values = message.shape[0], layout.values
     index = index_of(message, layout)
-    if support is not None:
-        bitmap = support[None]
-    elif layout.low_bits:
+    if layout.low_bits:
         bitmap = buffer("received", (R, layout.bitmap_words), torch.int32, out.device, layout)
         read_index(index, bitmap, layout=layout)
     else:
         bitmap = index
     step = _TILE // (32 * layout.group)
     ranks = rank(bitmap, layout.groups, "bitmap", layout=layout, step=step)
-    # The support's marks and their ranks are the same for every message.
-    bitmap, offset, starts = (x.expand(R, -1) for x in (bitmap, ranks.offset, ranks.starts))
     received = values_of(message, layout)
     scales, codes = received.view(torch.int16), received[:, values.scale_words :]
     divide = divisor & (divisor - 1) != 0
     decoded, slots, whole = turn_of(layout)
     unpack_kernel[(triton.cdiv(layout.bitmap_words, step),)](
-        message[:, POISON], bitmap, offset, starts, scales, codes, out, layout.numel, R,
+        message[:, POISON], bitmap, ranks.offset, ranks.starts, scales, codes, out, layout.numel, R,
         layout.groups, layout.capacity, values.blocks,
         float(divisor) if divide else 1.0 / divisor, (1 << values.bits) - 1,
-        message.stride(0), bitmap.stride(0), offset.stride(0), starts.stride(0),
+        message.stride(0), bitmap.stride(0), ranks.offset.stride(0), ranks.starts.stride(0),
         scales.stride(0), codes.stride(0),
         GROUP=layout.group, BITS=values.bits, BLOCK=values.block, THREADS=32 * _WARPS, EACH=_EACH,
         VALUES=decoded, SLOTS=slots, WHOLE=whole, RANK_BLOCK=RANK_BLOCK, DIVIDE=divide,

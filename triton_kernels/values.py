@@ -1,9 +1,8 @@
 """Values: block-quantize the listed groups, one after the other, and leave the rest to them.
 
 Entry ``e`` of the values is element ``e % group`` of the listed group ``e // group``; entries past
-the list are zeros, and so are groups that are not finite (only given marks have such), whose
-residual stays as it was. Scales, codes and what they leave are those of :mod:`.codes`. Nothing but
-the listed groups' elements is touched.
+the list are zeros. Scales, codes and what they leave are those of :mod:`.codes`. Nothing but the
+listed groups' elements is touched.
 
 Worked example (groups of 2): the list 3, 9 makes the entries x[6], x[7], x[18], x[19], 0, 0, ...
 """
@@ -20,7 +19,7 @@ from .codes import blocks_and_warps, quantize_tile, store_message
 from .gather import load_groups
 from .jit import jit, tl
 from .rank import Ranks
-from .scalar import magnitude, narrow_finite
+from .scalar import narrow_finite
 
 # Elements per thread; each may need an address of its own.
 _EACH = 8
@@ -33,7 +32,6 @@ def values_kernel(
     grad, residual, keys, total, scales, codes, n, capacity, blocks,
     grad_stride, residual_stride, scales_stride, codes_stride,
     GROUP: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    GIVEN: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * BLOCKS
@@ -42,11 +40,7 @@ def values_kernel(
     key = tl.load(keys + r * capacity + slot, mask=listed, other=0)
     if residual is not None:
         residual += r * residual_stride
-    x, j, inside = load_groups(grad + r * grad_stride, residual, key, listed, n, GROUP, GIVEN)
-    if GIVEN:
-        finite = tl.max(magnitude(x), 1) < 0x7F800000
-        x = tl.where(finite[:, None], x, 0.0)
-        inside = inside & finite[:, None]
+    x, j, inside = load_groups(grad + r * grad_stride, residual, key, listed, n, GROUP)
     tile = tl.reshape(x, [BLOCKS, 32 // BITS, BLOCK * BITS // 32])
     scale, words, left, _finite = quantize_tile((tile,), BITS)
     store_message(
@@ -66,14 +60,12 @@ def quantize_values(
     message: Tensor,
     *,
     layout: PackedLayout,
-    given: bool,
 ) -> None:
     """Write the values of ``message`` ``[R, words]`` and the residual of the listed groups.
 
     Args:
         grad, residual: as :func:`.select.select` and :func:`.trim.trim` left them.
         keys: ``[R, capacity]``, the list.
-        given: whether the marks were given.
     """
     values = layout.values
     if values.blocks == 0:
@@ -85,6 +77,6 @@ def quantize_values(
         grad, residual, keys, ranks.total, scales, codes, layout.numel, layout.capacity,
         values.blocks, grad.stride(0), 0 if residual is None else residual.stride(0),
         scales.stride(0), codes.stride(0),
-        GROUP=layout.group, BITS=values.bits, BLOCKS=blocks, BLOCK=values.block, GIVEN=given,
+        GROUP=layout.group, BITS=values.bits, BLOCKS=blocks, BLOCK=values.block,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

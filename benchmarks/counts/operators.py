@@ -130,7 +130,7 @@ def _pack(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
         "keys": Hint(listed=True),
     }
     asked.note = f"{100 * kept / layout.groups:.3g}% of the groups above the threshold, evenly"
-    return lambda: ops.pack(x, residual, threshold, None, message, counts, layout=layout)
+    return lambda: ops.pack(x, residual, threshold, message, counts, layout=layout)
 
 
 def _unpack(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
@@ -152,7 +152,7 @@ def _unpack(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
 
     asked.results = {"unpack_kernel.run_start": start}
     asked.note = f"{100 * kept / layout.groups:.3g}% of the groups in every message, evenly"
-    return lambda: ops.unpack(message, None, out, layout=layout, divisor=R)
+    return lambda: ops.unpack(message, out, layout=layout, divisor=R)
 
 
 def _turns(layout: PackedLayout, kept: int) -> tuple[float, int]:

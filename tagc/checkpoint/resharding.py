@@ -6,9 +6,9 @@ those that have the parameter, and adds them up; ranks that nothing is left for 
 average then divides what was owed by the new number of ranks, like the gradients.) Across replicas
 the same holds for these, each of which has the parameter in shards.
 
-What the owner of a shard keeps (the average that it hands out with the feedback kind ``momentum``,
-or what was sent last, with a lead) is no debt, but in the units of the gradient itself: there every
-new replica takes the mean over the saved ones. (In rules for replicas they are all equal.)
+What the owner of a shard keeps (what was sent last, with a lead) is no debt, but in the units of
+the gradient itself: there every new replica takes the mean over the saved ones. (In rules for
+replicas they are all equal.)
 FSDP1 cuts parameters anywhere, so there it is saved, and fitted together, by elements.
 
 With tensor parallelism every sharding group has a box of a parameter, and all of the above holds
@@ -39,6 +39,8 @@ Holdings = Mapping[int, Mapping[str, ParamLocation]]
 
 _OWED_BY_OWNERS = f"{OWNER_RESIDUAL}."
 _OWNED = (*(f"{kind}." for kind in OWNER_STATES), _OWED_BY_OWNERS)
+# What owners kept with a kind of feedback that was removed: read to say that it is dropped.
+_REMOVED = ("average.",)
 
 
 @dataclass(kw_only=True)
@@ -81,7 +83,7 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
     old: dict[str, list[Saved]] = {}
     for saved_rank in sorted(source.headers()):
         for full, (_, shape) in source.shapes(saved_rank).items():
-            if full.startswith(("residual.", *_OWNED)):
+            if full.startswith(("residual.", *_OWNED, *_REMOVED)):
                 name, part = split_suffix(full)
                 saved = Saved(rank=saved_rank, name=full, part=part, shape=shape)
                 old.setdefault(name, []).append(saved)

@@ -35,10 +35,9 @@ class UnitState:
         return f"unit.{self.direction}.{self.reducer.plan.info.name or '(root)'}"
 
     def residuals(self) -> Iterator[tuple[str, ParamLocation, Tensor]]:
-        """Name of what is saved, place, and the segment's residual, of every parameter; and what
-        the owner of a shard keeps: the moving ``average`` that it hands out with the feedback kind
-        ``momentum``, and with a lead what was ``sent`` last (neither could do for the other); and
-        of two shots across replicas what it owes of the sum, as the owner of a slice."""
+        """Name of what is saved, place, and the segment's residual, of every parameter; with a
+        lead what was ``sent`` last, which the owner of a shard keeps; and of two shots across
+        replicas what it owes of the sum, as the owner of a slice."""
         yield from self._named(self.reducer.residuals, self.reducer.owner_residuals)
 
     @contextmanager

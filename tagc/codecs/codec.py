@@ -192,12 +192,6 @@ class Codec(Generic[P]):
         not finite or at the edge of their dtype; boolean, ``[]``. None if it carries all."""
         return None
 
-    def after_dense(self, out: Tensor) -> None:
-        """After a dense reduction to ``out`` ``[S]``, in the warm-up: let what owners keep follow,
-        and write to ``out`` what the optimizer gets."""
-        for part in self.parts:
-            part.feedback.after_dense(out[part.columns])
-
     def skip(self, steps: int) -> None:
         """Go on as if so many encodings had been made elsewhere."""
 

@@ -100,11 +100,6 @@ class Coder:
         for codec, words in self.split(received):
             codec.decode(words, out, exchange, divisor)
 
-    def after_dense(self, out: Tensor) -> None:
-        """See :meth:`Codec.after_dense`."""
-        for codec in self.codecs.values():
-            codec.after_dense(out)
-
     def encode_rows(self, rows: Tensor, messages: Tensor) -> None:
         """Write a message about each of ``rows`` ``[n, S]``, without an exchange."""
         for codec, words in self.split(messages):

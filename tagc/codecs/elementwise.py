@@ -23,7 +23,7 @@ class ElementwiseCodec(Codec[P]):
         super().__init__(segments, setup)
         self.steps = 0
         for part in self.parts:
-            self._prepare(part, part.feedback.gradient_dtype(setup.dtype))
+            self._prepare(part, setup.dtype)
 
     def _prepare(self, part: Part[P], gradient: torch.dtype) -> None:
         """Compile the operators for gradients of a dtype."""
@@ -46,7 +46,8 @@ class ElementwiseCodec(Codec[P]):
     def encode_rows(self, rows: Tensor, message: Tensor) -> None:
         """See :meth:`Codec.encode_rows`."""
         for part in self.parts:
-            with part.feedback.opened(rows[:, part.columns], self.steps) as (gradient, residual):
+            gradient = rows[:, part.columns]
+            with part.feedback.opened(gradient, self.steps) as residual:
                 self._quantize(part, gradient, residual, message[:, part.words])
         self.steps += 1
 

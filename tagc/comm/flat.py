@@ -76,19 +76,6 @@ class FlatRows:
             [shard[c.column : c.column + c.length] for c in copies],
         )
 
-    def arrange_shard(self, out: Tensor, row: int) -> Tensor:
-        """What :meth:`restore` would have written ``out`` from, until the next call."""
-        shard = self.shard_buffer(out.dtype)
-        for other, columns in self._unused:
-            if other == row:
-                shard[columns].zero_()
-        copies = self._copies[row]
-        _copy(
-            [shard[c.column : c.column + c.length] for c in copies],
-            [out[c.start : c.start + c.length] for c in copies],
-        )
-        return shard
-
     def _numbered(self) -> list[tuple[int, _Copy]]:
         return [(row, copy) for row, copies in enumerate(self._copies) for copy in copies]
 

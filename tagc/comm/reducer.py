@@ -95,8 +95,6 @@ class UnitReducer:
             rank=rank,
             stage=1 if plan.direction == "replicas" else 0,
         )
-        rules = [s.codec.feedback for s in plan.segments if s.codec.feedback is not None]
-        self._follows_dense = any(rule.follows_dense for rule in rules)
         self.second = None if plan.shots is None else SecondShot(plan, self._setup)
         self.gauge: NoiseGauge | None = None
         # Inside hosts in float32, whatever FSDP reduces: there may be many of them.
@@ -266,7 +264,7 @@ class UnitReducer:
             self._lockstep.check(group, 0, self.counters.all_steps)
             self.counters.steps += 1
             with failing_in(self._lockstep.what, group):
-                self._reduce_densely(out, inp, None, group, op, native, part)
+                self._reduce_densely(out, inp, None, group, op, native)
 
     def _reduce_all(
         self,
@@ -455,7 +453,6 @@ class UnitReducer:
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         native: Native | None,
-        part: Part | None = None,
     ) -> None:
         if levels is not None or self.plan.for_all:
             work = (levels or BroadcastExchange(group, self._workspace)).sum_dense(out, grad)
@@ -466,14 +463,6 @@ class UnitReducer:
             work = (native or dense_reduce_scatter)(out, grad, group, op)
             work.wait()
         self.counters.native_bytes += work.wire_bytes
-        if part is not None:
-            return  # owners of what is compressed have no sum to follow
-        if self._flat is None:
-            self.coder.after_dense(out)
-        elif self._follows_dense:
-            shard = self._flat.arrange_shard(out, group.rank())
-            self.coder.after_dense(shard)
-            self._flat.restore(shard, out, group.rank())
 
 
 def _stamps(messages: Tensor, plan: UnitPlan) -> Tensor:

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-BITS = (2, 4, 8, 16)
+BITS = (4, 8, 16)
 MIN_BLOCK, MAX_BLOCK = 32, 4096
 # Blocks whose scale would be smaller send zeros: the scale's inverse must be finite.
 MIN_SCALE = 2.0**-126

@@ -133,7 +133,6 @@ class PackedOps(Protocol):
         grad: Tensor,
         residual: Tensor | None,
         threshold: Tensor,
-        support: Tensor | None,
         message: Tensor,
         counts: Tensor,
         *,
@@ -143,12 +142,11 @@ class PackedOps(Protocol):
 
         Per row with ``x = float32(grad) + float32(residual)``:
 
-        1. without a ``support``, groups are selected as the sketch does: largest ``|x|`` of at
-           least ``threshold``; of more than ``capacity`` the largest stay, ties to the lower
-           index; a capacity for all groups selects every non-zero one. With a ``support``, its
-           groups are kept, and no others;
-        2. a group with a non-finite ``x`` is not kept without a support, and sends zeros with one;
-           its residual stays as it was and the poison word is set;
+        1. groups are selected as the sketch does: largest ``|x|`` of at least ``threshold``; of
+           more than ``capacity`` the largest stay, ties to the lower index; a capacity for all
+           groups selects every non-zero one;
+        2. a group with a non-finite ``x`` is not kept, its residual stays as it was, and the poison
+           word is set;
         3. the kept groups' ``x`` in a row, padded with zeros to ``capacity`` groups, are quantized
            in blocks as :meth:`tagc.ops.blocks.BlockOps.quantize` does; the residual keeps
            ``x - q * s``, and ``x`` of every other group, rounded to nearest even in its dtype
@@ -157,23 +155,14 @@ class PackedOps(Protocol):
         Args:
             grad: ``[R, numel]`` float32, bfloat16 or float16.
             residual: ``[R, numel]`` float32 or bfloat16, updated in place; None for no feedback.
-            threshold: ``[R]`` float32, positive; not read with a support.
-            support: ``[R, bitmap_words]`` int32 with at most ``capacity`` groups in a row, or None.
-            message: ``[R, words]`` int32, written; with a support all but its index.
-            counts: ``[R, 4]`` int32, written: groups above the threshold (with a support: in it),
-                finite groups that are not all zero, groups kept, 0.
+            threshold: ``[R]`` float32, positive.
+            message: ``[R, words]`` int32, written.
+            counts: ``[R, 4]`` int32, written: groups above the threshold, finite groups that are
+                not all zero, groups kept, 0.
         """
         ...
 
-    def unpack(
-        self,
-        message: Tensor,
-        support: Tensor | None,
-        out: Tensor,
-        *,
-        layout: PackedLayout,
-        divisor: int,
-    ) -> None:
+    def unpack(self, message: Tensor, out: Tensor, *, layout: PackedLayout, divisor: int) -> None:
         """Add up the messages of all ranks into this rank's shard.
 
         Products ``q * s`` are exact in float32; they are added in float32 in the order of ``r``,
@@ -182,7 +171,6 @@ class PackedOps(Protocol):
 
         Args:
             message: ``[R, words]`` int32.
-            support: ``[bitmap_words]`` int32, what all ranks kept; None: each message's own index.
             out: ``[numel]`` float32, bfloat16 or float16, written.
         """
         ...

@@ -21,12 +21,10 @@ from tagc.codecs.feedback import (
     ErrorFeedback,
     FeedbackRule,
     LeadFeedback,
-    MomentumFeedback,
 )
 from tagc.codecs.matrix.plan import MatrixPlan
 from tagc.codecs.packed.plan import PackedPlan
 from tagc.codecs.quantized.plan import QuantizedPlan
-from tagc.codecs.selection.plan import SelectingPlan
 from tagc.codecs.sketch.plan import SketchPlan
 from tagc.ops.blocks import BlockLayout
 from tagc.plan.unit_plan import Segment, TwoShots, UnitPlan
@@ -132,7 +130,7 @@ def _kind(plan: CodecPlan) -> tuple[str, dict[str, Any]]:
                 "partition": layout.partition,
             }
             sizes = {"layout": table, "capacity": plan.capacity, "levels": plan.levels}
-            return "sketch", _selection(plan) | sizes
+            return "sketch", {"target": plan.target, "shared": plan.shared} | sizes
         case PackedPlan():
             packed = {
                 "numel": plan.layout.numel,
@@ -141,7 +139,8 @@ def _kind(plan: CodecPlan) -> tuple[str, dict[str, Any]]:
                 "low_bits": plan.layout.low_bits,
                 "values": _blocks(plan.layout.values),
             }
-            return "packed", _selection(plan) | {"layout": packed}
+            # `shared` is of an option that was removed.
+            return "packed", {"target": plan.target, "shared": False, "layout": packed}
         case QuantizedPlan():
             return "quantized", {
                 "layout": _blocks(plan.layout),
@@ -168,10 +167,6 @@ def _kind(plan: CodecPlan) -> tuple[str, dict[str, Any]]:
     raise AssertionError(f"{type(plan).__name__} has no canonical form")
 
 
-def _selection(plan: SelectingPlan) -> dict[str, Any]:
-    return {"target": plan.target, "shared": plan.shared}
-
-
 def _blocks(layout: BlockLayout) -> dict[str, Any]:
     return {"numel": layout.numel, "bits": layout.bits, "block": layout.block}
 
@@ -183,8 +178,6 @@ def _feedback(rule: FeedbackRule) -> dict[str, Any]:
             return stored
         case AverageFeedback():
             return stored | {"beta": rule.beta, "reset_steps": rule.reset_steps}
-        case MomentumFeedback():
-            return stored | {"rate": rule.rate}
         case LeadFeedback():
             return stored | {"lead": rule.lead}
     raise AssertionError(f"{type(rule).__name__} has no canonical form")

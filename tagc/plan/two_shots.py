@@ -80,9 +80,6 @@ def why_one_shot(unit: UnitPlan) -> str | None:
         return "sums may leave the range of float16"
     if any(param.dim != 0 for param in unit.info.params):
         return "parameters are sharded in another dimension than the first"
-    rules = [s.codec.feedback for s in unit.segments if s.codec.feedback is not None]
-    if unit.warmup_steps and any(rule.follows_dense for rule in rules):
-        return "its feedback follows the dense sums of the warm-up, which have no owners"
     return None
 
 

@@ -81,7 +81,7 @@ def _codec(codec: CodecConfig) -> dict[str, Any]:
                 "bits": codec.bits,
                 "group": codec.group,
                 "block": codec.block,
-                "support": codec.support,
+                "support": "own",  # of an option that was removed
                 "warmup_steps": codec.warmup_steps,
             }
         case QuantizedConfig():
@@ -126,6 +126,6 @@ def _feedback(feedback: FeedbackConfig) -> dict[str, Any]:
         "dtype": feedback.dtype,
         "beta": feedback.beta,
         "reset_steps": feedback.reset_steps,
-        "rate": feedback.rate,
+        "rate": 0.1,  # of a kind that was removed
         "lead": feedback.lead,
     }

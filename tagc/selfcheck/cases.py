@@ -186,12 +186,10 @@ def _share_of(layout: PackedLayout | SketchLayout, capacity: int) -> float:
 def _pack(m: _Maker) -> Case:
     layout, R = small_packed(m.call.option("layout")), _DESTINATIONS
     grad = m.values(R, layout.numel, dtype=m.call.dtype("grad"))
-    given = m.call.given("support") is not None
     tensors = {
         "grad": m.spoilt(grad),
         "residual": m.optional(R, layout.numel, dtype=m.call.given("residual")),
         "threshold": m.threshold(grad, _share_of(layout, layout.capacity) / layout.group),
-        "support": m.bits(R, layout.groups, layout.capacity) if given else None,
         "message": m.garbage(R, layout.words),
         "counts": m.garbage(R, COUNTS),
     }
@@ -210,23 +208,19 @@ def _select(m: _Maker) -> Case:
     return m.case(tensors, ["bitmap", "counts"], layout=layout)
 
 
-def _messages(m: _Maker, layout: PackedLayout, R: int, support: Tensor | None) -> Tensor:
+def _messages(m: _Maker, layout: PackedLayout, R: int) -> Tensor:
     x = m.values(R, layout.numel, dtype=torch.float32)
     message, counts = m.garbage(R, layout.words), m.garbage(R, COUNTS)
     threshold = m.threshold(x, 0.9 * _share_of(layout, layout.capacity) / layout.group)
-    m.reference.pack(x, None, threshold, support, message, counts, layout=layout)
+    m.reference.pack(x, None, threshold, message, counts, layout=layout)
     return message
 
 
 def _unpack(m: _Maker) -> Case:
     layout = small_packed(m.call.option("layout"))
     (R,) = m.call.rows
-    given = m.call.given("support") is not None
-    support = m.bits(1, layout.groups, layout.capacity) if given else None
-    every = None if support is None else support.expand(R, -1)
-    tensors = {
-        "message": _messages(m, layout, R, every),
-        "support": None if support is None else support[0],
+    tensors: dict[str, Tensor | None] = {
+        "message": _messages(m, layout, R),
         "out": m.garbage(layout.numel, dtype=m.call.dtype("out")),
     }
     return m.case(tensors, ["out"], layout=layout)
@@ -244,7 +238,7 @@ def _write_index(m: _Maker) -> Case:
 def _read_index(m: _Maker) -> Case:
     layout, R = small_packed(m.call.option("layout")), m.call.rows[0]
     tensors: dict[str, Tensor | None] = {
-        "index": index_of(_messages(m, layout, R, None), layout).clone(),
+        "index": index_of(_messages(m, layout, R), layout).clone(),
         "bitmap": m.garbage(R, layout.bitmap_words),
     }
     return m.case(tensors, ["bitmap"], layout=layout)

@@ -85,14 +85,13 @@ def _packed(group: int, density: float, dtypes, divisor: int) -> Iterator[Call]:
     layout = plan_packed(
         numel, capacity=int(density * groups), group=group, bits=4 if group > 2 else 8
     )
-    for support in (None, _I32):
-        tensors = (
-            ("grad", gradient), ("residual", residual), ("threshold", _F32), ("support", support),
-            ("message", _I32), ("counts", _I32),
-        )  # fmt: skip
-        yield Call("pack", (2,), tensors, (("layout", layout),))
-        tensors = (("message", _I32), ("support", support), ("out", gradient))
-        yield Call("unpack", (8,), tensors, (("layout", layout), ("divisor", divisor)))
+    tensors = (
+        ("grad", gradient), ("residual", residual), ("threshold", _F32), ("message", _I32),
+        ("counts", _I32),
+    )  # fmt: skip
+    yield Call("pack", (2,), tensors, (("layout", layout),))
+    tensors = (("message", _I32), ("out", gradient))
+    yield Call("unpack", (8,), tensors, (("layout", layout), ("divisor", divisor)))
     tensors = (("x", residual or _F32), ("threshold", _F32), ("bitmap", _I32), ("counts", _I32))
     yield Call("select", (2,), tensors, (("layout", layout),))
     for operator in ("write_index", "read_index"):

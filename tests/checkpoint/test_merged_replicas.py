@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ import tagc
 from support.distributed import on_ranks
 from support.states import (
     LEAD,
-    POLICIES,
     QUANTIZED,
     Stored,
     residual_sums,
@@ -21,9 +21,11 @@ from support.states import (
     shared_folder,
     wrapped,
 )
+from tagc.checkpoint import unit_state
 from tagc.checkpoint.locations import ParamLocation
 from tagc.checkpoint.resharding import merged, plan_merge
 from tagc.checkpoint.suffix import Elements
+from tagc.codecs.feedback import LeadFeedback
 from tagc.plan import UnitParam
 
 
@@ -129,12 +131,19 @@ def test_every_copy_keeps_the_mean_of_the_copies(
 
 @on_ranks(2)
 def test_an_average_does_not_do_for_what_was_sent(rank: int, world_size: int) -> None:
-    """Forced from feedback `momentum` to a lead, which starts without a last sum."""
-    model = wrapped(POLICIES["quantized momentum"])
+    """Forced from feedback `momentum`, which an earlier version had, to a lead, which then starts
+    without a last sum."""
+    model = wrapped(rules(QUANTIZED, LEAD | {"lead": 0.5}))
     run(model, rank, range(2))
     other = wrapped(rules(QUANTIZED, LEAD))
     with shared_folder() as folder:
-        tagc.compressor(model).save(folder)
+        with (
+            patch.object(LeadFeedback, "owner_state", "average"),
+            patch.object(unit_state, "OWNER_STATES", ("average",)),
+        ):
+            tagc.compressor(model).save(folder)
+        with pytest.raises(tagc.StateError, match="saved with policy"):
+            tagc.compressor(other).load(folder)
         with pytest.warns(UserWarning, match="average of gradients of first.0.weight"):
             tagc.compressor(other).load(folder, force=True)
     state = residual_sums(other)

@@ -74,7 +74,7 @@ MORE, FEWER = (2, 3), (4, 2)
                     "quantized average",
                     "packed bfloat16",
                     "sketch shared",
-                    "quantized momentum",
+                    "packed lead",
                     "matrix lead",
                 ]
             )

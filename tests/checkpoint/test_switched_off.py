@@ -80,7 +80,7 @@ def test_ranks_must_agree_on_the_switch(rank: int, world_size: int) -> None:
 
 @pytest.mark.some(1)
 @on_ranks(2)
-@pytest.mark.parametrize("policy", ["sketch shared", "packed shared", "parameters"])
+@pytest.mark.parametrize("policy", ["sketch shared", "packed", "parameters"])
 def test_removed_is_native(rank: int, world_size: int, policy: str) -> None:
     """After steps of every kind of traffic, `remove` leaves nothing behind."""
     model, native = wrapped(POLICIES[policy]), sharded()

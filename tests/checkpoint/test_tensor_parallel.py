@@ -47,11 +47,11 @@ def rules(codec: dict[str, Any], feedback: dict[str, Any] | None = None, **more:
 CHANGES = {"when": {"name": ["mlp.*", "head.weight"]}, "codec": {"kind": "delta", "bits": 4}}
 POLICIES = {
     "quantized": rules(QUANTIZED, {"kind": "residual"}),
-    "quantized momentum": rules(QUANTIZED, {"kind": "momentum", "rate": 0.25}),
+    "quantized lead": rules(QUANTIZED, LEAD),
     "quantized dithered": rules(QUANTIZED | {"rounding": "stochastic"}),
     "quantized none": rules(QUANTIZED, {"kind": "none"}),
     "matrix lead": rules(MATRIX, LEAD),
-    "packed shared": rules(PACKED | {"support": "shared"}),
+    "packed": rules(PACKED),
     "sketch": rules(SKETCH),
     "changes": rules(QUANTIZED, parameters=[CHANGES]),
 }
@@ -75,7 +75,7 @@ def owed(model: Any) -> Owed:
     for full, tensor in tagc.compressor(model).state_dict().items():
         name = full.split(".", 4)[-1]
         kind = name.split(".")[0]
-        if kind in ("residual", "sent", "average"):
+        if kind in ("residual", "sent"):
             parameter, whole = in_whole(name.split(".", 2)[2], tensor, SHAPES)
             duplicate = split_suffix(name)[1].duplicate or (0, 1)
             found[f"{kind} {parameter}"] = duplicate[0], whole
@@ -99,7 +99,7 @@ def totals(ranks: list[Owed]) -> dict[str, list[Tensor]]:
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("policy", "saver"),
-    in_turn(POLICIES, rare=["quantized dithered", "quantized none", "packed shared", "sketch"]),
+    in_turn(POLICIES, rare=["quantized dithered", "quantized none", "packed", "sketch"]),
 )
 def test_a_resumed_run_is_the_run_that_never_stopped(
     rank: int, world_size: int, saver: str, policy: str
@@ -190,10 +190,10 @@ def load_and_train(
     [
         ((2, 2), (4, 1), "quantized", "safetensors"),
         ((4, 1), (2, 2), "matrix lead", "dcp"),
-        ((2, 1), (2, 2), "quantized momentum", "safetensors"),
+        ((2, 1), (2, 2), "quantized lead", "safetensors"),
         slow((2, 2), (2, 1), "sketch", "dcp"),
-        slow((2, 2), (3, 1), "quantized momentum", "dcp"),
-        slow((3, 1), (2, 2), "packed shared", "safetensors"),
+        slow((2, 2), (3, 1), "quantized lead", "dcp"),
+        slow((3, 1), (2, 2), "packed", "safetensors"),
         slow((2, 3), (3, 2), "matrix lead", "safetensors"),
         slow((3, 2), (2, 2), "quantized", "dcp"),
     ],

@@ -24,9 +24,9 @@ def feedback(columns: int, destinations: int = 1, lead: float | None = None) -> 
 
 def encode(state: SegmentFeedback, gradient: Tensor, keep: Tensor | float) -> Tensor:
     """Send all but a share ``keep`` of what is owed."""
-    with state.opened(gradient) as (added, residual):
+    with state.opened(gradient) as residual:
         assert residual is not None
-        owed = added + residual
+        owed = gradient + residual
         residual.copy_(owed * keep)
         return owed - residual
 
@@ -93,7 +93,7 @@ def test_what_is_not_finite_leaves_no_trace() -> None:
     before = state.share.value.clone()
     wrong = ones.clone()
     wrong[0, 3] = math.inf
-    with state.opened(wrong) as (_, residual):
+    with state.opened(wrong) as residual:
         assert residual is not None
         residual.zero_()
     torch.testing.assert_close(state.share.value, before, rtol=0, atol=0)

@@ -34,7 +34,6 @@ CODECS: dict[str, dict[str, Any]] = {
     "bfloat16": {"kind": "dense", "wire": "bfloat16"},
     "quantized": {"kind": "quantized", "bits": 4, "block": 32},
     "packed": {"kind": "packed", "density": 0.3},
-    "packed shared": {"kind": "packed", "density": 0.9, "support": "shared"},
     "sketch": {"kind": "sketch", "density": 0.3},
     "sketch shared": {"kind": "sketch", "density": 0.9, "support": "shared", "symbol": "int32x1"},
 }

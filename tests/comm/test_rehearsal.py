@@ -28,7 +28,6 @@ WEIGHTS = {"name": ["first*weight", "second*weight", "head.weight"]}
 RESIDUAL = {"kind": "residual"}
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
     "packed": ({"kind": "packed", "density": 0.3}, RESIDUAL, None),
-    "shared": ({"kind": "packed", "density": 0.9, "support": "shared"}, RESIDUAL, None),
     "quantized": (
         {"kind": "quantized", "bits": 4, "block": 32},
         RESIDUAL | {"dtype": "int8"},

@@ -27,7 +27,10 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "sketch": ({"kind": "sketch", "density": 0.3}, NUMBER),
     "packed": ({"kind": "packed", "density": 0.3}, NUMBER),
-    "shared": ({"kind": "packed", "density": 0.9, "support": "shared"}, NUMBER),
+    "shared": (
+        {"kind": "sketch", "density": 0.9, "support": "shared", "symbol": "int32x1"},
+        NUMBER,
+    ),
 }
 
 

@@ -21,7 +21,6 @@ EXACT: Any = {"rtol": 0, "atol": 0}
 CODECS: dict[str, dict[str, Any]] = {
     "quantized": {"kind": "quantized", "bits": 8, "block": 64},
     "packed": {"kind": "packed", "density": 0.3, "bits": 8},
-    "shared": {"kind": "packed", "density": 0.3, "bits": 8, "support": "shared"},
     "sketch": {"kind": "sketch", "density": 0.3, "symbol": "int16x2"},
     "shared sketch": {"kind": "sketch", "density": 0.3, "symbol": "int16x2", "support": "shared"},
 }

@@ -147,7 +147,7 @@ def test_what_is_not_finite_is_seen_by_all_copies(rank: int, world_size: int, co
         {"kind": "none"},
         {"kind": "residual", "dtype": "int8"},
         {"kind": "average", "beta": 0.5, "reset_steps": 3, "dtype": "bfloat16"},
-        {"kind": "momentum", "rate": 0.25},
+        {"kind": "residual", "lead": 0.5},
     ],
 )
 def test_every_feedback_goes_on_from_its_state(
@@ -173,7 +173,7 @@ def test_every_feedback_goes_on_from_its_state(
                 assert stored.any()
         stored = (*own.values(), *of_sums.values(), *other.owner_states.values())
     assert bool(own) == bool(of_sums) == (kind != "none")
-    assert bool(other.owner_states) == (kind == "momentum")
+    assert bool(other.owner_states) == ("lead" in feedback)
     if feedback.get("dtype") != "int8":
         planned_bytes = sum(map(plan.stored_bytes, plan.segments))
         assert planned_bytes == sum(t.numel() * t.element_size() for t in stored)

@@ -320,7 +320,6 @@ def test_fsdp1(rank: int, world_size: int) -> None:
         ({"level": 3}, None, "level: must be less than or equal to 2, not 3"),
         ({}, {"kind": "residual", "lead": 0}, "lead: must be greater than or equal to 0.05"),
         ({}, {"kind": "average", "lead": 0.5}, "lead: only the kind 'residual' has them"),
-        ({}, {"kind": "momentum", "lead": 0.5}, "lead: only the kind 'residual' has them"),
         ({}, {"kind": "none", "lead": 0.5}, "lead: only the kind 'residual' has them"),
     ],
 )

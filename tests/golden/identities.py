@@ -40,7 +40,7 @@ def _in(wrap: Any, base: dict[str, Any], **options: Any) -> Iterator[tuple[str, 
         yield key, (wrap(base), wrap(base | {key: value}))
 
 
-_AVERAGE, _MOMENTUM = {"kind": "average"}, {"kind": "momentum"}
+_AVERAGE = {"kind": "average"}
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     f"{name}.{key}": pair
     for name, found in {
@@ -64,7 +64,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             ("kind", (_owing({"kind": "residual"}), _owing({"kind": "none"}))),
             *_in(_owing, {"kind": "residual"}, dtype="int8", lead=0.65),
             *_in(_owing, _AVERAGE, beta=0.5, reset_steps=512),
-            *_in(_owing, _MOMENTUM, rate=0.25),
             ("lead measured", (_owing({"lead": 0.65}), _owing({"lead": "measured"}))),
         ],
         "MatrixConfig": [
@@ -80,7 +79,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 bits=4,
                 group=8,
                 block=64,
-                support="shared",
                 warmup_steps=3,
             ),
         ],
@@ -120,7 +118,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "Rule": [
             ("when", (_when(), _when(role="mlp"))),
             ("codec", (_rule({"kind": "dense"}), _rule({"kind": "matrix"}))),
-            ("feedback", (_owing({"kind": "average"}), _owing({"kind": "momentum"}))),
+            ("feedback", (_owing({"kind": "average"}), _owing({"kind": "residual"}))),
         ],
         "ParameterRule": [
             (

@@ -35,7 +35,6 @@ NONE, RESIDUAL = {"kind": "none"}, {"kind": "residual"}
 BFLOAT16, INT8 = RESIDUAL | {"dtype": "bfloat16"}, RESIDUAL | {"dtype": "int8"}
 AVERAGE = {"kind": "average", "beta": 0.75, "reset_steps": 2, "dtype": "bfloat16"}
 LEAD, MEASURED = RESIDUAL | {"lead": 0.5}, BFLOAT16 | {"lead": "measured"}
-MOMENTUM = {"kind": "momentum", "rate": 0.25}
 SKETCH, PACKED = ({"kind": kind, "density": 0.2} for kind in ("sketch", "packed"))
 QUANTIZED, MATRIX, DELTA = ({"kind": kind} for kind in ("quantized", "matrix", "delta"))
 SHARED, CHANCE = {"support": "shared"}, {"rounding": "stochastic"}
@@ -52,9 +51,6 @@ GRADIENTS: dict[str, Case] = {
     "packed 4 lead": (PACKED | {"bits": 4}, LEAD),
     "packed 8 groups of 4": (PACKED | {"group": 4}, BFLOAT16),
     "packed 16 sparse": (PACKED | {"bits": 16, "block": 64, "density": 0.02}, INT8),
-    "packed shared": (PACKED | SHARED, RESIDUAL),
-    "packed momentum": (PACKED, MOMENTUM),
-    "quantized 2": (QUANTIZED | {"bits": 2, "block": 32}, RESIDUAL),
     "quantized 4 average": (QUANTIZED, AVERAGE),
     "quantized 4 chance": (QUANTIZED | {"block": 32} | CHANCE, NONE),
     "quantized 8": (QUANTIZED | {"bits": 8}, BFLOAT16),
@@ -76,7 +72,6 @@ REPLICAS = (
 PARAMETERS: dict[str, dict[str, Any]] = {
     "quantized 4": QUANTIZED | {"bits": 4},
     "quantized 8": QUANTIZED | {"bits": 8},
-    "delta 1": DELTA | {"bits": 1},
     "delta 2": DELTA | {"bits": 2},
     "delta 4": DELTA,
     "delta 4 chance": DELTA | CHANCE,
@@ -119,7 +114,7 @@ def _plan(
     ranks: int, dtype: torch.dtype, case: Case, direction: Direction = "gradients"
 ) -> UnitPlan:
     codec, feedback = case
-    make = matrix_plan if codec["kind"] == "matrix" or codec.get("bits") in (1, 2) else codec_plan
+    make = matrix_plan if codec["kind"] == "matrix" or codec.get("bits") == 2 else codec_plan
     return make(ranks, codec, feedback, dtype, direction)
 
 

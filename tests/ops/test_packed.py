@@ -25,7 +25,6 @@ from support.packed_cases import (
     Case,
     Packed,
     both,
-    index_of,
     layout_of,
     make_case,
     pack,
@@ -48,9 +47,7 @@ def check_against_oracle(case: Case, got: Packed) -> None:
         ]
         nonzero = [g for g in range(layout.groups) if size[g] > 0]
         above = [g for g in nonzero if size[g] >= float(case.threshold[r])]
-        if case.support is not None:
-            kept = above = oracle.bits_of(case.support[r].numpy(), layout.groups)
-        elif layout.capacity < layout.groups:
+        if layout.capacity < layout.groups:
             kept = sorted(sorted(above, key=lambda g: (-size[g], g))[: layout.capacity])
         else:
             kept = nonzero
@@ -58,12 +55,10 @@ def check_against_oracle(case: Case, got: Packed) -> None:
         message = got.message[r]
         assert message[POISON] == (not all(finite))
         assert message[KEPT_GROUPS] == len(kept)
-        if case.support is None:
-            assert got.index(layout)[r].tolist() == written_out(kept, layout)
+        assert got.index(layout)[r].tolist() == written_out(kept, layout)
         stream = np.zeros(layout.values.numel, np.float32)
         for i, g in enumerate(kept):
-            if finite[g]:
-                stream[i * group : i * group + len(members[g])] = x[members[g]]
+            stream[i * group : i * group + len(members[g])] = x[members[g]]
         row = oracle.quantize_row(stream, layout.values.bits, layout.values.block)
         assert values_of(message, layout).tolist() == row.words
         if got.residual is None or case.residual is None:
@@ -118,10 +113,9 @@ def test_cpu_is_the_reference_to_the_bit(group, bits, grad_dtype, residual_dtype
         assert torch.equal(fast.counts, slow.counts)
         if fast.residual is not None and slow.residual is not None:
             assert oracle.same_bits(fast.residual, slow.residual)
-        support = None if case.support is None else case.support[1]
         # With the row that may be spoilt, and without.
         for rows in (fast.message, fast.message[1:]):
-            outs = [unpack(ops, rows, support, case.layout, grad_dtype, 3) for ops in OPS]
+            outs = [unpack(ops, rows, case.layout, grad_dtype, 3) for ops in OPS]
             assert oracle.same_values(*outs)
 
 
@@ -133,7 +127,6 @@ def test_selects_what_pack_would_keep(group, dtype, ops, mode):
     rng = np.random.default_rng(3)
     for n, spoilt in itertools.product((0, 1, 33, 1000), (False, True)):
         case = make_case(n, 2, 32, (group, 8, dtype, None), mode, rng, spoilt=spoilt, low_bits=4)
-        case.support = None
         got, layout = pack(REFERENCE, case), case.layout
         words, kept = (
             oracle.widened(oracle.poisoned(2, layout.bitmap_words, dtype=torch.int32))
@@ -157,21 +150,16 @@ def test_unpacks_by_the_contract(group, bits, grad_dtype, residual_dtype, ops, d
     """The sum in the order of the ranks, over chunks of the output that differ in what they get."""
     rng = np.random.default_rng(4)
     variant = group, bits, grad_dtype, residual_dtype
-    for n, mode in itertools.product((1, 33, 9000), ("usual", "room for all", "support")):
+    for n, mode in itertools.product((1, 33, 9000), ("usual", "room for all")):
         case = make_case(n, 3, 64, variant, mode, rng)
         layout = case.layout
-        if case.support is not None:
-            case.support = case.support[:1].expand(3, -1)
         got = pack(REFERENCE, case)
         total = np.zeros(layout.groups * group, np.float32)
         for r, x in enumerate(case.x.numpy()):
             padded = np.zeros((layout.groups, group), np.float32)
             padded.reshape(-1)[:n] = x
-            if case.support is None:
-                words = torch.empty(1, layout.bitmap_words, dtype=torch.int32)
-                REFERENCE.read_index(got.index(layout)[r : r + 1], words, layout=layout)
-            else:
-                words = case.support[:1]
+            words = torch.empty(1, layout.bitmap_words, dtype=torch.int32)
+            REFERENCE.read_index(got.index(layout)[r : r + 1], words, layout=layout)
             kept = oracle.bits_of(words[0].numpy(), layout.groups)
             stream = np.zeros((layout.capacity, group), np.float32)
             stream[: len(kept)] = padded[kept]
@@ -179,38 +167,28 @@ def test_unpacks_by_the_contract(group, bits, grad_dtype, residual_dtype, ops, d
             sent = oracle.elements_of(row, stream.size).astype(np.float32)
             total.reshape(-1, group)[kept] += sent.reshape(-1, group)[: len(kept)]
         expected = torch.from_numpy(total[:n] / np.float32(divisor)).to(grad_dtype)
-        support = None if case.support is None else case.support[0]
-        out = unpack(ops, got.message, support, layout, grad_dtype, divisor)
+        out = unpack(ops, got.message, layout, grad_dtype, divisor)
         assert oracle.same_bits(out, expected)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("ops", [slow(CPU), REFERENCE], ids=["cpu", "reference"])
 def test_what_is_not_finite_poisons_and_stays_out_of_the_residual(dtype, ops):
-    """Kept or left, with a support or without; a sum that overflows counts, too."""
+    """Kept or left; a sum that overflows counts, too."""
     layout = layout_of(50, 50, 0, group=2)
     for where, value, old in ((7, math.nan, 0.5), (7, -math.inf, 0.5), (98, 3e38, 3e38)):
-        for members in (None, [3, 49], [10]):
-            grad, residual = torch.ones(2, 100), torch.full((2, 100), 0.5).to(dtype)
-            grad[1, where], residual[1, where] = value, old
-            support = None
-            if members is not None:
-                support = index_of(REFERENCE, [members, members], layout)
-            case = Case(grad, residual, torch.ones(2), support, layout)
-            got = pack(ops, case)
-            assert got.message[:, POISON].tolist() == [0, 1]
-            left = got.residual
-            assert left is not None
-            assert bool(left.isfinite().all())
-            bad = slice(where // 2 * 2, where // 2 * 2 + 2)
-            assert oracle.same_bits(left[1, bad], residual[1, bad])
-            # What is left is owed in full, what is kept in part.
-            assert bool((left[0] == (1.5 if members else left[0])).sum() >= 96)
-            for out_dtype in (F32, BF16, F16):
-                row = None if support is None else support[0]
-                out = unpack(ops, got.message, row, layout, out_dtype, 2)
-                assert bool(out.isnan().all())
-                assert bool(unpack(ops, got.message[:1], row, layout, out_dtype).isfinite().all())
+        grad, residual = torch.ones(2, 100), torch.full((2, 100), 0.5).to(dtype)
+        grad[1, where], residual[1, where] = value, old
+        got = pack(ops, Case(grad, residual, torch.ones(2), layout))
+        assert got.message[:, POISON].tolist() == [0, 1]
+        left = got.residual
+        assert left is not None
+        assert bool(left.isfinite().all())
+        bad = slice(where // 2 * 2, where // 2 * 2 + 2)
+        assert oracle.same_bits(left[1, bad], residual[1, bad])
+        for out_dtype in (F32, BF16, F16):
+            assert bool(unpack(ops, got.message, layout, out_dtype, 2).isnan().all())
+            assert bool(unpack(ops, got.message[:1], layout, out_dtype).isfinite().all())
 
 
 number = st.floats(-1024, 1024, width=32)
@@ -230,10 +208,10 @@ def test_what_is_sent_plus_what_stays_is_what_was_there(ops, pairs, form, octave
     grad, residual = torch.tensor(pairs).T.contiguous()[:, None].unbind(0)
     n = len(pairs)
     layout = plan_packed(n, capacity=min(room, -(-n // group)), group=group, bits=bits, block=32)
-    case = Case(grad, residual.to(dtype), torch.tensor([2.0**octave]), None, layout)
+    case = Case(grad, residual.to(dtype), torch.tensor([2.0**octave]), layout)
     got = pack(ops, case)
     assert got.residual is not None
-    sent = unpack(ops, got.message, None, layout).double()
+    sent = unpack(ops, got.message, layout).double()
     exact = case.x[0].double() - sent
     if dtype == F32:
         assert torch.equal(got.residual[0].double(), exact)
@@ -244,7 +222,7 @@ def test_what_is_sent_plus_what_stays_is_what_was_there(ops, pairs, form, octave
 
 @both
 def test_twice_the_same(ops):
-    case = make_case(3000, 2, 64, (4, 2, BF16, BF16), "overflow", np.random.default_rng(5))
+    case = make_case(3000, 2, 64, (4, 4, BF16, BF16), "overflow", np.random.default_rng(5))
     a, b = (pack(ops, case) for _ in range(2))
     assert torch.equal(a.message, b.message)
     assert a.residual is not None
@@ -252,7 +230,7 @@ def test_twice_the_same(ops):
     assert oracle.same_bits(a.residual, b.residual)
 
 
-@pytest.mark.parametrize(("group", "bits", "dtype"), [(1, 8, F32), (4, 2, BF16), slow(4, 8, F32)])
+@pytest.mark.parametrize(("group", "bits", "dtype"), [(1, 8, F32), (4, 4, BF16), slow(4, 8, F32)])
 def test_prepared_is_compiled(group, bits, dtype):
     case = make_case(500, 2, 32, (group, bits, dtype, dtype), "overflow", np.random.default_rng(6))
     kernels = (
@@ -268,6 +246,5 @@ def test_prepared_is_compiled(group, bits, dtype):
     CPU.read_index(got.index(layout), words, layout=layout)
     CPU.select(case.grad, case.threshold, words, counts, layout=layout)
     CPU.write_index(words, got.index(layout), layout=layout)
-    unpack(CPU, got.message, None, layout, dtype, 2)
-    unpack(CPU, got.message, words[0], layout, dtype, 2)
+    unpack(CPU, got.message, layout, dtype, 2)
     assert [len(kernel.signatures) for kernel in kernels] == before

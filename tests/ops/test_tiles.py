@@ -23,7 +23,7 @@ NUMELS = [TILE - 1, TILE, TILE + 1, 3 * TILE + 5, LARGE]
 @pytest.mark.parametrize("n", NUMELS)
 def test_blocks(n, dtype):
     rng = np.random.default_rng(n)
-    for bits, block in ((4, 256), (8, 4096), (2, 32)) if n < LARGE else ((4, 256),):
+    for bits, block in ((4, 256), (8, 4096), (4, 32)) if n < LARGE else ((4, 256),):
         case = block_cases.make_case(n, 2, block, (bits, dtype, None), rng)
         message, _ = block_cases.quantize(CPU, case, 0.0)
         for divisor in (2, 3):
@@ -55,9 +55,7 @@ def test_packed(n, group):
         variant = group, 4, F32, None
         case = packed_cases.make_case(n, 2, 256, variant, "usual", rng, low_bits=low_bits)
         message = packed_cases.pack(CPU, case).message
-        outs = [
-            packed_cases.unpack(ops, message, None, case.layout, F32, 2) for ops in (CPU, REFERENCE)
-        ]
+        outs = [packed_cases.unpack(ops, message, case.layout, F32, 2) for ops in (CPU, REFERENCE)]
         assert oracle.same_values(*outs)
 
 
@@ -85,15 +83,15 @@ def test_a_damaged_index_stays_inside_of_its_tile():
     grad = torch.zeros(1, n)
     grad[0, n - 2 * kept :: 2] = 127.0  # exact in 8 bits
     message, counts = torch.empty(1, layout.words, dtype=torch.int32), torch.empty(1, 4).int()
-    CPU.pack(grad, None, torch.full((1,), 0.5), None, message, counts, layout=layout)
+    CPU.pack(grad, None, torch.full((1,), 0.5), message, counts, layout=layout)
     assert plan_packed(1 << 27, capacity=1100).low_bits == 16
     whole, damaged = torch.empty(n), torch.empty(n)
-    CPU.unpack(message, None, whole, layout=layout, divisor=1)
+    CPU.unpack(message, whole, layout=layout, divisor=1)
     assert torch.equal(whole, grad[0])
     parts = index_of(message, layout)[0].view(torch.int16)
     assert int(parts[1024]) != 0
     parts[1024] = 0
-    CPU.unpack(message, None, damaged, layout=layout, divisor=1)
+    CPU.unpack(message, damaged, layout=layout, divisor=1)
     assert damaged.sum() == 127 * kept
     assert int((damaged != whole).sum()) == 2
 
@@ -109,7 +107,7 @@ def test_damaged_messages_stay_within_bounds():
         words = rng.integers(-(2**31), 2**31, (2, layout.words), dtype=np.int32)
         words[:, POISON] = 0
         out = oracle.widened(oracle.poisoned(n, dtype=F32))
-        CPU.unpack(torch.from_numpy(words), None, out, layout=layout, divisor=1)
+        CPU.unpack(torch.from_numpy(words), out, layout=layout, divisor=1)
         oracle.check_margins(out)
 
 

@@ -21,7 +21,6 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "sketch": rule({"kind": "sketch", "density": 0.3, "symbol": "int8x4"}),
     "sketch float32": rule({"kind": "sketch", "density": 0.3, "symbol": "float32"}),
     "packed": rule({"kind": "packed", "density": 0.3}),
-    "packed shared": rule({"kind": "packed", "density": 0.9, "support": "shared"}),
     "quantized": rule({"kind": "quantized", "bits": 4, "block": 32}),
     "matrix": rule({"kind": "matrix", "group": 16}, names=MATRICES),
     # Nothing changes here, so that all ranks have the exact parameters.

@@ -52,7 +52,7 @@ def test_warnings_appear_at_the_users_line():
 
 @pytest.mark.parametrize("density", [0.0001, 0.1])
 def test_a_support_that_cannot_be_shared_is_noted(density: float):
-    codec = {"kind": "packed", "density": density, "support": "shared"}
+    codec = {"kind": "sketch", "density": density, "support": "shared"}
     rules = [{"when": {"role": "mlp"}, "codec": codec}]
     plan = build_plan([unit(2, torch.float32)], Policy.load({"schema": 1, "gradients": rules}))
     said = "h.0.mlp.c_fc.weight: fewer than 64 groups to keep, so every rank keeps its own"
@@ -62,7 +62,6 @@ def test_a_support_that_cannot_be_shared_is_noted(density: float):
 @pytest.mark.parametrize(
     ("feedback", "said"),
     [
-        ({"kind": "momentum"}, "set the optimizer's own first momentum to 0"),
         ({"kind": "residual", "lead": 0.5}, "a lead hands out noisier gradients"),
         ({"kind": "residual", "lead": 1}, None),
     ],

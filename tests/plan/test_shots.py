@@ -100,11 +100,6 @@ def test_what_a_plan_says() -> None:
         ({"kind": "sketch", "density": 0.01}, {}, "codec 'sketch int8x4' needs all messages"),
         (QUANTIZED, {"dtype": torch.float16}, "sums may leave the range of float16"),
         (QUANTIZED, {"dim": 1}, "another dimension than the first"),
-        (
-            MATRIX | {"warmup_steps": 2},
-            {"feedback": {"kind": "momentum", "rate": 0.1}},
-            "follows the dense sums of the warm-up",
-        ),
     ],
 )
 def test_what_goes_in_one_shot(codec: dict[str, Any], more: dict[str, Any], why: str) -> None:

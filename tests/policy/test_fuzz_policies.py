@@ -24,11 +24,11 @@ schema: 1
 about: every key of the schema
 gradients:
   - when: {role: [attention, mlp], name: ["*.weight", "h.*"], layers: 0-11, min_numel: 10}
-    codec: {kind: packed, density: 0.25, bits: 4, group: 2, block: 64, support: shared,
+    codec: {kind: packed, density: 0.25, bits: 4, group: 2, block: 64,
             warmup_steps: 3}
     feedback: {kind: residual, dtype: bfloat16}
   - when: {layers: [1, 2], max_numel: 1000000}
-    codec: {kind: quantized, bits: 2, block: 1024}
+    codec: {kind: quantized, bits: 4, block: 1024}
     feedback: {kind: average, beta: 0.75, reset_steps: 16}
   - when: {role: head}
     codec: {kind: auto, min_bits: 8}

@@ -28,7 +28,7 @@ parameters:
          "did you mean 'quantized'?"),
         ("quantized, bit: 4", "dense", "4:30: gradients[0].codec.bit: unknown key; did you mean"),
         ("quantized, bits: 3", "dense", "4:30: gradients[0].codec.bits: unknown value 3; "
-         "did you mean 4 or 2? available: 2, 4, 8"),
+         "did you mean 4? available: 4, 8"),
         ("quantized, block: 48", "dense", "gradients[0].codec.block: unknown value 48; did you "
          "mean 64 or 32?"),
         ("quantized, block: 100", "dense", "unknown value 100; did you mean 128 or 64?"),
@@ -58,7 +58,6 @@ def test_errors_of_every_codec(gradient: str, parameter: str, message: str, tmp_
         ({"kind": "packed", "density": 0.1}, {"kind": "average"}, "would forget most"),
         ({"kind": "sketch", "density": 0.1}, {"kind": "average"}, "would forget most"),
         ({"kind": "packed", "density": 0.1}, {"beta": 0.5}, "only the kind 'average' has them"),
-        ({"kind": "packed", "density": 0.1, "support": "shared"}, {"kind": "none"}, "residuals"),
         ({"kind": "sketch", "density": 0.1, "support": "shared"}, {"kind": "none"}, "residuals"),
         ({"kind": "dense", "wire": "bfloat16"}, {"kind": "residual"}, "has no effect"),
         ({"kind": "quantized"}, {"kind": "average", "beta": 1.0}, "less than 1"),
@@ -70,9 +69,8 @@ def test_feedback_must_go_with_the_codec(codec: dict, feedback: dict, message: s
         Policy.load({"schema": 1, "gradients": [rule]})
 
 
-@pytest.mark.parametrize("kind", ["sketch", "packed"])
-def test_replicas_have_no_owner_who_could_choose_for_all(kind: str):
-    own = {"when": {}, "codec": {"kind": kind, "density": 0.1}}
+def test_replicas_have_no_owner_who_could_choose_for_all():
+    own = {"when": {}, "codec": {"kind": "sketch", "density": 0.1}}
     shared = {"when": {}, "codec": {**own["codec"], "support": "shared"}}
     with pytest.raises(PolicyError) as caught:
         Policy.load({"schema": 1, "gradients": [shared], "replicas": [own, shared]})

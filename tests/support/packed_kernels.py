@@ -25,7 +25,6 @@ class Problem:
     grad: Tensor
     residual: Tensor | None
     threshold: Tensor
-    support: Tensor | None
     layout: PackedLayout
 
 
@@ -52,9 +51,8 @@ def problem(
     residual: torch.dtype | None = F32,
     R: int = 2,
     seed: int = 0,
-    given: bool = False,
 ) -> Problem:
-    """``low`` are the low bits, None for the planned ones; ``given`` makes a support."""
+    """``low`` are the low bits, None for the planned ones."""
     rng = np.random.default_rng([n, group, seed])
     above, keep = MODES[mode]
     groups = -(-n // group)
@@ -70,14 +68,7 @@ def problem(
     threshold = size[:, min(groups - 1, round(above * groups))].clamp(min=2.0**-20)
     if mode == "empty":
         threshold = torch.full((R,), 2.0**20)
-    support = None
-    if given:
-        present = torch.zeros(R, groups, dtype=torch.bool)
-        for row in present:
-            some = int(rng.integers(0, capacity + 1)) if mode == "usual" else capacity
-            row[rng.choice(groups, some if mode != "empty" else 0, replace=False)] = True
-        support = to_bitmap(present)
-    return Problem(g, r, threshold, support, layout)
+    return Problem(g, r, threshold, layout)
 
 
 def packed(ops, p: Problem, device: str, aligned: bool = False) -> dict[str, Tensor | None]:
@@ -88,13 +79,9 @@ def packed(ops, p: Problem, device: str, aligned: bool = False) -> dict[str, Ten
         "residual": p.residual,
     }
     out = {k: placed(v, device, aligned) for k, v in out.items()}
-    grad, support = placed(p.grad, device, aligned), placed(p.support, device, aligned)
-    threshold = p.threshold.to(device)
-    ops.pack(
-        grad, out["residual"], threshold, support, out["message"], out["counts"], layout=p.layout
-    )
+    grad, threshold = placed(p.grad, device, aligned), p.threshold.to(device)
+    ops.pack(grad, out["residual"], threshold, out["message"], out["counts"], layout=p.layout)
     same("gradient", grad, p.grad)
-    same("support", support, p.support)
     for tensor in out.values():
         check_margins(tensor)
     return out
@@ -102,7 +89,6 @@ def packed(ops, p: Problem, device: str, aligned: bool = False) -> dict[str, Ten
 
 def check_sum(
     message: Tensor,
-    support: Tensor | None,
     layout: PackedLayout,
     device: str,
     *,
@@ -115,7 +101,7 @@ def check_sum(
     for ops, where in ((reference, "cpu"), (kernels("ops"), device)):
         result = placed(oracle.poisoned(layout.numel, dtype=dtype), where, aligned)
         sent = placed(message, where, aligned)
-        ops.unpack(sent, placed(support, where, aligned), result, layout=layout, divisor=divisor)
+        ops.unpack(sent, result, layout=layout, divisor=divisor)
         same("message", sent, message)
         check_margins(result)
         out.append(result)
@@ -131,11 +117,7 @@ def check(p: Problem, device: str, *, dtype=F32, divisor=3, aligned=False) -> di
         same(name, got[name], tensor)
     message = want["message"]
     assert message is not None
-    # Rows have supports of their own here; what a rank receives has one for all.
-    support = None if p.support is None else p.support[0]
-    out = check_sum(
-        message, support, p.layout, device, dtype=dtype, divisor=divisor, aligned=aligned
-    )
+    out = check_sum(message, p.layout, device, dtype=dtype, divisor=divisor, aligned=aligned)
     results = {**want, "out": out}
     return {name: tensor for name, tensor in results.items() if tensor is not None}
 

@@ -56,7 +56,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "matrix int8": rules(MATRIX, {"kind": "residual", "dtype": "int8"}),
     "quantized none": rules(QUANTIZED, {"kind": "none"}),
     "quantized dithered": rules(QUANTIZED | {"rounding": "stochastic"}),
-    "quantized momentum": rules(QUANTIZED, {"kind": "momentum", "rate": 0.25}),
     "inside": rules(QUANTIZED, {"kind": "residual"}, inside="int8"),
     "inside warming up": rules(PACKED | {"warmup_steps": 2}, inside="bfloat16"),
     "matrix lead": rules(MATRIX | {"level": 1.3}, LEAD),
@@ -65,12 +64,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     ),
     "packed": rules(PACKED),
     "packed lead": rules(PACKED | {"warmup_steps": 2}, LEAD),
-    "packed momentum": rules(PACKED | {"warmup_steps": 2}, {"kind": "momentum", "rate": 0.25}),
     "packed bfloat16": rules(PACKED | {"group": 4, "warmup_steps": 1}, BFLOAT16),
-    "packed shared": rules(PACKED | {"support": "shared"}),
     "sketch": rules(SKETCH),
     "sketch bfloat16": rules(SKETCH | {"symbol": "int16x2"}, BFLOAT16),
-    "sketch momentum": rules(SKETCH, {"kind": "momentum", "rate": 0.5, "dtype": "bfloat16"}),
     "sketch float32": rules(SKETCH | {"symbol": "float32"}),
     "sketch shared": rules(SKETCH | {"symbol": "int32x1", "support": "shared"}),
     "warming up": rules(SKETCH | {"warmup_steps": 6}),
@@ -84,7 +80,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         ],
     ),
     "changes": with_changes(4, rounding="stochastic"),
-    "changes in 1 bit": with_changes(1),
+    "changes in 2 bits": with_changes(2),
 }
 
 
@@ -143,8 +139,8 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 
 def residual_sums(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's residuals in float64, by parameter, and what it keeps of its shard with the
-    feedback kind `momentum` or a lead, in the parameter's shape."""
+    """This rank's residuals in float64, by parameter, and what it keeps of its shard with
+    a lead, in the parameter's shape."""
     sums = {}
     shapes = {row.param: row.shape for row in tagc.compressor(model).plan().rows}
     for name, tensor in tagc.compressor(model).state_dict().items():
@@ -152,11 +148,10 @@ def residual_sums(model: nn.Module) -> dict[str, Tensor]:
         if found:
             parameter, whole = in_whole(parameter, tensor, shapes)
             sums[parameter] = sums.get(parameter, 0) + whole
-        for kind in ("average", "sent"):
-            _, found, shard = name.partition(f".{kind}.gradients.")
-            if found:
-                parameter, whole = in_whole(shard, tensor, shapes)
-                sums[f"{kind} of {parameter}"] = whole
+        _, found, shard = name.partition(".sent.gradients.")
+        if found:
+            parameter, whole = in_whole(shard, tensor, shapes)
+            sums[f"sent of {parameter}"] = whole
     return sums
 
 

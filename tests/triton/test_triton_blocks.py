@@ -151,13 +151,13 @@ def _(device):
 
 @case("aligned rows")
 def _(device):
-    for bits, grad, residual in ((8, F32, F32), (4, BF16, BF16), (2, F16, F32)):
+    for bits, grad, residual in ((8, F32, F32), (4, BF16, BF16), (4, F16, F32)):
         check(problem(bits, 64, 1024, grad, residual, 0.5), device, aligned=True, divisor=4)
 
 
 @case("dithered")
 def _(device):
-    for bits, block, numel, grad in ((2, 32, 131, F32), (4, 256, 1500, BF16), (8, 512, 1100, F16)):
+    for bits, block, numel, grad in ((4, 32, 131, F32), (4, 256, 1500, BF16), (8, 512, 1100, F16)):
         p = problem(bits, block, numel, grad, None)
         p.grad[0, 3], p.grad[1, 64:96] = float("nan"), 0.0
         p.dither = torch.tensor([5, -(2**31) + numel], dtype=I32)
@@ -177,7 +177,7 @@ def _(device):
 
 @case("a non-finite block is NaN and spares its residual")
 def _(device):
-    for bits, residual, average in ((8, F32, 0.0), (2, BF16, 0.9), (16, None, 0.0), (4, F32, 0.5)):
+    for bits, residual, average in ((8, F32, 0.0), (4, BF16, 0.9), (16, None, 0.0), (4, F32, 0.5)):
         p = problem(bits, 32, 200, F32, residual, average, R=1)
         p.grad[0, 3], p.grad[0, 40], p.grad[0, 199] = float("nan"), float("inf"), -float("inf")
         done = check(p, device)
@@ -260,7 +260,7 @@ def _(device):
 @case("additions in the order of the messages, from the first")
 def _(device):
     rng = np.random.default_rng(0)
-    for bits, dtype, divisor in ((8, F32, 1), (16, BF16, 3), (2, F16, 4), (4, F32, 7)):
+    for bits, dtype, divisor in ((8, F32, 1), (16, BF16, 3), (4, F16, 4), (4, F32, 7)):
         layout = BlockLayout(numel=150, bits=bits, block=32)
         x = oracle.values((12, 150), rng) * torch.from_numpy(rng.choice([1, 1e3, 1e-3], (12, 1)))
         message = torch.empty(12, layout.words, dtype=I32)

@@ -19,7 +19,6 @@ from support.packed_kernels import (
     BF16,
     F16,
     F32,
-    I32,
     MODES,
     Problem,
     check,
@@ -38,33 +37,29 @@ GRID = [
     (700, "usual", 8, 1, 256, None, F32, F32, F32, 3),
     (511, "overflow", 4, 1, 32, 0, BF16, F32, BF16, 2),
     (1031, "overflow", 8, 2, 64, 1, BF16, BF16, F32, 1),
-    (1027, "usual", 2, 4, 128, 2, F16, None, F16, 2),
+    (1027, "usual", 4, 4, 128, 2, F16, None, F16, 2),
     (2050, "overflow", 16, 4, 32, 4, F32, BF16, BF16, 5),
     (2047, "all above", 4, 8, 512, 2, F16, F32, F32, 7),
     (1500, "room for all", 8, 16, 256, 1, BF16, BF16, BF16, 3),
-    (3001, "overflow", 2, 32, 32, 1, F32, F32, F32, 2),
+    (3001, "overflow", 4, 32, 32, 1, F32, F32, F32, 2),
     (900, "overflow", 8, 1, 1024, 8, BF16, None, F32, 3),
     (640, "usual", 16, 1, 64, 16, F32, BF16, F32, 1),
     (300, "room for all", 4, 1, 64, 0, F16, BF16, F32, 6),
-    (333, "all above", 2, 2, 4096, 4, F32, None, BF16, 3),
+    (333, "all above", 8, 2, 4096, 4, F32, None, BF16, 3),
 ]
 for row in GRID:
     label = " ".join(str(v).removeprefix("torch.") for v in row)
-    for given in (False, True):
 
-        @case(label + ", with a support" * given)
-        def _(device, row=row, given=given):
-            n, mode, bits, group, block, low, grad, residual, dtype, divisor = row
-            p = problem(
-                n, mode, bits=bits, group=group, block=block, low=low, grad=grad,
-                residual=residual, given=given,
-            )  # fmt: skip
-            if given:
-                p.threshold.fill_(float("nan"))  # not read
-            counts = check(p, device, dtype=dtype, divisor=divisor)["counts"]
-            if mode == "overflow":
-                assert (counts[:, 2] == p.layout.capacity).all()
-                assert given or (counts[:, 0] > p.layout.capacity).all()
+    @case(label)
+    def _(device, row=row):
+        n, mode, bits, group, block, low, grad, residual, dtype, divisor = row
+        p = problem(
+            n, mode, bits=bits, group=group, block=block, low=low, grad=grad, residual=residual
+        )
+        counts = check(p, device, dtype=dtype, divisor=divisor)["counts"]
+        if mode == "overflow":
+            assert (counts[:, 2] == p.layout.capacity).all()
+            assert (counts[:, 0] > p.layout.capacity).all()
 
 
 for mode in MODES:
@@ -74,24 +69,21 @@ for mode in MODES:
         for i, n in enumerate((1, 3, 31, 33, 65)):
             check(problem(n, mode, group=(1, 2, 4, 32)[i % 4], residual=BF16, R=1), device)
             check(problem(n, mode, low=(1, 2, 4)[i % 3], R=1), device)
-            check(problem(n, mode, group=(4, 1)[i % 2], given=True, R=1), device)
 
 
 @case("nothing at all")
 def _(device):
     for low in (0, 2):
         layout = replace(plan_packed(0, capacity=0), low_bits=low)
-        for support in (None, torch.zeros(2, 0, dtype=I32)):
-            p = Problem(torch.zeros(2, 0), torch.zeros(2, 0), torch.ones(2), support, layout)
-            assert check(p, device)["message"][:, :HEADER].tolist() == [[0, 0]] * 2
+        p = Problem(torch.zeros(2, 0), torch.zeros(2, 0), torch.ones(2), layout)
+        assert check(p, device)["message"][:, :HEADER].tolist() == [[0, 0]] * 2
 
 
 @case("aligned rows")
 def _(device):
     for group, grad, residual in ((1, F32, F32), (4, BF16, BF16), (8, F32, BF16)):
-        for given in (False, True):
-            p = problem(1024, "overflow", group=group, grad=grad, residual=residual, given=given)
-            check(p, device, aligned=True, divisor=4)
+        p = problem(1024, "overflow", group=group, grad=grad, residual=residual)
+        check(p, device, aligned=True, divisor=4)
 
 
 @case("non-finite groups are not kept, and poison the message")
@@ -102,21 +94,6 @@ def _(device):
         done = check(p, device)
         assert done["message"][:, POISON].tolist() == [1, 0, 0]
         assert done["out"].isnan().all()
-        if p.residual is not None:
-            bad = torch.tensor([2, 3, 400, 401, 598, 599])
-            assert torch.equal(done["residual"][0, bad], p.residual[0, bad])
-
-
-@case("non-finite groups of a support send zeros, and poison the message")
-def _(device):
-    for residual, mode in ((F32, "room for all"), (BF16, "all above"), (None, "usual")):
-        p = problem(600, mode, group=2, residual=residual, R=2, given=True)
-        p.grad[0, 3], p.grad[0, 400], p.grad[0, 599] = float("nan"), float("inf"), -float("inf")
-        done = check(p, device, dtype=BF16)
-        assert done["message"][:, POISON].tolist() == [1, 0]
-        assert done["out"].isnan().all()
-        if mode == "room for all":
-            assert done["counts"][:, 0].tolist() == [300, 300]
         if p.residual is not None:
             bad = torch.tensor([2, 3, 400, 401, 598, 599])
             assert torch.equal(done["residual"][0, bad], p.residual[0, bad])
@@ -153,8 +130,8 @@ def _(device):
 
 @case("a residual stays finite")
 def _(device):
-    for residual, given in ((BF16, False), (F32, False), (BF16, True)):
-        p = problem(300, "all above", residual=residual, R=1, given=given)
+    for residual in (BF16, F32):
+        p = problem(300, "all above", residual=residual, R=1)
         p.grad[0, ::2], p.grad[0, 1::6] = 3.4e38, -3.4e38
         p.residual = torch.zeros_like(p.grad).to(residual)
         done = check(p, device)
@@ -165,22 +142,21 @@ def _(device):
 @case("numbers next to zero, zeros of both signs")
 def _(device):
     for grad, residual in ((F32, F32), (BF16, BF16), (F16, F32), (F32, BF16), (F32, None)):
-        for given in (False, True):
-            p = problem(160, "all above", grad=grad, residual=residual, R=1, given=given)
-            tiny = 2.0**-24 if grad == F16 else 2.0**-133
-            p.grad[0] = (torch.arange(160) - 80) * tiny
-            p.grad[0, ::7] = -0.0
-            if p.residual is not None:
-                p.residual[0] = (torch.arange(160) % 7) * 2.0**-133
-                p.residual[0, ::7] = -0.0
-            p.threshold.fill_(2.0**-131)
-            check(p, device)
+        p = problem(160, "all above", grad=grad, residual=residual, R=1)
+        tiny = 2.0**-24 if grad == F16 else 2.0**-133
+        p.grad[0] = (torch.arange(160) - 80) * tiny
+        p.grad[0, ::7] = -0.0
+        if p.residual is not None:
+            p.residual[0] = (torch.arange(160) % 7) * 2.0**-133
+            p.residual[0, ::7] = -0.0
+        p.threshold.fill_(2.0**-131)
+        check(p, device)
 
 
 # --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
 FEW = (
-    "640 usual 16 1 64 16 float32 bfloat16 float32 1, with a support",
+    "640 usual 16 1 64 16 float32 bfloat16 float32 1",
     "aligned rows",
 )
 MORE = ("2050 overflow 16 4 32 4 float32 bfloat16 bfloat16 5",)

@@ -39,38 +39,33 @@ def gpu_step(p: Problem):
         "index": oracle.poisoned(R, layout.index_words, dtype=I32).cuda(),
         "out": oracle.poisoned(layout.numel, dtype=F32).cuda(),
     }  # fmt: skip
-    if p.support is not None:
-        t["support"] = p.support.cuda()
 
     def run() -> None:
         ops.select(t["grad"], t["threshold"], t["marks"], t["marks counts"], layout=layout)
         ops.write_index(t["marks"], t["index"], layout=layout)
         ops.read_index(t["index"], t["marks"], layout=layout)
         ops.pack(
-            t["grad"], t["residual"], t["threshold"], t.get("support"), t["message"],
-            t["counts"], layout=layout,
+            t["grad"], t["residual"], t["threshold"], t["message"], t["counts"],
+            layout=layout,
         )  # fmt: skip
-        support = None if p.support is None else t["support"][0]
-        ops.unpack(t["message"], support, t["out"], layout=layout, divisor=3)
+        ops.unpack(t["message"], t["out"], layout=layout, divisor=3)
 
     return t, run
 
 
 @gpu
-@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("low", [0, 2])
-def test_nothing_waits_for_the_device(low, given):
-    _, run = gpu_step(problem(5003, "overflow", group=4, low=low, given=given))
+def test_nothing_waits_for_the_device(low):
+    _, run = gpu_step(problem(5003, "overflow", group=4, low=low))
     run()
     with synchronizing_raises():
         run()
 
 
 @gpu
-@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("low", [0, 2])
-def test_a_cuda_graph_holds_a_step(low, given):
-    shape = {"group": 4, "low": low, "grad": BF16, "residual": BF16, "given": given}
+def test_a_cuda_graph_holds_a_step(low):
+    shape = {"group": 4, "low": low, "grad": BF16, "residual": BF16}
     t, run = gpu_step(problem(5003, "overflow", **shape))
     run()
     torch.cuda.synchronize()
@@ -80,11 +75,8 @@ def test_a_cuda_graph_holds_a_step(low, given):
     kernels("ops").release()
     for seed in (5, 6):
         other = problem(5003, "overflow", seed=seed, **shape)
-        for name in ("grad", "residual", "threshold", "support")[: 4 if given else 3]:
+        for name in ("grad", "residual", "threshold"):
             t[name].copy_(getattr(other, name))
-        if given:
-            # The index, which a support leaves alone.
-            t["message"].copy_(oracle.poisoned(*t["message"].shape, dtype=I32))
         graph.replay()
         want = check(other, "cuda")
         for name in ("message", "counts", "residual", "out"):
@@ -106,11 +98,11 @@ def test_more_than_two_to_the_31_elements():
     message = torch.empty(1, layout.words, dtype=I32, device="cuda")
     counts = torch.empty(1, 4, dtype=I32, device="cuda")
     one = torch.ones(1, device="cuda")
-    ops.pack(grad, residual, one, None, message, counts, layout=layout)
+    ops.pack(grad, residual, one, message, counts, layout=layout)
     assert counts.tolist() == [[6, 6, 6, 0]]
     assert message[0, KEPT_GROUPS] == 6
     assert not residual.any()
     out = torch.full((n,), float("nan"), dtype=BF16, device="cuda")
-    ops.unpack(message, None, out, layout=layout, divisor=1)
+    ops.unpack(message, out, layout=layout, divisor=1)
     assert torch.equal(out, grad[0])
     kernels("scratch").release()

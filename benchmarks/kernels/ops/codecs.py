@@ -46,10 +46,10 @@ def packed(case: Case, row: Row) -> Codec:
     counts = torch.empty(1, COUNTS, dtype=torch.int32, device=row.x.device)
 
     def send(ops: Ops, residual: Tensor, message: Tensor) -> None:
-        ops.pack(row.grad, residual, threshold, None, message, counts, layout=layout)
+        ops.pack(row.grad, residual, threshold, message, counts, layout=layout)
 
     def read(ops: Ops, messages: Tensor, out: Tensor) -> None:
-        ops.unpack(messages, None, out, layout=layout, divisor=messages.shape[0])
+        ops.unpack(messages, out, layout=layout, divisor=messages.shape[0])
 
     facts = {"low_bits": layout.low_bits, "words": layout.words, "capacity": layout.capacity}
     return Codec(words=layout.words, send=send, read=read, facts=facts)

@@ -14,12 +14,12 @@ class DeltaConfig(CodecConfig):
     Ranks keep a copy of the unit's parameters, those of a host together one, which holds what all
     others know of them; messages go once for every step of the optimizer, in the first forward
     after it, and nothing else leaves a host. 8 and 4 bits have a scale for every `block` elements;
-    2 and 1 bit have no code for zero, and scales of rows and columns, as the codec `matrix`.
+    2 bits have no code for zero, and scales of rows and columns, as the codec `matrix`.
     """
 
     kind: Literal["delta"] = "delta"
     """The codec's name."""
-    bits: Annotated[Literal[1, 2, 4, 8], unit("bits per element")] = 4
+    bits: Annotated[Literal[2, 4, 8], unit("bits per element")] = 4
     """Size of an element's code."""
     block: Block = 256
     """Neighbours that share a scale of 16 bits; with 8 and 4 bits only."""

@@ -57,8 +57,8 @@ class DeltaPlan(CodecPlan):
 
 def plan_delta(config: DeltaConfig, request: PlanRequest) -> DeltaPlan:
     """The sizes of one segment."""
-    if config.bits == 1 or config.bits == 2:
-        return DeltaPlan(code=plan_matrix(MatrixConfig(bits=config.bits), request))
+    if config.bits == 2:
+        return DeltaPlan(code=plan_matrix(MatrixConfig(bits=2), request))
     code = QuantizedParametersConfig(bits=config.bits, block=config.block)
     dithered = config.rounding == "stochastic"
     plan = replace(plan_quantized(code, request), dithered=dithered, by_content=dithered)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from tagc.codecs.feedback.average import AverageFeedback
 from tagc.codecs.feedback.config import FeedbackConfig
 from tagc.codecs.feedback.error import ErrorFeedback, LeadFeedback
-from tagc.codecs.feedback.momentum import MomentumFeedback
 from tagc.codecs.feedback.residual import Residual
 from tagc.codecs.feedback.rule import FeedbackRule
 from tagc.codecs.feedback.segment import SegmentFeedback
@@ -24,19 +23,13 @@ __all__ = [
     "FeedbackRule",
     "LeadFeedback",
     "MeasuredShare",
-    "MomentumFeedback",
     "Residual",
     "SegmentFeedback",
     "plan_feedback",
 ]
 
 
-RULES: tuple[type[FeedbackRule], ...] = (
-    ErrorFeedback,
-    AverageFeedback,
-    MomentumFeedback,
-    LeadFeedback,
-)
+RULES: tuple[type[FeedbackRule], ...] = (ErrorFeedback, AverageFeedback, LeadFeedback)
 
 OWNER_STATES = tuple(rule.owner_state for rule in RULES if rule.owner_state is not None)
 """What checkpoints call what owners keep."""

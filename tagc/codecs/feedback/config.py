@@ -14,10 +14,7 @@ class FeedbackConfig(Strict):
     `residual` keeps it per rank in `dtype` (`int8` has a scale for every 256 elements) and adds it
     to the next gradient; `average` (LoCo)
     keeps a moving average of it instead, `beta` of the old and `1 - beta` of the new, and starts
-    from zero every `reset_steps`; `none` drops it. `momentum` sends a moving average of the
-    gradient instead, `1 - rate` of the old and `rate` of the new: the residual is what has not
-    been sent of it, and the shard's owner hands out the rest, so that the optimizer needs no
-    first momentum of its own.
+    from zero every `reset_steps`; `none` drops it.
 
     A codec that sends the share `lead` of what is owed delivers a gradient late, by
     `(1 - lead) / lead` steps on average, and lateness costs more than noise. With a `lead` below 1
@@ -25,7 +22,7 @@ class FeedbackConfig(Strict):
     every rank measures that share, segment by segment, in what it sends itself, on a sample of it.
     """
 
-    kind: Literal["none", "residual", "average", "momentum"] = "residual"
+    kind: Literal["none", "residual", "average"] = "residual"
     """What is kept of what was not sent."""
     dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """In which it is stored: 4, 2 or about 1 bytes per element; not with kind none."""
@@ -33,8 +30,6 @@ class FeedbackConfig(Strict):
     """Share of the old in the moving average; kind average only."""
     reset_steps: Annotated[int, Field(ge=1, le=2**31 - 1), unit("reductions")] = 1024
     """After so many the moving average starts from zero; kind average only."""
-    rate: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), unit("share")] = 0.1
-    """Share of the new gradient in the moving average; kind momentum only."""
     lead: (
         Annotated[float, Field(ge=0.05, le=1, allow_inf_nan=False), unit("share")]
         | Literal["measured"]
@@ -53,7 +48,6 @@ class FeedbackConfig(Strict):
             raise ValueError(f"dtype {self.dtype!r} has no effect: kind 'none' stores nothing")
         for kind, keys in {
             "average": {"beta", "reset_steps"},
-            "momentum": {"rate"},
             "residual": {"lead"},
         }.items():
             unused = sorted(self.model_fields_set & keys)

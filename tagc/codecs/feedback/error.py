@@ -60,7 +60,6 @@ class LeadFeedback(FeedbackRule):
     """
 
     owner_state: ClassVar[str | None] = "sent"
-    one_pass: ClassVar[bool] = True
     note: ClassVar[str | None] = (
         "a lead hands out noisier gradients, which an optimizer like Adam answers with smaller "
         "steps: call compressor.keep_rates(optimizer), which measures by how much and undoes it, "
@@ -111,7 +110,6 @@ class LeadFeedback(FeedbackRule):
         ops: Ops,
         weights: Tensor | None = None,
     ) -> None:
-        """See :meth:`FeedbackRule.after`. (A dense sum is late by nothing, so there is no lead to
-        take over from the warm-up.)"""
+        """See :meth:`FeedbackRule.after`."""
         assert weights is not None
         ops.undo_lag(decoded, owner_state, out, weights)

@@ -4,9 +4,9 @@ With ``g`` a rank's gradient, ``e`` its residual and ``C`` the codec, the plain 
 
     x = g + e; send C(x); e <- x - C(x)
 
-A codec's operator does that in one pass. A kind may change what goes in (``before``), what the
-operator keeps (``old_share``), and what the owner of a shard makes of the sum (``after``), for
-which the owner may keep a state of its own.
+A codec's operator does that in one pass. A kind may change what the operator keeps
+(``old_share``), and what the owner of a shard makes of the sum (``after``), for which the owner
+may keep a state of its own.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ class FeedbackRule:
 
     owner_state: ClassVar[str | None] = None
     """What a checkpoint calls the owner's state; None where the owner keeps nothing."""
-    follows_dense: ClassVar[bool] = False
-    """Whether a dense reduction, in the warm-up, changes the owner's state."""
-    one_pass: ClassVar[bool] = False
-    """Whether :meth:`after` is an operator, which takes no memory but the reference's."""
     note: ClassVar[str | None] = None
     """What a plan tells the user about it."""
 
@@ -81,7 +77,7 @@ class FeedbackRule:
         # A buffer in float32 for narrower dtypes; for float16 a mask of its range, with what is
         # kept inside of it.
         each = {torch.float32: 0, torch.bfloat16: 4, torch.float16: 13}[dtype]
-        if reference or not self.one_pass:
+        if reference:
             # Or a mask, the sum with zeros there, and what is handed out.
             each = max(each, {torch.float32: 13, torch.bfloat16: 17, torch.float16: 17}[dtype])
         return max(opened, 0 if self.owner_state is None else each * columns)
@@ -96,26 +92,9 @@ class FeedbackRule:
         return False
 
     @property
-    def gradient_scale(self) -> float:
-        """What a gradient is multiplied by before the codec selects from it."""
-        return 1.0
-
-    @property
     def gain(self) -> float:
         """By what factor :meth:`after` may hand out more than any sum that came in."""
         return 1.0
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of what :meth:`before` returns for a gradient of ``dtype``."""
-        return dtype
-
-    def before(self, gradient: Tensor, residual: Tensor) -> Tensor:
-        """What the operator adds to the residual, which may be changed in place.
-
-        Args:
-            gradient, residual: ``[D, columns]``.
-        """
-        return gradient
 
     @property
     def measures_share(self) -> bool:
@@ -150,7 +129,3 @@ class FeedbackRule:
             weights: see :meth:`weights` and :meth:`constant_weights`.
         """
         raise NotImplementedError
-
-    def after_dense(self, out: Tensor, owner_state: Tensor, ops: Ops) -> None:
-        """After a dense reduction: let the owner's state follow ``out`` ``[columns]``, and write
-        to it what the optimizer gets."""

@@ -69,34 +69,24 @@ class SegmentFeedback:
         """See :attr:`FeedbackRule.old_share`."""
         return 0.0 if self.rule is None else self.rule.old_share
 
-    @property
-    def gradient_scale(self) -> float:
-        """See :attr:`FeedbackRule.gradient_scale`."""
-        return 1.0 if self.rule is None else self.rule.gradient_scale
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """See :meth:`FeedbackRule.gradient_dtype`."""
-        return dtype if self.rule is None else self.rule.gradient_dtype(dtype)
-
     @contextmanager
-    def opened(self, gradient: Tensor, step: int = 0) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """What the operator gets: what it must add to the residual, and the residual, to be
-        changed in place; both ``[D, columns]``.
+    def opened(self, gradient: Tensor, step: int = 0) -> Iterator[Tensor | None]:
+        """The residual ``[D, columns]``, to be changed in place by the codec's operator; None where
+        there is none.
 
         Args:
             gradient: ``[D, columns]``.
             step: encodings so far.
         """
         if self.rule is None or self.residual is None:
-            yield gradient, None
+            yield None
             return
         if self.rule.resets_at(step):
             self.residual.zero_()
         with self.residual.opened() as residual:
-            added = self.rule.before(gradient, residual)
             if self.share is not None:
-                self.share.before(added, residual)
-            yield added, residual
+                self.share.before(gradient, residual)
+            yield residual
             if self.share is not None:
                 self.share.after(residual)
 
@@ -133,11 +123,6 @@ class SegmentFeedback:
         assert weights is not None
         self._weights.copy_(weights)
         self._weights_at = self.share.updates
-
-    def after_dense(self, out: Tensor) -> None:
-        """See :meth:`FeedbackRule.after_dense`."""
-        if self.owner_state is not None and self.rule is not None:
-            self.rule.after_dense(out, self.owner_state, self._ops)
 
 
 def _saturate(wide: Tensor, out: Tensor, reach: float) -> None:

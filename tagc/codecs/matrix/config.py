@@ -18,7 +18,7 @@ class MatrixConfig(CodecConfig):
     are as for the sketch.
     """
 
-    feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "average", "momentum", "none")
+    feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "average", "none")
 
     kind: Literal["matrix"] = "matrix"
     """The codec's name."""

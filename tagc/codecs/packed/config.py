@@ -9,11 +9,10 @@ class PackedConfig(CodecConfig):
     """Kept elements with their index, one message to each owner, who adds them up in float32.
 
     `density` and `warmup_steps` as for the sketch. Elements are kept in groups of `group`, and
-    quantized to `bits` in blocks of `block` kept elements that share a scale. `support` is as for
-    the sketch: a rank's `own`, or `shared`.
+    quantized to `bits` in blocks of `block` kept elements that share a scale.
     """
 
-    feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "momentum", "none")
+    feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "none")
 
     kind: Literal["packed"] = "packed"
     """The codec's name."""
@@ -25,12 +24,5 @@ class PackedConfig(CodecConfig):
     """Neighbours that are kept, or not, together."""
     block: Block = 256
     """Kept elements that share a scale of 16 bits."""
-    support: Literal["own", "shared"] = "own"
-    """Whether a rank keeps what is largest to it, or what the owner of the shard chose for all."""
     warmup_steps: Steps = 0
     """How many of the first reductions go dense; a unit waits for the longest of its rules."""
-
-    @property
-    def shares_support(self) -> bool:
-        """See :attr:`CodecConfig.shares_support`."""
-        return self.support == "shared"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tagc.codecs.packed.config import PackedConfig
 from tagc.codecs.plan import PlanRequest
-from tagc.codecs.selection.capacity import MIN_SHARED, capacity_for
+from tagc.codecs.selection.capacity import capacity_for
 from tagc.codecs.selection.plan import SelectingPlan
 from tagc.ops.packed import PackedLayout, plan_packed
 
@@ -21,7 +21,7 @@ class PackedPlan(SelectingPlan):
     def name(self) -> str:
         """With bits and group."""
         group = f"x{self.layout.group}" if self.layout.group > 1 else ""
-        return f"packed int{self.layout.values.bits}{group}{' shared' if self.shared else ''}"
+        return f"packed int{self.layout.values.bits}{group}"
 
     @property
     def overshoot(self) -> float:
@@ -53,7 +53,6 @@ def plan_packed_codec(config: PackedConfig, request: PlanRequest) -> PackedPlan:
             block=config.block,
         ),
         target=config.density,
-        shared=config.shares_support and capacity >= MIN_SHARED,
         warmup_steps=config.warmup_steps,
         feedback=request.feedback,
     )

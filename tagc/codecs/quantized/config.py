@@ -12,11 +12,11 @@ class QuantizedConfig(CodecConfig):
     the codec then needs no memory. A run repeats to the bit all the same.
     """
 
-    feedback_kinds: ClassVar[tuple[str, ...]] = ("average", "residual", "momentum", "none")
+    feedback_kinds: ClassVar[tuple[str, ...]] = ("average", "residual", "none")
 
     kind: Literal["quantized"] = "quantized"
     """The codec's name."""
-    bits: Annotated[Literal[2, 4, 8], unit("bits per element")] = 4
+    bits: Annotated[Literal[4, 8], unit("bits per element")] = 4
     """Size of an element's code."""
     block: Block = 256
     """Neighbours that share a scale of 16 bits."""

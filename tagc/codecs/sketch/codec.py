@@ -65,7 +65,7 @@ class SketchCodec(Codec[SketchPlan]):
         for i, part in enumerate(self.parts):
             plan, stored = part.plan, part.feedback.residual_dtype
             dtype = plan.symbol.dtype
-            self._ops.prepare(plan.layout, part.feedback.gradient_dtype(setup.dtype), stored)
+            self._ops.prepare(plan.layout, setup.dtype, stored)
             start = self._cells[dtype]
             self._cell_columns.append(slice(start, start + plan.layout.cells))
             self._cells[dtype] += plan.cells
@@ -124,7 +124,8 @@ class SketchCodec(Codec[SketchPlan]):
         self.seed.add_(1)
         for i, part in enumerate(self.parts):
             plan, index, shared = part.plan, message[:, part.words], self._shared.get(i)
-            with part.feedback.opened(grad[:, part.columns]) as (gradient, residual):
+            gradient = grad[:, part.columns]
+            with part.feedback.opened(gradient) as residual:
                 self._ops.encode(
                     gradient,
                     residual,
@@ -270,7 +271,6 @@ class SketchCodec(Codec[SketchPlan]):
         # The only exchange that a unit ever waits for before it sends.
         sampled = [
             sampled_threshold(grad[:, part.columns], part.plan.symbol.lanes, _scale_density(part))
-            * part.feedback.gradient_scale
             for part in self.parts
         ]
         self._controller.start(mean_threshold(exchange.gather(torch.stack(sampled))))

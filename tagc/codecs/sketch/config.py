@@ -16,7 +16,7 @@ class SketchConfig(CodecConfig):
     (A unit waits for the longest warm-up of its rules.)
     """
 
-    feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "momentum", "none")
+    feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "none")
 
     kind: Literal["sketch"] = "sketch"
     """The codec's name."""

@@ -22,11 +22,13 @@ class SketchPlan(SelectingPlan):
     Attributes:
         capacity: groups that a rank keeps at most, per destination.
         levels: largest quantized magnitude that a rank sends.
+        shared: whether all ranks keep what the shard's owner chose.
     """
 
     layout: SketchLayout
     capacity: int
     levels: int
+    shared: bool = False
 
     @property
     def name(self) -> str:
@@ -54,6 +56,16 @@ class SketchPlan(SelectingPlan):
     def words(self) -> int:
         """The index, or the owner's next choice in its place."""
         return self.layout.index_words
+
+    @property
+    def has_shared_support(self) -> bool:
+        """See :attr:`CodecPlan.has_shared_support`."""
+        return self.shared
+
+    def used_words(self, columns: int) -> int:
+        """All of them where a choice rides along: what a rank chose for its own shard goes to
+        all."""
+        return self.words if self.shared else super().used_words(columns)
 
     @property
     def cells(self) -> int:

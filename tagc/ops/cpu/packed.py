@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops.blocks import MIN_BLOCK, BlockLayout
-from tagc.ops.cpu.arrays import NO_SUPPORT, halves_of, numpy_of, rows_of, supports, words_of
+from tagc.ops.cpu.arrays import NO_SUPPORT, halves_of, numpy_of, rows_of, words_of
 from tagc.ops.cpu.blocks import codes_of
 from tagc.ops.cpu.compiling import once_a_host
 from tagc.ops.cpu.kernels import bitmap as bitmaps
@@ -24,7 +24,6 @@ def pack(
     grad: Tensor,
     residual: Tensor | None,
     threshold: Tensor,
-    support: Tensor | None,
     message: Tensor,
     counts: Tensor,
     *,
@@ -39,33 +38,26 @@ def pack(
     levels = layout.values.levels
     limit, unit = np.float32(levels), np.float32(1 / levels)
     g, e, words = numpy_of(grad), numpy_of(residual), np.empty(layout.bitmap_words, np.uint32)
-    marks = [NO_SUPPORT] * len(g) if support is None else _supports(support, layout)
     for r in range(grad.shape[0]):
         row = None if e is None else e[r]
-        above, nonzero, poison, keys, stream = _select(
-            g[r], row, threshold[r], marks[r], words, layout
-        )
-        if support is None:
-            _write_index(words, keys, index[r], layout)
-        else:
-            above = keys.size
+        above, nonzero, poison, keys, stream = _select(g[r], row, threshold[r], words, layout)
+        _write_index(words, keys, index[r], layout)
         pack_values(
-            row, layout.numel, layout.group, keys, stream, support is None or not poison, words,
-            layout.values.block, codes_of(layout.values), limit, unit, scales[r], codes[r],
+            row, layout.numel, layout.group, keys, stream, layout.values.block,
+            codes_of(layout.values), limit, unit, scales[r], codes[r],
         )  # fmt: skip
         header[r, POISON], header[r, KEPT_GROUPS] = poison, keys.size
         counts.numpy()[r] = above, nonzero, keys.size, 0
 
 
 def _select(
-    g: Any, e: Any, threshold: Tensor, support: Any, words: Any, layout: PackedLayout
+    g: Any, e: Any, threshold: Tensor, words: Any, layout: PackedLayout
 ) -> tuple[int, int, int, Any, Any]:
-    """Mark the groups to keep, or the finite ones of a support, and accumulate into the residual.
+    """Mark the groups to keep, and accumulate into the residual.
 
     Args:
         g, e: ``[numel]``, gradient and residual of a row; ``e`` may be None.
         threshold: float32, without dimensions.
-        support: ``[bitmap_words]`` uint32, or ``NO_SUPPORT``.
         words: ``[bitmap_words]`` uint32, written: the marks.
 
     Returns:
@@ -75,29 +67,11 @@ def _select(
     least = threshold.numpy().view(np.uint32)[()]
     chosen = least if capacity < layout.groups else np.uint32(1)
     above, nonzero, kept, poison, keys, stream = select_groups(
-        g, e, n, group, least, chosen, support, capacity, words
+        g, e, n, group, least, chosen, NO_SUPPORT, capacity, words
     )
     if kept > capacity:
         keep_largest(layout.group, capacity, kept, keys, stream, words)
     return int(above), int(nonzero), int(poison), keys[: min(kept, capacity)], stream
-
-
-def _supports(support: Tensor, layout: PackedLayout) -> Any:
-    """Supports as ``[R, bitmap_words]`` uint32.
-
-    Raises:
-        ValueError: if the groups of one do not fit in a message.
-    """
-    words = supports(support, layout.groups)
-    for row in words:
-        _check_room(int(bitmaps.count_bits(row)), layout)
-    return words
-
-
-def _check_room(groups: int, layout: PackedLayout) -> None:
-    """Raise ValueError if so many groups do not fit in a message."""
-    if groups > layout.capacity:
-        raise ValueError(f"a message with room for {layout.capacity} groups got {groups}")
 
 
 def _keys(words: Any, layout: PackedLayout) -> Any:
@@ -109,7 +83,8 @@ def _keys(words: Any, layout: PackedLayout) -> Any:
     keys = bitmaps.keys_of(words)
     while keys.size and keys[-1] >= layout.groups:
         keys = keys[:-1]
-    _check_room(keys.size, layout)
+    if keys.size > layout.capacity:
+        raise ValueError(f"a message with room for {layout.capacity} groups got {keys.size}")
     return keys
 
 
@@ -131,29 +106,16 @@ def _read_index(index: Any, keys: Any, layout: PackedLayout) -> int:
     return int(bitmaps.write_keys(high, keys, layout.capacity))
 
 
-def unpack(
-    message: Tensor,
-    support: Tensor | None,
-    out: Tensor,
-    *,
-    layout: PackedLayout,
-    divisor: int,
-) -> None:
+def unpack(message: Tensor, out: Tensor, *, layout: PackedLayout, divisor: int) -> None:
     """See :meth:`tagc.ops.packed.PackedOps.unpack`."""
     words, stride = rows_of(message)
-    indexes, index_stride, low, high, low_bits = (
-        words, stride, HEADER, HEADER + layout.low_words, layout.low_bits
-    )  # fmt: skip
-    if support is not None:  # the bitmap of all messages
-        indexes, index_stride, low, high, low_bits = _supports(support[None], layout)[0], 0, 0, 0, 0
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     first_value = HEADER + layout.index_words
     poisoned = unpack_shard(
         words, stride, message.shape[0], first_value, first_value + layout.values.scale_words,
-        layout.numel, layout.group, indexes, index_stride, low, high,
-        layout.high_words if support is None else layout.bitmap_words, low_bits,
-        layout.capacity, layout.values.block, codes_of(layout.values), np.float32(divisor),
-        numpy_of(wide),
+        layout.numel, layout.group, HEADER, HEADER + layout.low_words, layout.high_words,
+        layout.low_bits, layout.capacity, layout.values.block, codes_of(layout.values),
+        np.float32(divisor), numpy_of(wide),
     )  # fmt: skip
     if poisoned:
         out.fill_(torch.nan)
@@ -167,9 +129,7 @@ def select(
     """See :meth:`tagc.ops.packed.PackedOps.select`."""
     rows, words = numpy_of(x), words_of(bitmap)
     for r in range(x.shape[0]):
-        above, nonzero, _, keys, _ = _select(
-            rows[r], None, threshold[r], NO_SUPPORT, words[r], layout
-        )
+        above, nonzero, _, keys, _ = _select(rows[r], None, threshold[r], words[r], layout)
         counts.numpy()[r] = above, nonzero, keys.size, 0
 
 
@@ -211,12 +171,10 @@ def _compile(
     counts = torch.empty(1, 4, dtype=torch.int32, device="cpu")
     for dtype in {torch.float32, *({gradient, residual} & {torch.bfloat16})}:
         select(grad.to(dtype), one, bitmap, counts, layout=layout)
-    pack(grad, left, one, None, message, counts, layout=layout)
+    pack(grad, left, one, message, counts, layout=layout)
     read_index(index_of(message, layout), bitmap, layout=layout)
     write_index(bitmap, index_of(message, layout), layout=layout)
-    pack(grad, left, one, bitmap, message, counts, layout=layout)
-    unpack(message, None, grad[0], layout=layout, divisor=1)
-    unpack(message, bitmap[0], grad[0], layout=layout, divisor=1)
+    unpack(message, grad[0], layout=layout, divisor=1)
 
 
 def prepare_packed(

@@ -16,7 +16,6 @@ def pack(
     grad: Tensor,
     residual: Tensor | None,
     threshold: Tensor,
-    support: Tensor | None,
     message: Tensor,
     counts: Tensor,
     *,
@@ -28,16 +27,12 @@ def pack(
         x = grad[r].float() if residual is None else grad[r].float() + residual[r].float()
         groups = grouped(x, layout.group)
         kept, finite, (above, nonzero) = select_groups(groups, threshold[r], layout.capacity)
-        if support is not None:
-            kept = from_bitmap(support[r], layout.groups)
-            above = kept.sum()
-        else:
-            write_index(to_bitmap(kept)[None], index[r : r + 1], layout=layout)
+        write_index(to_bitmap(kept)[None], index[r : r + 1], layout=layout)
         message[r, POISON], message[r, KEPT_GROUPS] = (~finite).any(), kept.sum()
 
         keys = kept.nonzero().flatten()
         stream = torch.zeros(layout.capacity, layout.group, dtype=torch.float32, device=x.device)
-        stream[: keys.numel()] = torch.where(finite[keys, None], groups[keys], 0.0)
+        stream[: keys.numel()] = groups[keys]
         scale, q, left = quantize_rows(stream.view(1, -1), layout.values)
         parts = [pack_scales(scale, layout.values), pack_codes(q, layout.values)]
         values[r] = torch.cat(parts, dim=-1)[0]
@@ -51,21 +46,11 @@ def pack(
         residual[r] = torch.where(stay, residual[r], owed)
 
 
-def unpack(
-    message: Tensor,
-    support: Tensor | None,
-    out: Tensor,
-    *,
-    layout: PackedLayout,
-    divisor: int,
-) -> None:
+def unpack(message: Tensor, out: Tensor, *, layout: PackedLayout, divisor: int) -> None:
     """See :meth:`tagc.ops.packed.PackedOps.unpack`."""
     total = torch.zeros(layout.groups, layout.group, dtype=torch.float32, device=out.device)
-    if support is None:
-        bitmap = message.new_empty(message.shape[0], layout.bitmap_words)
-        read_index(index_of(message, layout), bitmap, layout=layout)
-    else:
-        bitmap = support.expand(message.shape[0], -1)
+    bitmap = message.new_empty(message.shape[0], layout.bitmap_words)
+    read_index(index_of(message, layout), bitmap, layout=layout)
     for r in range(message.shape[0]):
         keys = from_bitmap(bitmap[r], layout.groups).nonzero().flatten()
         values = dequantize_rows(values_of(message[r], layout), layout.values)

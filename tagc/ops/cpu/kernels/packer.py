@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tagc.ops.cpu.kernels.llvm import shift_right
 from tagc.ops.cpu.kernels.quantizer import quantize_block
 from tagc.ops.cpu.kernels.scalar import N, U, compiled, store_finite
 
 
 @compiled
-def _has(words, key):
-    """1 if the bitmap ``words``, ``[words]`` uint32, has the group ``key``, else 0."""
-    return shift_right(words[N(key) >> N(5)], U(key & U(31))) & U(1)
-
-
-@compiled
-def pack_values(e, n, lanes, keys, stream, whole, finite, block, group, limit, unit, scales, codes):
+def pack_values(e, n, lanes, keys, stream, block, group, limit, unit, scales, codes):
     """Quantize the kept groups, and leave in the residual what the codes do not say.
 
     Args:
@@ -26,9 +19,6 @@ def pack_values(e, n, lanes, keys, stream, whole, finite, block, group, limit, u
         keys: ``[count]`` uint32, ascending: the kept groups.
         stream: ``[count * lanes]`` float32, their x, which becomes what the codes leave; longer by
             a block or more, which is overwritten.
-        whole: whether all of ``keys`` are finite; else only the residual of those in ``finite`` is
-            written.
-        finite: ``[words]`` uint32, the bitmap of the finite groups.
         block: elements of a block.
         group: a tuple of as many entries as a word has codes.
         limit, unit: float32, the largest code and one over it.
@@ -55,13 +45,11 @@ def pack_values(e, n, lanes, keys, stream, whole, finite, block, group, limit, u
             continue
         first = b * per_block
         for t in range(min(per_block, count - first)):
-            key = keys[first + t]
-            if whole or _has(finite, key):
-                at = N(key) * size
-                if size == N(1):
-                    store_finite(e, at, x[t])
-                else:
-                    for j in range(min(size, N(n) - at)):
-                        store_finite(e, at + j, x[t * size + j])
+            at = N(keys[first + t]) * size
+            if size == N(1):
+                store_finite(e, at, x[t])
+            else:
+                for j in range(min(size, N(n) - at)):
+                    store_finite(e, at + j, x[t * size + j])
     for b in range(blocks, N(scales.size)):
         scales[b] = np.uint16(0)

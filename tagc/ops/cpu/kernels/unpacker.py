@@ -80,14 +80,14 @@ def _read_keys(places, words, low, first, count, low_bits, most, last, keys, k):
 
 @compiled
 def _read_chunk(
-    messages, scales, codes, indexes, low, high, high_words, low_bits, most, block, group, size,
+    messages, scales, codes, low, high, high_words, low_bits, most, block, group, size,
     chunk, places, keys, k, values, state,
 ):  # fmt: skip
     """Read the next chunk of a message.
 
     Args:
         scales, codes: where the message's scales and codes begin in ``messages``.
-        low, high: where the low parts and the bitmap begin in ``indexes``.
+        low, high: where its low parts and its bitmap begin in ``messages``.
         size: uint64, elements of a group.
         chunk: uint64, groups to read.
         places: ``[2 * chunk + SLACK]`` uint32, those that wait, then scratch.
@@ -97,11 +97,11 @@ def _read_chunk(
     """
     t, dense = state[_READ], state[_DENSE] != N(0)
     w, found = list_groups(
-        indexes, high, state[_WORDS], N(high_words), dense, places, N(0), state[_FOUND], chunk
+        messages, high, state[_WORDS], N(high_words), dense, places, N(0), state[_FOUND], chunk
     )
     count = min(chunk, state[_COUNT] - t)
     last = U(state[_LAST])
-    state[_LAST] = _read_keys(places, indexes, low, t, count, low_bits, most, last, keys, k)
+    state[_LAST] = _read_keys(places, messages, low, t, count, low_bits, most, last, keys, k)
     for i in range(found - count):
         places[i] = places[i + count]
     state[_READ], state[_WORDS], state[_FOUND] = t + count, w, found - count
@@ -113,8 +113,8 @@ def _read_chunk(
 
 @compiled
 def unpack_shard(
-    messages, stride, ranks, scales, codes, n, lanes, indexes, index_stride, low, high, high_words,
-    low_bits, capacity, block, group, divisor, out,
+    messages, stride, ranks, scales, codes, n, lanes, low, high, high_words, low_bits, capacity,
+    block, group, divisor, out,
 ):  # fmt: skip
     """Add up sparse messages, see :meth:`tagc.ops.packed.PackedOps.unpack`.
 
@@ -125,10 +125,7 @@ def unpack_shard(
         scales, codes: where scales and codes begin in a message, in words.
         n: elements.
         lanes: elements of a group.
-        indexes: ``[...]`` uint32, in which the indexes begin ``index_stride`` words apart: the
-            messages, or the support of all of them.
-        index_stride: from one index to the next, in words; 0 if all have the same.
-        low: where the low parts begin in ``indexes``, in words.
+        low: where the low parts begin in a message, in words.
         high: where the bitmap begins, which follows them.
         high_words: words of the bitmap.
         low_bits: bits of a low part; 0 for a bitmap of the groups.
@@ -154,8 +151,8 @@ def unpack_shard(
     values = np.empty(N(ranks) * room * size, np.float32)
     state = np.zeros((ranks, 7), np.uint64)
     for r in range(N(ranks)):
-        at = r * N(index_stride) + N(high)
-        bits = count_bits(indexes[at : at + N(high_words)])
+        at = r * N(stride) + N(high)
+        bits = count_bits(messages[at : at + N(high_words)])
         state[r, _COUNT] = min(N(bits), N(capacity))
         state[r, _DENSE] = N(is_dense(high_words, bits))
     sums = new_tile(TILE, out)
@@ -165,10 +162,10 @@ def unpack_shard(
             t, k = state[r, _ADDED], r * room
             while t < state[r, _COUNT]:
                 if t == state[r, _READ]:
-                    index, message = r * N(index_stride), r * N(stride)
+                    message = r * N(stride)
                     _read_chunk(
-                        messages, message + N(scales), message + N(codes), indexes, index + N(low),
-                        index + N(high), high_words, low_bits, most, block, group, size, chunk,
+                        messages, message + N(scales), message + N(codes), message + N(low),
+                        message + N(high), high_words, low_bits, most, block, group, size, chunk,
                         places[r], keys, k, values, state[r],
                     )  # fmt: skip
                 first = k + (t & (chunk - N(1)))
