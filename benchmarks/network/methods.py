@@ -67,11 +67,11 @@ class Method:
 
 TAGC_PAPER: dict[str, Any] = {
     "schema": 1,
-    "about": "The TAGC paper's parameters, density and symbols, without a warm-up.",
+    "about": "The TAGC paper's parameters and density, symbols of one element, no warm-up.",
     "gradients": [
         {
             "when": {"role": ["mlp", "embedding", "head"]},
-            "codec": {"kind": "sketch", "density": 0.2, "symbol": "float32"},
+            "codec": {"kind": "sketch", "density": 0.2, "symbol": "int32x1"},
             "feedback": {"kind": "residual", "dtype": "float32"},
         }
     ],
@@ -138,7 +138,7 @@ METHODS = {
         ),
         Method(
             name="tagc-paper",
-            about="the TAGC paper's parameters, density 0.2 and float32 symbols, no warm-up",
+            about="the TAGC paper's parameters and density 0.2, no warm-up",
             policy=TAGC_PAPER,
             published=True,
         ),

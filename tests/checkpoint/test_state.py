@@ -51,7 +51,6 @@ RARE = (
     "matrix average",
     "packed momentum",
     "sketch momentum",
-    "sketch float32",
     "changes in 1 bit",
     "inside",
     "inside warming up",

@@ -71,7 +71,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "sketch": rules(SKETCH),
     "sketch bfloat16": rules(SKETCH | {"symbol": "int16x2"}, BFLOAT16),
     "sketch momentum": rules(SKETCH, {"kind": "momentum", "rate": 0.5, "dtype": "bfloat16"}),
-    "sketch float32": rules(SKETCH | {"symbol": "float32"}),
     "sketch shared": rules(SKETCH | {"symbol": "int32x1", "support": "shared"}),
     "warming up": rules(SKETCH | {"warmup_steps": 6}),
     "parameters": rules(

@@ -271,7 +271,7 @@ def test_sizes_of_one_compile():
     """Triton makes an argument that is 1 a constant, which knows less than a tensor."""
     with compiling(90) as found:
         encode(SYMBOLS["int8x4"], BF16, BF16, 3, "some", numel=1, W=1)
-        decode(SYMBOLS["float32"], F32, BF16, 3, 3, numel=1, W=1)
+        decode(SYMBOLS["int16x2"], F32, BF16, 3, 3, numel=1, W=1)
     assert {k.name for k in found} == SKETCH - {
         "insert_kernel", "expand_kernel", "clear_kernel", "write_kernel", "count_kernel",
         "drop_kernel",

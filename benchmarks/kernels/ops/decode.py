@@ -65,8 +65,7 @@ def _sketch(
         if expected.isnan().any():
             details["compared"] = "with nothing: the reference failed"
             return None
-        tolerance = 0.0 if data.layout.symbol.integer else 1e-4
-        return difference(out, expected, tolerance, "the shard differs from the reference's")
+        return difference(out, expected, 0.0, "the shard differs from the reference's")
 
     return Contender(
         run=lambda: data.decode(ops, sent.index, cells, out, stats),
