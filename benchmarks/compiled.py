@@ -23,6 +23,7 @@ import torch
 from tagc.ops.blocks import BITS, BlockLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUPS, MatrixLayout
+from tagc.ops.packed import GROUPS as PACKED_GROUPS
 from tagc.ops.packed import PackedLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.symbols import SYMBOLS, Symbol
@@ -341,10 +342,10 @@ MATRICES = [
 # Every size of a group with every pair of dtypes; the rest takes turns.
 PACKS = [
     (
-        BITS[i % 4], BLOCK_SIZES[i % 8], group, (0, 1, 2, 4, 8, 16)[(i // 3 + i) % 6], *dtypes,
-        ("some", "support", "all")[i % 3], 2 + i // 2 % 2,
+        BITS[i % len(BITS)], BLOCK_SIZES[i % 8], group, (0, 1, 2, 4, 8, 16)[(i // 3 + i) % 6],
+        *dtypes, ("some", "support", "all")[i % 3], 2 + i // 2 % 2,
     )
-    for i, (dtypes, group) in enumerate(itertools.product(DTYPES, (1, 2, 4, 8, 16, 32)))
+    for i, (dtypes, group) in enumerate(itertools.product(DTYPES, PACKED_GROUPS))
 ]  # fmt: skip
 CODECS = list(itertools.product((SYMBOLS["int8x4"], SYMBOLS["int32x1"]), HASHES))
 

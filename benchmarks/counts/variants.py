@@ -52,8 +52,6 @@ def variants() -> list[Work]:
     found += [
         Work(op="pack", density=0.05, residual="bfloat16"),
         Work(op="pack", density=0.05, residual="float32", gradient="float32"),
-        Work(op="pack", density=0.05, residual="float32", group=8),
-        Work(op="unpack", density=0.05, group=8),
         Work(op="encode", symbol="int8x4", density=0.05, residual="bfloat16"),
         Work(op="encode", symbol="int8x4", density=0.05, residual=None),
         Work(op="decode", symbol="int8x4", rows=8, density=0.01, residual="float32"),

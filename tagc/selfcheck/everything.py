@@ -10,6 +10,7 @@ import torch
 from tagc.ops.blocks import BITS, MAX_BLOCK, MIN_BLOCK, BlockLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUPS, MatrixLayout
+from tagc.ops.packed import GROUPS as PACKED_GROUPS
 from tagc.ops.packed import plan_packed
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
@@ -29,8 +30,7 @@ def every_call() -> Iterator[Call]:
         layout = BlockLayout(numel=4 * block + 16 * (bits + 1), bits=bits, block=block)
         chosen = next(dtypes), next(averages), next(divisors)
         yield from _elementwise("quantize", layout, *chosen, ("dither", None))
-        if bits <= 8:
-            yield _dithered(layout, chosen[0][0])
+        yield _dithered(layout, chosen[0][0])
     counts = itertools.cycle((1, 2, 2, 1))
     codes = [*((bits, 1) for bits in MATRIX_BITS), *((1, group) for group in GROUPS)]
     for (bits, group), columns in itertools.product(codes, (72, 5000)):
@@ -39,7 +39,7 @@ def every_call() -> Iterator[Call]:
         yield from _elementwise("quantize_matrix", layout, *chosen)
     # Indexes of each form, with few low bits and many, and room for all.
     densities = itertools.cycle((0.002, 0.05, 0.4, 1.0, 0.01))
-    for group in (1, 1, 2, 4, 4, 8, 16, 32, 32):
+    for group in 3 * PACKED_GROUPS:
         yield from _packed(group, next(densities), next(dtypes), next(divisors))
     for dtype in _GRADIENTS:
         tensors = (("decoded", _F32), ("sent", _F32), ("out", dtype), ("weights", _F32))
