@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tagc.policy.document import Document, Keys, Place, PolicyError, Problem
+from tagc.policy.removed import remedy_for
 from tagc.policy.suggest import closest, nearest, short
 
 __all__ = ["raise_problems", "translate"]
@@ -44,10 +46,21 @@ def translate(
         if details["type"] == "extra_forbidden"
     }
     return [
-        Problem(*_translate_one(details, data, keys_at))
+        _removed(Problem(*_translate_one(details, data, keys_at)), data)
         for details in found
         if details["type"] != "missing" or details["loc"] not in meant
     ]
+
+
+def _removed(problem: Problem, data: Any) -> Problem:
+    """The problem, or what to write instead if the value was allowed in an earlier version."""
+    for part in problem.path[:-1]:
+        data = data[part]
+    key = problem.path[-1] if problem.path else None
+    if not isinstance(data, Mapping) or not isinstance(key, str) or key not in data:
+        return problem
+    remedy = remedy_for(key, data)
+    return replace(problem, text=f"{short(data[key])} was removed: {remedy}") if remedy else problem
 
 
 def _translate_one(

@@ -19,7 +19,7 @@ class DeltaConfig(CodecConfig):
 
     kind: Literal["delta"] = "delta"
     """The codec's name."""
-    bits: Annotated[Literal[1, 2, 4, 8], unit("bits per element")] = 4
+    bits: Annotated[Literal[2, 4, 8], unit("bits per element")] = 4
     """Size of an element's code."""
     block: Block = 256
     """Neighbours that share a scale of 16 bits; with 8 and 4 bits only."""
