@@ -231,7 +231,7 @@ def test_boost_follows_the_clipping():
 
 
 def test_steps_follow_the_thresholds():
-    """From the first step on, with the boost; without a scale they are 1."""
+    """From the first step on, with the boost."""
     symbols = [SYMBOL, SYMBOLS["int32x1"]]
     steering = ThresholdController(
         [2000.0, 2000.0], 2, OPS, CPU,

@@ -247,23 +247,28 @@ def _peel_large(keys, salts, partition, cells, where, values, done, degree):
     _build(keys, salts, partition, table, np.int64(1 << 24), where)
     queue = np.empty(table.size + 1, np.uint32)
     tail = _list_lonely(table, N(0), N(table.size), _DEGREE, queue)
+    slots = np.empty(_BATCH, np.uint64)
     head = N(0)
     while head < tail:
-        c = queue[head]
-        head += N(1)
-        if table[c] & _DEGREE != 1:  # its key was found in another cell
-            continue
-        entry, value = table[c], cells[c]
-        slot = N(entry >> 24)
-        values[slot] = value
-        done[slot] = 1
-        at = slot * hashes
-        for i in range(hashes):
-            p = where[at + i]
-            cells[p] -= value
-            rest = table[p] - entry
-            table[p] = rest
-            queue[tail] = p
-            tail += N(rest & _DEGREE == 1)
+        found, end = N(0), min(head + N(_BATCH), tail)
+        while head < end:
+            c = queue[head]
+            head += N(1)
+            slot = N(table[c] >> 24)
+            if table[c] & _DEGREE == 1 and not done[slot]:  # or it was found in another cell
+                slots[found] = slot
+                values[slot] = cells[c]
+                done[slot] = 1
+                found += N(1)
+        for t in range(found):
+            slot = slots[t]
+            at, entry = slot * hashes, (np.int64(slot) << 24) + 1
+            for i in range(hashes):
+                p = where[at + i]
+                cells[p] -= values[slot]
+                rest = table[p] - entry
+                table[p] = rest
+                queue[tail] = p
+                tail += N(rest & _DEGREE == 1)
     for c in range(N(cells.size)):
         degree[c] = table[c] & _DEGREE
