@@ -23,6 +23,7 @@ import torch
 from tagc.ops.blocks import BITS, BlockLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUPS, MatrixLayout
+from tagc.ops.packed import GROUPS as PACKED_GROUPS
 from tagc.ops.packed import PackedLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.symbols import SYMBOLS, Symbol
@@ -234,7 +235,7 @@ def encode(symbol, grad, residual, hashes, kind, numel=4096, W=2) -> None:
         None if residual is None else torch.empty(W, numel, dtype=residual),
         torch.ones(W), torch.ones(W), torch.zeros(1, dtype=torch.int32),
         torch.empty(W, layout.index_words, dtype=torch.int32),
-        torch.empty(W, layout.cells, dtype=symbol.dtype), torch.empty(W, 4, dtype=torch.int32),
+        torch.empty(W, layout.cells, dtype=torch.int32), torch.empty(W, 4, dtype=torch.int32),
         layout=layout, levels=symbol.levels(W), capacity=layout.groups if kind == "all" else 10,
         support=support,
     )  # fmt: skip
@@ -244,7 +245,7 @@ def decode(symbol, out, residual, hashes, divisor, numel=4096, W=2) -> None:
     layout = layout_of(symbol, hashes, numel)
     ops.decode(
         torch.empty(W, layout.index_words, dtype=torch.int32),
-        torch.empty(layout.cells, dtype=symbol.dtype), torch.ones(1),
+        torch.empty(layout.cells, dtype=torch.int32), torch.ones(1),
         torch.zeros(1, dtype=torch.int32), torch.empty(numel, dtype=out),
         None if residual is None else torch.empty(numel, dtype=residual),
         torch.empty(2, dtype=torch.int32), layout=layout, divisor=divisor,
@@ -254,8 +255,8 @@ def decode(symbol, out, residual, hashes, divisor, numel=4096, W=2) -> None:
 def codec(symbol, hashes) -> None:
     layout = layout_of(symbol, hashes)
     index, seed = torch.zeros(layout.words, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    cells = torch.empty(layout.cells, dtype=symbol.dtype)
-    ops.insert(torch.empty(layout.groups, dtype=symbol.dtype), index, seed, cells, layout=layout)
+    cells = torch.empty(layout.cells, dtype=torch.int32)
+    ops.insert(torch.empty(layout.groups, dtype=torch.int32), index, seed, cells, layout=layout)
     ops.peel(cells, index, seed, layout=layout)
 
 
@@ -343,7 +344,7 @@ PACKS = [
         BITS[i % len(BITS)], BLOCK_SIZES[i % 8], group, (0, 1, 2, 4, 8, 16)[(i // 3 + i) % 6],
         *dtypes, ("some", "all")[i // 6 % 2], 2 + i // 2 % 2,
     )
-    for i, (dtypes, group) in enumerate(itertools.product(DTYPES, (1, 2, 4, 8, 16, 32)))
+    for i, (dtypes, group) in enumerate(itertools.product(DTYPES, PACKED_GROUPS))
 ]  # fmt: skip
 CODECS = list(itertools.product((SYMBOLS["int8x4"], SYMBOLS["int32x1"]), HASHES))
 

@@ -70,7 +70,7 @@ def quantize_tile(x, BITS: tl.constexpr, dither=None):
     """
     LEVELS: tl.constexpr = (1 << (BITS - 1)) - 1
     # Elsewhere the scale's rounding, by up to 2**-8, takes no code past the last.
-    CLIP: tl.constexpr = BITS == 16 if dither is None else BITS != 4
+    CLIP: tl.constexpr = dither is not None and BITS != 4
     PART: tl.constexpr = x[0].shape[1]
     # A code's float32, plus _INTEGER, as an integer is a constant plus the code. The sum of these,
     # each times its lane's unit, is that of codes made positive by half their span, which have no

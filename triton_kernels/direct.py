@@ -30,7 +30,7 @@ class Direct:
     """Cells that the dense pass writes.
 
     Attributes:
-        cells: ``[W, groups]``, of the symbol's dtype.
+        cells: ``[W, groups]`` int32.
         step: ``[W]`` float32 powers of two.
         levels: largest magnitude of a lane.
     """

@@ -3,8 +3,7 @@
 What a group sends, and what stays, is in :mod:`.symbols`; a symbol is added to one cell per
 partition. A program lists the groups of its words first (see :mod:`.stash`); so the work is one of
 kept groups, and nothing else is touched. Cells are added to by reductions without a result, in no
-fixed order: the same bits for integers, but sums of ``float32`` symbols may differ in their last
-bits from run to run.
+fixed order: sums of integers are the same in any.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ def emit_kernel(
     mine = stash + (d * programs + tl.program_id(0)) * STASH
     seed_value = tl.load(seed)
     unit = tl.load(step + d)
-    WHOLE: tl.constexpr = cells.dtype.element_ty == tl.float32
     saturated = tl.zeros([BLOCK], tl.int32)
     count = tl.zeros([], tl.int32)
     for first in range(tl.program_id(0) * WORDS, words, programs * WORDS):
@@ -68,9 +66,8 @@ def emit_kernel(
                 x = widen(tl.load(grad + j, mask=inside, other=0.0))
                 if residual is not None:
                     x += widen(tl.load(residual + j, mask=inside, other=0.0))
-            symbol, left = send(x, unit, levels, LANES, WHOLE)
-            if not WHOLE:
-                saturated += clips(x, unit, levels)
+            symbol, left = send(x, unit, levels, LANES)
+            saturated += clips(x, unit, levels)
             if residual is not None:
                 place = residual + j
                 tl.store(place, narrow_finite(left, residual.dtype.element_ty), mask=inside)

@@ -88,10 +88,7 @@ def estimate_kernel(
                         left = (seen >> 32).to(tl.int32)
                     else:
                         left = tl.load(value + cell, mask=stuck, other=0)
-                    if left.dtype == tl.int32:
-                        x = lane_sums(left, LANES).to(tl.float32) * unit
-                    else:
-                        x = tl.expand_dims(left.to(tl.float32), 1)
+                    x = lane_sums(left, LANES).to(tl.float32) * unit
                     degree = seen.to(tl.int32).to(tl.float32)
                     share += tl.div_rn(x, tl.zeros_like(x) + tl.expand_dims(degree, 1))
                 share = tl.div_rn(share, tl.zeros_like(share) + HASHES)

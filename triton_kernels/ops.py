@@ -6,10 +6,7 @@ every rank launches the same, nothing waits for the device, and a CUDA graph can
 kept, but for those of a graph, see :mod:`.scratch`; only :func:`peel` allocates, for its results.
 Operators launch on the device of their tensors, see :mod:`.device`.
 
-Everything that is an integer and every residual of integer symbols has the same bits as the
-reference on a CPU. ``float32`` symbols are summed in cells in no fixed order, as in any collective,
-and of several cells that hold nothing but one key, any may give its value: where sums round,
-results differ in their last bits from run to run.
+Messages, residuals and outputs have the same bits as the reference's on a CPU.
 """
 
 from .dequantize import dequantize

@@ -84,12 +84,9 @@ def _recover(
     was = tl.atomic_and(marks + (key >> 5).to(tl.int64), ~bit, mask=alone, sem="relaxed")
     ours = alone & ((was & bit) != 0)
     if RAW:
-        tl.store(out + key.to(tl.int64), symbol.to(out.dtype.element_ty), mask=ours)
+        tl.store(out + key.to(tl.int64), symbol, mask=ours)
     else:
-        if symbol.dtype == tl.float64:
-            x = tl.expand_dims(symbol.to(tl.float32), 1)  # [BLOCK, LANES]
-        else:
-            x = lane_sums(symbol, LANES).to(tl.float32) * tl.load(step)
+        x = lane_sums(symbol, LANES).to(tl.float32) * tl.load(step)  # [BLOCK, LANES]
         x = tl.div_rn(x, tl.zeros_like(x) + divisor) if DIVIDE else x * divisor
         j = tl.expand_dims(key.to(tl.int64), 1) * LANES + tl.arange(0, LANES)
         # Where a rank sent poison, all is NaN, and stays it.

@@ -80,13 +80,12 @@ def select_kernel(
 
     row = counts + d * counts_stride
     if cells is not None:
-        WHOLE: tl.constexpr = cells.dtype.element_ty == tl.float32
         unit = tl.load(step + d)
         lanes = tl.reshape(x, [WORDS, 32, LANES])
-        symbol, left = send(lanes, unit, levels, LANES, WHOLE)
+        symbol, left = send(lanes, unit, levels, LANES)
         sent = chosen
         if put_off is not None:
-            again = restore(symbol, left, unit, LANES, WHOLE)
+            again = restore(symbol, left, unit, LANES)
             differs = again.to(tl.int32, bitcast=True) ^ lanes.to(tl.int32, bitcast=True)
             sent = chosen & (tl.max((differs != 0).to(tl.int32), 2) == 0)
             late = tl.sum(tl.sum((chosen & (sent == 0)).to(tl.int32), 1), 0)
@@ -97,11 +96,10 @@ def select_kernel(
         cell = cells + (d * cells_stride + first * 32) + group
         tl.store(cell, tl.where(sent, symbol, 0), mask=mine)
         x = tl.reshape(tl.where(sent[:, :, None], left, lanes), j.shape)
-        if not WHOLE:
-            clipped = tl.where(sent, clips(lanes, unit, levels), 0)
-            clipped = tl.sum(tl.sum(clipped, 1), 0)
-            if clipped > 0:
-                tl.atomic_add(row + 3, clipped, sem="relaxed")
+        clipped = tl.where(sent, clips(lanes, unit, levels), 0)
+        clipped = tl.sum(tl.sum(clipped, 1), 0)
+        if clipped > 0:
+            tl.atomic_add(row + 3, clipped, sem="relaxed")
 
     if residual is not None:
         holds_x: tl.constexpr = residual.dtype.element_ty == tl.float32

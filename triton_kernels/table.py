@@ -4,11 +4,11 @@ An entry of the table says which key is left in its cell, if there is only one, 
 that an atomic addition changes. All fields are sums over the keys left, so when one is left, the
 word is that key's, whatever was carried between fields before. There are two formats:
 
-* *packed*: ``value << 32 | (Σ low 16 bits of hashes) << 16 | degree``, for integer symbols. A cell
-  has at most ``ceil(2^32 / partition)`` keys (see :mod:`.hashing`); where that is at most 0xFFFE,
-  the degree never leaves its 16 bits, and 16 bits of its hash name a key.
-* *split*: ``(Σ keys) << 32 | degree``, and the value in a table of its own (float64 for ``float32``
-  symbols). Degrees stay below 2^31, as groups do.
+* *packed*: ``value << 32 | (Σ low 16 bits of hashes) << 16 | degree``. A cell has at most
+  ``ceil(2^32 / partition)`` keys (see :mod:`.hashing`); where that is at most 0xFFFE, the degree
+  never leaves its 16 bits, and 16 bits of its hash name a key.
+* *split*: ``(Σ keys) << 32 | degree``, and the value in a table of its own. Degrees stay below
+  2^31, as groups do.
 
 Worked example (packed): a cell with the value -2 and the hashes 0x12345678 and 0x12348888 has
 0xfffffffe_00000000 + 0x5678_0000 + 0x8888_0000 + 2 = 0xfffffffe_df000002.
@@ -41,7 +41,7 @@ class Table:
         open: ``[words + 1]`` int32 bitmap, first the union, then the keys not recovered; then the
             poison word.
         entry: ``[cells]`` int64.
-        value: ``[cells]`` int32 or float64; None where it is in the entry.
+        value: ``[cells]`` int32; None where it is in the entry.
         stash: int32, a piece for every program.
         lists: ``[2, cells]`` int32, cells to peel; one that a launch reads, one for the next.
         pending: ``[LISTS]`` int32, how many each launch has to read.
@@ -57,7 +57,7 @@ class Table:
 
 def packed(layout: SketchLayout) -> bool:
     """Whether an entry holds value, hash and degree."""
-    return layout.symbol.integer and -(-(1 << 32) // layout.partition) <= 0xFFFE
+    return -(-(1 << 32) // layout.partition) <= 0xFFFE
 
 
 def listing_programs(words: int, rows: int) -> int:
@@ -79,13 +79,12 @@ def table_of(layout: SketchLayout, device: torch.device) -> Table:
     marks = take("open", (layout.index_words,), torch.int32)
     if layout.direct:
         return Table(open=marks)
-    value = torch.int32 if layout.symbol.integer else torch.float64
     listing = layout.hashes * listing_programs(layout.words, layout.hashes) * STASH
     peeling = peeling_programs(layout) * ROOM
     return Table(
         open=marks,
         entry=take("entry", (layout.cells,), torch.int64),
-        value=None if packed(layout) else take("value", (layout.cells,), value),
+        value=None if packed(layout) else take("value", (layout.cells,), torch.int32),
         stash=take("stash", (max(listing, peeling),), torch.int32),
         lists=take("lists", (2, layout.cells), torch.int32),
         pending=take("pending", (LISTS,), torch.int32),

@@ -87,10 +87,9 @@ def _load(grad, residual, cells, unit, key, there, n, LANES: tl.constexpr):
     x, j, inside = load_groups(grad, residual, key, there, n, LANES)
     symbol = tl.zeros_like(key)
     if cells is not None:
-        WHOLE: tl.constexpr = cells.dtype.element_ty == tl.float32
         symbol = tl.load(cells + key, mask=there, other=0)
         if residual is not None:
-            x = restore(symbol, x, unit, LANES, WHOLE)
+            x = restore(symbol, x, unit, LANES)
     return x, j, inside, symbol
 
 
@@ -146,7 +145,6 @@ def drop_kernel(
     grad_stride, residual_stride, index_stride, counts_stride, histogram_stride, cells_stride,
     LANES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    WHOLE: tl.constexpr = cells is not None and cells.dtype.element_ty == tl.float32
     # Whether groups may have been put off.
     SENDS: tl.constexpr = cells is not None and residual is not None
     d = tl.program_id(1).to(tl.int64)
@@ -231,13 +229,13 @@ def drop_kernel(
                 # Those that were put off, and others that send zeros, once more.
                 again = tl.load(cells + key, mask=word != 0, other=1) == 0
                 x, j, inside = load_groups(grad, residual, key, again, n, LANES)
-                symbol, left = send(x, unit, levels, LANES, WHOLE)
+                symbol, left = send(x, unit, levels, LANES)
                 tl.debug_barrier()
                 tl.store(residual + j, left, mask=inside)
                 tl.store(cells + key, symbol, mask=again)
                 clipped += tl.where(again, clips(x, unit, levels), 0)
                 word &= word - 1
-    if cells is not None and not WHOLE:
+    if cells is not None:
         tl.atomic_add(found + 3, tl.sum(clipped, 0), sem="relaxed")
 
 

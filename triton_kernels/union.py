@@ -48,7 +48,7 @@ def union_kernel(
             tl.store(entry + w, cell.to(tl.int64) << 32, mask=w < numel)
         else:
             tl.store(entry + w, tl.zeros([BLOCK], tl.int64), mask=w < numel)
-            tl.store(value + w, cell.to(value.dtype.element_ty), mask=w < numel)
+            tl.store(value + w, cell, mask=w < numel)
         if p == 0:
             tl.store(pending + tl.arange(0, LISTS), tl.zeros([LISTS], tl.int32))
 

@@ -37,10 +37,7 @@ def write_kernel(
         tl.atomic_add(stats, total, sem="relaxed")
     group = tl.expand_dims(w, 1) * 32 + tl.arange(0, 32)  # [WORDS, 32]
     value = tl.load(cells + first * 32 + group, mask=bits_of(word), other=0)
-    if cells.dtype.element_ty == tl.float32:
-        x = tl.expand_dims(value, 2)  # [WORDS, 32, LANES]
-    else:
-        x = lane_sums(value, LANES).to(tl.float32) * tl.load(step)
+    x = lane_sums(value, LANES).to(tl.float32) * tl.load(step)  # [WORDS, 32, LANES]
     x = tl.div_rn(x, tl.zeros_like(x) + divisor) if DIVIDE else x * divisor
     poison = tl.load(union + words) != 0
     x = tl.where(poison, float("nan"), x)

@@ -194,7 +194,7 @@ def _encode(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     layout, capacity = _sketch_layout(work)
     x, residual = _gradient(work)
     index, counts = _empty(R, layout.index_words), _empty(R, 4)
-    cells = _empty(R, layout.cells, dtype=layout.symbol.dtype)
+    cells = _empty(R, layout.cells)
     scales = _empty(2, R, dtype=torch.float32)
     seed = _empty(1)
     asked.floor = R * (n * (each + left) + 4 * layout.index_words + 4 * layout.cells)
@@ -276,7 +276,7 @@ def _peeling(layout: SketchLayout, keys: int, asked: Asked) -> None:
 def _decode(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     R, n, each, _ = _sizes(work)
     layout, capacity = _sketch_layout(work)
-    index, cells = _empty(R, layout.index_words), _empty(layout.cells, dtype=layout.symbol.dtype)
+    index, cells = _empty(R, layout.index_words), _empty(layout.cells)
     step, seed, stats = _empty(1, dtype=torch.float32), _empty(1), _empty(2)
     out = _empty(n, dtype=_DTYPES[work.gradient])
     residual = None if work.residual is None else _empty(n, dtype=_DTYPES[work.residual])
@@ -295,9 +295,9 @@ def _decode(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
 
 def _insert(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     layout, capacity = _sketch_layout(work)
-    symbols = _empty(layout.groups, dtype=layout.symbol.dtype)
+    symbols = _empty(layout.groups)
     index, seed = _empty(layout.words), _empty(1)
-    cells = _empty(layout.cells, dtype=layout.symbol.dtype)
+    cells = _empty(layout.cells)
     # Of the symbols, the sectors that have one.
     keys = min(layout.groups, int(_KEPT * capacity) * work.rows)
     share = keys / layout.groups
@@ -309,7 +309,7 @@ def _insert(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
 
 def _peel(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
     layout, capacity = _sketch_layout(work)
-    cells = _empty(layout.cells, dtype=layout.symbol.dtype)
+    cells = _empty(layout.cells)
     index, seed = _empty(layout.words), _empty(1)
     _union(work, layout, capacity, asked)
     asked.hints = dict(asked.hints) | {"expand_kernel.marks": Hint(share=0.0)}

@@ -77,14 +77,9 @@ class CodecPlan:
 
     @property
     def cells(self) -> int:
-        """32-bit words per destination that are summed on the way, besides the message; an owner
+        """int32 words per destination that are summed on the way, besides the message; an owner
         then decodes one sum, and not what every rank sent."""
         return 0
-
-    @property
-    def cell_dtype(self) -> torch.dtype | None:
-        """Of these; None where there are none."""
-        return None
 
     @property
     def counts(self) -> int:

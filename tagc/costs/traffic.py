@@ -88,10 +88,9 @@ def _traffic(unit: UnitPlan) -> Traffic:
     W, exchanges = unit.peers, unit.exchanges
     messages = 4.0 * (W - 1) * sum(map(unit.sent_words, unit.segments)) * exchanges
     summed = [s.codec for s in unit.segments if s.codec.cells]
-    sums = len({codec.cell_dtype for codec in summed})
     cells = 4.0 * sum(codec.cells for codec in summed)
     counts = 4.0 * 2 * (W - 1) / W * unit.destinations * sum(codec.counts for codec in summed)
-    collectives = exchanges + sums + any(codec.counts for codec in summed)
+    collectives = exchanges + bool(summed) + any(codec.counts for codec in summed)
     if unit.info.ranks_per_host > 1:
         sent = messages + (W - 1) * cells + counts
         collectives += _inside_collectives(unit)

@@ -2,8 +2,8 @@
 
 An implementation is a module with the functions of :class:`Ops`. ``reference`` (eager torch,
 any device) is the specification; ``cpu`` (numba) and ``tagc.triton_kernels`` must agree with it
-bit for bit on everything that is an integer, on every residual and on every output. (Only
-cells of ``float32`` symbols depend on the order of additions.) They never import each other.
+bit for bit on everything that is an integer, on every residual and on every output. They never
+import each other.
 """
 
 from tagc.ops.blocks import BlockOps

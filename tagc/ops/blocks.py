@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-BITS = (4, 8, 16)
+BITS = (4, 8)
 MIN_BLOCK, MAX_BLOCK = 32, 4096
 # Blocks whose scale would be smaller send zeros: the scale's inverse must be finite.
 MIN_SCALE = 2.0**-126
@@ -121,8 +121,8 @@ class BlockOps(Protocol):
             residual: ``[R, numel]`` float32 or bfloat16, updated in place; None for no feedback.
             message: ``[R, words]`` int32, written; padding in codes and scales is 0.
             average: share of the old residual that stays, in [0, 1); LoCo's beta.
-            dither: ``[R]`` int32, a seed for each row; None to round to nearest. Only with up to 8
-                bits (``v`` takes the other 16 of a float32), and without a residual.
+            dither: ``[R]`` int32, a seed for each row; None to round to nearest. Only without a
+                residual.
         """
         ...
 

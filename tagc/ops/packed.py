@@ -31,6 +31,7 @@ from tagc.ops.blocks import BlockLayout
 
 HEADER = 2
 POISON, KEPT_GROUPS = 0, 1
+GROUPS = (1, 2, 4)
 _LOW_BITS = (1, 2, 4, 8, 16)
 
 
@@ -40,7 +41,7 @@ class PackedLayout:
 
     Attributes:
         numel: elements of the shard segment.
-        group: elements that are kept or left together, a power of two.
+        group: elements that are kept or left together, one of ``GROUPS``.
         capacity: groups that fit.
         low_bits: bits of a key stored as they are; 0 for a bitmap.
         values: shape of the values.
@@ -106,8 +107,8 @@ def plan_packed(
     """
     if numel < 0:
         raise ValueError(f"numel must not be negative, got {numel}")
-    if group not in (1, 2, 4, 8, 16, 32):
-        raise ValueError(f"group must be a power of two up to 32, got {group}")
+    if group not in GROUPS:
+        raise ValueError(f"group must be one of {GROUPS}, got {group}")
     groups = -(-numel // group)
     if groups >= 1 << 31:
         raise ValueError(f"a message holds fewer than 2**31 groups, got {groups}")

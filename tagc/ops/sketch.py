@@ -152,14 +152,8 @@ class SketchOps(Protocol):
         2. a group with a non-finite ``x`` is never selected, its residual stays as it was and the
            poison word of the destination is set;
         3. a kept element sends ``q = rint(clip(x / step[d], -levels, levels))`` and leaves
-           ``x - q * step[d]`` in the residual (``float32`` symbols send ``x`` and leave 0, but
-           of a subnormal ``x``, below ``2**-126``, send 0 and leave ``x``), every other element
-           leaves ``x``, rounded to nearest even in the residual's dtype (finite stays finite).
-
-        Atomic additions of GPUs take subnormal float32 numbers for 0, which is why ``float32``
-        symbols do not send them. Sums of normal numbers that come out subnormal in a cell are
-        beyond the sender's knowledge: they may become 0, so a sum may be off by up to ``2**-126``
-        for every addition to its cells.
+           ``x - q * step[d]`` in the residual, every other element leaves ``x``, rounded to nearest
+           even in the residual's dtype (finite stays finite).
 
         Args:
             grad: ``[W, n]`` float32, bfloat16 or float16.
@@ -170,7 +164,7 @@ class SketchOps(Protocol):
             seed: ``[1]`` int32, the hash seed of this step.
             index: ``[W, index_words]`` int32, written: bitmaps (bit ``g % 32`` of word ``g // 32``
                 for group ``g``), then the poison word (0 or 1).
-            cells: ``[W, cells]`` of the symbol's dtype, written.
+            cells: ``[W, cells]`` int32, written.
             counts: ``[W, 4]`` int32, written: finite groups above the threshold, finite groups
                 that are not all zero, groups kept, kept groups with an element that was clipped.
             support: ``[W, words]`` int32 bitmaps (bits past the last group mean nothing), or None.
@@ -200,7 +194,7 @@ class SketchOps(Protocol):
 
         Args:
             index: ``[W, index_words]`` int32, what each rank sent to this one.
-            cells: ``[cells]``, the sum over ranks; may be overwritten.
+            cells: ``[cells]`` int32, the sum over ranks; may be overwritten.
             step: ``[1]`` float32, the quantization step of this shard.
             seed: ``[1]`` int32, as in :meth:`encode`.
             out: ``[n]`` float32, bfloat16 or float16, written.
@@ -221,11 +215,10 @@ class SketchOps(Protocol):
         """Sketch given symbols: ``cells`` (written) hold the sums over the groups in ``index``.
 
         Args:
-            symbols: ``[groups]`` of the symbol's dtype; entries of absent groups are ignored. Of
-                ``float32`` symbols and sums below ``2**-126`` a GPU's additions in memory make 0.
+            symbols: ``[groups]`` int32; entries of absent groups are ignored.
             index: ``[words]`` int32 bitmap.
             seed: ``[1]`` int32.
-            cells: ``[cells]`` of the symbol's dtype.
+            cells: ``[cells]`` int32.
         """
         ...
 
@@ -235,7 +228,7 @@ class SketchOps(Protocol):
         """Recover the summed symbols of the groups in ``index``.
 
         Returns:
-            ``[groups]`` symbols (0 where absent or unresolved) and ``[groups]`` bool, True where
-            a present group could not be recovered.
+            ``[groups]`` int32 symbols (0 where absent or unresolved) and ``[groups]`` bool, True
+            where a present group could not be recovered.
         """
         ...

@@ -10,9 +10,6 @@ overflow on the way there is harmless because arithmetic modulo 2**32 forgets it
 
 Worked example (``int8x4``): q = (-1, 2, 0, 0) is v = -1 + 2*256 = 511; adding (1, -2, 0, 3) =
 1 - 512 + 3*2**24 gives 50331648 = 3*2**24, which decodes to (0, 0, 0, 3).
-
-``float32`` is the symbol of TAGC (arXiv 2504.05638): one element, not quantized, exact only up to
-float rounding.
 """
 
 from __future__ import annotations
@@ -38,17 +35,7 @@ class Symbol:
     name: str
     lanes: int
     bits: int
-    headroom: int = 0
-
-    @property
-    def integer(self) -> bool:
-        """Whether lanes are integers (exact sums) rather than one float."""
-        return self.name != "float32"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """dtype of the sketch cells that hold sums of these symbols."""
-        return torch.int32 if self.integer else torch.float32
+    headroom: int
 
     @property
     def qmax(self) -> int:
@@ -63,8 +50,6 @@ class Symbol:
         Raises:
             ValueError: if the lanes are too narrow for this many ranks.
         """
-        if not self.integer:
-            return 0
         levels = self.qmax // world_size
         if levels < 1:
             raise ValueError(
@@ -89,7 +74,6 @@ SYMBOLS: dict[str, Symbol] = {
         Symbol(name="int8x4", lanes=4, bits=8, headroom=4),
         Symbol(name="int16x2", lanes=2, bits=16, headroom=7),
         Symbol(name="int32x1", lanes=1, bits=32, headroom=12),
-        Symbol(name="float32", lanes=1, bits=32),
     )
 }
 
@@ -105,9 +89,9 @@ def resolve_symbol(name: str, world_size: int) -> Symbol:
     """
     if name == "auto":
         for symbol in SYMBOLS.values():
-            if symbol.integer and symbol.qmax // world_size >= _MIN_LEVELS_AUTO:
+            if symbol.qmax // world_size >= _MIN_LEVELS_AUTO:
                 return symbol
-        raise ValueError(f"no integer symbol can hold a sum over {world_size} ranks")
+        raise ValueError(f"no symbol can hold a sum over {world_size} ranks")
     if name not in SYMBOLS:
         raise ValueError(f"unknown symbol {name!r}; choose from {', '.join(SYMBOLS)} or auto")
     symbol = SYMBOLS[name]
@@ -126,7 +110,7 @@ def pack(q: Tensor, symbol: Symbol) -> Tensor:
 
     Args:
         q: ``[..., lanes]`` integer tensor, each lane within ``bits`` bits (two's complement).
-        symbol: an integer symbol.
+        symbol: their format.
 
     Returns:
         ``[...]`` int32 symbols.
@@ -140,7 +124,7 @@ def unpack(v: Tensor, symbol: Symbol) -> Tensor:
 
     Args:
         v: ``[...]`` int32 symbols.
-        symbol: an integer symbol.
+        symbol: their format.
 
     Returns:
         ``[..., lanes]`` int32 lane sums.

@@ -105,13 +105,12 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
         return
     yield "message_send", torch.int32, unit.destinations * unit.row_words
     yield "message_recv", torch.int32, unit.sources * unit.row_words
-    for cell_dtype in {s.codec.cell_dtype for s in unit.segments} - {None}:
-        assert cell_dtype is not None
-        cells = sum(s.codec.cells for s in unit.segments if s.codec.cell_dtype == cell_dtype)
-        yield "cells_send", cell_dtype, unit.destinations * cells
-        if not unit.for_all:
-            yield "cells_sum", cell_dtype, cells
-            yield "cells_recv", cell_dtype, unit.destinations * cells
+    cells = sum(s.codec.cells for s in unit.segments)
+    if cells:
+        yield "cells_send", torch.int32, unit.destinations * cells
+    if cells and not unit.for_all:
+        yield "cells_sum", torch.int32, cells
+        yield "cells_recv", torch.int32, unit.destinations * cells
     if unit.info.flat is not None and not is_whole(unit.info, unit.segments[0].params):
         yield "flat_grad", dtype, unit.info.world_size * unit.columns
         yield "flat_shard", dtype, unit.columns

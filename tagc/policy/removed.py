@@ -20,6 +20,8 @@ class Removed:
     remedy: str
 
 
+_GROUPS = "write group: 4, the largest"
+
 REMOVED: tuple[Removed, ...] = (
     Removed("delta", "bits", 1, "write bits: 2, which sends 1 bit per element more"),
     Removed(
@@ -31,6 +33,13 @@ REMOVED: tuple[Removed, ...] = (
     Removed("packed", "support", "own", "leave the key out"),
     Removed("packed", "support", "shared", "leave the key out, or write kind: sketch"),
     Removed("quantized", "bits", 2, "write kind: matrix with bits: 2 for gradients, or bits: 4"),
+    Removed(
+        "sketch", "symbol", "float32", "write symbol: int32x1, which is as large and sums exactly"
+    ),
+    Removed("packed", "bits", 16, "write bits: 8, and the residual keeps what its codes leave"),
+    Removed("packed", "group", 8, _GROUPS),
+    Removed("packed", "group", 16, _GROUPS),
+    Removed("packed", "group", 32, _GROUPS),
 )
 
 

@@ -1,7 +1,6 @@
 """Small inputs for a call of an operator: random, with zeros, large ones and what is not finite.
 
-Messages to be decoded are made by the reference. What ``float32`` symbols add up are integers, so
-that sums are exact in any order.
+Messages to be decoded are made by the reference.
 """
 
 from __future__ import annotations
@@ -81,11 +80,9 @@ class _Maker:
         merged = tuple((dict(self.call.options) | options).items())
         return Case(replace(self.call, options=merged), tensors, tuple(written))
 
-    def values(self, *shape: int, dtype: torch.dtype, whole: bool = False) -> Tensor:
-        """Normal numbers of very different sizes with a few zeros; or small integers."""
+    def values(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Normal numbers of very different sizes with a few zeros."""
         x = self._normal(*shape)
-        if whole:
-            return (4 * x).round().to(dtype)
         x *= torch.exp(2 * self._normal(*shape[:-1], 1))
         x[self.uniform(*shape) < 0.05] = 0
         return x.to(dtype)
@@ -97,11 +94,9 @@ class _Maker:
         """Float32 in ``[0, 1)``."""
         return torch.rand(*shape, dtype=torch.float32, generator=self._generator, device="cpu")
 
-    def optional(
-        self, *shape: int, dtype: torch.dtype | None, whole: bool = False
-    ) -> Tensor | None:
+    def optional(self, *shape: int, dtype: torch.dtype | None) -> Tensor | None:
         """:meth:`values`, or None without a dtype."""
-        return None if dtype is None else self.values(*shape, dtype=dtype, whole=whole)
+        return None if dtype is None else self.values(*shape, dtype=dtype)
 
     def spoilt(self, x: Tensor) -> Tensor:
         """``x`` ``[R, n]`` with one element of the last row that is not finite."""
@@ -245,21 +240,21 @@ def _read_index(m: _Maker) -> Case:
 
 
 def _encoding(m: _Maker, layout: SketchLayout, capacity: int, levels: int, call: Call) -> Case:
-    W, whole = _DESTINATIONS, not layout.symbol.integer
+    W = _DESTINATIONS
     shape = (W, layout.numel)
-    grad = m.values(*shape, dtype=call.dtype("grad"), whole=whole)
+    grad = m.values(*shape, dtype=call.dtype("grad"))
     given = call.given("support") is not None
     threshold = m.threshold(grad, _share_of(layout, capacity) / layout.symbol.lanes)
     tensors = {
         "grad": m.spoilt(grad),
-        "residual": m.optional(*shape, dtype=call.given("residual"), whole=whole),
+        "residual": m.optional(*shape, dtype=call.given("residual")),
         "threshold": threshold,
         "step": torch.exp2(torch.log2(threshold).floor() - 2),
         "seed": torch.tensor(
             [zlib.crc32(str(call).encode()) % 2**31], dtype=torch.int32, device="cpu"
         ),
         "index": m.garbage(W, layout.index_words),
-        "cells": m.garbage(W, layout.cells, dtype=layout.symbol.dtype),
+        "cells": m.garbage(W, layout.cells),
         "counts": m.garbage(W, COUNTS),
         "support": m.bits(W, layout.groups, capacity) if given else None,
     }
@@ -278,11 +273,11 @@ def _decode(m: _Maker) -> Case:
     W, symbol = max(2, m.call.rows[0]), layout.symbol
     out, residual = m.call.dtype("out"), m.call.given("residual")
     # What that many ranks send, encoded like the rows for that many destinations.
-    x = m.values(W, layout.numel, dtype=torch.float32, whole=not symbol.integer)
+    x = m.values(W, layout.numel, dtype=torch.float32)
     levels = symbol.levels(W)
     threshold = m.threshold(x, 0.5 * _share_of(layout, keys // W) / symbol.lanes)
     index = m.garbage(W, layout.index_words)
-    cells = m.garbage(W, layout.cells, dtype=symbol.dtype)
+    cells = m.garbage(W, layout.cells)
     step = torch.exp2(torch.log2(threshold.mean()).floor() - 2).expand(W).contiguous()
     seed = torch.tensor([12345], dtype=torch.int32, device="cpu")
     m.reference.encode(
@@ -303,7 +298,7 @@ def _decode(m: _Maker) -> Case:
 
 def _symbols(m: _Maker, layout: SketchLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Symbols, bitmap and seed."""
-    symbols = m.values(1, layout.groups, dtype=layout.symbol.dtype, whole=True)[0]
+    symbols = (4 * m.values(1, layout.groups, dtype=torch.float32)[0]).to(torch.int32)
     bitmap = m.bits(1, layout.groups, layout.keys)[0]
     return symbols, bitmap, torch.tensor([54321], dtype=torch.int32, device="cpu")
 
@@ -315,7 +310,7 @@ def _insert(m: _Maker) -> Case:
         "symbols": symbols,
         "index": bitmap,
         "seed": seed,
-        "cells": m.garbage(layout.cells, dtype=layout.symbol.dtype),
+        "cells": m.garbage(layout.cells),
     }
     return m.case(tensors, ["cells"], layout=layout)
 
@@ -323,7 +318,7 @@ def _insert(m: _Maker) -> Case:
 def _peel(m: _Maker) -> Case:
     layout, _ = small_sketch(m.call.option("layout"), 0)
     symbols, bitmap, seed = _symbols(m, layout)
-    cells = m.garbage(layout.cells, dtype=layout.symbol.dtype)
+    cells = m.garbage(layout.cells)
     m.reference.insert(symbols, bitmap, seed, cells, layout=layout)
     tensors: dict[str, Tensor | None] = {"cells": cells, "index": bitmap, "seed": seed}
     return m.case(tensors, [], layout=layout)

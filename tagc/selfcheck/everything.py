@@ -10,6 +10,7 @@ import torch
 from tagc.ops.blocks import BITS, MAX_BLOCK, MIN_BLOCK, BlockLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUPS, MatrixLayout
+from tagc.ops.packed import GROUPS as PACKED_GROUPS
 from tagc.ops.packed import plan_packed
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
@@ -29,8 +30,7 @@ def every_call() -> Iterator[Call]:
         layout = BlockLayout(numel=4 * block + 16 * (bits + 1), bits=bits, block=block)
         chosen = next(dtypes), next(averages), next(divisors)
         yield from _elementwise("quantize", layout, *chosen, ("dither", None))
-        if bits <= 8:
-            yield _dithered(layout, chosen[0][0])
+        yield _dithered(layout, chosen[0][0])
     counts = itertools.cycle((1, 2, 2, 1))
     codes = [*((bits, 1) for bits in MATRIX_BITS), *((1, group) for group in GROUPS)]
     for (bits, group), columns in itertools.product(codes, (72, 5000)):
@@ -39,7 +39,7 @@ def every_call() -> Iterator[Call]:
         yield from _elementwise("quantize_matrix", layout, *chosen)
     # Indexes of each form, with few low bits and many, and room for all.
     densities = itertools.cycle((0.002, 0.05, 0.4, 1.0, 0.01))
-    for group in (1, 1, 2, 4, 4, 8, 16, 32, 32):
+    for group in 3 * PACKED_GROUPS:
         yield from _packed(group, next(densities), next(dtypes), next(divisors))
     for dtype in _GRADIENTS:
         tensors = (("decoded", _F32), ("sent", _F32), ("out", dtype), ("weights", _F32))
@@ -52,7 +52,7 @@ def every_call() -> Iterator[Call]:
     for shape in ((1, 1), (2, 8)):
         yield Call("steer", shape, names, ())
     # Tables of 6, 5, 4 and 3 hashes; large ones, which kernels may pack, of 3 and 4.
-    keys = itertools.cycle((100, 900, 5000, 1 << 22, 1 << 22, 1 << 19, 5000, 900))
+    keys = itertools.cycle((100, 900, 5000, 1 << 22, 1 << 22, 1 << 19))
     for symbol in [*SYMBOLS.values()] * 2:
         yield from _sketched(symbol.name, next(keys), next(dtypes), next(divisors))
 
@@ -109,13 +109,13 @@ def _sketched(name: str, keys: int, dtypes, divisor: int) -> Iterator[Call]:
     for support in (None, _I32):
         tensors = (
             ("grad", gradient), ("residual", residual), ("threshold", _F32), ("step", _F32),
-            ("seed", _I32), ("index", _I32), ("cells", symbol.dtype), ("counts", _I32),
+            ("seed", _I32), ("index", _I32), ("cells", _I32), ("counts", _I32),
             ("support", support),
         )  # fmt: skip
         options = (("layout", layout), ("levels", symbol.levels(W)), ("capacity", keys // W))
         yield Call("encode", (W,), tensors, options)
     tensors = (
-        ("index", _I32), ("cells", symbol.dtype), ("step", _F32), ("seed", _I32),
+        ("index", _I32), ("cells", _I32), ("step", _F32), ("seed", _I32),
         ("out", gradient), ("residual", residual), ("stats", _I32),
     )  # fmt: skip
     yield Call("decode", (W,), tensors, (("layout", layout), ("divisor", divisor)))
@@ -124,7 +124,7 @@ def _sketched(name: str, keys: int, dtypes, divisor: int) -> Iterator[Call]:
 
 def sketch_calls(layout: SketchLayout) -> Iterator[Call]:
     """Those of :class:`tagc.CountSketch`."""
-    symbols, options = layout.symbol.dtype, (("layout", layout),)
-    tensors = (("symbols", symbols), ("index", _I32), ("seed", _I32), ("cells", symbols))
+    options = (("layout", layout),)
+    tensors = (("symbols", _I32), ("index", _I32), ("seed", _I32), ("cells", _I32))
     yield Call("insert", (), tensors, options)
-    yield Call("peel", (), (("cells", symbols), ("index", _I32), ("seed", _I32)), options)
+    yield Call("peel", (), (("cells", _I32), ("index", _I32), ("seed", _I32)), options)

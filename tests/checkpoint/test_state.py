@@ -48,7 +48,6 @@ RARE = (
     "sketch",
     "quantized none",
     "matrix average",
-    "sketch float32",
     "changes in 2 bits",
     "inside",
     "inside warming up",

@@ -92,7 +92,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "quantized 8": {"kind": "quantized", "bits": 8, "block": 128},
     "packed 4": {"kind": "packed", "density": 0.1, "bits": 4},
     "packed 8 groups": {"kind": "packed", "density": 0.3, "bits": 8, "group": 4, "block": 64},
-    "packed 16": {"kind": "packed", "density": 0.05, "bits": 16},
+    "packed sparse": {"kind": "packed", "density": 0.05},
     "packed all": {"kind": "packed", "density": 1.0, "bits": 8},
     "shared sketch": {"kind": "sketch", "density": 0.3, "symbol": "int32x1", "support": "shared"},
     "shared sketch 8": {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"},
@@ -142,8 +142,8 @@ def test_what_is_not_sent_stays(rank: int, world_size: int, codec: str, stored: 
 
 @on_ranks(2, 4)
 def test_a_grid_is_conserved_exactly(rank: int, world_size: int) -> None:
-    """At 16 bits and density 1 nothing is left but what the scale's rounding clips."""
-    plan = codec_plan(world_size, {"kind": "packed", "density": 1.0, "bits": 16}, PLAIN)
+    """At density 1 nothing is left but half a step of the largest number, 4."""
+    plan = codec_plan(world_size, {"kind": "packed", "density": 1.0}, PLAIN)
     reducer = unit_reducer(plan)
     buffers = on_grid(world_size, plan.columns, 0)
     out = reduce(reducer, buffers[rank], SUM)
@@ -152,7 +152,7 @@ def test_a_grid_is_conserved_exactly(rank: int, world_size: int) -> None:
         left = gathered(residual.double())[:, rank].sum(0)
         total = buffers[:, rank, span].double().sum(0)
         assert (out[span].double() + left - total).abs().max() <= world_size * 2**-20
-        assert (left.abs() <= world_size * 4 * 2**-8).all()
+        assert (left.abs() <= world_size * 4 * (0.5 / 127 + 2**-8)).all()
 
 
 @on_ranks(2, 3)
@@ -249,7 +249,7 @@ def test_all_ranks_send_the_groups_that_the_owner_chose(rank: int, world_size: i
 @on_ranks(slow(2), 3)
 @pytest.mark.parametrize(
     ("symbol", "density"),
-    [("int8x4", 0.9), ("int32x1", 0.5), slow("int16x2", 0.5), slow("float32", 0.3)],
+    [("int8x4", 0.9), ("int32x1", 0.5), slow("int16x2", 0.5)],
 )
 @pytest.mark.parametrize("ops", ["cpu", "reference"])
 def test_the_sum_is_what_ranks_no_longer_owe(

@@ -27,7 +27,6 @@ CODECS: dict[str, dict[str, Any]] = {
     "quantized": {"kind": "quantized", "bits": 8, "block": 32},
     "packed": {"kind": "packed", "density": 0.4},
     "sketch": {"kind": "sketch", "density": 0.4},
-    "sketch float32": {"kind": "sketch", "density": 0.4, "symbol": "float32"},
 }
 DENSE = [{"when": {}, "codec": {"kind": "dense"}}]
 

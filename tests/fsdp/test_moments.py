@@ -32,7 +32,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "matrix"}, {"kind": "residual", "lead": 0.8}),
     ({"kind": "packed", "density": 0.2}, RESIDUAL),
     ({"kind": "sketch", "density": 0.2, "symbol": "int32x1"}, RESIDUAL),
-    ({"kind": "sketch", "density": 0.2, "symbol": "float32"}, RESIDUAL),
     ({"kind": "dense", "wire": "bfloat16"}, {"kind": "none"}),
 ]
 SLACK = 6000

@@ -45,7 +45,6 @@ GRADIENTS: dict[str, Case] = {
     "sketch int8x4 lead": (SKETCH | {"symbol": "int8x4"}, LEAD),
     "sketch int16x2": (SKETCH | {"symbol": "int16x2"}, BFLOAT16),
     "sketch int32x1 none": (SKETCH | {"symbol": "int32x1"}, NONE),
-    "sketch float32": (SKETCH | {"symbol": "float32"}, RESIDUAL),
     "sketch shared": (SKETCH | SHARED, RESIDUAL),
     "sketch everything": (SKETCH | {"density": 1.0}, RESIDUAL),
     "packed 4 lead": (PACKED | {"bits": 4}, LEAD),

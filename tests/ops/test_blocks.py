@@ -41,7 +41,8 @@ from tagc.ops.cpu.kernels import quantizer
     ("arguments", "message"),
     [
         ({"numel": -1, "bits": 4}, "numel must not be negative, got -1"),
-        ({"numel": 1, "bits": 2}, r"bits must be one of \(4, 8, 16\), got 2"),
+        ({"numel": 1, "bits": 2}, r"bits must be one of \(4, 8\), got 2"),
+        ({"numel": 1, "bits": 16}, r"bits must be one of \(4, 8\), got 16"),
         ({"numel": 1, "bits": 4, "block": 16}, r"in \[32, 4096\], got 16"),
         ({"numel": 1, "bits": 4, "block": 8192}, r"in \[32, 4096\], got 8192"),
         ({"numel": 1, "bits": 4, "block": 48}, "a power of two .*, got 48"),

@@ -19,7 +19,6 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "int32x1": rule({"kind": "sketch", "density": 1.0, "symbol": "int32x1"}),
     "sketch": rule({"kind": "sketch", "density": 0.3, "symbol": "int8x4"}),
-    "sketch float32": rule({"kind": "sketch", "density": 0.3, "symbol": "float32"}),
     "packed": rule({"kind": "packed", "density": 0.3}),
     "quantized": rule({"kind": "quantized", "bits": 4, "block": 32}),
     "matrix": rule({"kind": "matrix", "group": 16}, names=MATRICES),

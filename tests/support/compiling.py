@@ -26,7 +26,7 @@ from tagc.ops.symbols import SYMBOLS
 F32, BF16 = torch.float32, torch.bfloat16
 CPU = get_ops("cpu", "cpu")
 # Those that only decode without a residual: of a shared support, or with a lead.
-DECODED = [("int8x4", BF16), ("int16x2", F32), ("int32x1", F32), ("float32", F32)]
+DECODED = [("int8x4", BF16), ("int16x2", F32), ("int32x1", F32)]
 
 
 def sketches() -> None:
@@ -37,7 +37,7 @@ def sketches() -> None:
     for symbol, gradient in DECODED:
         layout = sketch(symbol)
         index = torch.zeros(1, layout.index_words, dtype=torch.int32)
-        cells = torch.zeros(layout.cells, dtype=layout.symbol.dtype)
+        cells = torch.zeros(layout.cells, dtype=torch.int32)
         out = torch.zeros(layout.numel, dtype=gradient)
         CPU.decode(index, cells, one, seed, out, None, stats, layout=layout, divisor=1)
 

@@ -79,7 +79,7 @@ class Row:
 
     present: list[int]
     poison: int
-    cells: list[int] | list[float]  # float64 sums for float32 symbols
+    cells: list[int]
     counts: tuple[int, int, int, int]  # above, non-zero, kept, kept and clipped somewhere
     left: np.ndarray  # [n] float32, before rounding to the residual's dtype
     bad: np.ndarray  # [n] bool, elements whose residual stays as it was
@@ -111,25 +111,19 @@ def encode_row(
         present = sorted(sorted(above, key=lambda g: (-size[g], g))[:capacity])
     else:
         present = nonzero
-    cells: list[Any] = [0] * layout.cells
+    cells = [0] * layout.cells
     left = x.astype(np.float32).copy()
     clipped = 0
     for g in present:
-        if layout.symbol.integer:
-            # Quotient and product are exact in float64: the step is a power of two.
-            scaled = [float(x[j]) / step for j in members[g]]
-            clipped += any(abs(s) > levels for s in scaled)
-            q = [round(min(max(s, -levels), levels)) for s in scaled]
-            for j, lane in zip(members[g], q, strict=True):
-                left[j] = np.float32(float(x[j]) - lane * step)
-            symbol: Any = pack(q, bits)
-        else:
-            symbol = float(x[g])
-            left[g] = 0.0
+        # Quotient and product are exact in float64: the step is a power of two.
+        scaled = [float(x[j]) / step for j in members[g]]
+        clipped += any(abs(s) > levels for s in scaled)
+        q = [round(min(max(s, -levels), levels)) for s in scaled]
+        for j, lane in zip(members[g], q, strict=True):
+            left[j] = np.float32(float(x[j]) - lane * step)
         for c in cells_of(g, seed, layout):
-            cells[c] += symbol
-    if layout.symbol.integer:
-        cells = [signed(c, 32) for c in cells]
+            cells[c] += pack(q, bits)
+    cells = [signed(c, 32) for c in cells]
     bad = np.array([not finite[j // lanes] for j in range(len(x))], dtype=bool)
     counts = (len(above), len(nonzero), len(present), clipped)
     return Row(present, int(not all(finite)), cells, counts, left, bad)
@@ -139,54 +133,40 @@ def encode_row(
 class Peeled:
     """What peeling recovered and what it left."""
 
-    values: dict[int, Any]  # by key; float64 for float32 symbols
-    errors: dict[int, float]  # by key, bound on |value - true sum|; float32 symbols only
+    values: dict[int, int]  # by key
     stuck: list[int]
-    left: list[Any]  # by cell
+    left: list[int]  # by cell
     degree: list[int]  # by cell: keys left
 
 
-def peel(cells: list[Any], keys: list[int], seed: int, layout: Any, error: Any = None) -> Peeled:
-    """Peel in rounds, every key from the first of its cells that held it alone at the start.
-
-    Args:
-        error: per cell, bound on the distance of the cell from its true sum. A key read from a
-            cell inherits what the cell has by then, and hands it on to the key's other cells; a
-            subtraction in float64 adds at most 2**-53 of its result.
-    """
-    integer = layout.symbol.integer
-    left = list(cells) if integer else [float(c) for c in cells]
-    err = [0.0] * len(left) if error is None else [float(e) for e in error]
+def peel(cells: list[int], keys: list[int], seed: int, layout: Any) -> Peeled:
+    """Peel in rounds, every key from a cell that held it alone at the start."""
+    left = list(cells)
     where = {k: cells_of(k, seed, layout) for k in keys}
     holds: list[set[int]] = [set() for _ in left]
     for k, cs in where.items():
         for c in cs:
             holds[c].add(k)
-    values: dict[int, Any] = {}
-    errors: dict[int, float] = {}
+    values: dict[int, int] = {}
     lonely = [c for c, held in enumerate(holds) if len(held) == 1]
     while lonely:
         found = sorted({k for c in lonely for k in holds[c]})
         for k in found:
-            source = next(c for c in where[k] if holds[c] == {k})
-            values[k], errors[k] = left[source], err[source]
+            values[k] = next(left[c] for c in where[k] if holds[c] == {k})
         touched = set()
         for k in found:
             for c in where[k]:
-                left[c] = signed(left[c] - values[k], 32) if integer else left[c] - values[k]
-                err[c] += errors[k] + 2.0**-53 * abs(left[c])
+                left[c] = signed(left[c] - values[k], 32)
                 holds[c].discard(k)
                 touched.add(c)
         lonely = [c for c in sorted(touched) if len(holds[c]) == 1]
     stuck = [k for k in keys if k not in values]
-    return Peeled(values, errors, stuck, left, [len(held) for held in holds])
+    return Peeled(values, stuck, left, [len(held) for held in holds])
 
 
-def elements(symbol: Any, step: float, layout: Any) -> np.ndarray:
+def elements(symbol: int, step: float, layout: Any) -> np.ndarray:
     """float32 elements ``[lanes]`` of a symbol sum."""
-    if not layout.symbol.integer:
-        return np.array([symbol], dtype=np.float32)
-    lanes = unpack(int(symbol), layout.symbol.lanes, layout.symbol.bits)
+    lanes = unpack(symbol, layout.symbol.lanes, layout.symbol.bits)
     return np.array(lanes, dtype=np.float32) * np.float32(step)
 
 

@@ -67,7 +67,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "packed bfloat16": rules(PACKED | {"group": 4, "warmup_steps": 1}, BFLOAT16),
     "sketch": rules(SKETCH),
     "sketch bfloat16": rules(SKETCH | {"symbol": "int16x2"}, BFLOAT16),
-    "sketch float32": rules(SKETCH | {"symbol": "float32"}),
     "sketch shared": rules(SKETCH | {"symbol": "int32x1", "support": "shared"}),
     "warming up": rules(SKETCH | {"warmup_steps": 6}),
     "parameters": rules(

@@ -77,8 +77,6 @@ def check_memory(kernels: list[Compiled]) -> None:
         assert not re.search(r"\b(ld|st|atom|red)\S*\.local", k.ptx), f"{where} uses local memory"
         # As many warps as kernels need to hide latency; some have more to do at a time.
         most = {"dequantize_matrix_kernel": 254, "unpack_kernel": 168}.get(k.name, 128)
-        if k.name == "quantize_kernel" and k.constants["BITS"] == 16 and k.constants["AVERAGE"]:
-            most = 168  # It has the old residual of its 32 elements, too.
         assert k.registers <= most, f"{where} takes {k.registers} registers"
 
 
@@ -257,8 +255,8 @@ def test_offsets_above_two_to_the_31_are_64_bits_wide():
         kernel("quantize")(x, None, message[0], layout=values, average=0.0)
         kernel("dequantize")(message, x, layout=values, divisor=2)
         layout = PackedLayout(
-            numel=numel, group=1 << 5, capacity=100, low_bits=0,
-            values=BlockLayout(numel=3200, bits=8),
+            numel=numel, group=4, capacity=100, low_bits=0,
+            values=BlockLayout(numel=400, bits=8),
         )  # fmt: skip
         message = torch.empty(1, layout.words, dtype=torch.int32, device="meta")
         kernel("unpack")(message, message[0, : layout.bitmap_words], x[0], layout=layout, divisor=2)
@@ -271,7 +269,7 @@ def test_sizes_of_one_compile():
     """Triton makes an argument that is 1 a constant, which knows less than a tensor."""
     with compiling(90) as found:
         encode(SYMBOLS["int8x4"], BF16, BF16, 3, "some", numel=1, W=1)
-        decode(SYMBOLS["float32"], F32, BF16, 3, 3, numel=1, W=1)
+        decode(SYMBOLS["int16x2"], F32, BF16, 3, 3, numel=1, W=1)
     assert {k.name for k in found} == SKETCH - {
         "insert_kernel", "expand_kernel", "clear_kernel", "write_kernel", "count_kernel",
         "drop_kernel",
@@ -295,7 +293,7 @@ def test_rows_that_are_not_aligned_compile_without_spills():
         matrix(1, 8, BF16, BF16, 0.9, 3, rows=33, columns=1001)
         matrix(2, 1, BF16, BF16, 0.9, 3, rows=3, columns=9001)
         packed(8, 256, 1, 2, F32, F32, "some", 3, numel=4095)
-        packed(4, 256, 32, 1, BF16, BF16, "all", 3, numel=4095)
+        packed(4, 256, 4, 1, BF16, BF16, "all", 3, numel=4095)
     # Scalar accesses take more registers: fewer warps fit, which these rare segments can bear.
     assert [k.name for k in found if k.spilled] == []
 

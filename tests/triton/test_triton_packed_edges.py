@@ -93,7 +93,7 @@ def _(device):
 def _(device):
     for n, mode, group, dtype in (
         (700, "usual", 1, F32), (2051, "overflow", 4, BF16), (99, "nothing fits", 2, F32),
-        (1300, "overflow", 16, F32), (300, "room for all", 8, BF16), (65, "empty", 1, F32),
+        (1300, "overflow", 2, F32), (300, "room for all", 4, BF16), (65, "empty", 1, F32),
     ):  # fmt: skip
         p = problem(n, mode, group=group, grad=dtype, residual=None, R=3)
         p.grad[1, n // 2] = float("inf")
@@ -103,7 +103,7 @@ def _(device):
 @case("additions in the order of the messages")
 def _(device):
     for dtype, divisor in ((F32, 1), (BF16, 3)):
-        p = problem(300, "room for all", bits=16, R=6, residual=None)
+        p = problem(300, "room for all", R=6, residual=None)
         p.grad *= torch.tensor([1, 1e3, 1e-3, 1, 1e2, 1e-2])[:, None]
         message = packed(reference, p, "cpu")["message"]
         assert message is not None
@@ -116,7 +116,7 @@ def _(device):
 def _(device):
     tile = kernels("unpack")._TILE
     for n, group, low in ((tile - 1, 1, 0), (2 * tile, 1, 2), (2 * tile + 3, 4, 1),
-                          (3 * tile + 32, 32, 0)):  # fmt: skip
+                          (3 * tile + 32, 2, 0)):  # fmt: skip
         p = problem(n, "empty", group=group, grad=BF16, R=3)
         capacity = -(-n // group) // 10
         p.layout = replace(plan_packed(n, capacity=capacity, group=group, block=64), low_bits=low)

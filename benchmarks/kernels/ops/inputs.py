@@ -69,7 +69,7 @@ class Inputs:
         return Outputs(
             residual=self.residual.clone(),
             index=torch.empty(1, layout.index_words, dtype=torch.int32, device=device),
-            cells=torch.empty(1, layout.cells, dtype=layout.symbol.dtype, device=device),
+            cells=torch.empty(1, layout.cells, dtype=torch.int32, device=device),
             counts=torch.empty(1, COUNTS, dtype=torch.int32, device=device),
         )
 

@@ -18,9 +18,9 @@ class PackedConfig(CodecConfig):
     """The codec's name."""
     density: Density
     """Share of the elements that a rank keeps, the largest."""
-    bits: Annotated[Literal[4, 8, 16], unit("bits per kept element")] = 8
+    bits: Annotated[Literal[4, 8], unit("bits per kept element")] = 8
     """Size of a kept element's code."""
-    group: Annotated[Literal[1, 2, 4, 8, 16, 32], unit("elements")] = 1
+    group: Annotated[Literal[1, 2, 4], unit("elements")] = 1
     """Neighbours that are kept, or not, together."""
     block: Block = 256
     """Kept elements that share a scale of 16 bits."""

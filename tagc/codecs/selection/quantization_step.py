@@ -9,9 +9,8 @@ from tagc.ops.thresholds import step_of
 
 
 def step_scale(symbol: Symbol, levels: int) -> float:
-    """A quantization step over the largest power of two in its threshold; 0 for symbols that are
-    not quantized."""
-    return 2.0 ** -symbol.step_shift(levels) if symbol.integer else 0.0
+    """A quantization step over the largest power of two in its threshold."""
+    return 2.0 ** -symbol.step_shift(levels)
 
 
 def quantization_step(threshold: Tensor, symbol: Symbol, levels: int) -> Tensor:
@@ -21,6 +20,6 @@ def quantization_step(threshold: Tensor, symbol: Symbol, levels: int) -> Tensor:
         threshold: float32, within the bounds of :mod:`tagc.ops.thresholds`.
 
     Returns:
-        float32 of the same shape; 1 for symbols that are not quantized.
+        float32 of the same shape.
     """
     return step_of(threshold, step_scale(symbol, levels))

@@ -61,14 +61,12 @@ class SketchCodec(Codec[SketchPlan]):
         W, D, device = setup.world_size, setup.destinations, setup.device
         self._shared: dict[int, _Shared] = {}
         self._cell_columns: list[slice] = []
-        self._cells = {torch.int32: 0, torch.float32: 0}
+        self._cells = 0
         for i, part in enumerate(self.parts):
             plan, stored = part.plan, part.feedback.residual_dtype
-            dtype = plan.symbol.dtype
             self._ops.prepare(plan.layout, setup.dtype, stored)
-            start = self._cells[dtype]
-            self._cell_columns.append(slice(start, start + plan.layout.cells))
-            self._cells[dtype] += plan.cells
+            self._cell_columns.append(slice(self._cells, self._cells + plan.layout.cells))
+            self._cells += plan.cells
             if plan.shared:
                 choice = _choice_of(plan)
                 self._ops.prepare_packed(choice, setup.dtype, stored)
@@ -97,7 +95,7 @@ class SketchCodec(Codec[SketchPlan]):
             self._choice_controller = ThresholdController(wanted, D, self._ops, device)
         self._started = False
         self._counting: Work | None = None
-        self._sums: dict[torch.dtype, tuple[Work, Tensor]] = {}
+        self._sum: tuple[Work, Tensor] | None = None
         # [segments, 3] int64 sums over the steps: groups selected for all destinations; by UNION
         # and UNRESOLVED, groups in the union of the own shard, and those unresolved there.
         self._totals = torch.zeros(n, 3, dtype=torch.int64, device=device)
@@ -133,7 +131,7 @@ class SketchCodec(Codec[SketchPlan]):
                     self._controller.quantization_step[i],
                     self.seed,
                     index,
-                    self._cells_to_send(plan.symbol.dtype)[:, self._cell_columns[i]],
+                    self._cells_to_send()[:, self._cell_columns[i]],
                     self._counts[i],
                     layout=plan.layout,
                     levels=plan.levels,
@@ -158,21 +156,21 @@ class SketchCodec(Codec[SketchPlan]):
 
     def start(self, exchange: Exchange) -> None:
         """Start summing the cells, and the counts for the next step."""
-        for dtype, numel in self._cells.items():
-            if numel:
-                self._sums[dtype] = exchange.sum_cells(self._cells_to_send(dtype))
+        self._sum = exchange.sum_cells(self._cells_to_send())
         self._summed.copy_(self._counts)
         self._counting = exchange.sum_counts(self._summed)
         self._started = True
 
     def wait(self) -> None:
         """Wait for the cells; the counts have time until the next step."""
-        for work, _ in self._sums.values():
-            work.wait()
+        assert self._sum is not None
+        self._sum[0].wait()
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
         """See :meth:`Codec.decode`."""
         own = slice(exchange.row, exchange.row + 1)
+        assert self._sum is not None
+        cells, self._sum = self._sum[1], None
         for i, part in enumerate(self.parts):
             index, shared = received[:, part.words], self._shared.get(i)
             if shared is not None:
@@ -185,7 +183,6 @@ class SketchCodec(Codec[SketchPlan]):
             decoded = part.feedback.decode_buffer(columns)
             residual = part.feedback.residual if exchange.takes_leftovers else None
             with opened(residual, own) as owed:
-                _, cells = self._sums[part.plan.symbol.dtype]
                 self._ops.decode(
                     index,
                     cells[self._cell_columns[i]],
@@ -198,7 +195,6 @@ class SketchCodec(Codec[SketchPlan]):
                     divisor=divisor,
                 )
             part.feedback.correct(decoded, columns)
-        self._sums.clear()
         self._totals[:, 0].add_(self._counts[..., KEPT].sum(1))
         self._totals[:, 1:].add_(self._stats)
 
@@ -282,9 +278,9 @@ class SketchCodec(Codec[SketchPlan]):
             self._counting.wait()
             self._counting = None
 
-    def _cells_to_send(self, dtype: torch.dtype) -> Tensor:
-        shape = (self._setup.destinations, self._cells[dtype])
-        return self._setup.workspace.take("cells_send", shape, dtype)
+    def _cells_to_send(self) -> Tensor:
+        shape = (self._setup.destinations, self._cells)
+        return self._setup.workspace.take("cells_send", shape, torch.int32)
 
 
 def _scale_density(part: Part[SketchPlan]) -> float:

@@ -22,7 +22,7 @@ class SketchConfig(CodecConfig):
     """The codec's name."""
     density: Density
     """Share of the elements that a rank keeps, the largest groups."""
-    symbol: Literal["auto", "int8x4", "int16x2", "int32x1", "float32"] = "auto"
+    symbol: Literal["auto", "int8x4", "int16x2", "int32x1"] = "auto"
     """What 32 bits hold: so many elements of so many bits; auto: by the number of ranks."""
     support: Literal["own", "shared"] = "own"
     """Whether a rank keeps what is largest to it, or what the owner of the shard chose for all."""

@@ -19,11 +19,11 @@ class Sketch:
     """An encoded vector, or a sum of encoded vectors.
 
     Attributes:
-        cells: ``[cells]`` int32 (float32 for the symbol ``float32``).
+        cells: ``[cells]`` int32.
         index: ``[words]`` int32 bitmap of the groups present in any summand.
         layout: shape that both follow.
         seed: hash seed.
-        step: quantization step, None for encoded integers and for ``float32``.
+        step: quantization step, None for encoded integers.
     """
 
     cells: Tensor
@@ -61,15 +61,14 @@ class Decoded:
 class CountSketch:
     """Homomorphic, lossless codec for sparse vectors of one length.
 
-    The sum of sketches decodes to the sum of the vectors: exactly for integer symbols, whatever
-    the order of the additions, as long as each element's final sum fits the symbol's bits.
+    The sum of sketches decodes to the sum of the vectors: exactly, whatever the order of
+    the additions, as long as each element's final sum fits the symbol's bits.
 
     Args:
         numel: elements of a vector.
         keys: distinct groups (of ``symbol`` lanes) that the *sum* may hold. More make peeling
             fail, which ``Decoded.unresolved`` reports.
-        symbol: ``int8x4``, ``int16x2``, ``int32x1`` or ``float32``, which on a GPU has no numbers
-            below ``2**-126``.
+        symbol: ``int8x4``, ``int16x2`` or ``int32x1``.
         seed: hash seed; sketches add only if theirs agree.
         ops: implementation, see :func:`tagc.ops.get_ops`.
 
@@ -109,8 +108,8 @@ class CountSketch:
 
         Args:
             x: ``[numel]``, integer to be sent as it is, or float to be sent as
-                ``round(x / step)`` (as it is for ``float32``).
-            step: quantization step, for float input to an integer symbol only.
+                ``round(x / step)``.
+            step: quantization step, for float input only.
 
         Raises:
             ValueError: if shape, dtype or step do not fit, or a value does not fit its lane.
@@ -123,7 +122,7 @@ class CountSketch:
         ops = get_ops(device, self._ops)
         self._check(ops, device)
         index = to_bitmap(present)
-        cells = torch.empty(self.layout.cells, dtype=self.symbol.dtype, device=device)
+        cells = torch.empty(self.layout.cells, dtype=torch.int32, device=device)
         ops.insert(symbols, index, self._seed(device), cells, layout=self.layout)
         return Sketch(cells, index, self.layout, self.seed, step)
 
@@ -139,12 +138,9 @@ class CountSketch:
         ops, seed = get_ops(device, self._ops), self._seed(device)
         self._check(ops, device)
         symbols, stuck = ops.peel(sketch.cells, sketch.index, seed, layout=self.layout)
-        if self.symbol.integer:
-            values = unpack(symbols, self.symbol).flatten()[: self.layout.numel]
-            if sketch.step is not None:
-                values = values.float() * sketch.step
-        else:
-            values = symbols
+        values = unpack(symbols, self.symbol).flatten()[: self.layout.numel]
+        if sketch.step is not None:
+            values = values.float() * sketch.step
         return Decoded(values, int(stuck.sum()))
 
     def _check(self, ops: Ops, device: torch.device) -> None:
@@ -158,11 +154,6 @@ class CountSketch:
     def _symbols(self, x: Tensor, step: float | None) -> tuple[Tensor, Tensor]:
         """Symbols ``[groups]`` and which of them are present."""
         symbol = self.symbol
-        if not symbol.integer:
-            if step is not None or not x.is_floating_point():
-                raise ValueError("float32 symbols take float input and no step")
-            values = x.float()
-            return values, values != 0
         if x.is_floating_point():
             if step is None or not 0 < step < float("inf"):
                 raise ValueError(

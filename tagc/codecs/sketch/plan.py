@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from tagc.codecs.plan import PlanRequest
 from tagc.codecs.selection.capacity import MIN_SHARED, capacity_for
 from tagc.codecs.selection.plan import SelectingPlan
@@ -39,8 +37,6 @@ class SketchPlan(SelectingPlan):
     def overshoot(self) -> float:
         """See :attr:`CodecPlan.overshoot`: half a step each, of an element at the threshold. (What
         waited for several steps and is then sent may exceed more.)"""
-        if not self.symbol.integer:
-            return 2**-8
         return min(1.0, 2.0 ** -self.symbol.step_shift(self.levels)) + 2**-8
 
     def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
@@ -73,11 +69,6 @@ class SketchPlan(SelectingPlan):
         return -(-self.layout.cells // 4) * 4
 
     @property
-    def cell_dtype(self) -> torch.dtype:
-        """The symbol's."""
-        return self.symbol.dtype
-
-    @property
     def counts(self) -> int:
         """See :attr:`CodecPlan.counts`."""
         return COUNTS
@@ -90,8 +81,6 @@ class SketchPlan(SelectingPlan):
     @property
     def max_boost(self) -> float:
         """Largest factor on the quantization step that lets every kept group send something."""
-        if not self.symbol.integer:
-            return 1.0
         return max(1.0, 2.0 ** (self.symbol.step_shift(self.levels) + 1))
 
 

@@ -20,7 +20,7 @@ def sample_sketch(plan: SketchPlan, s: Sample) -> Steps:
     threshold = s.threshold(plan.symbol.lanes, plan.target)
     step = quantization_step(threshold, plan.symbol, plan.levels)
     index, counts = s.empty(ROWS, layout.index_words), s.empty(ROWS, COUNTS)
-    cells = s.empty(ROWS, layout.cells, dtype=plan.symbol.dtype)
+    cells = s.empty(ROWS, layout.cells)
     total, stats = torch.empty_like(cells[0]), s.empty(2)
     seed, out = torch.zeros(1, dtype=torch.int32, device=s.grad.device), torch.empty_like(s.grad[0])
     support = None

@@ -110,7 +110,7 @@ def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> 
         columns = torch.empty(1, layout.numel, dtype=gradient, device="cpu")
         left = None if residual is None else torch.zeros_like(columns, dtype=residual)
         index = torch.empty(1, layout.index_words, dtype=torch.int32, device="cpu")
-        cells = torch.empty(1, layout.cells, dtype=symbol.dtype, device="cpu")
+        cells = torch.empty(1, layout.cells, dtype=torch.int32, device="cpu")
         # More groups than the capacity; then a support of groups that are not finite.
         for value, support in ((1.0, None), (torch.nan, torch.ones_like(index[:, :-1]))):
             encode(
@@ -142,7 +142,7 @@ def peel(
 ) -> tuple[Tensor, Tensor]:
     """See :meth:`tagc.ops.sketch.SketchOps.peel`."""
     keys = keys_of(words_of(index))
-    symbols = torch.zeros(layout.groups, dtype=cells.dtype, device="cpu")
+    symbols = torch.zeros(layout.groups, dtype=torch.int32, device="cpu")
     stuck = torch.zeros(layout.groups, dtype=torch.bool, device="cpu")
     if layout.direct:
         symbols.numpy()[keys] = read_cells(keys, cells.numpy())

@@ -58,15 +58,10 @@ def encode(
         if support is not None:
             kept = from_bitmap(support[d], layout.groups) & finite
 
-        if layout.symbol.integer:
-            scaled = groups * (1.0 / step[d])
-            q = scaled.clamp(-levels, levels).round()
-            clipped = (scaled.abs() > levels).any(-1) & kept
-            symbols, sent = pack(q.nan_to_num(0.0).to(torch.int64), layout.symbol), q * step[d]
-        else:
-            tiny = torch.finfo(torch.float32).smallest_normal
-            sent = groups.masked_fill((groups != 0) & (groups.abs() < tiny), 0.0)
-            symbols, clipped = sent[:, 0], torch.zeros_like(kept)
+        scaled = groups * (1.0 / step[d])
+        q = scaled.clamp(-levels, levels).round()
+        clipped = (scaled.abs() > levels).any(-1) & kept
+        symbols, sent = pack(q.nan_to_num(0.0).to(torch.int64), layout.symbol), q * step[d]
         if residual is not None:
             left = torch.where(kept[:, None], groups - sent, groups).flatten()[: layout.numel]
             stay = (~finite)[:, None].expand_as(groups).flatten()[: layout.numel]
@@ -115,8 +110,6 @@ def decode(
 
 def _values(symbols: Tensor, step: Tensor, layout: SketchLayout) -> Tensor:
     """Symbols to float32 elements, ``[..., lanes]``."""
-    if not layout.symbol.integer:
-        return symbols[..., None].float()
     return unpack(symbols, layout.symbol).float() * step
 
 
@@ -147,20 +140,16 @@ def _peel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Peel in rounds: every cell with one key left gives that key, then all its cells lose it.
 
-    float32 cells are peeled in float64, and a key is read from the first (lowest) of its cells
-    that has only this key left when the round begins: that fixes which cells a value came from,
-    whatever the implementation.
-
     Returns:
         symbols ``[groups]``, unresolved ``[groups]`` bool, what is left in the cells, and the
         number of keys left per cell ``[cells]``.
     """
     keys = present.nonzero().flatten()
     where = positions(keys, seed, layout)  # [K, hashes]
-    left = cells.clone() if layout.symbol.integer else cells.double()
+    left = cells.clone()
     degree = torch.zeros(layout.cells, dtype=torch.int64, device=cells.device)
     degree.index_add_(0, where.flatten(), torch.ones_like(where).flatten())
-    value = torch.zeros(keys.numel(), dtype=left.dtype, device=cells.device)
+    value = torch.zeros(keys.numel(), dtype=torch.int32, device=cells.device)
     todo = torch.ones(keys.numel(), dtype=torch.bool, device=cells.device)
     while True:
         alone = (degree[where] == 1) & todo[:, None]  # [K, hashes]
@@ -173,8 +162,8 @@ def _peel(
         left.index_add_(0, gone.flatten(), -value[found][:, None].expand_as(gone).flatten())
         degree.index_add_(0, gone.flatten(), -torch.ones_like(gone).flatten())
         todo &= ~found
-    symbols = torch.zeros(layout.groups, dtype=cells.dtype, device=cells.device)
-    symbols[keys] = value.to(cells.dtype)
+    symbols = torch.zeros(layout.groups, dtype=torch.int32, device=cells.device)
+    symbols[keys] = value
     stuck = torch.zeros(layout.groups, dtype=torch.bool, device=cells.device)
     stuck[keys[todo]] = True
-    return symbols, stuck, left.to(cells.dtype), degree
+    return symbols, stuck, left, degree

@@ -8,8 +8,7 @@ three calls, each with a few tensors made into arrays, took as long as peeling 1
 from __future__ import annotations
 
 import numpy as np
-from numba import types
-from numba.extending import overload
+from numba.extending import register_jitable
 
 from tagc.ops.cpu.kernels.bitmap import keys_of
 from tagc.ops.cpu.kernels.output import TILE, new_tile, write_tile
@@ -25,7 +24,7 @@ def decode_shard(
 
     Args:
         index: ``[index_words]`` int32, the bitmap of the present groups, then the poison word.
-        cells: ``[cells]`` int32 or float32, the sums; may be overwritten.
+        cells: ``[cells]`` int32, the sums; may be overwritten.
         seed: ``[1]`` int32.
         hashes: cells of a key; 0 for a direct layout.
         partition: cells of a partition.
@@ -59,13 +58,13 @@ def decode_shard(
 
 @compiled
 def read_cells(keys, cells):
-    """The symbols of the present groups in a direct layout: ``[count]`` of the dtype of ``cells``.
+    """The symbols of the present groups in a direct layout: ``[count]`` int32.
 
     Args:
         keys: ``[count]`` uint32: the present groups.
-        cells: ``[cells]`` int32 or float32, the sums.
+        cells: ``[cells]`` int32, the sums.
     """
-    values = np.empty(keys.size, cells.dtype)
+    values = np.empty(keys.size, np.int32)
     for t in range(N(keys.size)):
         values[t] = cells[keys[t]]
     return values
@@ -76,7 +75,7 @@ def write_shard(values, keys, n, group, step, divisor, out):
     """Dequantize into the output, a tile at a time.
 
     Args:
-        values: ``[count]`` int32 or float32, the symbols by key.
+        values: ``[count]`` int32, the symbols by key.
         keys: ``[count]`` uint32, ascending.
         n: elements.
         group: a tuple of as many entries as a symbol has lanes.
@@ -97,16 +96,10 @@ def write_shard(values, keys, n, group, step, divisor, out):
         write_tile(sums, min(N(TILE), N(n) - base), np.float32(1.0), out, base)
 
 
+@register_jitable(inline="always")
 def _dequantize(v, lane, lanes, step):
-    """float32 element of lane ``lane`` of ``lanes`` of a symbol, int32 or float32."""
-    raise NotImplementedError
-
-
-@overload(_dequantize, inline="always")
-def _(v, lane, lanes, step):
-    if v == types.float32:
-        return lambda v, lane, lanes, step: v
-    return lambda v, lane, lanes, step: np.float32(np.float32(lane_of(v, lane, lanes)) * step)
+    """float32 element of lane ``lane`` of ``lanes`` of an int32 symbol."""
+    return np.float32(np.float32(lane_of(v, lane, lanes)) * step)
 
 
 @compiled
@@ -118,7 +111,7 @@ def estimate(keys, done, where, degree, cells, n, lanes, step, hashes, residual)
         done: ``[count]`` uint8, 1 where recovered.
         where: ``[count * hashes]`` uint32, the cells of each key.
         degree: ``[cells]`` int32, keys left in each cell.
-        cells: ``[cells]`` int32 or float32, what is left in them.
+        cells: ``[cells]`` int32, what is left in them.
         n: elements.
         lanes: elements of a group.
         step: float32.

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import types
-from numba.extending import overload
+from numba.extending import register_jitable
 
 from tagc.ops.cpu.kernels.llvm import trailing_zeros
 from tagc.ops.cpu.kernels.scalar import N, U, compiled, positions, salts_of, store_finite
 
 _BATCH = 256
-_SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 @compiled
@@ -45,12 +41,12 @@ def insert_shard(symbols, words, seed, hashes, partition, cells):
     """Sketch given symbols, see :meth:`tagc.ops.sketch.SketchOps.insert`.
 
     Args:
-        symbols: ``[groups]`` int32 or float32.
+        symbols: ``[groups]`` int32.
         words: ``[words]`` uint32, the bitmap of the groups to insert.
         seed: int32.
         hashes: cells of a key; 0 for a direct layout.
         partition: cells of a partition.
-        cells: ``[cells]`` of the dtype of ``symbols``, written.
+        cells: ``[cells]`` int32, written.
     """
     _insert(symbols, words, salts_of(seed, hashes), partition, cells)
 
@@ -72,7 +68,7 @@ def write_cells(
         stream: ``[kept * len(group)]`` float32, or longer, x of the groups ``keys``.
         hashes: cells of a key; 0 for a direct layout.
         partition: cells of a partition.
-        cells: ``[cells]`` int32 or float32, written.
+        cells: ``[cells]`` int32, written.
 
     Returns:
         How many groups have an element that was clipped, int64.
@@ -80,7 +76,7 @@ def write_cells(
     cells[:] = 0
     lanes, salts = len(group), salts_of(seed, hashes)
     inverse, limit = np.float32(1.0) / step, np.float32(levels)
-    symbols = np.empty(_BATCH, cells.dtype)
+    symbols = np.empty(_BATCH, np.int32)
     where = np.empty((max(1, salts.size), _BATCH), np.uint64)
     saturated = 0
     for lo in range(0, keys.size, _BATCH):
@@ -89,15 +85,16 @@ def write_cells(
             at = N(batch[t]) * N(lanes)
             symbols[t], clipped = _quantize(
                 stream, (N(lo) + t) * N(lanes), e, at, min(N(lanes), N(n) - at), group, step,
-                inverse, limit, cells,
+                inverse, limit,
             )  # fmt: skip
             saturated += np.int64(clipped)
         _scatter(batch, symbols, batch.size, salts, partition, where, cells)
     return saturated
 
 
-def _quantize(x, first, e, at, size, group, step, inverse, limit, cells) -> Any:
-    """Symbol of one group, of the dtype of ``cells``; what it does not say goes to the residual.
+@register_jitable(inline="always")
+def _quantize(x, first, e, at, size, group, step, inverse, limit):
+    """Symbol of one group, int32; what it does not say goes to the residual.
 
     Args:
         x: ``[...]`` float32, in which the group begins at ``first``.
@@ -108,40 +105,19 @@ def _quantize(x, first, e, at, size, group, step, inverse, limit, cells) -> Any:
         group: a tuple of as many entries as a symbol has lanes.
         step, inverse: float32, the step and one over it.
         limit: float32, largest magnitude of a lane.
-        cells: ``[cells]`` int32 or float32; only its dtype matters.
 
     Returns:
         The symbol, and whether an element was clipped.
     """
-    raise NotImplementedError
-
-
-@overload(_quantize, inline="always")
-def _(x, first, e, at, size, group, step, inverse, limit, cells):
-    if cells.dtype == types.float32:
-
-        def whole(x, first, e, at, size, group, step, inverse, limit, cells):
-            # A subnormal number stays: GPUs add it to a cell as 0.
-            if x[first] != np.float32(0.0) and abs(x[first]) < _SMALLEST_NORMAL:
-                store_finite(e, at, x[first])
-                return np.float32(0.0), False
-            store_finite(e, at, np.float32(0.0))
-            return x[first], False
-
-        return whole
-
-    def quantized(x, first, e, at, size, group, step, inverse, limit, cells):
-        symbol, clipped = np.int64(0), False
-        for j in range(N(len(group))):
-            if j < size:
-                scaled = x[first + j] * inverse
-                clipped |= abs(scaled) > limit
-                q = np.rint(min(max(scaled, -limit), limit))
-                store_finite(e, at + j, np.float32(x[first + j] - np.float32(q * step)))
-                symbol += np.int64(q) << np.int64(N(32 // len(group)) * j)
-        return np.int32(symbol), clipped
-
-    return quantized
+    symbol, clipped = np.int64(0), False
+    for j in range(N(len(group))):
+        if j < size:
+            scaled = x[first + j] * inverse
+            clipped |= abs(scaled) > limit
+            q = np.rint(min(max(scaled, -limit), limit))
+            store_finite(e, at + j, np.float32(x[first + j] - np.float32(q * step)))
+            symbol += np.int64(q) << np.int64(N(32 // len(group)) * j)
+    return np.int32(symbol), clipped
 
 
 @compiled
@@ -150,12 +126,12 @@ def _scatter(keys, symbols, count, salts, partition, where, cells):
 
     Args:
         keys: ``[count]`` uint32, or longer, all different.
-        symbols: ``[count]`` int32 or float32, or longer.
+        symbols: ``[count]`` int32, or longer.
         count: keys to look at.
         salts: ``[hashes]`` uint32; ``[0]`` for a direct layout.
         partition: cells of a partition.
         where: ``[hashes, count]`` uint64, or wider: scratch.
-        cells: ``[cells]`` of the dtype of ``symbols``, added to.
+        cells: ``[cells]`` int32, added to.
     """
     if salts.size == 0:  # direct
         for t in range(N(count)):
@@ -173,14 +149,14 @@ def _insert(symbols, words, salts, partition, cells):
     """Clear the cells, then add the symbols of the groups in a bitmap, a batch at a time.
 
     Args:
-        symbols: ``[groups]`` int32 or float32.
+        symbols: ``[groups]`` int32.
         words: ``[words]`` uint32, the bitmap of the groups to insert.
         salts: ``[hashes]`` uint32; ``[0]`` for a direct layout.
         partition: cells of a partition.
-        cells: ``[cells]`` of the dtype of ``symbols``, written.
+        cells: ``[cells]`` int32, written.
     """
     cells[:] = 0
-    keys, batch = np.empty(_BATCH, np.uint32), np.empty(_BATCH, cells.dtype)
+    keys, batch = np.empty(_BATCH, np.uint32), np.empty(_BATCH, np.int32)
     where = np.empty((max(1, salts.size), _BATCH), np.uint64)
     count = 0
     for w in range(words.size):

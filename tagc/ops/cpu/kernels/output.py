@@ -17,7 +17,7 @@ import numpy as np
 from tagc.ops.cpu.kernels.llvm import drain, fence, float_bits
 from tagc.ops.cpu.kernels.scalar import N, U, compiled, store
 
-# Elements of a tile; 256 of the largest groups, as ``unpacker`` asks.
+# Elements of a tile; a multiple of 256 groups of any size, as ``unpacker`` asks.
 TILE = 8192
 # float32 of a line of the caches.
 _LINE = 16

@@ -7,8 +7,7 @@ without A, cell 0 has B alone.
 from __future__ import annotations
 
 import numpy as np
-from numba import types
-from numba.extending import overload, register_jitable
+from numba.extending import register_jitable
 
 from tagc.ops.cpu.kernels.scalar import N, compiled, positions, positions_in, salts_of
 
@@ -26,62 +25,24 @@ def recover(keys, seed, hashes, partition, cells):
         seed: int32.
         hashes: cells of a key.
         partition: cells of a partition.
-        cells: ``[cells]`` int32 or float32, the sums; those of keys that are not recovered
-            become what is left in them.
+        cells: ``[cells]`` int32, the sums; those of keys that are not recovered become what is
+            left in them.
 
     Returns:
-        ``[count]`` of the dtype of ``cells``, the symbols by key, 0 where not recovered;
+        ``[count]`` int32, the symbols by key, 0 where not recovered;
         ``[count]`` uint8, 1 where recovered; ``[count * hashes]`` uint32, the cells of each key;
         ``[cells]`` int32, how many keys are left in each cell that a key which was not recovered
         has. The last two are garbage if all were recovered.
     """
     salts = salts_of(seed, hashes)
     where = np.empty(keys.size * salts.size, np.uint32)
-    values, degree = np.zeros(keys.size, cells.dtype), np.empty(cells.size, np.int32)
+    values, degree = np.zeros(keys.size, np.int32), np.empty(cells.size, np.int32)
     done = np.zeros(keys.size, np.uint8)
-    _solve(keys, salts, partition, cells, where, values, done, degree)
+    if keys.size <= _MAX_COMPACT_KEYS and keys.size <= cells.size:
+        _peel_compact(keys, salts, partition, cells, where, values, done, degree)
+    else:
+        _peel_large(keys, salts, partition, cells, where, values, done, degree)
     return values, done, where, degree
-
-
-def _solve(keys, salts, partition, cells, where, values, done, degree):
-    """Peel as suits the dtype of the cells; writes what :func:`recover` returns.
-
-    Args:
-        keys: ``[count]`` uint32, ascending.
-        salts: ``[hashes]`` uint32.
-        partition: cells of a partition.
-        cells: ``[cells]`` int32 or float32, the sums; those of keys that are not recovered
-            become what is left in them.
-        where: ``[count * hashes]`` uint32, written if a key is not recovered.
-        values: ``[count]`` of the dtype of ``cells``, zeros, written where recovered.
-        done: ``[count]`` uint8, zeros, written where recovered.
-        degree: ``[cells]`` int32, written if a key is not recovered.
-    """
-    raise NotImplementedError
-
-
-@overload(_solve)
-def _(keys, salts, partition, cells, where, values, done, degree):
-    if cells.dtype == types.float32:
-
-        def solve_float(keys, salts, partition, cells, where, values, done, degree):
-            left, exact = cells.astype(np.float64), np.zeros(values.size, np.float64)
-            _peel_rounds(keys, salts, partition, left, where, exact, done, degree)
-            # numba's assignment of arrays would have to be compiled with its error messages.
-            for t in range(N(values.size)):
-                values[t] = exact[t]
-            for c in range(N(cells.size)):
-                cells[c] = left[c]
-
-        return solve_float
-
-    def solve_integer(keys, salts, partition, cells, where, values, done, degree):
-        if keys.size <= _MAX_COMPACT_KEYS and keys.size <= cells.size:
-            _peel_compact(keys, salts, partition, cells, where, values, done, degree)
-        else:
-            _peel_rounds(keys, salts, partition, cells, where, values, done, degree)
-
-    return solve_integer
 
 
 @compiled
@@ -132,21 +93,26 @@ def _list_lonely(table, begin, end, mask, queue):
 
 @compiled
 def _peel_compact(keys, salts, partition, cells, where, values, done, degree):
-    """Peel integers with a queue a partition, all that is known of a cell in one 64-bit entry.
+    """Peel with a queue a partition, all that is known of a cell in one 64-bit entry.
 
     From the top: the sum of the symbols (32 bits, wraps), the sum of the keys' slots (26 bits),
     the number of keys (6 bits). A key leaves a cell by one subtraction. Slots below 2**20 and
     fewer than 64 keys in a cell keep the lower fields from running over; with no more keys than
-    cells a fuller cell has probability below 1e-40. The order does not matter to integers.
+    cells a fuller cell has probability below 1e-40.
 
     The partitions take turns, each until its queue is empty. Their turns end when none finds a key.
     What a key was recovered from is left as it is: no key that is not recovered is in that cell.
 
     Args:
         keys: ``[count]`` uint32, ascending; at most 2**20.
+        salts: ``[hashes]`` uint32.
+        partition: cells of a partition.
         cells: ``[cells]`` int32, the sums; those of keys that are not recovered become what is
             left in them.
-        salts, partition, where, values, done, degree: as in :func:`_solve`.
+        where: ``[count * hashes]`` uint32, written if a key is not recovered.
+        values: ``[count]`` int32, zeros, written where recovered.
+        done: ``[count]`` uint8, zeros, written where recovered.
+        degree: ``[cells]`` int32, written if a key is not recovered.
     """
     table = np.empty(cells.size, np.int64)
     for c in range(N(cells.size)):
@@ -193,7 +159,7 @@ def _take(keys, table, queue, heads, tails, i, owners, entries, values, done):
     No key comes twice, since each has one cell in a partition.
 
     Args:
-        keys, values, done: as in :func:`_solve`.
+        keys, values, done: as in :func:`_peel_compact`.
         table: ``[cells]`` int64, the entries.
         queue: ``[...]`` uint32, the cells of partition ``i`` that held one key.
         heads, tails: ``[hashes]`` uint64, where queues begin and end; ``heads[i]`` is updated.
@@ -266,50 +232,43 @@ def _locate(keys, salts, partition, at, where):
 
 
 @compiled
-def _peel_rounds(keys, salts, partition, left, where, values, done, degree):
-    """Peel round by round, any dtype and size, reading each key from its first lonely cell.
+def _peel_large(keys, salts, partition, cells, where, values, done, degree):
+    """Peel any number of keys with one queue; values and keys of a cell are in two tables.
 
     Args:
         keys: ``[count]`` uint32, ascending.
-        left: ``[cells]`` int32 or float64, the sums; become what is left in them.
-        values: ``[count]`` of the dtype of ``left``, zeros, written where recovered.
-        salts, partition, where, done, degree: as in :func:`_solve`.
+        cells: ``[cells]`` int32, the sums; become what is left in them.
+        where, degree: as in :func:`_peel_compact`, always written.
+        salts, partition, values, done: as in :func:`_peel_compact`.
     """
     hashes = N(salts.size)
     # Upper 40 bits the sum of the slots, lower 24 the number of keys.
-    table = np.zeros(left.size, np.int64)
+    table = np.zeros(cells.size, np.int64)
     _build(keys, salts, partition, table, np.int64(1 << 24), where)
     queue = np.empty(table.size + 1, np.uint32)
     tail = _list_lonely(table, N(0), N(table.size), _DEGREE, queue)
-    slots = np.empty(done.size, np.uint64)
+    slots = np.empty(_BATCH, np.uint64)
     head = N(0)
     while head < tail:
-        found, end = N(0), tail
+        found, end = N(0), min(head + N(_BATCH), tail)
         while head < end:
             c = queue[head]
             head += N(1)
-            if table[c] & _DEGREE != 1:
-                continue
             slot = N(table[c] >> 24)
-            at, first = slot * hashes, c
-            for i in range(hashes):
-                if table[where[at + i]] & _DEGREE == 1:
-                    first = where[at + i]
-                    break
-            if first == c:
+            if table[c] & _DEGREE == 1 and not done[slot]:  # or it was found in another cell
                 slots[found] = slot
-                values[slot] = left[c]
+                values[slot] = cells[c]
+                done[slot] = 1
                 found += N(1)
         for t in range(found):
             slot = slots[t]
-            done[slot] = 1
             at, entry = slot * hashes, (np.int64(slot) << 24) + 1
             for i in range(hashes):
                 p = where[at + i]
-                left[p] -= values[slot]
+                cells[p] -= values[slot]
                 rest = table[p] - entry
                 table[p] = rest
                 queue[tail] = p
                 tail += N(rest & _DEGREE == 1)
-    for c in range(N(left.size)):
+    for c in range(N(cells.size)):
         degree[c] = table[c] & _DEGREE

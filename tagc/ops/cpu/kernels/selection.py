@@ -8,7 +8,7 @@ from tagc.ops.cpu.kernels.llvm import float_bits, mask_at_least, popcount, trail
 from tagc.ops.cpu.kernels.scalar import N, U, compiled, load, store_finite
 
 _ABS, _INF = U(0x7FFFFFFF), U(0x7F800000)
-# Elements seen at a time: 32 groups of the largest size.
+# Elements seen at a time.
 _TILE = 1024
 # Elements that the stream has room for past the last one: a whole block.
 _SLACK = 4096
@@ -127,7 +127,7 @@ def _measure(bits, lanes, size):
 
     Args:
         bits: ``[_TILE]`` uint32, or longer: bits of the float32 elements.
-        lanes: elements of a group, a power of two.
+        lanes: elements of a group, 1, 2 or 4.
         size: ``[_TILE]`` uint32, written: for each group the bits of its largest magnitude, which
             order as the magnitudes do; garbage past the last group.
     """
@@ -143,13 +143,6 @@ def _measure(bits, lanes, size):
             a, b = U(bits[at] & _ABS), U(bits[at + N(1)] & _ABS)
             c, d = U(bits[at + N(2)] & _ABS), U(bits[at + N(3)] & _ABS)
             size[i] = max(max(a, b), max(c, d))
-        quads = N(lanes) >> N(2)
-        if quads > N(1):
-            for i in range(N(_TILE) // N(lanes)):
-                m = U(0)
-                for j in range(quads):
-                    m = max(m, size[i * quads + j])
-                size[i] = m
 
 
 @compiled

@@ -27,7 +27,7 @@ from tagc.ops.cpu.kernels.quantizer import dequantize_block, scale_at
 from tagc.ops.cpu.kernels.scalar import N, U, compiled
 from tagc.ops.packed import POISON
 
-# Elements of a message that are read at a time, a power of two; more for large blocks and groups.
+# Elements of a message that are read at a time, a power of two; more for large blocks.
 _CHUNK = 1024
 # Of a message: groups in all, added so far, and read so far; words of the bitmap that were listed,
 # places found in them that are not read yet, whether the bitmap is dense, and the last key.
@@ -142,7 +142,7 @@ def unpack_shard(
         if messages[r * N(stride) + N(POISON)]:
             return True
     size = N(lanes)
-    chunk = max(N(_CHUNK), N(block), N(32) * size) // size
+    chunk = max(N(_CHUNK), N(block)) // size
     room, groups = chunk + N(32), N(TILE) // size
     most = shift_right(U((N(n) + size - N(1)) // size), U(low_bits))
     # A piece of each for every message.
@@ -184,8 +184,7 @@ def unpack_shard(
                         add_two(sums, base, N(2) * N(keys[i]), values, N(2) * i)
                 else:
                     for i in range(first, end):
-                        for j in range(N(0), size, N(4)):
-                            add_four(sums, base, size * N(keys[i]) + j, values, size * i + j)
+                        add_four(sums, base, N(4) * N(keys[i]), values, N(4) * i)
                 t += end - first
                 if end < stop:
                     break
