@@ -96,7 +96,7 @@ def test_replicas_of_other_shapes(old: tuple[int, int], new: tuple[int, int]) ->
         merge.check("here", taken)
 
 
-@pytest.mark.parametrize("kind", ["average.replicas", "average.gradients", "sent.replicas"])
+@pytest.mark.parametrize("kind", ["sent.replicas", "sent.gradients"])
 @pytest.mark.parametrize("old", [(1, 2), (2, 2), (3, 1), (4, 3)])
 @pytest.mark.parametrize("new", [(1, 2), (2, 3), (3, 5)])
 @pytest.mark.parametrize("flat", [(False, False), (False, True), (True, False), (True, True)])
