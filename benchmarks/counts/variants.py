@@ -27,16 +27,15 @@ def variants() -> list[Work]:
         Work(op="dequantize", bits=2),
         # What owners do with a lead, as one-bit and its relatives have.
         Work(op="undo_lag", residual=None, rows=1, bits=0),
-        # one-bit and two-bits, then half-bit and fifth-bit.
+        # one-bit and two-bits, then half-bit.
         Work(op="quantize_matrix", bits=1),
         Work(op="quantize_matrix", bits=1, gradient="float32"),
         Work(op="quantize_matrix", bits=2),
         Work(op="quantize_matrix", bits=1, group=8),
-        Work(op="quantize_matrix", bits=1, group=32),
         Work(op="dequantize_matrix", bits=1),
         Work(op="dequantize_matrix", bits=1, rows=2),
         Work(op="dequantize_matrix", bits=2),
-        Work(op="dequantize_matrix", bits=1, group=32),
+        Work(op="dequantize_matrix", bits=1, group=8),
     ]
     for density, residual in _SPARSE:
         sparse = {"density": density, "residual": residual}
@@ -45,7 +44,7 @@ def variants() -> list[Work]:
             Work(op="pack", **sparse),
             Work(op="unpack", density=density),
             Work(op="unpack", density=density, rows=2),
-            # all and its relatives, for up to 8 ranks.
+            # attn-only and non-attn, for up to 8 ranks.
             Work(op="encode", symbol="int8x4", **sparse),
             Work(op="decode", symbol="int8x4", rows=2, **sparse),
         ]
