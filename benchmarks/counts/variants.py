@@ -35,7 +35,6 @@ def variants() -> list[Work]:
         Work(op="dequantize_matrix", bits=1),
         Work(op="dequantize_matrix", bits=1, rows=2),
         Work(op="dequantize_matrix", bits=2),
-        Work(op="dequantize_matrix", bits=1, group=8),
     ]
     for density, residual in _SPARSE:
         sparse = {"density": density, "residual": residual}

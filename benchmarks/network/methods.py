@@ -154,8 +154,7 @@ METHODS = {
 # Those of them that this version of tagc ships are measured by default.
 POLICIES = (
     "non-attn",
-    "all",
-    "all@bf16",
+    "non-attn@bf16",
     "packed-20",
     "loco-4bit",
     "loco-4bit@bf16",
@@ -164,7 +163,7 @@ POLICIES = (
     "thrifty",
     "stateless",
 )
-QUICK = ("fp32", "bf16-wire", "all")
+QUICK = ("fp32", "bf16-wire", "non-attn")
 
 
 def default_methods() -> list[str]:

@@ -299,16 +299,16 @@ def test_payload_is_what_a_rank_must_send(kind, size):
 
 
 def test_a_policy_is_a_method_and_may_gather_in_bf16():
-    method = resolve("all@bf16")
-    assert (method.policy, method.gather) == ("all", "bfloat16")
-    assert resolve("all").gather == "float32"
-    assert resolve("all").definition != method.definition
+    method = resolve("non-attn@bf16")
+    assert (method.policy, method.gather) == ("non-attn", "bfloat16")
+    assert resolve("non-attn").gather == "float32"
+    assert resolve("non-attn").definition != method.definition
     assert resolve("fp32") is METHODS["fp32"]
     for name in (*default_methods(), "auto"):
         assert resolve(name).measures_link == (name == "auto")
 
 
-@pytest.mark.parametrize("name", ["nothing", "all@fp8", "fp32@bf16", "hybrid@bf16"])
+@pytest.mark.parametrize("name", ["nothing", "non-attn@fp8", "fp32@bf16", "hybrid@bf16"])
 def test_an_unknown_method_is_refused(name):
     with pytest.raises(ValueError, match=name):
         resolve(name)
