@@ -171,7 +171,7 @@ def test_tensor_parallel_rows(rank: int, world_size: int) -> None:
         for name, grad in mine.items():
             # 2 bits, of which the largest clip.
             off = (grad - theirs[name]).norm() / theirs[name].norm()
-            assert 0 < off < 0.25, (name, off)
+            assert 0 < off < 0.45, (name, off)
 
 
 @on_ranks(2)
