@@ -22,7 +22,7 @@ import torch
 
 from tagc.ops.blocks import BITS, BlockLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
-from tagc.ops.matrix import GROUPS, MatrixLayout
+from tagc.ops.matrix import GROUP, MatrixLayout
 from tagc.ops.packed import GROUPS as PACKED_GROUPS
 from tagc.ops.packed import PackedLayout
 from tagc.ops.sketch import SketchLayout
@@ -332,7 +332,7 @@ QUANTIZES = [
     for i, (bits, block) in enumerate(itertools.product(BITS, BLOCK_SIZES))
 ]
 # Every kind of code, with dtypes in turn and others for one of them.
-CODES = [*((bits, 1) for bits in MATRIX_BITS), *((1, group) for group in GROUPS)]
+CODES = [*((bits, 1) for bits in MATRIX_BITS), (1, GROUP)]
 MATRICES = [
     (*code, *DTYPES[(i + k) % 9], (0.0, 0.9)[(i + k) % 2], 2 + (i + k) // 2 % 2)
     for i, code in enumerate(CODES)

@@ -73,12 +73,12 @@ def values_of(words, outer, f, mask, WIDTH: tl.constexpr, INNER: tl.constexpr):
             sign = (last << (INNER - 1 - i)) & -0x80000000
             values += ((f.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True),)
     else:
-        FIT: tl.constexpr = (23 - 5) // WIDTH
+        tl.static_assert(5 + INNER * WIDTH <= 23)
+        turn = outer * INNER * WIDTH - 5
         u = words.to(tl.uint32, bitcast=True)
+        u = (u >> (turn & 31).to(tl.uint32)) | (u << (-turn & 31).to(tl.uint32))
         for i in tl.static_range(INNER):
-            turn = (outer * INNER + i // FIT * FIT) * WIDTH - 5
-            turned = (u >> (turn & 31).to(tl.uint32)) | (u << (-turn & 31).to(tl.uint32))
-            values += (value_of(turned.to(tl.int32, bitcast=True), f, mask, WIDTH, i % FIT),)
+            values += (value_of(u.to(tl.int32, bitcast=True), f, mask, WIDTH, i),)
     return values
 
 
@@ -147,8 +147,8 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
         dequantize_groups(message, out, layout=layout, divisor=divisor)
         return
     scales = read_scales(message, layout=layout, apart=layout.row_words)
-    (K, R, count, _), lanes = message.shape, 32 // layout.width
-    outer = lanes // _INNER
+    K, R, count, _ = message.shape
+    outer = layout.places // _INNER
     words = min(_WORDS // outer, triton.next_power_of_2(layout.row_words))
     tiles = triton.cdiv(layout.row_words, words)
     unit = unit_of(layout.row_words)

@@ -8,8 +8,8 @@ Worked example (groups of 4, one row, 2 messages): f * v = 0.5 everywhere, and c
 2, both, one with a sign: 0, 0, 0, 0; point they at 1 and 2, the group is 0, 0.5, -0.5, 0, and
 divided by 2 half of it.
 
-A program has some rows of some groups, one after the other along the columns. A thread has up to 16
-neighbours of one group, in all of the tile's rows, which share the columns' scales.
+A program has some rows of some groups, one after the other along the columns. A thread has a group,
+in all of the tile's rows, which share the columns' scales.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from .matrix_numbers import whose_matrix
 from .matrix_read_scales import read_scales
 from .scalar import in_order
 
-# Threads, elements of a thread, and how many of them are neighbours at most.
-_WARPS, _ELEMENTS, _EACH = 4, 64, 16
-# Columns that are loaded and stored at a time.
-_WIDE = 8
+# Of a program; and rows of its tile.
+_WARPS, _ROWS = 4, 8
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     "codes", "f", "rows", "row_words", "R", "divisor", "message_stride", "message_next",
@@ -37,7 +35,7 @@ _PLAIN = [
 
 @jit
 def columns_of(x, N: tl.constexpr):
-    """The columns of ``[T, N]``, a tuple of ``[T]``.""" ""
+    """The columns of ``[T, N]``, a tuple of ``[T]``."""
     if N == 1:
         return (tl.reshape(x, [x.numel]),)
     else:
@@ -54,37 +52,33 @@ def columns_of(x, N: tl.constexpr):
 def dequantize_groups_kernel(
     codes, f, v, out, rows, columns, row_words, span, R, divisor, message_stride, message_next,
     message_matrix, out_stride,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr,
-    THREADS: tl.constexpr, ROWS: tl.constexpr, DIVIDE: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, THREADS: tl.constexpr, ROWS: tl.constexpr,
+    DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    PARTS: tl.constexpr = GROUP // EACH  # threads of a group
-    PAIRS: tl.constexpr = WIDE // 2
-    across = tl.cdiv(columns, THREADS * EACH)
+    PAIRS: tl.constexpr = GROUP // 2
+    across = tl.cdiv(columns, THREADS * GROUP)
     # The last tile is moved to where there are as many rows; what others have is not stored.
     begin = (tl.program_id(0) // across).to(tl.int64) * ROWS
     first = tl.minimum(begin, rows - ROWS)
     t = tl.program_id(0) % across * THREADS + tl.arange(0, THREADS)
     # Threads past the last group read that one.
-    group = tl.minimum(t // PARTS, tl.cdiv(columns, GROUP) - 1)
-    part = t % PARTS
+    group = tl.minimum(t, tl.cdiv(columns, GROUP) - 1)
     up = 32 - WIDTH - group // row_words * WIDTH
     k, m, matrix = whose_matrix()
     f += matrix * R * rows + first
-    v += matrix * R * span + (group * (GROUP // 2) + part * (EACH // 2))[:, None]
+    v += matrix * R * span + (group * PAIRS)[:, None]
     codes += k * message_stride + m * message_matrix + first * row_words + group % row_words
     pair = tl.arange(0, PAIRS)[None, :]
     # Places are compared where they are, below a code's sign.
     BELOW: tl.constexpr = 32 - WIDTH
-    ours = (part * EACH) << BELOW
-    totals = (tl.zeros([THREADS], tl.float32),) * (ROWS * EACH)
+    totals = (tl.zeros([THREADS], tl.float32),) * (ROWS * GROUP)
     spoilt = (tl.zeros([], tl.float32),) * ROWS
     for _ in range(R):
         column = ()
-        for h in tl.static_range(EACH // WIDE):
-            both = columns_of(tl.load(v + (h * PAIRS + pair)), PAIRS)
-            for i in tl.static_range(PAIRS):
-                column += ((both[i] << 16).to(tl.float32, bitcast=True),)
-                column += ((both[i] & -0x10000).to(tl.float32, bitcast=True),)
+        both = columns_of(tl.load(v + pair), PAIRS)
+        for i in tl.static_range(PAIRS):
+            column += ((both[i] << 16).to(tl.float32, bitcast=True),)
+            column += ((both[i] & -0x10000).to(tl.float32, bitcast=True),)
         added, seen = (), ()
         for row in tl.static_range(ROWS):
             scale = tl.load(f + row)
@@ -92,9 +86,9 @@ def dequantize_groups_kernel(
             # The sign is the code's upper bit.
             said = scale.to(tl.int32, bitcast=True) ^ (code & -0x80000000)
             said = said.to(tl.float32, bitcast=True)
-            place = (code ^ ours) & ((GROUP - 1) << BELOW)
-            for e in tl.static_range(EACH):
-                total = totals[row * EACH + e]
+            place = code & ((GROUP - 1) << BELOW)
+            for e in tl.static_range(GROUP):
+                total = totals[row * GROUP + e]
                 term = tl.fma(said, column[e], total)
                 added += (tl.where(place == (e << BELOW), term, total),)
             seen += (tl.fma(scale, 0.0, spoilt[row]),)
@@ -103,30 +97,27 @@ def dequantize_groups_kernel(
         v += span
         codes += message_next
     out += k * out_stride + (m * rows + first) * columns
-    wide = tl.arange(0, WIDE)[None, :]
+    j = t[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     for row in tl.static_range(ROWS):
         # A scale is NaN in rows that are not finite.
         over = divisor + spoilt[row]
         end = tl.where(first + row >= begin, columns, 0)
-        for h in tl.static_range(EACH // WIDE):
-            some = ()
-            for e in tl.static_range(WIDE):
-                x = totals[row * EACH + h * WIDE + e]
-                x = tl.div_rn(x, tl.zeros_like(x) + over) if DIVIDE else x * over
-                some += (x.to(out.dtype.element_ty),)
-            j = t[:, None] * EACH + h * WIDE + wide
-            x = tl.reshape(in_order(some, WIDE), [THREADS, WIDE])
-            tl.store(out + row * columns + j, x, mask=j < end)
+        some = ()
+        for e in tl.static_range(GROUP):
+            x = totals[row * GROUP + e]
+            x = tl.div_rn(x, tl.zeros_like(x) + over) if DIVIDE else x * over
+            some += (x.to(out.dtype.element_ty),)
+        x = tl.reshape(in_order(some, GROUP), [THREADS, GROUP])
+        tl.store(out + row * columns + j, x, mask=j < end)
 
 
 def dequantize_groups(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
     """As :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`, of ``[K, R, count, words]``."""
     K, R, count, _ = message.shape
     f, v = read_scales(message, layout=layout, apart=1)
-    each = min(layout.group, _EACH)
-    rows = min(_ELEMENTS // each, 1 << (layout.rows.bit_length() - 1))
+    rows = min(_ROWS, 1 << (layout.rows.bit_length() - 1))
     threads = 32 * _WARPS
-    tiles = triton.cdiv(triton.cdiv(layout.columns, each), threads)
+    tiles = triton.cdiv(layout.codes, threads)
     divide = divisor & (divisor - 1) != 0
     dequantize_groups_kernel[(triton.cdiv(layout.rows, rows) * tiles, K, count)](
         message[..., sum(layout.head) :], f, v, out, layout.rows, layout.columns,
@@ -134,7 +125,6 @@ def dequantize_groups(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
         *message.stride()[:3],
         # That of one row means nothing, and would hide how it is aligned.
         out.stride(0) if K > 1 else 0,
-        WIDTH=layout.width, GROUP=layout.group, EACH=each, WIDE=min(each, _WIDE), THREADS=threads,
-        ROWS=rows, DIVIDE=divide,
+        WIDTH=layout.width, GROUP=layout.group, THREADS=threads, ROWS=rows, DIVIDE=divide,
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

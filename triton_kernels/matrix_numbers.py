@@ -2,8 +2,8 @@
 
 The format is :mod:`tagc.ops.matrix`'. Everything is integer or correctly rounded, and the order of
 every float sum is the format's: the caller adds to lanes, or to a row's table, front to back;
-:func:`pairs` adds up lanes, :func:`sum_words` and :func:`sum_places` a table. Sums have no negative
-terms, so adding a zero for what is not there changes no bit.
+:func:`pairs` adds up lanes, :func:`sum_table` a row's table. Sums have no negative terms, so adding
+a zero for what is not there changes no bit.
 
 A column's scale is ``1.5**o * 2**k`` with ``o`` 0 or 1, so its inverse is ``2**-k`` or the float32
 next to 2/3, times ``2**-k``: integer arithmetic on the exponent instead of a division.
@@ -114,16 +114,11 @@ def inverse_of(upper):
 
 
 @jit
-def sum_words(table, LOG_WORDS: tl.constexpr):
-    """Of a row's table: ``[ROWS, PLACES, 2**LOG_WORDS]`` to ``[ROWS, PLACES]``; see
+def sum_table(table, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr):
+    """Of rows' tables ``[ROWS, 2**LOG_PLACES, 2**LOG_WORDS]``: ``[ROWS]``; see
     :attr:`tagc.ops.matrix.MatrixLayout.word_lanes`."""
     places = tl.reshape(table, [table.shape[0] * table.shape[1], table.shape[2]])
-    return tl.reshape(pairs(places, LOG_WORDS), [table.shape[0], table.shape[1]])
-
-
-@jit
-def sum_places(total, LOG_PLACES: tl.constexpr):
-    """Then of the places: ``[ROWS, 2**LOG_PLACES]`` to ``[ROWS]``."""
+    total = tl.reshape(pairs(places, LOG_WORDS), [table.shape[0], table.shape[1]])
     for _ in tl.static_range(LOG_PLACES):
         total = tl.sum(tl.reshape(total, [total.shape[0], 2, total.shape[1] // 2]), 1)
     return tl.reshape(total, [total.shape[0]])

@@ -35,8 +35,7 @@ from .matrix_numbers import (
     inverse_of,
     row_scale,
     scale_of,
-    sum_places,
-    sum_words,
+    sum_table,
     unit_of,
     whose_matrix,
 )
@@ -145,16 +144,7 @@ def square_of(first):
 
 
 @jit
-def places_of(PART: tl.constexpr, MOST: tl.constexpr, REST: tl.constexpr):
-    """Places of a word's codes: ``MOST`` in the first part, and ``REST`` in the second one."""
-    if PART == 0:
-        return tl.arange(0, MOST)[None, :, None]
-    else:
-        return MOST + tl.arange(0, REST)[None, :, None]
-
-
-@jit
-def load_part(grad, residual, uppers, start, exists, place, e, row_span, columns):
+def load_words(grad, residual, uppers, start, exists, place, e, row_span, columns):
     """``x``, the residual, or ``x`` if there is none, and the upper bits of ``v``, of the elements
     ``e`` at places; 0 where there is nothing."""
     # In columns, not words, so that Triton sees how many neighbours are masked alike.
@@ -170,8 +160,8 @@ def load_part(grad, residual, uppers, start, exists, place, e, row_span, columns
 
 
 @jit
-def store_part(residual, left, old, kept, fresh, start, stored, place, e, row_span, columns,
-               AVERAGE: tl.constexpr):  # fmt: skip
+def store_words(residual, left, old, kept, fresh, start, stored, place, e, row_span, columns,
+                AVERAGE: tl.constexpr):  # fmt: skip
     """The residual that is left."""
     j = place * row_span + e
     if AVERAGE:
@@ -183,7 +173,7 @@ def store_part(residual, left, old, kept, fresh, start, stored, place, e, row_sp
 
 @jit
 def say(x, f, inverse_f, sends, upper, first, place, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """Codes of a part as ``[ROWS, WORDS]`` int32, and what they leave."""
+    """Codes as ``[ROWS, WORDS]`` int32, and what they leave."""
     v = scale_of(upper)
     # What is past the row's end is zeros, of which all codes are 0.
     if GROUP == 1:
@@ -193,47 +183,23 @@ def say(x, f, inverse_f, sends, upper, first, place, WIDTH: tl.constexpr, GROUP:
     return tl.where(sends[:, None], tl.sum(code, 1), 0), left
 
 
-@jit
-def with_zeros(x, N: tl.constexpr):
-    """``[ROWS, n]``, and zeros after it: ``[ROWS, N]``."""
-    if x.shape[1] == N:
-        return x
-    else:
-        both = tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1))
-        return with_zeros(tl.reshape(both, [x.shape[0], 2 * x.shape[1]]), N)
-
-
-@jit
-def sum_parts(parts, LOG_MOST: tl.constexpr, LOG_WORDS: tl.constexpr):
-    """Of a row's table, in parts ``[ROWS, places, WORDS]``: ``[ROWS]``; see
-    :attr:`tagc.ops.matrix.MatrixLayout.word_lanes`."""
-    total = sum_words(parts[0], LOG_WORDS)
-    if len(parts) > 1:
-        # The table's places past the rest are 0, which adds nothing.
-        total += with_zeros(sum_words(parts[1], LOG_WORDS), 1 << LOG_MOST)
-    return sum_places(total, LOG_MOST)
-
-
 @jit(do_not_specialize=_PLAIN)
 def quantize_matrix_kernel(
     grad, residual, uppers, norms, message, scales, codes, rows, columns, units, distance, kept,
     fresh, grad_stride, residual_stride, message_stride, message_matrix,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, FITTED: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, LOG_MOST: tl.constexpr, REST: tl.constexpr,
-    LOG_WORDS: tl.constexpr, WHOLE: tl.constexpr, AVERAGE: tl.constexpr, THREADS: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, FITTED: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr, WHOLE: tl.constexpr,
+    AVERAGE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    # Tensors have powers of two of elements; where words have another number of codes, those are
-    # in two parts.
-    MOST: tl.constexpr = 1 << LOG_MOST
-    PARTS: tl.constexpr = 2 if REST else 1
     WORDS: tl.constexpr = 1 << LOG_WORDS
-    ELEMENTS: tl.constexpr = ROWS * (REST if REST else MOST) * WORDS * GROUP
+    ELEMENTS: tl.constexpr = (ROWS * WORDS * GROUP) << LOG_PLACES
     row_words = units * UNIT
     row_span = row_words * GROUP
     d, m, matrix = whose_matrix()
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     r = tl.arange(0, ROWS)
     exists = r < rows - first_row
+    place = tl.arange(0, 1 << LOG_PLACES)[None, :, None]
     e = tl.arange(0, WORDS * GROUP)[None, None, :]
     w = tl.arange(0, WORDS)[None, :]
     grad += d * grad_stride + m * rows * columns
@@ -247,48 +213,34 @@ def quantize_matrix_kernel(
     start = (first_row + r)[:, None, None] * columns
     at_words = (first_row + r)[:, None] * row_words + w
 
-    worst = tl.zeros([ROWS], tl.int32)
-    xs, olds, vs, firsts, tables, squares = (), (), (), (), (), ()
     if WHOLE:
-        for part in tl.static_range(PARTS):
-            place = places_of(part, MOST, REST)
-            x, old, upper = load_part(
-                grad, residual, uppers, start, exists, place, e, row_span, columns
+        x, old, upper = load_words(
+            grad, residual, uppers, start, exists, place, e, row_span, columns
+        )
+        worst = tl.max(tl.max(magnitude(x), 2), 1)
+        first = upper if GROUP == 1 else first_of_groups(x, upper, GROUP)
+        table = stands_for(x, scale_of(upper), first, GROUP, FITTED)
+        if GROUP > 1:
+            squares = square_of(first)
+    else:
+        table = tl.zeros([ROWS, 1 << LOG_PLACES, WORDS], tl.float32)
+        squares = table
+        worst = tl.zeros([ROWS], tl.int32)
+        for word in range(0, row_words, WORDS):
+            x, old, upper = load_words(
+                grad, residual, uppers, start, exists, place, word * GROUP + e, row_span, columns
             )
             worst = tl.maximum(worst, tl.max(tl.max(magnitude(x), 2), 1))
             first = upper if GROUP == 1 else first_of_groups(x, upper, GROUP)
-            tables += (stands_for(x, scale_of(upper), first, GROUP, FITTED),)
-            squares += (square_of(first),)
-            xs += (x,)
-            olds += (old,)
-            vs += (upper,)
-            firsts += (first,)
-    else:
-        for part in tl.static_range(PARTS):
-            tables += (tl.zeros([ROWS, places_of(part, MOST, REST).shape[1], WORDS], tl.float32),)
-        squares = tables
-        for word in range(0, row_words, WORDS):
-            more, more_squares = (), ()
-            for part in tl.static_range(PARTS):
-                place, at = places_of(part, MOST, REST), word * GROUP + e
-                x, old, upper = load_part(
-                    grad, residual, uppers, start, exists, place, at, row_span, columns
-                )
-                worst = tl.maximum(worst, tl.max(tl.max(magnitude(x), 2), 1))
-                first = None
-                if GROUP > 1:
-                    first = first_of_groups(x, upper, GROUP)
-                    more_squares += (squares[part] + square_of(first),)
-                more += (tables[part] + stands_for(x, scale_of(upper), first, GROUP, FITTED),)
-            tables = more
+            table += stands_for(x, scale_of(upper), first, GROUP, FITTED)
             if GROUP > 1:
-                squares = more_squares
+                squares += square_of(first)
 
-    total = sum_parts(tables, LOG_MOST, LOG_WORDS)
+    total = sum_table(table, LOG_PLACES, LOG_WORDS)
     if GROUP == 1:
         norms = tl.broadcast_to(tl.load(norms + matrix), [ROWS])
     else:
-        norms = sum_parts(squares, LOG_MOST, LOG_WORDS)
+        norms = sum_table(squares, LOG_PLACES, LOG_WORDS)
     base = tl.load(message)
     byte = tl.div_rn(total, norms) * distance
     byte = ((byte.to(tl.int32, bitcast=True) + (1 << 19)) >> 20) - base
@@ -303,38 +255,29 @@ def quantize_matrix_kernel(
     stored = (exists & (byte != _NOT_FINITE))[:, None, None]
 
     if WHOLE:
-        words = tl.zeros([ROWS, WORDS], tl.int32)
         if residual is not None and ELEMENTS < THREADS:
             # Several threads have the same element then: all read it before one writes.
             tl.debug_barrier()
-        for part in tl.static_range(PARTS):
-            place = places_of(part, MOST, REST)
-            some, left = say(
-                xs[part], f, inverse_f, sends, vs[part], firsts[part], place, WIDTH, GROUP
-            )
-            words += some
-            if residual is not None:
-                store_part(
-                    residual, left, olds[part], kept, fresh, start, stored, place, e, row_span,
-                    columns, AVERAGE,
-                )  # fmt: skip
+        words, left = say(x, f, inverse_f, sends, upper, first, place, WIDTH, GROUP)
+        if residual is not None:
+            store_words(
+                residual, left, old, kept, fresh, start, stored, place, e, row_span, columns,
+                AVERAGE,
+            )  # fmt: skip
         tl.store(codes + at_words, words, mask=exists[:, None] & (w < row_words))
     else:
         for word in range(0, row_words, WORDS):
-            words = tl.zeros([ROWS, WORDS], tl.int32)
-            for part in tl.static_range(PARTS):
-                place, at = places_of(part, MOST, REST), word * GROUP + e
-                x, old, upper = load_part(
-                    grad, residual, uppers, start, exists, place, at, row_span, columns
-                )
-                first = upper if GROUP == 1 else first_of_groups(x, upper, GROUP)
-                some, left = say(x, f, inverse_f, sends, upper, first, place, WIDTH, GROUP)
-                words += some
-                if residual is not None:
-                    store_part(
-                        residual, left, old, kept, fresh, start, stored, place, at, row_span,
-                        columns, AVERAGE,
-                    )  # fmt: skip
+            at = word * GROUP + e
+            x, old, upper = load_words(
+                grad, residual, uppers, start, exists, place, at, row_span, columns
+            )
+            first = upper if GROUP == 1 else first_of_groups(x, upper, GROUP)
+            words, left = say(x, f, inverse_f, sends, upper, first, place, WIDTH, GROUP)
+            if residual is not None:
+                store_words(
+                    residual, left, old, kept, fresh, start, stored, place, at, row_span, columns,
+                    AVERAGE,
+                )  # fmt: skip
             inside = exists[:, None] & (w < row_words - word)
             tl.store(codes + (at_words + word), words, mask=inside)
 
@@ -367,9 +310,7 @@ def quantize_matrix(
     sum_columns(grad, residual, sums, tops, layout=layout)
     write_scales(sums, tops, message, uppers, norms, layout=layout)
     unit, words = unit_of(layout.row_words), words_at_a_time(layout)
-    lanes = 32 // layout.width
-    log_most = lanes.bit_length() - 1
-    of_row = words * group << log_most
+    of_row = words * group * layout.places
     rows = min(max(1, _ELEMENTS // of_row), triton.next_power_of_2(layout.rows))
     warps = max(1, rows * of_row // _OF_WARP)
     scales = message[..., sum(layout.head[:2]) : sum(layout.head)].view(torch.uint8)
@@ -379,7 +320,7 @@ def quantize_matrix(
         1 - average, grad.stride(0), 0 if residual is None else residual.stride(0),
         message.stride(0), message.stride(1),
         WIDTH=layout.width, GROUP=group, FITTED=layout.fitted, UNIT=unit, ROWS=rows,
-        LOG_MOST=log_most, REST=lanes - (1 << log_most), LOG_WORDS=words.bit_length() - 1,
+        LOG_PLACES=layout.places.bit_length() - 1, LOG_WORDS=words.bit_length() - 1,
         WHOLE=words >= layout.row_words, AVERAGE=average != 0, THREADS=32 * warps,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -76,7 +76,7 @@ def read_scales(message: Tensor, *, layout: MatrixLayout, apart: int) -> tuple[T
         last column they are arbitrary.
     """
     K, R, count, _ = message.shape
-    pairs = layout.row_words * (32 // layout.width) * layout.group // 2
+    pairs = layout.row_words * layout.places * layout.group // 2
     f = buffer("matrix_f", (K, count, R, layout.rows), torch.float32, message.device, None)
     v = buffer("matrix_v", (K, count, R, pairs), torch.int32, message.device, None)
     programs = triton.cdiv(max(pairs, layout.head[2]), _WORDS)

@@ -24,8 +24,7 @@ from .matrix_numbers import (
     column_code,
     largest_of,
     scale_of,
-    sum_places,
-    sum_words,
+    sum_table,
     upper_of,
     whose_matrix,
 )
@@ -45,8 +44,7 @@ _PLAIN = [
 def matrix_scales_kernel(
     sums, tops, message, uppers, norms, columns, column_tiles, row_scale_words, log, row_words,
     message_stride, message_matrix,
-    FITTED: tl.constexpr, LANES: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr,
-    WORDS: tl.constexpr,
+    FITTED: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     d, m, matrix = whose_matrix()
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
@@ -63,13 +61,13 @@ def matrix_scales_kernel(
             table = tl.zeros([1, 1 << LOG_PLACES, 1 << LOG_WORDS], tl.float32)
             for first in range(0, row_words, 1 << LOG_WORDS):
                 j = place * row_words + first + w
-                there = (place < LANES) & (w < row_words - first) & (j < columns)
+                there = (w < row_words - first) & (j < columns)
                 code = column_code(tl.load(sums + j, mask=there, other=0.0), top)
                 v = tl.where(there, scale_of(upper_of(code)), 0.0)
                 if FITTED:
                     v = v * v
                 table += v
-            norm = sum_places(sum_words(table, LOG_WORDS), LOG_PLACES)
+            norm = sum_table(table, LOG_PLACES, LOG_WORDS)
             tl.store(norms + matrix + tl.arange(0, 1), norm)
 
     lane = tl.arange(0, 8)[None, :]
@@ -108,7 +106,7 @@ def write_scales(
     matrix_scales_kernel[(triton.cdiv(max(layout.head), _WORDS), *message.shape[:2])](
         sums, tops, message, uppers, norms, layout.columns, tops.shape[2], row_scale_words,
         layout.rows.bit_length() - 1, layout.row_words, message.stride(0), message.stride(1),
-        FITTED=layout.fitted, LANES=32 // layout.width, LOG_PLACES=layout.places.bit_length() - 1,
+        FITTED=layout.fitted, LOG_PLACES=layout.places.bit_length() - 1,
         LOG_WORDS=words.bit_length() - 1, WORDS=_WORDS, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
 

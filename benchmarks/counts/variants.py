@@ -25,16 +25,14 @@ def variants() -> list[Work]:
         Work(op="dequantize", bits=8),
         # What owners do with a lead, as one-bit and its relatives have.
         Work(op="undo_lag", residual=None, rows=1, bits=0),
-        # one-bit and two-bit, then groups.
+        # one-bit and two-bits, then half-bit.
         Work(op="quantize_matrix", bits=1),
         Work(op="quantize_matrix", bits=1, gradient="float32"),
         Work(op="quantize_matrix", bits=2),
         Work(op="quantize_matrix", bits=1, group=8),
-        Work(op="quantize_matrix", bits=1, group=32),
         Work(op="dequantize_matrix", bits=1),
         Work(op="dequantize_matrix", bits=1, rows=2),
         Work(op="dequantize_matrix", bits=2),
-        Work(op="dequantize_matrix", bits=1, group=32),
     ]
     for density, residual in _SPARSE:
         sparse = {"density": density, "residual": residual}

@@ -28,12 +28,12 @@ Where all codes have the same size (1 bit, or a group), ``f_i`` is the least squ
 they stand for to the row, times ``level``. Otherwise it is the row's mean magnitude in units of
 ``v``, times ``level``, times a factor that suits a Gaussian.
 
-Products ``(2 q + 1) * f_i * v_j`` have at most 10 significant bits, so they are exact in float32,
+Products ``(2 q + 1) * f_i * v_j`` have at most 8 significant bits, so they are exact in float32,
 with or without fused multiply-add.
 
 A matrix's message is ``[base | v | f | codes]`` of int32: eight columns a word, the first in the
 lowest 4 bits; four rows a word, the first in the lowest byte; each row's codes in words of their
-own. A row of ``n`` codes of ``w`` bits takes ``m = ceil(n / floor(32 / w))`` words, and its code
+own. A row of ``n`` codes of ``w`` bits takes ``m = ceil(n * w / 32)`` words, and its code
 ``i * m + j`` is in bits ``[w * i, w * (i + 1))`` of word ``j``: neighbours lie in neighbouring
 words, as in :mod:`tagc.ops.blocks`.
 """
@@ -48,12 +48,12 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-BITS = (1, 2, 4)
-# By the size of a group: bits of a code that says which of the neighbours is meant, and its sign.
-GROUPS = {8: 4, 16: 5, 32: 6}
+BITS = (1, 2)
+# Neighbours that may share a code, and its bits: which of them is meant, and its sign.
+GROUP, GROUP_WIDTH = 8, 4
 # By bits: half the distance between the values that neighbouring codes stand for, in units of the
 # mean magnitude, that leaves a Gaussian the least squared error. A fit needs no such factor.
-_DISTANCE = {1: 1.0, 2: 0.624, 4: 0.21}
+_DISTANCE = {1: 1.0, 2: 0.624}
 # Larger magnitudes count as this in the sums, so that those stay finite.
 LARGEST = 2.0**64
 # A column's 4 bits, plus this, are the upper 10 bits of its scale as a float32.
@@ -71,7 +71,7 @@ NOTHING, NOT_FINITE = 0, 255
 # this sum and of a row's (MatrixLayout.word_lanes), so that all get the same bits.
 COLUMN_LANES = 8
 # Columns of a row that are added up in a tree, at least, before there is a chain of such.
-SPAN = 4096
+SPAN = 4096  # a power of two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class MatrixLayout:
     Attributes:
         rows, columns: of the part of the matrix that a shard holds.
         bits: of a code, where every element has one.
-        group: neighbours that share a code; 1 for none.
+        group: neighbours that share a code, ``GROUP``; 1 for none.
         level: factor on the values that codes stand for; above 1, a message carries more of the
             residual, and more noise.
         count: matrices of this shape, one after the other in a row of a tensor. Each has scales and
@@ -102,8 +102,8 @@ class MatrixLayout:
             raise ValueError(f"count must be at least 1, got {self.count}")
         if self.bits not in BITS:
             raise ValueError(f"bits must be one of {BITS}, got {self.bits}")
-        if self.group not in (1, *GROUPS):
-            raise ValueError(f"group must be one of {(1, *GROUPS)}, got {self.group}")
+        if self.group not in (1, GROUP):
+            raise ValueError(f"group must be 1 or {GROUP}, got {self.group}")
         if self.group > 1 and self.bits > 1:
             raise ValueError(f"with a group of {self.group}, bits must be 1, got {self.bits}")
         if not 0.25 <= self.level < 4:
@@ -129,7 +129,7 @@ class MatrixLayout:
     @property
     def width(self) -> int:
         """Bits of a code."""
-        return GROUPS.get(self.group, self.bits)
+        return self.bits if self.group == 1 else GROUP_WIDTH
 
     @property
     def codes(self) -> int:
@@ -139,12 +139,12 @@ class MatrixLayout:
     @property
     def row_words(self) -> int:
         """int32 words of a row's codes."""
-        return -(-self.codes // (32 // self.width))
+        return -(-self.codes // self.places)
 
     @property
     def places(self) -> int:
-        """Codes of a word, rounded up to a power of two."""
-        return 1 << (32 // self.width - 1).bit_length()
+        """Codes of a word, a power of two."""
+        return 32 // self.width
 
     @property
     def word_lanes(self) -> int:
@@ -156,8 +156,7 @@ class MatrixLayout:
         place has one number left; and the second half of the places to the first, until there is
         one.
         """
-        words = -(-SPAN // (32 // self.width * self.group))
-        return 1 << (words - 1).bit_length()
+        return SPAN // (self.places * self.group)
 
     @property
     def head(self) -> tuple[int, int, int]:

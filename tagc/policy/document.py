@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from tagc.inputs import read_regular
+from tagc.policy.removed import POLICIES
 from tagc.policy.suggest import nearest, short
 
 __all__ = [
@@ -107,6 +108,8 @@ def builtin_names() -> list[str]:
 def read_builtin(name: str) -> Document:
     """The document of a built-in policy. Raises PolicyError for an unknown name."""
     names = builtin_names()
+    if name in POLICIES:
+        raise PolicyError(f"the built-in policy {name!r} was removed: {POLICIES[name]}")
     if name not in names:
         raise PolicyError(f"no built-in policy {name!r}; {nearest(name, names)}")
     file = importlib.resources.files("tagc.policies") / f"{name}.yaml"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["REMOVED", "Removed", "remedy_for"]
+__all__ = ["POLICIES", "REMOVED", "Removed", "remedy_for"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,26 @@ REMOVED: tuple[Removed, ...] = (
     Removed("packed", "group", 8, _GROUPS),
     Removed("packed", "group", 16, _GROUPS),
     Removed("packed", "group", 32, _GROUPS),
+    Removed("matrix", "bits", 4, "write bits: 2, or codec quantized with bits: 4"),
+    Removed("matrix", "group", 16, "write group: 8, which sends 0.5 bits per element, not 0.33"),
+    Removed("matrix", "group", 32, "write group: 8, which sends 0.5 bits per element, not 0.2"),
 )
+
+_FILE = """\
+a file with these lines is the same policy:
+schema: 1
+tuning: {{rate_factor: 1.3, norm_factor: {norm_factor}}}
+gradients:
+  - when: {{role: {roles}}}
+    codec: {{kind: sketch, density: 0.2, symbol: auto, warmup_steps: 40}}
+    feedback: {{kind: residual, dtype: float32, lead: 0.65}}"""
+
+POLICIES = {
+    "all": _FILE.format(norm_factor=1.5, roles="[attention, mlp, embedding, head, other]"),
+    "mlp-only": _FILE.format(norm_factor=1.1, roles="mlp"),
+    "fifth-bit": "take 'half-bit'",
+}
+"""By the name of a built-in policy that there was, what to write instead."""
 
 
 def remedy_for(key: str, mapping: Mapping[str, object]) -> str | None:

@@ -9,7 +9,7 @@ import torch
 
 from tagc.ops.blocks import BITS, MAX_BLOCK, MIN_BLOCK, BlockLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
-from tagc.ops.matrix import GROUPS, MatrixLayout
+from tagc.ops.matrix import GROUP, MatrixLayout
 from tagc.ops.packed import GROUPS as PACKED_GROUPS
 from tagc.ops.packed import plan_packed
 from tagc.ops.sketch import SketchLayout, plan_layout
@@ -32,7 +32,7 @@ def every_call() -> Iterator[Call]:
         yield from _elementwise("quantize", layout, *chosen, ("dither", None))
         yield _dithered(layout, chosen[0][0])
     counts = itertools.cycle((1, 2, 2, 1))
-    codes = [*((bits, 1) for bits in MATRIX_BITS), *((1, group) for group in GROUPS)]
+    codes = [*((bits, 1) for bits in MATRIX_BITS), (1, GROUP)]
     for (bits, group), columns in itertools.product(codes, (72, 5000)):
         layout = MatrixLayout(rows=11, columns=columns, bits=bits, group=group, count=next(counts))
         chosen = next(dtypes), next(averages), next(divisors)

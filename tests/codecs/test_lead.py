@@ -29,7 +29,7 @@ SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 EXACT: Any = {"rtol": 0, "atol": 0}
 CODECS: dict[str, dict[str, Any]] = {
     "matrix 1 bit": {"kind": "matrix", "level": 1.3},
-    "matrix 1 of 16": {"kind": "matrix", "group": 16},
+    "matrix 1 of 8": {"kind": "matrix", "group": 8},
     "quantized 4": {"kind": "quantized", "bits": 4, "block": 64},
     "packed 4": {"kind": "packed", "density": 0.1, "bits": 4},
     "shared": {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"},
@@ -194,7 +194,7 @@ def test_it_stores_the_last_sum_too() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("codec", ["matrix 1 of 16", slow("quantized 4")])
+@pytest.mark.parametrize("codec", ["matrix 1 of 8", slow("quantized 4")])
 def test_copies_keep_the_same(rank: int, world_size: int, codec: str) -> None:
     """Across replicas everybody hands out, and alike."""
     rule = {"when": {"name": ["first.*.weight", "second.*.weight"]}, "codec": CODECS[codec]}
@@ -224,7 +224,7 @@ def test_copies_keep_the_same(rank: int, world_size: int, codec: str) -> None:
 
 @pytest.mark.some(4)
 @on_ranks(2, 4)
-@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_what_is_not_sent_stays(rank: int, world_size: int, bits: int, stored: str) -> None:
     """Sum over ranks and steps of inputs = sum of outputs + sum over ranks of residuals."""
@@ -252,7 +252,7 @@ def test_what_is_not_sent_stays(rank: int, world_size: int, bits: int, stored: s
 @on_ranks(3)
 @pytest.mark.parametrize(
     ("codec", "kind"),
-    covering(["matrix 1 bit", "matrix 1 of 16"], ["residual", "average", "none"]),
+    covering(["matrix 1 bit", "matrix 1 of 8"], ["residual", "average", "none"]),
 )
 def test_cpu_and_reference_agree_on_everything(
     rank: int, world_size: int, codec: str, kind: str
@@ -269,7 +269,7 @@ def test_cpu_and_reference_agree_on_everything(
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("codec", ["matrix 1 bit", "matrix 1 of 16"])
+@pytest.mark.parametrize("codec", ["matrix 1 bit", "matrix 1 of 8"])
 def test_bytes_are_what_the_plan_says(rank: int, world_size: int, codec: str) -> None:
     plan = matrix_plan(world_size, CODECS[codec], leading(0.5))
     reducer = unit_reducer(plan)
@@ -278,6 +278,6 @@ def test_bytes_are_what_the_plan_says(rank: int, world_size: int, codec: str) ->
     assert reducer.wire_bytes == 3 * sum(plan.wire_bytes(s) for s in plan.segments)
     compressed = 3 * sum(plan.wire_bytes(s) for s in plan.compressed)
     assert reducer.compressed_wire_bytes == compressed
-    # One message of base, 9 words of columns, 4 of rows, and codes of 3 words or 1 a row.
-    words = {"matrix 1 bit": 14 + 13 * 3, "matrix 1 of 16": 14 + 13}[codec]
+    # One message of base, 9 words of columns, 4 of rows, and codes of 3 words or 2 a row.
+    words = {"matrix 1 bit": 14 + 13 * 3, "matrix 1 of 8": 14 + 13 * 2}[codec]
     assert plan.compressed[0].codec.words == words

@@ -57,7 +57,7 @@ def test_a_run_of_matrices_is_sent_like_one_after_the_other(name, owners, counts
 @pytest.mark.parametrize(
     "layouts",
     [
-        [MatrixLayout(rows=16, columns=16, group=32)] * 16,
+        [MatrixLayout(rows=16, columns=16, group=8)] * 16,
         [MatrixLayout(rows=8, columns=8)] * 16,
         [MatrixLayout(rows=3, columns=1)] * 16,
         [MatrixLayout(rows=64, columns=64, group=8), MatrixLayout(rows=3, columns=1)],

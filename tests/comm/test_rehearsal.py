@@ -40,7 +40,7 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] =
     ),
     "average": ({"kind": "quantized", "bits": 4}, {"kind": "average"}, None),
     "matrix": ({"kind": "matrix", "bits": 1}, RESIDUAL, {"kind": "delta", "bits": 2}),
-    "groups": ({"kind": "matrix", "group": 16}, RESIDUAL | {"dtype": "bfloat16"}, None),
+    "groups": ({"kind": "matrix", "group": 8}, RESIDUAL | {"dtype": "bfloat16"}, None),
     "sketch": ({"kind": "sketch", "density": 0.3, "symbol": "int8x4"}, RESIDUAL, None),
     "shared sketch": (
         {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"},

@@ -35,7 +35,7 @@ def test_every_codec_of_the_shipped_policies_has_a_speed(parameters: bool) -> No
                 assert {speed_key(s.codec) for s in unit.segments} <= set(timed)
 
 
-@pytest.mark.parametrize("codec", [{"bits": 2}, {"group": 16, "level": 1.3}])
+@pytest.mark.parametrize("codec", [{"bits": 2}, {"group": 8, "level": 1.3}])
 def test_a_matrix_has_a_speed(codec: dict[str, Any]) -> None:
     """By the rule as by the plan, whatever the shape."""
     from tagc.costs import speed as codec_speed
@@ -70,7 +70,7 @@ def test_every_turn_starts_from_an_empty_residual() -> None:
     encoders = {name: encoding(name) for name in ("encode", "pack", "quantize")}
     ops: Any = SimpleNamespace(**decoders, **encoders)
     with patch.dict(codec_speed._ELEMENTS, {"cpu": 1 << 12}):
-        for policy in ("all", "packed-20", "loco-4bit"):
+        for policy in ("attn-only", "packed-20", "loco-4bit"):
             codecs = auto.codecs_of(tagc.Policy.load(policy), torch.float32, 2, parameters=False)
             measure_speeds(codecs, ops, torch.device("cpu"), torch.float32, repeats=3)
     assert seen == [(name, 0.0) for name in ("encode", "pack", "quantize") for _ in range(4)]

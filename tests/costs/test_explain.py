@@ -134,8 +134,8 @@ def test_explain_in_python() -> None:
 
 def test_explain_prints_warnings(capsys: Any) -> None:
     """At 64 ranks a sketch of density 0.2 sends more than bfloat16."""
-    assert main(["explain", "1e8", "--world", "64", "--policy", "mlp-only", "--dtype", "bf16"]) == 0
-    assert "warning: policy 'mlp-only' sends" in capsys.readouterr().err
+    assert main(["explain", "1e8", "--world", "64", "--policy", "non-attn", "--dtype", "bf16"]) == 0
+    assert "warning: policy 'non-attn' sends" in capsys.readouterr().err
 
 
 def test_stacked_experts_are_explained_as_they_are_wrapped():

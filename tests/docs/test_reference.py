@@ -51,7 +51,7 @@ def test_every_key_has_a_row_and_a_meaning() -> None:
         "| `density` | number, above 0, at most 1 | required |",
         "| `reset_steps` | whole number, at least 1 | `1024` |",
         "| `keep_for_backward` | `true`, `false` | `false` |",
-        "| `group` | `1`, `8`, `16`, `32` | `1` |",
+        "| `group` | `1`, `8` | `1` |",
         "| `parameters` | list of: [A rule for parameters](#a-rule-for-parameters) | none |",
     ],
 )

@@ -55,10 +55,7 @@ GRADIENTS: dict[str, Case] = {
     "quantized 8": (QUANTIZED | {"bits": 8}, BFLOAT16),
     "matrix 1 lead": (MATRIX | {"level": 1.3}, BFLOAT16 | {"lead": 0.83}),
     "matrix 2": (MATRIX | {"bits": 2}, BFLOAT16),
-    "matrix 4": (MATRIX | {"bits": 4}, RESIDUAL),
     "matrix groups of 8 measured": (MATRIX | {"group": 8}, MEASURED),
-    "matrix groups of 16": (MATRIX | {"group": 16}, INT8),
-    "matrix groups of 32 lead": (MATRIX | {"group": 32}, BFLOAT16 | {"lead": 0.17}),
 }
 # Three replicas or more take two shots by these.
 REPLICAS = (

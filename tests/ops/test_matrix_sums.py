@@ -8,10 +8,10 @@ import torch
 from numba import njit
 
 from tagc.ops.cpu.kernels.matrix import code_sum
-from tagc.ops.matrix import BITS, GROUPS, SPAN, MatrixLayout
+from tagc.ops.matrix import BITS, GROUP, SPAN, MatrixLayout
 from tagc.ops.reference import matrix as reference
 
-SIZES = [(bits, 1) for bits in BITS] + [(1, group) for group in GROUPS]
+SIZES = [*((bits, 1) for bits in BITS), (1, GROUP)]
 
 
 @njit
@@ -24,7 +24,7 @@ def _sum(c, lanes, words, table):
 def test_rows_are_summed_in_the_order_of_the_format(bits, group, width):
     layout = MatrixLayout(rows=1, columns=width * group, bits=bits, group=group)
     rng = np.random.default_rng(width)
-    lanes, words, wide = 32 // layout.width, layout.row_words, 1
+    lanes, words, wide = layout.places, layout.row_words, 1
     while wide < words and wide < layout.word_lanes:
         wide *= 2
     for _ in range(4):

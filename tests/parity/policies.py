@@ -21,7 +21,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "sketch": rule({"kind": "sketch", "density": 0.3, "symbol": "int8x4"}),
     "packed": rule({"kind": "packed", "density": 0.3}),
     "quantized": rule({"kind": "quantized", "bits": 4, "block": 32}),
-    "matrix": rule({"kind": "matrix", "group": 16}, names=MATRICES),
+    "matrix": rule({"kind": "matrix", "group": 8}, names=MATRICES),
     # Nothing changes here, so that all ranks have the exact parameters.
     "changes": rule({"kind": "quantized", "bits": 4, "block": 32}) | {"parameters": CHANGES},
 }

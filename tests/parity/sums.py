@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +37,7 @@ def recorded() -> Iterator[dict[int, Tensor]]:
     as well.
     """
     amounts: dict[int, Tensor] = {}
-    reduce_, encode_ = UnitReducer.reduce, UnitReducer.encode
+    reduce_ = UnitReducer.reduce
 
     def add(self: UnitReducer, size: Tensor) -> None:
         amounts[id(self)] = amounts.get(id(self), torch.zeros_like(size)) + size
@@ -48,14 +49,15 @@ def recorded() -> Iterator[dict[int, Tensor]]:
             size = Part(self.plan, frozenset(reached)).expand(size)
         if self.plan.info.flat is not None:
             size *= planned(self.plan)
-        reduce_(self, out, inp, *how, reached=reached)
+        with patch.object(self.coder, "encode", partial(encode, self, self.coder.encode)):
+            reduce_(self, out, inp, *how, reached=reached)
         add(self, size)
 
-    def encode(self: UnitReducer, grad: Tensor, *how: Any) -> None:
+    def encode(self: UnitReducer, encode_: Any, grad: Tensor, *how: Any) -> None:
         sent = torch.zeros(grad.shape, dtype=torch.float64)
         owed = {s.start: self.residuals[s.start].double() for s in self.plan.of(MatrixPlan)}
         before = grad.double()
-        encode_(self, grad, *how)
+        encode_(grad, *how)
         for segment in self.plan.of(MatrixPlan):
             here = slice(segment.start, segment.stop)
             x = before[:, here] + owed[segment.start]
@@ -63,7 +65,7 @@ def recorded() -> Iterator[dict[int, Tensor]]:
         if owed:
             add(self, for_shards(self.plan, sent))
 
-    with patch.object(UnitReducer, "reduce", reduce), patch.object(UnitReducer, "encode", encode):
+    with patch.object(UnitReducer, "reduce", reduce):
         yield amounts
 
 

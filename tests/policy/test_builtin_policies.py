@@ -8,20 +8,18 @@ from tagc.policy import ROLES, ParamInfo, Policy, policies
 # Built-in policies
 
 COMPRESSED = {
-    "all": {"attention", "mlp", "embedding", "head", "other"},
     "attn-only": {"attention"},
     "non-attn": {"mlp", "embedding", "head"},
-    "mlp-only": {"mlp"},
     "dense": set(),
 }
-EVERY_ELEMENT = {
+MATRICES = {"attention", "mlp", "embedding", "head", "other"}
+EVERY_MATRIX = {
     "loco-4bit": "quantized",
     "hybrid": "quantized",
     "packed-20": "packed",
     "two-bit": "matrix",
     "one-bit": "matrix",
     "half-bit": "matrix",
-    "fifth-bit": "matrix",
     "hosts": "quantized",
     "stateless": "quantized",
     "thrifty": "matrix",
@@ -30,7 +28,7 @@ EVERY_ELEMENT = {
 
 
 def test_policies_are_sorted_and_say_what_they_do():
-    assert list(policies()) == sorted([*COMPRESSED, *EVERY_ELEMENT])
+    assert list(policies()) == sorted([*COMPRESSED, *EVERY_MATRIX])
     assert all(about.endswith(".") for about in policies().values())
 
 
@@ -55,12 +53,12 @@ def test_builtin_compresses_its_roles(name: str):
     assert compressed == COMPRESSED[name]
 
 
-@pytest.mark.parametrize(("name", "kind"), EVERY_ELEMENT.items())
+@pytest.mark.parametrize(("name", "kind"), EVERY_MATRIX.items())
 def test_builtin_takes_every_matrix(name: str, kind: str):
     policy = Policy.load(name)
     for role in ROLES:
         index = policy.match(ParamInfo(name="w", shape=BIG, role=role, layer=0))
-        if role in COMPRESSED["all"]:
+        if role in MATRICES:
             assert index is not None
             assert policy.gradients[index].codec.kind == kind
         else:

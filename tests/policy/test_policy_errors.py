@@ -238,9 +238,9 @@ def test_all_errors_are_listed_by_line(tmp_path):
     [
         (
             "attn_only",
-            "did you mean 'attn-only'? available: all, attn-only, auto, dense, fifth-bit",
+            "did you mean 'attn-only'? available: attn-only, auto, dense, half-bit",
         ),
-        ("zzz", "no built-in policy 'zzz'; available: all, attn-only"),
+        ("zzz", "no built-in policy 'zzz'; available: attn-only, auto"),
         ("", "no built-in policy ''; available"),
         ("missing/p", "missing/p: cannot be read: No such file"),
         ("missing.yml", "missing.yml: cannot be read: No such file"),

@@ -1,12 +1,13 @@
 """A policy that asks for a removed option is told what to write instead."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tagc.policy import Policy, PolicyError
+from tagc.policy import Policy, PolicyError, policies
 from tagc.policy.configs import GRADIENT_CONFIGS, PARAMETER_CONFIGS
-from tagc.policy.removed import REMOVED, Removed
+from tagc.policy.removed import POLICIES, REMOVED, Removed
 
 DENSITY = {"packed": {"density": 0.1}, "sketch": {"density": 0.1}}
 
@@ -38,3 +39,27 @@ def test_another_type_or_kind_was_never_allowed():
         dense = {"when": {}, "codec": {"kind": "dense"}}
         with pytest.raises(PolicyError, match="bits: unknown value"):
             Policy.load({"schema": 1, "gradients": [dense], "parameters": [rule]})
+
+
+# What these policies' hashes were.
+HASHES = {
+    "all": "d3dbc8d22ebc10d02ac6eeaddd6ea271d1a79739a3b1c8d3d84c57e370c4e858",
+    "mlp-only": "1f084e8b94b493e7a24c1e25ff42dc2393d5f276f3cb7125f4a1e48ce9a2ddcd",
+}
+
+
+def test_a_removed_policy_is_told_as_a_file(tmp_path: Path):
+    """With the hash that it had, so that checkpoints resume exactly."""
+    assert not {*POLICIES} & {*policies()}
+    for name, remedy in POLICIES.items():
+        with pytest.raises(PolicyError) as caught:
+            Policy.load(name)
+        assert str(caught.value) == f"the built-in policy {name!r} was removed: {remedy}"
+        with pytest.raises(PolicyError, match=f"extends: the built-in policy {name!r} was removed"):
+            Policy.load({"schema": 1, "extends": name})
+        said, _, lines = remedy.partition("\n")
+        if lines:
+            (tmp_path / "mine.yaml").write_text(lines)
+            assert Policy.load(tmp_path / "mine.yaml").hash == HASHES[name]
+        else:
+            Policy.load(said.removeprefix("take ").strip("'"))

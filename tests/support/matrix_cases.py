@@ -18,23 +18,22 @@ from tagc.ops.matrix import MatrixLayout
 OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 both = pytest.mark.parametrize("ops", OPS, ids=["cpu", "reference"])
-SIZES = [(1, 1), (2, 1), (4, 1), (1, 8), (1, 16), (1, 32)]
+SIZES = [(1, 1), (2, 1), (1, 8)]
 # bits, group, gradient, residual. Each row but those of float16, which the CPU widens first, costs
-# a compilation of many seconds: the rarer ones are for `make test-slow`. Groups of 8 have codes of
-# 4 bits, and share most of it with those.
+# a compilation of many seconds: the rarer ones are for `make test-slow`.
 VARIANTS = [
     (1, 1, F32, F32),
     (2, 1, F32, BF16),
     (2, 1, F16, BF16),
-    (4, 1, BF16, F32),
-    (1, 16, F32, F32),
+    (2, 1, BF16, F32),
+    (1, 8, F32, F32),
 ]
 RARER = [
     (1, 1, BF16, BF16),
     (1, 8, BF16, F32),
-    (1, 16, F32, None),
-    (1, 32, F32, BF16),
-    (1, 32, F16, BF16),
+    (1, 8, F32, None),
+    (1, 8, F32, BF16),
+    (1, 8, F16, BF16),
 ]
 variants = pytest.mark.parametrize(
     ("bits", "group", "grad_dtype", "residual_dtype"),

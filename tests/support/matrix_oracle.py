@@ -15,8 +15,8 @@ import numpy as np
 from support import oracle
 
 F = np.float32
-DISTANCES = {1: 1.0, 2: 0.624, 4: 0.21}
-WIDTHS = {8: 4, 16: 5, 32: 6}
+DISTANCES = {1: 1.0, 2: 0.624}
+WIDTHS = {8: 4}
 
 
 @dataclass
@@ -52,9 +52,8 @@ def code_sum(values: np.ndarray, width: int, group: int) -> np.float32:
     """What the codes of a row stand for, code `i` of word `j` in place `[i, j]` of a table, as
     wide as 4096 columns need at most; then neighbouring words are added, and halves of places."""
     lanes = 32 // width
-    places = 2 ** math.ceil(math.log2(lanes))
-    words, wide = -(-len(values) // lanes), 2 ** math.ceil(math.log2(4096 / (lanes * group)))
-    table = [F(0)] * (places * wide)
+    words, wide = -(-len(values) // lanes), 4096 // (lanes * group)
+    table = [F(0)] * (lanes * wide)
     for k, value in enumerate(values):
         at = k // words * wide + k % words % wide
         table[at] = F(table[at] + value)

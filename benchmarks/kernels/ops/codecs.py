@@ -8,7 +8,7 @@ from torch import Tensor
 from tagc.codecs.selection.capacity import SLACK
 from tagc.ops import COUNTS, Ops
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.matrix import BITS, GROUPS, MatrixLayout
+from tagc.ops.matrix import BITS, GROUP, MatrixLayout
 from tagc.ops.packed import plan_packed
 
 from ..case import Case
@@ -16,7 +16,7 @@ from .messages import Codec, Row
 
 # What a code of a matrix is, by name: bits of an element, or neighbours that share a code.
 CODES = {f"int{bits}": {"bits": bits} for bits in sorted(BITS, reverse=True)}
-CODES |= {f"group{group}": {"group": group} for group in GROUPS}
+CODES |= {f"group{GROUP}": {"group": GROUP}}
 _MOST_COLUMNS = 4096
 _SAMPLE = 1 << 20
 

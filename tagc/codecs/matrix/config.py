@@ -13,18 +13,17 @@ class MatrixConfig(CodecConfig):
     The scales follow the gradient of the step, which is a sum of outer products; what is left
     after dividing by them is closer to Gaussian, and a few bits go a long way. With a `group`, so
     many neighbours in a row share one code, which says which of them is the largest, and its sign:
-    0.5, 0.33 and 0.2 bits per element for 8, 16 and 32. `level` multiplies the values that codes
-    stand for: above 1, a message carries more of what is owed, and more noise. The `warmup_steps`
-    are as for the sketch.
+    0.5 bits per element. `level` multiplies the values that codes stand for: above 1, a message
+    carries more of what is owed, and more noise. The `warmup_steps` are as for the sketch.
     """
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "average", "none")
 
     kind: Literal["matrix"] = "matrix"
     """The codec's name."""
-    bits: Annotated[Literal[1, 2, 4], unit("bits per code")] = 1
+    bits: Annotated[Literal[1, 2], unit("bits per code")] = 1
     """Size of a code."""
-    group: Annotated[Literal[1, 8, 16, 32], unit("elements")] = 1
+    group: Annotated[Literal[1, 8], unit("elements")] = 1
     """Neighbours in a row that share one code; above 1 with bits 1 only."""
     level: Annotated[float, Field(ge=0.5, le=2, allow_inf_nan=False), unit("factor")] = 1
     """Multiplies the values that codes stand for."""

@@ -58,7 +58,7 @@ class MatrixPlan(CodecPlan):
             m.count
             * (
                 destinations * (7 * m.columns + 8)
-                + sources * (4 * m.rows + 2 * m.row_words * (32 // m.width) * m.group)
+                + sources * (4 * m.rows + 2 * m.row_words * m.places * m.group)
             )
             for m in {m for m, _, _ in self.runs}
         )

@@ -17,7 +17,7 @@ from tagc.ops.matrix import MatrixLayout
 
 def _codes_of(layout: MatrixLayout) -> Group:
     """The tuple whose length tells the kernels how many codes a word holds."""
-    return group_of(32 // layout.width)
+    return group_of(layout.places)
 
 
 def quantize_matrix(

@@ -118,10 +118,10 @@ def _float(upper: Tensor, bits: int) -> Tensor:
 def code_sum(c: Tensor, layout: MatrixLayout) -> Tensor:
     """Sum over the last dimension, a number for every code of a row, in the order of
     :attr:`MatrixLayout.word_lanes`."""
-    lanes, words = 32 // layout.width, layout.row_words
+    places, words = layout.places, layout.row_words
     chunks = -(-words // layout.word_lanes)
-    c = pad(c, (0, lanes * words - layout.codes)).unflatten(-1, (lanes, words))
-    c = pad(c, (0, chunks * layout.word_lanes - words, 0, layout.places - lanes))
+    c = pad(c, (0, places * words - layout.codes)).unflatten(-1, (places, words))
+    c = pad(c, (0, chunks * layout.word_lanes - words))
     total, *rest = c.unflatten(-1, (chunks, layout.word_lanes)).unbind(-2)
     for chunk in rest:
         total = total + chunk
@@ -206,10 +206,10 @@ def _unpacked(words: Tensor, width: int, count: int) -> Tensor:
 
 def _codes(q: Tensor, layout: MatrixLayout) -> Tensor:
     """``[D, rows, codes]`` int64 to ``[D, rows * row_words]`` int32."""
-    lanes, width = 32 // layout.width, layout.width
-    padded = torch.nn.functional.pad(q, (0, lanes * layout.row_words - layout.codes))
-    parts = padded.unflatten(-1, (lanes, layout.row_words)) & ((1 << width) - 1)
-    shift = width * torch.arange(lanes, device=q.device)
+    places, width = layout.places, layout.width
+    padded = pad(q, (0, places * layout.row_words - layout.codes))
+    parts = padded.unflatten(-1, (places, layout.row_words)) & ((1 << width) - 1)
+    shift = width * torch.arange(places, device=q.device)
     return wrap_int32((parts << shift[:, None]).sum(-2)).flatten(1)
 
 
@@ -222,7 +222,7 @@ def _values(message: Tensor, layout: MatrixLayout) -> Tensor:
     f = _row_scales(rows, base.long())[..., None]
     width = layout.width
     words = words.unflatten(-1, (layout.rows, 1, layout.row_words)).long()
-    shift = width * torch.arange(32 // width, device=message.device)
+    shift = width * torch.arange(layout.places, device=message.device)
     code = ((words >> shift[:, None]) & ((1 << width) - 1)).flatten(-2)[..., : layout.codes]
     if layout.group == 1:
         half = 1 << (width - 1)

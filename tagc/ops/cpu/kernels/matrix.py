@@ -59,7 +59,7 @@ def code_sum(c, lanes, words, table):
 
     Args:
         c: ``[codes]`` float32, contiguous, of which there are at most ``lanes * words``.
-        lanes, words: uint64, codes of a word, and words.
+        lanes, words: uint64, codes of a word, a power of two, and words.
         table: ``[2 * lanes * wide + 16]`` float32, scratch, ``wide`` a power of two: as many words
             as are added to side by side, or no fewer than there are.
     """
@@ -90,13 +90,10 @@ def code_sum(c, lanes, words, table):
         for k in range(N(0), size, N(8)):
             add_pairs(table, source + N(2) * k, table, target + k)
         source, target = target, source
-    half = N(1)
-    while half < lanes:
-        half *= N(2)
+    half = lanes
     while half > N(1):
         half //= N(2)
-        # Where the lanes are no power of two, the missing ones are zeros.
-        for i in range(min(half, lanes - half) if lanes > half else N(0)):
+        for i in range(half):
             table[source + i] += table[source + half + i]
     return table[source]
 
