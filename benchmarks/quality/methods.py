@@ -91,7 +91,6 @@ _ALL = (
     _method(_THRIFTY, *_BIT_RATES),
     _method(_matrix("matrix, 1 of 8", 0.35, **_EIGHTH), *_EIGHTH_RATES),
     _method(_matrix("matrix, 1 of 8, measured lead", "measured", **_EIGHTH), *_EIGHTH_RATES),
-    _method(_matrix("matrix, 1 of 32", 0.17, group=32), 9e-3, 1.2e-2, 1.8e-2),
     # TAGC's setting: elements one by one, values not visibly rounded.
     _method(_gradients("sketch of 20%, residual",
                        {"kind": "sketch", "density": 0.2, "symbol": "int32x1"})),

@@ -77,7 +77,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 {"kind": "packed", "density": 0.2},
                 density=0.25,
                 bits=4,
-                group=8,
+                group=4,
                 block=64,
                 warmup_steps=3,
             ),

@@ -49,7 +49,7 @@ GRADIENTS: dict[str, Case] = {
     "sketch everything": (SKETCH | {"density": 1.0}, RESIDUAL),
     "packed 4 lead": (PACKED | {"bits": 4}, LEAD),
     "packed 8 groups of 4": (PACKED | {"group": 4}, BFLOAT16),
-    "packed 16 sparse": (PACKED | {"bits": 16, "block": 64, "density": 0.02}, INT8),
+    "packed 8 sparse": (PACKED | {"block": 64, "density": 0.02}, INT8),
     "quantized 4 average": (QUANTIZED, AVERAGE),
     "quantized 4 chance": (QUANTIZED | {"block": 32} | CHANCE, NONE),
     "quantized 8": (QUANTIZED | {"bits": 8}, BFLOAT16),
