@@ -5,6 +5,7 @@ and both against what was encoded.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,6 +79,18 @@ def test_cpu_decodes_like_the_reference(symbol, grad_dtype, residual_dtype, keys
         assert oracle.same_bits(fast[0], slow[0])
         if fast[1] is not None and slow[1] is not None:
             assert oracle.same_bits(fast[1], slow[1])
+
+
+def test_more_keys_than_cells_are_peeled_as_far_as_they_go():
+    """The CPU peels those, and more than 2**20 keys, by another queue than fewer."""
+    case = make_case(1400, 1, "int8x4", F32, F32, "room for all", np.random.default_rng(6))
+    case.layout = replace(case.layout, hashes=3, partition=110)
+    index, cells = ranks_to_one(case)
+    fast, slow = (decode(ops, index, cells, case, F32, 1) for ops in (CPU, REFERENCE))
+    keys, stuck = slow[2].tolist()
+    assert keys > case.layout.cells
+    assert 0 < stuck < keys - 50
+    assert all(oracle.same_bits(a, b) for a, b in zip(fast, slow, strict=True))
 
 
 @pytest.mark.parametrize("symbol", SYMBOLS)
