@@ -8,6 +8,7 @@ says what has to come out.
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> st
         return None
     progress = Progress("operators compiled, which are then cached", shown=shown)
     recorder = Recorder(ops, progress.step)
-    with locked(_folder(), "kernels"), _current(device):
+    with _with_a_compiler(), locked(_folder(), "kernels"), _current(device):
         with ops.compiling_only():
             rehearse(plan, recorder.ops)
         progress.end()
@@ -49,6 +50,22 @@ def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> st
         checked = check(ops, device, recorder.calls, progress=lambda _: progress.step())
         progress.end()
     return f"kernels: {checked}"
+
+
+@contextmanager
+def _with_a_compiler() -> Iterator[None]:
+    """Triton builds the launcher of each kernel with the host's C compiler."""
+    try:
+        yield
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        if isinstance(error, RuntimeError) and "C compiler" not in str(error):
+            raise
+        raise RuntimeError(
+            "tagc: Triton could not build what launches its kernels on this host. It needs a C "
+            "compiler and Python's headers: install gcc and python3-dev (or what your system calls "
+            "them) on every host, or name a compiler by the environment variable CC. "
+            f"TAGC_OPS=reference runs without, slowly. Triton's own words: {error}"
+        ) from error
 
 
 def _folder() -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -168,6 +169,33 @@ def left_out(rank: int, how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["reference", "disabled"])
 def test_kernels_that_nobody_uses_are_not_checked(how):
     assert run_ranks(left_out, 2, how) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        subprocess.CalledProcessError(1, ["gcc", "main.c"]),
+    ],
+)
+def test_a_host_without_a_compiler_is_told_what_to_install(error: Exception):
+    for said in run_ranks(without_a_compiler, 2, error):
+        assert "install gcc and python3-dev" in said
+        assert str(error) in said
+
+
+def without_a_compiler(rank: int, error: Exception) -> str:
+    """What ranks say if the second one has none."""
+
+    def rehearse(*_: Any) -> None:
+        if rank == 1:
+            raise error
+
+    with device(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tagc.readiness.rehearse", rehearse)
+        with pytest.raises(RuntimeError) as raised:
+            wrapped()
+    return str(raised.value)
 
 
 def test_a_sketch_on_its_own_is_checked_once():

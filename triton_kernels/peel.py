@@ -21,8 +21,9 @@ the sizes of ``plan_layout``; the last one has no limit. What does not fit a sta
 launch, too, and at last to one program, which goes through its list until there is none: normally
 nothing. A cell comes to hold one key once only, so a list has room for all.
 
-With split entries, a value is taken out before the degree, which the addition to the degree
-releases; so who finds degree one finds the value, too.
+With split entries, a value is taken out before the degree. The addition to the degree releases it,
+and the read of an entry, an atomic too, acquires it: a program that finds degree one finds the
+value.
 """
 
 from __future__ import annotations
@@ -70,14 +71,17 @@ def _recover(
 
     Returns: which are ours, bool; the keys, uint32; their symbols.
     """
-    # Volatile reads go to where the atomics of all programs land.
-    seen = tl.load(entry + item, mask=item >= 0, other=0, volatile=True)
     if PACKED:
+        # Volatile reads go to where the atomics of all programs land.
+        seen = tl.load(entry + item, mask=item >= 0, other=0, volatile=True)
         alone = (seen & 0xFFFF) == 1
         key = key_of(item, (seen >> 16).to(tl.uint32), seed, partition, inverse, HASHES)
         symbol = (seen >> 32).to(tl.int32)
     else:
-        alone = (seen & 0xFFFFFFFF) == 1
+        none = tl.zeros(item.shape, tl.int64)
+        # It acquires what the addition that left one key here released: the value below.
+        seen = tl.atomic_add(entry + item, none, mask=item >= 0, sem="acquire")
+        alone = (item >= 0) & ((seen & 0xFFFFFFFF) == 1)
         key = (seen >> 32).to(tl.uint32)
         symbol = tl.load(value + item, mask=alone, other=0, volatile=True)
     bit = (tl.full(item.shape, 1, tl.uint32) << (key & 31)).to(tl.int32, bitcast=True)
