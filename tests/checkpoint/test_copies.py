@@ -98,7 +98,7 @@ def test_a_saved_state_shares_nothing_with_the_model(rank: int, world_size: int)
 def loads_as_others(rank: int, folder: Path, hosts: int | None) -> None:
     calls: list[Any] = []
     with recorded(calls):
-        model = wrapped(POLICIES["changes in 1 bit"], hosts=hosts)
+        model = wrapped(POLICIES["changes in 2 bits"], hosts=hosts)
         run(model, rank, range(2))
         tagc.compressor(model).load(folder)
         calls.clear()
@@ -116,7 +116,7 @@ def test_other_ranks_begin_with_exact_parameters(
     tmp_path: Path, old: tuple[int, int | None], new: tuple[int, int | None]
 ) -> None:
     """Nothing is owed: the ranks that own parameters have them exactly."""
-    policy = POLICIES["changes in 1 bit"]
+    policy = POLICIES["changes in 2 bits"]
     run_ranks(train_and_save, old[0], "safetensors", policy, tmp_path, old[1])
     run_ranks(loads_as_others, new[0], tmp_path, new[1])
 
@@ -124,7 +124,7 @@ def test_other_ranks_begin_with_exact_parameters(
 @on_ranks(2)
 def test_switched_off_for_a_while(rank: int, world_size: int) -> None:
     """What changes while tagc is disabled nobody is told: parameters go whole afterwards."""
-    policy = POLICIES["changes in 1 bit"]
+    policy = POLICIES["changes in 2 bits"]
     model = wrapped(policy)
     run(model, rank, range(3))
     with pytest.MonkeyPatch.context() as patch:

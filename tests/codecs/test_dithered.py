@@ -57,7 +57,7 @@ def test_the_mean_over_steps_is_what_dense_sends(rank, world_size, direction):
 @on_ranks(3)
 def test_ranks_round_the_same_numbers_differently(rank, world_size):
     """Were they to round alike, a sum over ranks would be no better than one of them."""
-    plan = codec_plan(world_size, stochastic(2))
+    plan = codec_plan(world_size, stochastic(4))
     reducer = unit_reducer(plan)
     grad = normal(world_size, plan.columns, 0)[0]
     message = torch.zeros(world_size, plan.words, dtype=torch.int32)

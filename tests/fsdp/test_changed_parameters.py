@@ -116,7 +116,7 @@ def test_refreshed_parameters_are_exact(rank: int, world_size: int) -> None:
     """An average swapped in for an evaluation, and out again."""
     calls: list[Any] = []
     with recorded(calls):
-        model = wrapped(delta(1), hosts_of(world_size))
+        model = wrapped(delta(2), hosts_of(world_size))
         train(model, rank, 3)
         kept = {name: p.detach().clone() for name, p in model.named_parameters()}
         for factor in (0.5, 2.0):

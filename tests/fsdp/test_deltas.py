@@ -257,5 +257,5 @@ def test_what_a_policy_cannot_ask_for() -> None:
 
 @on_ranks(2)
 def test_vectors_have_no_rows_and_columns(rank: int, world_size: int) -> None:
-    with pytest.raises(tagc.PolicyError, match=r"codec 'delta' with bits 1 .* norm\.weight"):
-        tagc.wrap(sharded(), gathering(delta(1), "norm.weight"), hosts=None)
+    with pytest.raises(tagc.PolicyError, match=r"codec 'delta' with bits 2 .* norm\.weight"):
+        tagc.wrap(sharded(), gathering(delta(2), "norm.weight"), hosts=None)

@@ -154,7 +154,7 @@ CASES: list[tuple[Callable[..., Callable[[Any], Outputs]], tuple[Any, ...]]] = [
     (sketch, ()),
     (peeling, ()),
     *((blocks, (average,)) for average in (0.0, 0.9)),
-    *((matrix, case) for case in ((1, 0.0), (1, 0.9), (16, 0.0))),
+    *((matrix, case) for case in ((1, 0.0), (1, 0.9), (8, 0.0))),
     (packed, ("overflow",)),
     (index, ()),
     (lag, ()),

@@ -16,9 +16,7 @@ from tagc.ops.blocks import BlockLayout
 # Of the CPU's those that are compiled for all; float16 is widened first.
 VARIANTS = [
     *((ops, *variant) for ops in OPS for variant in [(4, F32), (8, F16)]),
-    (REFERENCE, 2, F32),
     (REFERENCE, 4, BF16),
-    slow(CPU, 2, F32),
     slow(CPU, 4, BF16),
 ]
 

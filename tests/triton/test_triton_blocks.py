@@ -114,9 +114,9 @@ CASES = case = Cases()
 
 # bits, block, numel, gradient, residual, average, output, divisor
 GRID = [
-    (2, 32, 131, F32, F32, 0.0, F32, 1),
-    (2, 4096, 5000, BF16, F32, 0.9, BF16, 3),
-    (2, 256, 700, F16, BF16, 0.3, F16, 2),
+    (8, 32, 131, F32, F32, 0.0, F32, 1),
+    (4, 4096, 5000, BF16, F32, 0.9, BF16, 3),
+    (4, 256, 700, F16, BF16, 0.3, F16, 2),
     (4, 64, 333, BF16, BF16, 0.0, BF16, 2),
     (4, 256, 1500, F32, BF16, 0.9, F32, 7),
     (4, 1024, 1027, F32, None, 0.0, F32, 3),
@@ -307,7 +307,7 @@ def _(device):
 # --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
 FEW = (
-    "2 256 700 float16 bfloat16 0.3 float16 2",
+    "4 256 700 float16 bfloat16 0.3 float16 2",
     "8 256 1001 float32 float32 0.0 float32 3",
     "8 32 97 float16 None 0.0 float16 1",
     "aligned rows",
