@@ -1,8 +1,8 @@
-"""How large the code is, and what one reduction of a unit runs through.
+"""``python -m benchmarks structure``: how large the code is, and what one reduction runs through.
 
-``python -m benchmarks.structure`` prints lines and files by room, and for policies the calls,
-functions and files of one reduction (the second after the warm-up), counted by a profiler in the
-first of two processes on gloo. ``--calls`` prints the sequence.
+Prints the lines and files of each room, and, for each policy, the calls, functions and files of
+one reduction of a unit: the third after the warm-up, as a profiler sees it in the first of two
+processes on gloo.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -31,12 +30,17 @@ ROOMS = ("tagc", "triton_kernels", "policies", "tests", "benchmarks", "examples"
 RANKS = 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+about = "lines by room, and the calls of one reduction"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See :mod:`.suites`."""
+    parser.add_argument("--policies", default="hybrid,attn-only", help="policies of a reduction")
+    parser.add_argument("--calls", action="store_true", help="print every call, in order")
+
+
+def run(args: argparse.Namespace) -> int:
     """Print both tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.structure", description=__doc__)
-    parser.add_argument("--policies", default="hybrid,attn-only", help="of a reduction")
-    parser.add_argument("--calls", action="store_true", help="print every call in its order")
-    args = parser.parse_args(argv)
     print("| room | Python lines | files |\n|---|---|---|")
     for room in ROOMS:
         sizes = [len(path.read_text().splitlines()) for path in (ROOT / room).rglob("*.py")]
@@ -101,7 +105,3 @@ def _reduce(rank: int, policy: str, folder: str, found: Path) -> None:
         found.write_text("\n".join(calls))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,6 +27,7 @@ SUITES = {
     "gpu": ".gpu",
     "ready": ".ready",
     "soak": ".soak",
+    "structure": ".structure",
     "report": ".report",
 }
 _DEFAULT = "kernels"
@@ -69,6 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     lines = ["usage: python -m benchmarks SUITE [options]", "", "suites:"]
-    lines += [f"  {name:8} {load(name).about}" for name in available()]
+    lines += [f"  {name:9} {load(name).about}" for name in available()]
     lines += ["", "python -m benchmarks SUITE --help lists the options of a suite."]
     return "\n".join(lines)

@@ -61,7 +61,7 @@ def _with_a_compiler() -> Iterator[None]:
         if isinstance(error, RuntimeError) and "C compiler" not in str(error):
             raise
         raise RuntimeError(
-            "tagc: Triton could not build what launches its kernels on this host. It needs a C "
+            "tagc: Triton could not build its kernel launcher on this host. It needs a C "
             "compiler and Python's headers: install gcc and python3-dev (or what your system calls "
             "them) on every host, or name a compiler by the environment variable CC. "
             f"TAGC_OPS=reference runs without, slowly. Triton's own words: {error}"

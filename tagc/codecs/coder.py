@@ -1,8 +1,8 @@
-"""A unit's columns, turned into messages and back: the codecs of its segments, and their places.
+"""Turns a unit's columns into messages and back: the codecs of its segments, and their places.
 
 A rank's messages are the rows of one buffer. NCCL copies 16 bytes at a time between addresses that
-are multiples of 16, and a byte at a time between others (``BytePerPack`` of its
-``common_kernel.h``); Triton's kernels load vectors under the same condition. So every segment
+are multiples of 16, and an element at a time between others, for messages a byte (``reduceCopy`` in
+its ``common_kernel.h``); Triton's kernels load vectors under the same condition. So every segment
 starts at a multiple of 4 words, and every message at a multiple of 32::
 
     | segment | 0-3 words | segment | 0-3 words | stamp | padding to 32 words |
@@ -26,24 +26,23 @@ from tagc.codecs.plan import CodecPlan
 from tagc.codecs.registry import kind_of, make_codecs
 
 MESSAGE_FORMAT = 2
-"""Of what ranks send each other; 1 had neither padding nor, with headers, room for a stamp."""
+"""Version of the layout above. Version 1 had no padding, and no room for a stamp on gloo."""
 
 STAMP_WORDS = 2
 _ROW = 32
 
 
 def row_words(words: int) -> int:
-    """Words from one message to the next, where segments take so many."""
+    """Words from the start of one message to the next, for segments of ``words`` in all."""
     return -(-(words + STAMP_WORDS) // _ROW) * _ROW
 
 
 class Coder:
-    """Turns columns ``[n, S]`` into messages ``[n, words]`` int32 and back, with what that takes
-    from step to step. Messages may have more words than are written and read.
+    """Turns columns ``[n, S]`` into messages ``[n, words]`` int32 and back, and keeps the codecs'
+    state. Messages may be longer than the segments' words; the rest is left alone.
 
     Attributes:
         codecs: by name, in the order of their words in a message.
-        words: of a message, all segments.
     """
 
     def __init__(
@@ -64,11 +63,18 @@ class Coder:
             if apart
             else make_codecs(segments, setup)
         )
-        self.words = 0
         self._places: list[tuple[Codec[Any], slice]] = []
+        # All words but the padding, in as few spans as possible.
+        self._written: list[slice] = []
+        start = 0
         for codec in self.codecs.values():
-            self._places.append((codec, slice(self.words, self.words + codec.words)))
-            self.words += codec.words
+            self._places.append((codec, slice(start, start + codec.words)))
+            for part in codec.parts:
+                first, stop = start + part.words.start, start + part.words.stop
+                if self._written and self._written[-1].stop == first:
+                    first = self._written.pop().start
+                self._written.append(slice(first, stop))
+            start += codec.words
 
     def split(self, messages: Tensor) -> list[tuple[Codec[Any], Tensor]]:
         """Every codec, and its words of ``messages`` ``[..., words]``."""
@@ -126,13 +132,6 @@ class Coder:
         return [count for codec in self.codecs.values() for count in codec.selection_counts()]
 
     def differ(self, message: Tensor, other: Tensor) -> Tensor:
-        """Whether two messages ``[words]`` say anything else, whatever their padding holds;
-        boolean, ``[]``."""
-        spans: list[slice] = []
-        for codec, place in self._places:
-            for part in codec.parts:
-                start, stop = place.start + part.words.start, place.start + part.words.stop
-                if spans and spans[-1].stop == start:
-                    start = spans.pop().start
-                spans.append(slice(start, stop))
-        return torch.stack([(message[span] != other[span]).any() for span in spans]).any()
+        """Whether two messages ``[words]`` differ outside their padding; boolean, ``[]``."""
+        differ = [(message[span] != other[span]).any() for span in self._written]
+        return differ[0] if len(differ) == 1 else torch.stack(differ).any()

@@ -11,6 +11,11 @@ import torch
 from tagc.codecs.feedback import ErrorFeedback, FeedbackRule
 
 
+def aligned(words: int) -> int:
+    """The next multiple of 4 words, which is 16 bytes. See :mod:`tagc.codecs.coder`."""
+    return -(-words // 4) * 4
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     """Neighbouring columns of a segment, cut into equal slices, one for every owner: the last
@@ -49,9 +54,8 @@ class CodecPlan:
 
     @property
     def room(self) -> int:
-        """Words of a message that the segment takes: its own, and up to 3 of padding. See
-        :mod:`tagc.codecs.coder`."""
-        return -(-self.words // 4) * 4
+        """Words of a message that the segment takes: its own, and up to 3 of padding."""
+        return aligned(self.words)
 
     @property
     def compressed(self) -> bool:

@@ -49,7 +49,7 @@ class GatherSetup:
 
 
 def gather_coder(setup: GatherSetup) -> Coder:
-    """Of the messages about shards, with a codec for every segment."""
+    """A coder of messages about shards, with a codec for every segment."""
     plan = setup.plan
     made_for = CodecSetup(
         destinations=1,

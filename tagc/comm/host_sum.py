@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from tagc.codecs import Codec, CodecSetup, Coder
+from tagc.codecs import CodecSetup, Coder
 from tagc.codecs.state import MAX_COUNT
 from tagc.comm.collectives import failing_in
 from tagc.comm.exchanges import GroupExchange
@@ -54,11 +53,6 @@ class HostSum:
         """Go on as if so many sums had been made elsewhere."""
         if self.coder is not None:
             self.coder.skip(steps)
-
-    @property
-    def codecs(self) -> dict[str, Codec[Any]]:
-        """See :attr:`Coder.codecs`; empty where there is no coder."""
-        return {} if self.coder is None else self.coder.codecs
 
     def add(
         self,

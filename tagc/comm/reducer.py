@@ -11,13 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from tagc.codecs import (
-    STAMP_WORDS,
-    Codec,
-    CodecSetup,
-    Coder,
-    SelectionCount,
-)
+from tagc.codecs import STAMP_WORDS, Codec, CodecSetup, Coder, SelectionCount
 from tagc.codecs.feedback import MeasuredShare, SegmentFeedback
 from tagc.codecs.workspace import Workspace
 from tagc.comm.collectives import CollectiveWork, dense_reduce_scatter, failing_in
@@ -383,7 +377,7 @@ class UnitReducer:
         take = self._workspace.take
         send = take("message_send", (plan.destinations, plan.row_words), torch.int32)
         received = take("message_recv", (plan.sources, plan.row_words), torch.int32)
-        if plan.sent is None:  # of what is sent in part, the end is not
+        if plan.sent is None:  # the end of a message that is sent in part does not travel
             self._lockstep.stamp(_stamps(send, plan), group)
         return send, received
 
@@ -430,8 +424,8 @@ class UnitReducer:
     def memory(self) -> Parts:
         """What codecs remember from step to step, beside residuals; not what was sent so far, nor
         the noise that was measured."""
-        if self._in_levels:
-            yield from ((f"inside.{name}", c) for name, c in self.inside.codecs.items())
+        if self.inside.coder is not None:
+            yield from ((f"inside.{name}", c) for name, c in self.inside.coder.codecs.items())
         yield from self.codecs.items()
         if self.second is not None:
             yield from ((f"second_shot.{name}", c) for name, c in self.second.coder.codecs.items())

@@ -130,7 +130,7 @@ def about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
 
 
 def _words(unit: UnitPlan) -> int:
-    """Of the messages that follow each other, without padding."""
+    """Words of a step's messages, without padding."""
     return sum(segment.codec.words for stage in unit.stages for segment in stage.segments)
 
 

@@ -37,12 +37,12 @@ class Segment:
     rule: int | None
     codec: CodecPlan
 
-    @cached_property
+    @property
     def columns(self) -> int:
         """Elements of the segment in one shard."""
         return self.stop - self.start
 
-    @cached_property
+    @property
     def compressed(self) -> bool:
         """Whether anything but the buffer itself travels."""
         return self.codec.compressed
@@ -199,7 +199,7 @@ class UnitPlan:
         return sum(max(0, words) for words in parts) / self.info.world_size
 
     def _words_of(self, segment: Segment) -> int:
-        """Words of a segment in a message; what is behind all of them counts as the largest's."""
+        """Words of a segment in a message. The end, stamp and padding, counts as the largest's."""
         largest = max(self.segments, key=lambda s: s.codec.room)
         rest = self.row_words - self.words if segment is largest else 0
         return segment.codec.room + rest

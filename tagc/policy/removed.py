@@ -10,8 +10,8 @@ __all__ = ["POLICIES", "REMOVED", "Removed", "remedy_for"]
 class Removed:
     """A value that a key no longer takes.
 
-    `kind` is that of the codec or feedback which has the key, '' for any; `remedy` follows "was
-    removed: " in the error.
+    `kind` is that of the codec or feedback which has the key; `remedy` follows "was removed: " in
+    the error.
     """
 
     kind: str
@@ -67,6 +67,6 @@ def remedy_for(key: str, mapping: Mapping[str, object]) -> str | None:
     never allowed."""
     for one in REMOVED:
         same = type(one.value) is type(mapping[key]) and one.value == mapping[key]  # true is no 1
-        if same and one.key == key and one.kind in ("", mapping.get("kind")):
+        if same and one.key == key and one.kind == mapping.get("kind"):
             return one.remedy
     return None

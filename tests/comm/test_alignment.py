@@ -1,4 +1,4 @@
-"""Messages start where a device copies 16 bytes at a time, whatever lies in them."""
+"""Messages and their segments start at multiples of 16 bytes, whatever their sizes."""
 
 from __future__ import annotations
 

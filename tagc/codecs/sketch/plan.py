@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tagc.codecs.plan import PlanRequest
+from tagc.codecs.plan import PlanRequest, aligned
 from tagc.codecs.selection.capacity import MIN_SHARED, capacity_for
 from tagc.codecs.selection.plan import SelectingPlan
 from tagc.codecs.sketch.config import SketchConfig
@@ -65,8 +65,8 @@ class SketchPlan(SelectingPlan):
 
     @property
     def cells(self) -> int:
-        """The table, and up to 3 cells so that the next one starts at a multiple of 16 bytes."""
-        return -(-self.layout.cells // 4) * 4
+        """The table, and up to 3 cells of padding."""
+        return aligned(self.layout.cells)
 
     @property
     def counts(self) -> int:
