@@ -179,7 +179,7 @@ def collect(
         compressed_wire_bytes=sum(r.compressed_wire_bytes for r in reducers),
         dense_bytes=_dense_bytes(reducers),
         compressed_dense_bytes=_dense_bytes(reducers, compressed=True),
-        inside_wire_bytes=sum(r.inside.bytes for r in reducers),
+        inside_wire_bytes=sum(r.counters.inside_bytes for r in reducers),
         parameter_wire_bytes=parameter_bytes[0],
         parameter_dense_bytes=parameter_bytes[1],
         parameter_inside_wire_bytes=parameter_bytes[2],

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tagc.comm import UnitReducer, noise_factor
-from tagc.comm.collectives import gather_rows
+from tagc.comm import Transport, UnitReducer, noise_factor
 from tagc.fsdp import Unit
 
 _EVERY = 16
@@ -76,7 +75,7 @@ class NoiseFactors(Factors):
             for ranks in (group, self._replicas):
                 if ranks is not None:
                     # In the order of ranks, so that no algorithm of the backend matters.
-                    sums = gather_rows(sums[None], ranks).sum(0).view_as(sums)
+                    sums = Transport(ranks).gather_values(sums)[0].sum(0)
             rows = sums.cpu().split([len(gauge.sums) for gauge in gauges])
             for gauge, row in zip(gauges, rows, strict=True):
                 gauge.agreed.copy_(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,9 +17,6 @@ from tagc.codecs.workspace import Workspace
 from tagc.comm import (
     CopyGatherer,
     GatherSetup,
-    GroupExchange,
-    HostBroadcastExchange,
-    HostExchange,
     HostGroups,
     Hosts,
     MessageGatherer,
@@ -28,11 +25,11 @@ from tagc.comm import (
     UnitGatherer,
     UnitReducer,
     agree_on,
+    check_backends,
     check_hosts,
     gather_by_rank,
     gather_merged,
 )
-from tagc.comm.collectives import check_backends
 from tagc.costs import is_automatic, measured_choice
 from tagc.fsdp import (
     FrozenValues,
@@ -58,7 +55,6 @@ from tagc.version import __version__
 from tagc.warn import warn
 
 Model = TypeVar("Model", bound=nn.Module)
-Exchange = TypeVar("Exchange", bound=GroupExchange)
 
 _DISABLE = "TAGC_DISABLE"
 
@@ -345,13 +341,8 @@ def _make(
         # A unit that stays dense needs no operators, nor a warning about them.
         return get_ops(unit.device, ops if unit_plan.compressed else "reference")
 
-    def connect(
-        unit: Unit, unit_plan: UnitPlan, exchange: Callable[[HostGroups, Workspace], Exchange]
-    ) -> Callable[[dist.ProcessGroup], Exchange] | None:
-        groups = levels.groups(unit)
-        if groups is None or unit_plan.info.ranks_per_host == 1:
-            return None
-        return lambda _: exchange(groups, workspaces[unit.device])
+    def hosts(unit: Unit, unit_plan: UnitPlan) -> HostGroups | None:
+        return levels.groups(unit) if unit_plan.info.ranks_per_host > 1 else None
 
     def reducer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitReducer:
         return UnitReducer(
@@ -362,7 +353,7 @@ def _make(
             # Units differ in their seeds, so that equal layouts do not share bad luck.
             seed=(i * 0x9E3779B1) % 2**31,
             rank=_place(unit, replica_group),
-            connect=connect(unit, unit_plan, HostExchange),
+            hosts=hosts(unit, unit_plan),
             crosses=lambda: unit.all_reduces,
         )
 
@@ -377,7 +368,7 @@ def _make(
             ops=chosen(unit, unit_plan),
             device=unit.device,
             workspace=workspaces[unit.device],
-            connect=connect(unit, unit_plan, HostBroadcastExchange),
+            hosts=hosts(unit, unit_plan),
         )
         if not unit_plan.keeps_copy:
             return MessageGatherer(setup)

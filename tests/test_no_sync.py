@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 from support.sync import synchronizing_raises
 from support.units import AVG, codec_plan, normal, unit_plan
 from tagc.codecs.workspace import Workspace
-from tagc.comm import UnitReducer
-from tagc.comm import collectives as exchange
+from tagc.comm import UnitReducer, transport
 from tagc.ops import get_ops
 
 META = torch.device("meta")
@@ -75,8 +74,8 @@ def without_ranks():
 
     with (
         mock.patch.multiple(dist, all_to_all_single=start, all_reduce=start),
-        mock.patch.multiple(exchange, reduce_scatter=start, all_gather=start),
-        mock.patch.object(exchange, "_is_gloo", return_value=False),
+        mock.patch.multiple(transport, reduce_scatter=start, all_gather=start),
+        mock.patch.object(transport, "_is_gloo", return_value=False),
     ):
         yield Nothing()
 

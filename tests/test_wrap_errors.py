@@ -24,7 +24,7 @@ from support.distributed import on_ranks, run_ranks
 from support.failing import fails
 from support.marks import covering, slow
 from support.units import normal, reduce, unit_plan, unit_reducer
-from tagc.comm.collectives import check_backends
+from tagc.comm import check_backends
 
 MLP_ONLY = {
     "schema": 1,
@@ -389,7 +389,7 @@ def test_non_finite_gradients(rank: int, world_size: int, bad: float, first: int
                 finite = out[other.start : other.stop].isfinite()
                 assert finite.all() != (hit and other is segment)
             assert all(r.isfinite().all() for r in reducer.residuals.values())
-            assert reducer.codecs["sketch"].controllers[0].threshold.isfinite().all()
+            assert reducer.coder.codecs["sketch"].controllers[0].threshold.isfinite().all()
         reducer = unit_reducer(plan, ops)
 
 

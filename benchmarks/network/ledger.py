@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from tagc.comm import UnitGatherer
-from tagc.comm.collectives import HEADER_TAG
+from tagc.comm.transport import HEADER_TAG
 
 PARAMETERS, GRADIENTS, OTHER = "parameters", "gradients", "other"
 

@@ -3,14 +3,6 @@ agree on."""
 
 from tagc.comm.agreement import agree_on, gather_by_rank, gather_merged
 from tagc.comm.copy_gatherer import CopyGatherer
-from tagc.comm.exchanges import (
-    BroadcastExchange,
-    Connect,
-    GroupExchange,
-    HostBroadcastExchange,
-    HostExchange,
-    ShardExchange,
-)
 from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer
 from tagc.comm.gauge import NoiseGauge, noise_factor
 from tagc.comm.host_copy import HostCopy
@@ -22,16 +14,13 @@ from tagc.comm.reducer import UnitReducer
 from tagc.comm.rehearsal import rehearse
 from tagc.comm.replicas import ReplicaAverage
 from tagc.comm.skipped_step import copy_step_state, restore_step_state
+from tagc.comm.transport import CollectiveWork, Transport, check_backends
 
 __all__ = [
-    "BroadcastExchange",
-    "Connect",
+    "CollectiveWork",
     "CopyGatherer",
     "GatherSetup",
-    "GroupExchange",
-    "HostBroadcastExchange",
     "HostCopy",
-    "HostExchange",
     "HostGroups",
     "Hosts",
     "Lockstep",
@@ -41,10 +30,11 @@ __all__ = [
     "Phase",
     "RankOnHost",
     "ReplicaAverage",
-    "ShardExchange",
+    "Transport",
     "UnitGatherer",
     "UnitReducer",
     "agree_on",
+    "check_backends",
     "check_hosts",
     "copy_step_state",
     "gather_by_rank",

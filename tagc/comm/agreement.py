@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from tagc.comm.collectives import failing_in
+from tagc.comm.transport import failing_in
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from tagc.comm.alarm import Alarm
-from tagc.comm.collectives import failing_in
-from tagc.comm.exchanges import BroadcastExchange
+from tagc.comm.exchange import Broadcast
 from tagc.comm.fingerprint import fingerprint
 from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer, squared_norms
 from tagc.comm.host_copy import HostCopy
+from tagc.comm.transport import failing_in
 from tagc.warn import warn
 
 
@@ -105,7 +105,7 @@ class CopyGatherer(UnitGatherer):
         """See :meth:`UnitGatherer._gather`."""
         self._by_others.check()
         self._since_forward.check()
-        exchange = self._connect(group)
+        exchange = self._broadcast(group)
         # A backward reads what its forward did, and so do forwards that it does once more.
         reads_as_is = self._knows_others and (phase is Phase.BACKWARD or _in_backward())
         if not self._knows_others and self._knows_own:
@@ -123,7 +123,7 @@ class CopyGatherer(UnitGatherer):
             self._fingerprint.copy_(fingerprint(inp))
         else:
             # Nothing leaves the host.
-            self._lockstep.announce(exchange.groups[:-1], 0)
+            self._lockstep.announce(exchange.transports[:-1], 0)
             self._lockstep.confirm()
             changed = (fingerprint(inp) != self._fingerprint).any()
         self._share(rows, exchange, group)
@@ -138,10 +138,10 @@ class CopyGatherer(UnitGatherer):
         if self._due and self._versions_then not in (None, self._versions()):
             _warn_of_others()
 
-    def _send_rows(self, exchange: BroadcastExchange, group: dist.ProcessGroup) -> int:
+    def _send_rows(self, exchange: Broadcast, group: dist.ProcessGroup) -> int:
         """Give this rank's row to all who keep it, as it is; the bytes sent."""
         rows, own = self.copy.rows, self.copy.own
-        self._lockstep.announce(exchange.groups, rows.shape[1])
+        self._lockstep.announce(exchange.transports, rows.shape[1])
         self._lockstep.confirm()
         with failing_in(self._lockstep.what, group):
             work = exchange.send_across(rows, rows[own : own + 1])
@@ -149,13 +149,11 @@ class CopyGatherer(UnitGatherer):
         self._knows_own = self._knows_others = True
         return work.wire_bytes
 
-    def _send_change(
-        self, inp: Tensor, exchange: BroadcastExchange, group: dist.ProcessGroup
-    ) -> None:
+    def _send_change(self, inp: Tensor, exchange: Broadcast, group: dist.ProcessGroup) -> None:
         words, take = self.plan.row_words, self._workspace.take
         send = take("parameters_send", (1, words), torch.int32)
         received = take("parameters_recv", (self.plan.peers, words), torch.int32)
-        self._lockstep.announce(exchange.groups, words)
+        self._lockstep.announce(exchange.transports, words)
         with record_function(f"TAGC::encode parameters ({self._name})"):
             self.copy.encode(inp, send)
         with (
@@ -169,7 +167,7 @@ class CopyGatherer(UnitGatherer):
         with record_function(f"TAGC::decode parameters ({self._name})"):
             self.copy.decode(received, self.copy.rows)
 
-    def _share(self, rows: Tensor, exchange: BroadcastExchange, group: dist.ProcessGroup) -> None:
+    def _share(self, rows: Tensor, exchange: Broadcast, group: dist.ProcessGroup) -> None:
         with (
             record_function(f"TAGC::share parameters inside the host ({self._name})"),
             failing_in(self._lockstep.what, group),

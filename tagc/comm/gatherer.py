@@ -7,7 +7,7 @@ same parameters, to the bit. The optimizer's own shard stays exact.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from tagc.codecs import CodecSetup, Coder
 from tagc.codecs.state import MAX_COUNT
 from tagc.codecs.workspace import Workspace
-from tagc.comm.collectives import all_gather, failing_in
-from tagc.comm.exchanges import BroadcastExchange
+from tagc.comm.exchange import Broadcast
+from tagc.comm.hosts import HostGroups
 from tagc.comm.lockstep import Lockstep
+from tagc.comm.transport import Connect, Transport, failing_in
 from tagc.ops import Ops
 from tagc.plan import UnitPlan
 
@@ -38,14 +39,16 @@ class GatherSetup:
     """What a gatherer is made for.
 
     Attributes:
-        connect: the exchange over a group, for one all-gather; None for one that knows no hosts.
+        hosts: the groups of this rank, where ranks of a host hand messages on.
+        connect: makes the transport of a group.
     """
 
     plan: UnitPlan
     ops: Ops
     device: torch.device
     workspace: Workspace
-    connect: Callable[[dist.ProcessGroup], BroadcastExchange] | None = None
+    hosts: HostGroups | None = None
+    connect: Connect = Transport
 
 
 def gather_coder(setup: GatherSetup) -> Coder:
@@ -81,7 +84,10 @@ class UnitGatherer(ABC):
         # What the last gather was for, if it brought messages.
         self._last: Phase | None = None
         self._ops, self._workspace = setup.ops, setup.workspace
-        self._connect = setup.connect or (lambda group: BroadcastExchange(group, setup.workspace))
+        self._connect = setup.connect
+        self._levels = None
+        if setup.hosts is not None:
+            self._levels = setup.connect(setup.hosts.across), setup.connect(setup.hosts.inside)
         self._name = self.plan.info.label
         self._lockstep = Lockstep(self.plan.direction, self._name, setup.device)
 
@@ -162,26 +168,30 @@ class UnitGatherer(ABC):
         if self.plan.info.ranks_per_host == 1:
             self._gather_natively(rows.view(-1), inp, group)
             return
-        exchange = self._connect(group)
-        self._lockstep.announce(exchange.groups, 0)
+        exchange = self._broadcast(group)
+        self._lockstep.announce(exchange.transports, 0)
         self._lockstep.confirm()
         with failing_in(self._lockstep.what, group):
             self._send(exchange, rows, inp[None])
+
+    def _broadcast(self, group: dist.ProcessGroup) -> Broadcast:
+        """For one all-gather."""
+        return Broadcast(*(self._levels or [self._connect(group)]))
 
     def _gather_natively(
         self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, *, inside: bool = False
     ) -> None:
         """By the backend's own collective; perhaps among neighbours inside a host."""
-        self._lockstep.check(group, 0)
+        transport = self._connect(group)
+        self._lockstep.check(transport, 0)
         with failing_in(self._lockstep.what, group):
-            all_gather(out, inp, group=group)
-        sent = (group.size() - 1) * inp.numel() * inp.element_size()
+            sent = transport.all_gather(out, inp).wire_bytes
         if inside:
             self.inside_bytes += sent
         else:
             self.wire_bytes += sent
 
-    def _send(self, exchange: BroadcastExchange, received: Tensor, message: Tensor) -> None:
+    def _send(self, exchange: Broadcast, received: Tensor, message: Tensor) -> None:
         """``message`` ``[1, n]`` of every rank to the rows of ``received`` ``[W, n]``."""
         work = exchange.send(received, message)
         work.wait()

@@ -13,12 +13,11 @@ import zlib
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tagc.codecs import STAMP_WORDS
 from tagc.comm.alarm import Alarm
-from tagc.comm.collectives import CollectiveWork, by_messages, failing_in, gather_headers
+from tagc.comm.transport import CollectiveWork, Transport, failing_in
 from tagc.plan import Direction
 
 # A header is int64: step, words of a message, part of the unit, and the end of the unit's name.
@@ -46,37 +45,40 @@ class Lockstep:
 
     Attributes:
         what: their name, for people.
-        part: of the unit's parameters that the next one is about, a number; 0 for all.
     """
 
     def __init__(self, direction: Direction, label: str, device: torch.device) -> None:
         self.what = f"{_WORDS[direction]} of unit {label!r}"
-        self.part = 0
         self._device, self._count = device, 0
         name = direction[:1].encode() + label.encode()[1 - _NAME_BYTES :]
         self._name = torch.frombuffer(bytearray(name.ljust(_NAME_BYTES, b"\0")), dtype=torch.int64)
         self._mark = zlib.crc32(f"{direction} {label}".encode()) % 2**31
-        self._pending: list[tuple[dist.ProcessGroup, CollectiveWork, Tensor, Tensor]] = []
+        self._pending: list[tuple[Transport, CollectiveWork, Tensor, Tensor]] = []
         self._stamp: Tensor | None = None
         self._stamped = -1
         self._alarm = Alarm(
             f"tagc: {self.what} got a message of another unit, direction or step. {_REMEDY}"
         )
 
-    def check(self, group: dist.ProcessGroup, words: int, step: int | None = None) -> None:
+    def check(self, transport: Transport, words: int, step: int | None = None) -> None:
         """Before a collective with nothing to do until then: both of what follows."""
-        self.announce([group], words, step)
+        self.announce([transport], words, step)
         self.confirm()
 
     def announce(
-        self, groups: Sequence[dist.ProcessGroup], words: int, step: int | None = None
+        self,
+        transports: Sequence[Transport],
+        words: int,
+        step: int | None = None,
+        part: int = 0,
     ) -> None:
         """Start telling the others where this rank is.
 
         Args:
-            groups: of the others.
+            transports: to the others.
             words: of the message to a rank, the same on every rank.
             step: how many collectives there were before, likewise; by default counted here.
+            part: of the unit's parameters that this is about, a number; 0 for all.
 
         Raises:
             RuntimeError: for what is known by now of an earlier one, see :class:`Alarm`.
@@ -84,16 +86,12 @@ class Lockstep:
         self._alarm.check()
         step, self._count = self._count if step is None else step, self._count + 1
         self._pending.clear()
-        for group in groups:
-            if by_messages(group, self._device):
-                mine = torch.cat(
-                    (
-                        torch.tensor([step, words, self.part], dtype=torch.int64, device="cpu"),
-                        self._name,
-                    )
-                )
-                with failing_in(self.what, group):
-                    self._pending.append((group, *gather_headers(mine, group), mine))
+        for transport in transports:
+            if transport.by_messages(self._device):
+                numbers = torch.tensor([step, words, part], dtype=torch.int64, device="cpu")
+                mine = torch.cat((numbers, self._name))
+                with failing_in(self.what, transport.group):
+                    self._pending.append((transport, *transport.gather_headers(mine), mine))
 
     def confirm(self) -> None:
         """Wait for what the others told; nothing if that was done.
@@ -103,28 +101,28 @@ class Lockstep:
             RuntimeError: if it does not answer in time.
         """
         while self._pending:
-            group, work, headers, mine = self._pending.pop()
-            with failing_in(self.what, group):
+            transport, work, headers, mine = self._pending.pop()
+            with failing_in(self.what, transport.group):
                 work.wait()
             others = (headers != mine).any(1).nonzero().flatten().tolist()
             if others:
                 raise DesyncError(
-                    f"tagc: ranks are at different collectives: rank {group.rank()} of "
-                    f"{group.size()} at {_told(mine)}, rank {others[0]} at "
+                    f"tagc: ranks are at different collectives: rank {transport.rank} of "
+                    f"{transport.size} at {_told(mine)}, rank {others[0]} at "
                     f"{_told(headers[others[0]])}. {_REMEDY}"
                 )
 
-    def stamp(self, tail: Tensor, group: dist.ProcessGroup) -> None:
+    def stamp(self, tail: Tensor, transport: Transport, part: int = 0) -> None:
         """Write ``tail`` ``[D, STAMP_WORDS]`` int32, behind the messages to all destinations;
         nothing where headers are exchanged."""
-        if by_messages(group, self._device):
+        if transport.by_messages(self._device):
             return
         if self._stamp is None:
             # On the device, now and later: to bring a number there would wait.
             self._stamp = torch.zeros(STAMP_WORDS, dtype=torch.int32, device=tail.device)
-        if self._stamped != self.part:
-            self._stamp[:1].fill_(self._mark ^ self.part)
-            self._stamped = self.part
+        if self._stamped != part:
+            self._stamp[:1].fill_(self._mark ^ part)
+            self._stamped = part
         self._stamp[1:].add_(1)
         tail.copy_(self._stamp.expand_as(tail))
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from tagc.comm.alarm import Alarm
-from tagc.comm.collectives import failing_in
-from tagc.comm.exchanges import BroadcastExchange
+from tagc.comm.exchange import Broadcast
 from tagc.comm.gatherer import GatherSetup, Phase, UnitGatherer, gather_coder, squared_norms
+from tagc.comm.transport import failing_in
 from tagc.plan import as_list
 
 
@@ -64,8 +64,8 @@ class MessageGatherer(UnitGatherer):
         # Before anything is decoded: `inp` is this rank's row of `rows`.
         changed = self._differs(inp, received[group.rank()]) if reads_kept else None
         if not reads_kept:
-            exchange = self._connect(group)
-            self._lockstep.announce(exchange.groups, self.plan.words)
+            exchange = self._broadcast(group)
+            self._lockstep.announce(exchange.transports, self.plan.words)
             with failing_in(self._lockstep.what, group):
                 self._exchange(received, inp, exchange)
         with record_function(f"TAGC::decode parameters ({self._name})"):
@@ -121,7 +121,7 @@ class MessageGatherer(UnitGatherer):
         self._encode(inp, now)
         return self._coder.differ(now[0], message)
 
-    def _exchange(self, received: Tensor, inp: Tensor, exchange: BroadcastExchange) -> None:
+    def _exchange(self, received: Tensor, inp: Tensor, exchange: Broadcast) -> None:
         send = self._workspace.take("parameters_send", (1, self.plan.row_words), torch.int32)
         with record_function(f"TAGC::encode parameters ({self._name})"):
             self._encode(inp, send)

@@ -50,13 +50,25 @@ def check_reduction(
         )
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise RuntimeError(
-            f"tagc: unit {name!r} is reduced with {name_of(op)}, but only SUM and AVG "
+            f"tagc: unit {name!r} is reduced with {_name_of(op)}, but only SUM and AVG "
             "can be compressed; with a gradient divide factor, also call "
             "set_force_sum_reduction_for_comms(True) on the FSDP modules"
         )
 
 
-def name_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
+def refuse_others(plan: UnitPlan, op: dist.ReduceOp.RedOpType, ranks: int) -> None:
+    """Refuse a reduction of another kind than that which micro-batches wait for.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"tagc: micro-batches of unit {plan.info.label!r} wait inside the host, but now it is "
+        f"reduced with {_name_of(op)} over {ranks} ranks; reduce all micro-batches of a step alike"
+    )
+
+
+def _name_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
     """An operation in words."""
     # An operation with a factor is an object that does not say its name.
     kinds = dist.ReduceOp.RedOpType.__members__.items()

@@ -59,7 +59,7 @@ class ReplicaAverage:
             if part is not None:
                 part.pick(whole, shard)
         # What owners owe is in units of the average, whatever the operation.
-        scaled = op == dist.ReduceOp.SUM and self._reducer.second is not None
+        scaled = op == dist.ReduceOp.SUM and self._reducer.plan.shots is not None
         mean = dist.ReduceOp.AVG if scaled else op
         self._reducer.reduce(shard, shard, self._group, mean, reached=names)
         if scaled:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tagc.codecs.feedback import MeasuredShare
+from tagc.comm.counters import Stateful
 from tagc.comm.reducer import UnitReducer
-from tagc.comm.reducer_state import Stateful
 
 
 def copy_step_state(reducers: Sequence[UnitReducer]) -> list[Tensor]:

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import FeedbackRule, plan_feedback
-from tagc.comm import HostGroups, agree_on
-from tagc.comm.collectives import all_gather, all_to_all, reduce_scatter
+from tagc.comm import HostGroups, Transport, agree_on
 from tagc.costs.codec_time import CodecTime, Speed, measured_time
 from tagc.costs.link import Link
 from tagc.costs.model import unit_seconds
@@ -167,24 +166,25 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
     All ranks of the group call it together; each gets numbers of its own.
     """
-    W = group.size()
+    transport = Transport(group)
+    W = transport.size
     if W == 1:
         return Link(bandwidth=1e12)
 
     def exchange(numel: int) -> Callable[[], object]:
         send = torch.zeros(W, numel, dtype=torch.int32, device=device)
         received = torch.empty_like(send)
-        return lambda: all_to_all(received, send, group).wait()
+        return lambda: transport.all_to_all(received, send).wait()
 
     def reduce(numel: int) -> Callable[[], object]:
         send = torch.zeros(W * numel, dtype=torch.float32, device=device)
         out = torch.empty(numel, dtype=torch.float32, device=device)
-        return lambda: reduce_scatter(out, send, op=dist.ReduceOp.SUM, group=group)
+        return lambda: transport.reduce_scatter(out, send, dist.ReduceOp.SUM).wait()
 
     def gather(numel: int) -> Callable[[], object]:
         send = torch.zeros(numel, dtype=torch.float32, device=device)
         out = torch.empty(W * numel, dtype=torch.float32, device=device)
-        return lambda: all_gather(out, send, group=group)
+        return lambda: transport.all_gather(out, send)
 
     # The best of every measurement: what else the machine does only ever adds.
     latency = min(_seconds(exchange(1), device, _SMALL_REPEATS))

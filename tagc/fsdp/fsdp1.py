@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
-from tagc.comm import UnitReducer
-from tagc.comm.collectives import CollectiveWork, dense_reduce_scatter
+from tagc.comm import CollectiveWork, Transport, UnitReducer
 from tagc.fsdp.unit import Integration, Unit
 from tagc.plan import FlatBuffer, UnitInfo, UnitParam
 from tagc.policy import Policy, PolicyError
@@ -68,13 +67,13 @@ class _Reduction:
         self.reducer.reduce(shard, grad, self.unit.group, dist.ReduceOp.AVG, self._natively)
 
     def _natively(
-        self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
+        self, out: Tensor, inp: Tensor, transport: Transport, op: dist.ReduceOp.RedOpType
     ) -> CollectiveWork:
         """FSDP1's own way to average: divided in part before the sum, the rest afterwards."""
         module: Any = self.unit._module
         if module._gradient_predivide_factor > 1:
             inp.div_(module._gradient_predivide_factor)
-        pending = dense_reduce_scatter(out, inp, group, dist.ReduceOp.SUM)
+        pending = transport.reduce_scatter(out, inp, dist.ReduceOp.SUM)
         pending.wait()
         if module._gradient_postdivide_factor > 1:
             out.div_(module._gradient_postdivide_factor)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.utils.hooks import RemovableHandle
 
-from tagc.comm import Lockstep, Phase, ReplicaAverage, UnitGatherer, UnitReducer
+from tagc.comm import Lockstep, Phase, ReplicaAverage, Transport, UnitGatherer, UnitReducer
 from tagc.fsdp.averaging import all_reduces_by_class, averaging, plain
 from tagc.fsdp.grad_mode import GradMode
 from tagc.fsdp.tensor_parallel import ParallelDim, box_of, duplicate_of, parallel_dims
@@ -196,7 +196,7 @@ class _InStep(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        self._lockstep.check(group, 0)
+        self._lockstep.check(Transport(group), 0)
         return self._native(output_tensor, input_tensor, group, async_op)
 
 

@@ -30,7 +30,8 @@ from tagc.checkpoint.files import SafetensorsFolder, write_rank
 from tagc.checkpoint.format import Source
 from tagc.codecs.sketch import SketchCodec
 from tagc.codecs.workspace import Workspace
-from tagc.comm import ShardExchange
+from tagc.comm import Transport
+from tagc.comm.exchange import Exchange
 from tagc.plan import Plan
 from tagc.policy import Policy
 
@@ -67,11 +68,11 @@ class Unit:
     def encode(self) -> None:
         """All that a step does with the state before anything travels."""
         self.reducer.counters.steps += 1
-        exchange = ShardExchange(self.group, Workspace(torch.device("cpu")))
-        for codec in self.reducer.codecs.values():
+        exchange = Exchange(Transport(self.group), Workspace(torch.device("cpu")), for_all=False)
+        for codec in self.reducer.coder.codecs.values():
             message = torch.empty(2, codec.words, dtype=torch.int32)
             codec.encode(self.grad, message, exchange)
-        sketch = self.reducer.codecs.get("sketch")
+        sketch = self.reducer.coder.codecs.get("sketch")
         if isinstance(sketch, SketchCodec):
             # Cells cannot be summed alone; counts can.
             sketch._summed.copy_(sketch._counts)

@@ -233,7 +233,7 @@ def test_all_ranks_send_the_groups_that_the_owner_chose(rank: int, world_size: i
     chosen: list[set[int]] = []
     span = spans(plan)[0]
     for step in range(40):
-        (found,) = (c for c in reducer.codecs.values() if isinstance(c, SketchCodec))
+        (found,) = (c for c in reducer.coder.codecs.values() if isinstance(c, SketchCodec))
         support = found.supports[0]
         everywhere = gathered(support.current)
         torch.testing.assert_close(everywhere[0], everywhere[rank], **EXACT)

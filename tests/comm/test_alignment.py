@@ -15,7 +15,7 @@ import tagc
 from support.distributed import on_ranks
 from support.paths import ROOT
 from support.small_net import loss_of, sharded
-from tagc.comm.collectives import HEADER_TAG
+from tagc.comm.transport import HEADER_TAG
 from tagc.plan import UnitPlan
 
 ALIGNED = 16

@@ -63,7 +63,7 @@ def outcome(rank: int, plan: UnitPlan) -> list[Tensor]:
     with host_reducer(rank, plan) as reducer:
         for step in range(3):
             found.append(reduce(reducer, integers(4, plan.columns, step)[rank], SUM))
-        assert reducer.inside.bytes == 3 * plan.inside_bytes
+        assert reducer.counters.inside_bytes == 3 * plan.inside_bytes
         found += [residual.clone() for residual in reducer.residuals.values()]
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from support.distributed import on_ranks
 from support.failing import fails
 from support.units import codec_plan
 from tagc.codecs.workspace import Workspace
-from tagc.comm import UnitReducer, collectives, lockstep
+from tagc.comm import Transport, UnitReducer, lockstep
 from tagc.ops import get_ops
 
 QUANTIZED = {"when": {"name": "*"}, "codec": {"kind": "quantized", "bits": 8, "block": 32}}
@@ -107,9 +108,8 @@ def test_a_rank_that_is_a_step_behind(rank: int, world_size: int) -> None:
 def reducer(label: str) -> UnitReducer:
     cpu = torch.device("cpu")
     plan = codec_plan(2, {"kind": "quantized"}, {"kind": "residual"})
-    made = UnitReducer(plan, get_ops(cpu), cpu, Workspace(cpu), seed=1)
-    made._lockstep = lockstep.Lockstep("gradients", label, cpu)
-    return made
+    plan = replace(plan, info=replace(plan.info, name=label))
+    return UnitReducer(plan, get_ops(cpu), cpu, Workspace(cpu), seed=1)
 
 
 @on_ranks(2)
@@ -117,10 +117,7 @@ def test_a_stamp_tells_of_other_parts_of_a_unit(rank: int, world_size: int) -> N
     """Messages have the same size, whatever a backward reached."""
     group = dist.group.WORLD
     assert group is not None
-    with (
-        patch.object(lockstep, "by_messages", return_value=False),
-        patch.object(collectives, "by_messages", return_value=False),
-    ):
+    with patch.object(Transport, "by_messages", return_value=False):
         unit = reducer("a")
 
         def reduce(name: str) -> None:
@@ -140,10 +137,7 @@ def test_without_messages_a_stamp_tells(rank: int, world_size: int) -> None:
     """Collectives of equal sizes take what they get, as NCCL's would."""
     group = dist.group.WORLD
     assert group is not None
-    with (
-        patch.object(lockstep, "by_messages", return_value=False),
-        patch.object(collectives, "by_messages", return_value=False),
-    ):
+    with patch.object(Transport, "by_messages", return_value=False):
         a, b = reducer("a"), reducer("b")
         shard, buffer = torch.empty(a.plan.columns), torch.randn(2 * a.plan.columns)
         for _ in range(3):

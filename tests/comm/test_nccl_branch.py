@@ -22,7 +22,7 @@ from support.block_net import wrap
 from support.distributed import on_ranks
 from support.paths import ROOT
 from support.small_net import local_weights
-from tagc.comm import collectives
+from tagc.comm import transport
 
 POLICIES = sorted({path.stem for path in (ROOT / "policies").glob("*.yaml")} - {"auto"})
 WAYS = ("flat", "hosts", "replicas")
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 @contextmanager
 def as_on_nccl() -> Iterator[None]:
-    with patch.object(collectives, "_is_gloo", return_value=False):
+    with patch.object(transport, "_is_gloo", return_value=False):
         yield
 
 
@@ -64,10 +64,10 @@ def counted(calls: Counter[str]) -> Iterator[None]:
     for name in ("all_to_all_single", "all_to_all", "all_reduce", "all_gather", "isend"):
         setattr(replaced, name, count(name, getattr(dist, name)))
     with ExitStack() as stack:
-        stack.enter_context(patch.object(collectives, "dist", replaced))
+        stack.enter_context(patch.object(transport, "dist", replaced))
         for name in ("reduce_scatter", "all_gather"):
-            changed = count(f"{name}_single", getattr(collectives, name))
-            stack.enter_context(patch.object(collectives, name, changed))
+            changed = count(f"{name}_single", getattr(transport, name))
+            stack.enter_context(patch.object(transport, name, changed))
         yield
 
 

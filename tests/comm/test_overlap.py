@@ -20,8 +20,7 @@ import tagc
 from support import fsdp1_net
 from support.distributed import run_ranks
 from support.small_net import loss_of, sharded
-from tagc.comm import UnitReducer
-from tagc.comm.collectives import CollectiveWork
+from tagc.comm import CollectiveWork, UnitReducer
 from tagc.comm.gatherer import UnitGatherer
 
 CODECS: dict[str, dict[str, Any]] = {
@@ -147,7 +146,7 @@ def noting(mixed_up: bool = False) -> Iterator[Notes]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # Such small units pay with no codec.
         warnings.simplefilter("ignore", UserWarning)
-        for module in ("reducer", "host_sum", "message_gatherer", "copy_gatherer"):
+        for module in ("stage", "two_shots", "host_sum", "message_gatherer", "copy_gatherer"):
             patch.setattr(f"tagc.comm.{module}.record_function", notes.part)
         patch.setattr(UnitReducer, "reduce", notes.noting(UnitReducer.reduce))
         patch.setattr(UnitGatherer, "gather", notes.noting(UnitGatherer.gather))

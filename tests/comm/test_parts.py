@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +66,7 @@ def owed(reducer: UnitReducer) -> Tensor:
     return total
 
 
-def states(feedbacks: dict[int, SegmentFeedback]) -> dict[int, Tensor]:
+def states(feedbacks: Mapping[int, SegmentFeedback]) -> dict[int, Tensor]:
     return {i: f.owner_state.clone() for i, f in feedbacks.items() if f.owner_state is not None}
 
 

@@ -33,7 +33,7 @@ def quantizer(symbol: Symbol, reducer: UnitReducer, i: int, owner: int) -> tuple
         # float32 must hold the levels, to clip at them: 24 bits and then zeros.
         low = 2 ** (levels.bit_length() - 24)
         levels = levels // low * low
-    steering = reducer.codecs["sketch"].controllers[0]
+    steering = reducer.coder.codecs["sketch"].controllers[0]
     exponent = math.frexp(steering.threshold[i, owner].item())[1] - 1
     step = 2.0 ** (exponent - ((levels + 1).bit_length() - 1) + symbol.headroom)
     return levels, step * steering.boost[i, owner].item()
@@ -76,7 +76,7 @@ class Oracle:
         groups[:n] = x
         groups = groups.view(-1, symbol.lanes)
         size = groups.abs().amax(1)
-        above = size >= reducer.codecs["sketch"].controllers[0].threshold[i, owner]
+        above = size >= reducer.coder.codecs["sketch"].controllers[0].threshold[i, owner]
         kept = above
         if sketch.capacity >= len(size):
             kept = size > 0
@@ -119,7 +119,7 @@ def test_output_is_the_sum_of_what_ranks_send(
             out = reduce(reducer, buffers[rank], op)
         # The threshold moves by what all ranks counted one step before.
         torch.testing.assert_close(steered_by, [oracle.counts] if step else [], **EXACT)
-        boosted |= bool((reducer.codecs["sketch"].controllers[0].boost > 1).any())
+        boosted |= bool((reducer.coder.codecs["sketch"].controllers[0].boost > 1).any())
         expected = oracle.step(buffers, reducer, divisor)[rank]
         for i, segment in enumerate(plan.of(SketchPlan)):
             span = slice(segment.start, segment.stop)

@@ -179,7 +179,7 @@ def test_what_a_rehearsal_compiles_is_all_that_a_step_launches(name):
         exchange: Any = _Exchange()
         for _ in range(2):  # the first one steers no thresholds
             reducer.coder.encode(grad, send, exchange)
-            for codec in reducer.codecs.values():
+            for codec in reducer.coder.codecs.values():
                 codec.start(exchange)
                 codec.wait()
             reducer.coder.decode(send, grad[0], exchange, 2)

@@ -88,7 +88,7 @@ def test_a_tensor_restores_what_no_host_counts(rank: int, world_size: int, rule:
         return [share.value.clone() for share in found if share is not None]
 
     def thresholds() -> list[Tensor]:
-        codecs = (c for r in compressor.reducers for c in r.codecs.values())
+        codecs = (c for r in compressor.reducers for c in r.coder.codecs.values())
         return [t.threshold.clone() for codec in codecs for t in codec.controllers]
 
     first = leads()

@@ -61,7 +61,7 @@ def conserves(reducer: UnitReducer, rank: int, world_size: int) -> None:
     summed = [segment for segment in plan.segments if segment.codec.cells]
     first = 4 * (hosts - 1) * hosts * len(summed)
     assert reducer.wire_bytes == planned + first
-    assert reducer.inside.bytes == 6 * plan.inside_bytes
+    assert reducer.counters.inside_bytes == 6 * plan.inside_bytes
 
 
 @on_ranks(4)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tagc
 from support.distributed import on_ranks, run_ranks
+from tagc.comm import Transport, transport
 from tagc.costs import Link, Speed, auto
 from tagc.costs.auto import codecs_of
 from tagc.plan import UnitInfo, UnitParam, build_plan
@@ -252,9 +253,9 @@ def test_the_link_by_the_clock(rank: int, world_size: int) -> None:
     assert group is not None
     with (
         patch.object(auto.time, "perf_counter", lambda: now[0]),
-        patch.object(auto, "all_to_all", lambda out, inp, group: taking(1e-8, 0)(inp)),
-        patch.object(auto, "reduce_scatter", taking(3e-8, 1)),
-        patch.object(auto, "all_gather", taking(2e-8, 0)),
+        patch.object(Transport, "all_to_all", lambda self, out, inp: taking(1e-8, 0)(inp)),
+        patch.object(transport, "reduce_scatter", taking(3e-8, 1)),
+        patch.object(transport, "all_gather", taking(2e-8, 0)),
     ):
         link = auto.measure_link(group, torch.device("cpu"))
     small = 4 * (world_size - 1) * 1e-8

@@ -28,6 +28,7 @@ import tagc
 from support.block_net import grads, wrap
 from support.distributed import on_ranks
 from support.shrinking import anywhere, shrunk
+from tagc.comm import Transport
 from tagc.comm.lockstep import DesyncError, Lockstep
 
 Call = tuple[str, int | None]
@@ -82,12 +83,13 @@ class Model:
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
         self.losses: list[Tensor] = []
         self.calls = 0
-        exchange = tagc.compressor(self.module).reducers[0]._connect(self.group)
-        self.groups = [*exchange.groups, *([] if hosts is None else [self.group])]
+        reducer = tagc.compressor(self.module).reducers[0]
+        levels = [] if reducer.inside is None else [*reducer.inside.transports, reducer._across]
+        self.transports: Any = [*levels, Transport(self.group)]
 
     def end(self) -> None:
         end = Lockstep("parameters", "the end", torch.device("cpu"))
-        end.announce(self.groups, 0)
+        end.announce(self.transports, 0)
         end.confirm()
 
     def call(self, name: str, skipped: int | None) -> None:
@@ -116,10 +118,10 @@ def run(model: Model, calls: Sequence[Call]) -> tuple[list[Any], list[str], Base
     trace: list[str] = []
     announce = Lockstep.announce
 
-    def noted(self: Lockstep, groups: Any, words: int, step: int | None = None) -> None:
-        if groups:
+    def noted(self: Lockstep, to: Any, words: int, step: int | None = None, part: int = 0) -> None:
+        if to:
             trace.append(f"{self.what} (step {self._count if step is None else step}, {words} ")
-        announce(self, groups, words, step)
+        announce(self, to, words, step, part)
 
     with patch.object(Lockstep, "announce", noted):
         try:

@@ -217,7 +217,7 @@ def test_training_is_reproducible(rank: int, world_size: int) -> None:
         train(model, rank, 6)
         results.append(local_weights(model))
         for reducer in tagc.compressor(model).reducers:
-            sketch = reducer.codecs["sketch"]
+            sketch = reducer.coder.codecs["sketch"]
             assert isinstance(sketch, SketchCodec)
             steering, seed = sketch.controllers[0], sketch.seed
             for shared in (steering.threshold, steering.boost, seed):

@@ -59,7 +59,7 @@ def check(rank: int, name: str, hosts: int | None) -> None:
     run(model, rank, range(2 + max(unit.warmup_steps for unit in plan.units)))
     assert plan.memory.stored == stored_bytes(model)
     assert plan.memory.note in str(plan)
-    found = compressor.reducers[0]._workspace._buffers
+    found = compressor.reducers[0]._codec_setup.workspace._buffers
     sizes = {(buffer, dtype): t.numel() for (buffer, dtype, _), t in found.items()}
     expected: dict[tuple[str, torch.dtype], int] = {}
     for unit in plan.all_units:

@@ -87,7 +87,7 @@ def test_the_peak_is_within_a_tenth(rank: int, world_size: int, policy: str) -> 
             taken.clear()
             model(normal(world_size, WIDTH, step)[rank]).square().mean().backward()
     compressor = tagc.compressor(model)
-    buffers = compressor.reducers[0]._workspace._buffers.values()
+    buffers = compressor.reducers[0]._codec_setup.workspace._buffers.values()
     measured = stored_bytes(model) + sum(t.nbytes for t in buffers) + max(taken)
     said = compressor.plan().memory.peak
     assert 0.9 < said / measured < 1.1

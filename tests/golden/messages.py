@@ -131,9 +131,10 @@ def _reduced(reducer: UnitReducer, rank: int) -> tuple[bytes, bytes]:
 def sending(reducer: UnitReducer) -> Iterator[list[bytes]]:
     """The words of every segment that a rank encodes, and the cells of sketches."""
     sent: list[bytes] = []
-    for codec in reducer.codecs.values():
+    for codec in reducer.coder.codecs.values():
         codec.encode = _spied(codec, codec.encode, sent)
-    for codec in () if reducer.second is None else reducer.second.coder.codecs.values():
+    owner_coder = reducer.messages.owner_coder
+    for codec in () if owner_coder is None else owner_coder.codecs.values():
         codec.encode_rows = _spied(codec, codec.encode_rows, sent)
     ops = get_ops(CPU, "reference")
     sketch = ops.encode

@@ -185,7 +185,7 @@ def check_steps(wrapped: Any, how: Divisors, owed: Sequence[Tensor]) -> None:
     compressor = tagc.compressor(wrapped)
     for i, reducer in enumerate(compressor.reducers):
         W, own = reducer.plan.info.world_size, compressor._units[i].group.rank()
-        sketch = reducer.codecs.get("sketch")
+        sketch = reducer.coder.codecs.get("sketch")
         if not isinstance(sketch, SketchCodec):
             continue
         for j, segment in enumerate(reducer.plan.of(SketchPlan)):

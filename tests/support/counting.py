@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc.comm import collectives as exchange
+from tagc.comm import transport
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def counted_bytes() -> Iterator[list[int]]:
 
     def send(sent: Tensor, **options: Any) -> Any:
         # Headers are not counted by those whose counts are compared either.
-        if options["tag"] != exchange.HEADER_TAG:
+        if options["tag"] != transport.HEADER_TAG:
             counts.append(sent.numel() * sent.element_size())
         return dist.isend(sent, **options)
 
@@ -37,8 +37,8 @@ def counted_bytes() -> Iterator[list[int]]:
     replaced.isend = send
     replaced.all_reduce = counting(dist.all_reduce, 2, 0)
     with (
-        patch.object(exchange, "dist", replaced),
-        patch.object(exchange, "reduce_scatter", counting(exchange.reduce_scatter, 1, 1)),
-        patch.object(exchange, "all_gather", counting(exchange.all_gather, 0, 0)),
+        patch.object(transport, "dist", replaced),
+        patch.object(transport, "reduce_scatter", counting(transport.reduce_scatter, 1, 1)),
+        patch.object(transport, "all_gather", counting(transport.all_gather, 0, 0)),
     ):
         yield counts

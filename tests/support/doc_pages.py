@@ -87,15 +87,15 @@ def _loggers() -> dict[str, Any]:
     return _wrapped_model() | {"step": 100, "rank": 0, "wandb": mock.Mock(), "writer": mock.Mock()}
 
 
-def _exchanges() -> dict[str, Any]:
+def _transports() -> dict[str, Any]:
     """What the file has into which the block goes, and a reducer's arguments for the next one."""
     from support.units import codec_plan
     from tagc.codecs.workspace import Workspace
-    from tagc.comm import UnitReducer, exchanges
+    from tagc.comm import UnitReducer, transport
     from tagc.ops import get_ops
 
     device = torch.device("cpu")
-    return dict(vars(exchanges)) | {
+    return dict(vars(transport)) | {
         "plan": codec_plan(dist.get_world_size(), {"kind": "quantized"}),
         "ops": get_ops(device, "reference"),
         "device": device,
@@ -110,7 +110,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "a sharded model": _sharded_model,
     "a wrapped model": _wrapped_model,
     "a wrapped model and loggers": _loggers,
-    "the names of tagc/comm/exchanges.py": _exchanges,
+    "the names of tagc/comm/transport.py": _transports,
 }
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tagc.codecs.workspace import Workspace
-from tagc.comm import HostExchange, RankOnHost, UnitReducer, gather_by_rank
+from tagc.comm import RankOnHost, UnitReducer, gather_by_rank
 from tagc.comm.hosts import host_groups
 from tagc.ops import get_ops
 from tagc.plan import UnitPlan, build_plan
@@ -44,15 +44,14 @@ def host_reducer(rank: int, plan: UnitPlan, **options: Any) -> Iterator[UnitRedu
     assert group is not None
     said = gather_by_rank([group], {rank: RankOnHost.mine()})
     groups = host_groups(group, RANKS_PER_HOST, cpu, said)
-    workspace = Workspace(cpu)
     yield UnitReducer(
         plan,
         get_ops(cpu),
         cpu,
-        workspace,
+        Workspace(cpu),
         seed=7,
         rank=rank,
-        connect=lambda _: HostExchange(groups, workspace),
+        hosts=groups,
         **options,
     )
     groups.release()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from support.distributed import on_ranks
-from tagc.comm import collectives as exchange
+from tagc.comm import Transport
 
 
 @on_ranks(2, 3)
@@ -18,7 +18,7 @@ def test_rows_are_summed_at_the_ideal_cost(rank: int, world_size: int, backend: 
     assert isinstance(group, dist.ProcessGroup)
     rows = torch.arange(world_size * 5, dtype=torch.int32).view(world_size, 5) + rank
     out, scratch = torch.full((5,), -7, dtype=torch.int32), torch.full_like(rows, -7)
-    pending = exchange.sum_rows(out, rows, scratch, group)
+    pending = Transport(group).sum_rows(out, rows, scratch)
     assert pending.parts is scratch
     pending.wait()
     mine = torch.arange(rank * 5, rank * 5 + 5, dtype=torch.int32)
@@ -34,7 +34,7 @@ def test_owners_get_the_columns_that_they_need(rank: int, world_size: int) -> No
     columns = [slice(0, 2), slice(0, 0), slice(1, 5)]
     sent = torch.arange(15, dtype=torch.int32).view(3, 5) + 100 * rank
     out = torch.full_like(sent, -7)
-    pending = exchange.all_to_all(out, sent, group, columns)
+    pending = Transport(group).all_to_all(out, sent, columns)
     pending.wait()
     expected = torch.zeros_like(out)
     for r in range(world_size):

@@ -1,0 +1,121 @@
+"""What the next reduction of a unit depends on, and its counters, in parts that know themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tagc.codecs.state import MAX_COUNT, nested, part_of
+
+
+class Stateful(Protocol):
+    """A part of a reducer; names and shapes of its state never change."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Live tensors or new ones, after waiting for what is in flight."""
+        ...
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for values that :meth:`state` never has."""
+        ...
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where :meth:`state` was taken, given that it passes the check."""
+        ...
+
+
+_COUNTS = (
+    "steps",
+    "compressed_steps",
+    "earlier_steps",
+    "native_bytes",
+    "message_bytes",
+    "other_bytes",
+)
+
+
+@dataclass
+class Counters:
+    """Of one unit's reductions.
+
+    Attributes:
+        steps: reductions so far.
+        compressed_steps: those after the warm-up.
+        earlier_steps: reductions of the run that this one goes on from with another layout: they
+            count for the warm-up, but not in the metrics.
+        native_bytes, message_bytes, other_bytes: sent so far in dense collectives, in messages, and
+            beside those; where ranks of a host add up first, to other hosts.
+        inside_bytes: sent so far to ranks of the same host.
+        on_hosts: whether ranks of a host add up first.
+    """
+
+    steps: int = 0
+    compressed_steps: int = 0
+    earlier_steps: int = 0
+    native_bytes: int = 0
+    message_bytes: int = 0
+    other_bytes: int = 0
+    inside_bytes: int = 0
+    on_hosts: bool = False
+
+    @property
+    def all_steps(self) -> int:
+        """Reductions, those of earlier runs too."""
+        return self.earlier_steps + self.steps
+
+    @property
+    def sent_bytes(self) -> int:
+        """All of them, but for those inside hosts."""
+        return self.native_bytes + self.message_bytes + self.other_bytes
+
+    def state(self) -> dict[str, Tensor]:
+        """See :meth:`Stateful.state`."""
+        counts = [getattr(self, name) for name in _COUNTS]
+        found = {"counters": torch.tensor(counts, dtype=torch.int64, device="cpu")}
+        if self.on_hosts:
+            inside = torch.tensor(self.inside_bytes, dtype=torch.int64, device="cpu")
+            found["inside_bytes"] = inside
+        return found
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`Stateful.check_state`."""
+        counters = state["counters"]
+        if bool(((counters < 0) | (counters > MAX_COUNT)).any()):
+            raise ValueError("a counter is negative, or larger than any run is long")
+        if self.on_hosts and not 0 <= int(state["inside_bytes"]) <= MAX_COUNT:
+            raise ValueError("the count of bytes inside hosts is negative, or too large")
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`Stateful.load_state`."""
+        for name, value in zip(_COUNTS, state["counters"].tolist(), strict=True):
+            setattr(self, name, value)
+        if self.on_hosts:
+            self.inside_bytes = int(state["inside_bytes"])
+
+
+Parts = Iterator[tuple[str, Stateful]]
+"""Stateful parts with the prefix of their states' names; empty if the names are complete."""
+
+
+def state_of(parts: Parts) -> dict[str, Tensor]:
+    """The states of all of them."""
+    found: dict[str, Tensor] = {}
+    for name, part in parts:
+        found |= nested(name, part.state()) if name else part.state()
+    return found
+
+
+def check_parts(parts: Parts, state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for values that :func:`state_of` never has."""
+    for name, part in parts:
+        part.check_state(part_of(name, state) if name else state)
+
+
+def load_parts(parts: Parts, state: Mapping[str, Tensor]) -> None:
+    """Go on where :func:`state_of` was taken, given that it passes the check."""
+    for name, part in parts:
+        part.load_state(part_of(name, state) if name else state)
