@@ -28,7 +28,7 @@ VARIANTS = [
     (8, F32, None),
     (8, F16, None),
 ]
-# bits, gradient: those rounded by chance.
+# bits, gradient: those rounded stochastically.
 DITHERED = [(4, F32), (8, F32)]
 RARER = [(4, BF16, F32), (4, BF16, BF16), (8, F32, F32), (8, BF16, F32)]
 variants = pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def train(
     if hosts:
         policy["parameters"] = [{"when": when, "codec": CHANGES}]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # so small a model may cost more compressed
+        warnings.simplefilter("ignore")  # a model this small may send more when compressed
         tagc.wrap(model, policy, hosts=hosts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     first = resume(folder, model, optimizer, saver)

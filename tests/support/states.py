@@ -87,7 +87,7 @@ def wrapped(policy: dict[str, Any], model: Any = None, **options: Any) -> Any:
     """A model, the small one of the tests of FSDP2 by default."""
     model = sharded() if model is None else model
     with warnings.catch_warnings():
-        # Units as small as these may well cost more compressed.
+        # Units as small as these may send more when compressed.
         warnings.filterwarnings("ignore", message=".*sends .* per step at this number of ranks")
         return tagc.wrap(model, policy, **options)
 

@@ -106,7 +106,7 @@ def plan_of(
     )
     info = UnitInfo(name="unit", params=params or narrow, world_size=world_size, dtype=dtype)
     with warnings.catch_warnings():
-        # Units as small as this one may well cost more compressed.
+        # Units as small as this one may send more when compressed.
         warnings.simplefilter("ignore")
         if direction == "replicas":
             return build_plan([info], rules, replicas=[info]).replicas[0]
