@@ -75,7 +75,7 @@ def make_case(n, R, block, variant, rng, *, spoilt=False) -> Case:
 
 
 def quantize(ops, case: Case, average=0.0) -> tuple[Tensor, Tensor | None]:
-    """The message and the residual after."""
+    """The message, and the residual afterwards."""
     residual = None if case.residual is None else oracle.widened(case.residual)
     rows = case.grad.shape[0]
     message = oracle.widened(oracle.poisoned(rows, case.layout.words, dtype=torch.int32))

@@ -77,8 +77,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 def on_ranks(*world_sizes: Any, timeout: float = 60) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of ``body(rank, world_size, ...)``, run on all ranks of each world size. If no size
-    is given here, ``parametrize`` gives them.
+    """Make a test of ``body(rank, world_size, ...)``, run on all ranks of each world size. If no
+    size is given here, ``parametrize`` gives them.
 
     Further parameters of the body are parameters of the test. Its asserts are plain: pytest does
     not rewrite modules that the ranks import.

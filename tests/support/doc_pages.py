@@ -117,9 +117,9 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 def run_page(rank: int, page: str, folder: str) -> str:
     """Run the Python blocks of a page on this rank, one after another; return their output.
 
-    It runs in ``folder``. A YAML block whose first line is a comment with a file's name becomes that
-    file there. If the paragraph before a block names a file of the library, the block becomes that
-    module.
+    It runs in ``folder``. A YAML block whose first line is a comment with a file's name becomes
+    that file there. If the paragraph before a block names a file of the library, the block becomes
+    that module.
 
     Args:
         rank: this one, in the default group.

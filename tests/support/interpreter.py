@@ -23,7 +23,8 @@ def prepare() -> None:
 
 
 def accept_numpy(interpreter: Any) -> None:
-    """Let Triton 3.6 interpret loops under numpy 2.4, which takes no array of one element as an integer."""
+    """Let Triton 3.6 interpret loops under numpy 2.4, which takes no array of one element as an
+    integer."""
     patch = interpreter._patch_lang_tensor
 
     def patch_index_too(tensor, scope):
@@ -34,8 +35,8 @@ def accept_numpy(interpreter: Any) -> None:
 
 
 def patch_once(interpreter: Any) -> None:
-    """Replace the functions of `triton.language` only once. Triton replaces and restores them in every
-    launch, and again in every call of a device function."""
+    """Replace the functions of `triton.language` only once. Triton replaces and restores them in
+    every launch, and again in every call of a device function."""
     call, patch = interpreter.InterpretedFunction.__call__, interpreter._patch_lang
     patched = set()
 
