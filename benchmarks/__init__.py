@@ -1,4 +1,4 @@
 """Benchmarks: ratios measured side by side in one run. ``python -m benchmarks --help``.
 
-Also installed, as ``tagc.benchmarks``, for ``tagc bench``; so modules import each other relatively.
+Installed as ``tagc.benchmarks`` for ``tagc bench``, so modules import each other relatively.
 """

@@ -1,7 +1,7 @@
 """What the Triton kernels compile to, without a GPU: registers, spills, shared memory, PTX.
 
-The launchers themselves run, on CPU tensors, with a driver that compiles for the wanted
-architecture and launches nothing, so what is examined is what would be launched.
+The launchers run on CPU tensors, with a driver that compiles for the wanted architecture and
+launches nothing. So these are exactly the kernels that would be launched.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Compiled:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One launch that was asked for.
+    """One requested launch.
 
     Attributes:
         function: the Python function that Triton compiles.
@@ -98,8 +98,8 @@ class Compiler:
     """Passes for a Triton driver.
 
     Args:
-        purpose: part of the device's name. Kernels keep what was compiled for a device as long as
-            the process lives, so who needs a log of it needs a device that nobody else has.
+        purpose: part of the device's name. For as long as the process lives, kernels keep what was
+            compiled for a device. So to get a compilation log, use a device of your own.
     """
 
     def __init__(self, arch: int, purpose: str = "") -> None:
@@ -124,7 +124,7 @@ def compiling(
     """Inside, launches compile for ``arch`` and are collected, each variant of a kernel once.
 
     Args:
-        launched: is told of every launch, in their order.
+        launched: called with every launch, in order.
     """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -163,8 +163,8 @@ def compiling(
 
 
 def right_lines(ptx: str) -> str:
-    """Source lines of PTX as they are: LLVM takes every line of inline assembly, such as Triton's
-    masked loads, for another line of the source."""
+    """Keep the source lines of PTX correct: LLVM takes every line of inline assembly, such as
+    Triton's masked loads, for another line of the source."""
     lines: list[str] = []
     inside = located = False
     for line in ptx.splitlines(keepends=True):
@@ -190,7 +190,7 @@ def _launch(function: Any, kernel: Compiled, args: Any, kwargs: Any, grid: Any) 
     return Launch(kernel=kernel, function=function, arguments=arguments, grid=(x, y, z))
 
 
-# Triton keeps compiled kernels, so their log can be had only once in a process.
+# Triton keeps compiled kernels, so a process gets their log only once.
 _EXAMINED: dict[str, Compiled] = {}
 
 
@@ -352,7 +352,7 @@ CODECS = list(itertools.product((SYMBOLS["int8x4"], SYMBOLS["int32x1"]), HASHES)
 def compile_all(
     arch: int, *, share: int = 1, turn: int = 0, codecs: int = len(CODECS)
 ) -> list[Compiled]:
-    """Every kernel; of the combinations of dtypes one in ``share``, beginning with ``turn``.
+    """Every kernel, in one of ``share`` combinations of dtypes, beginning with ``turn``.
 
     Args:
         codecs: combinations of ``insert`` and ``peel``, which only ``CountSketch`` calls.

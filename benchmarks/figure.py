@@ -27,7 +27,7 @@ class Panel:
     """One pair of axes.
 
     Attributes:
-        log: the axes with a logarithmic scale: ``""``, ``"x"``, ``"y"`` or ``"xy"``.
+        log: axes with a logarithmic scale: ``""``, ``"x"``, ``"y"`` or ``"xy"``.
         from_zero: whether the y axis begins at zero.
     """
 
@@ -40,7 +40,7 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], file: Path, *, height: float = 4.2) -> Path:
-    """Write a figure as PNG, at most 4 panels side by side; a label has one colour in all of them.
+    """Write a figure as PNG, at most 4 panels side by side; a label has the same colour in all.
 
     Raises:
         PlotsUnavailableError: if matplotlib is not installed.

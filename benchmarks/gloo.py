@@ -18,7 +18,7 @@ def join(rank: int, ranks: int, folder: str | os.PathLike[str], *, minutes: floa
     """Make this process, with one thread, a rank of a gloo group whose ranks meet in ``folder``.
 
     Args:
-        minutes: after which a collective fails that some rank does not take part in.
+        minutes: timeout of a collective, if some rank does not take part.
     """
     torch.set_num_threads(1)
     if sys.platform == "linux":
@@ -29,8 +29,8 @@ def join(rank: int, ranks: int, folder: str | os.PathLike[str], *, minutes: floa
 
 
 def clip(parameters: Iterable[Any], limit: float) -> Tensor:
-    """Scale the gradients of FSDP2's parameters so that their norm is at most ``limit``; the norm
-    before, ``[]``. By local shards, which is faster than by DTensors in a small model."""
+    """Scale the gradients of FSDP2's parameters so that their norm is at most ``limit``; return the
+    norm before, ``[]``. It uses local shards: in a small model they are faster than DTensors."""
     grads = [p.grad.to_local() for p in parameters if p.grad is not None]
     # The shards partition the gradient, so its squared norm is the sum of theirs.
     square = torch.stack([g.square().sum() for g in grads]).sum()

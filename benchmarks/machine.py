@@ -1,4 +1,4 @@
-"""What the numbers were measured on, for the head of every result."""
+"""The machine behind the numbers, for the head of every result."""
 
 from __future__ import annotations
 

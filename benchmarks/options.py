@@ -1,4 +1,4 @@
-"""Options that several suites have."""
+"""Options that suites share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 def add_outputs(
     parser: argparse.ArgumentParser, file: str | None = None, *, plots: bool = True
 ) -> None:
-    """Where results go.
+    """Add options for the output.
 
     Args:
-        file: of the results, if the suite always keeps them, so that a second call goes on.
-        plots: whether the suite draws any.
+        file: default file for results, if the suite always keeps them, so that a second call
+            resumes.
+        plots: whether the suite draws plots.
     """
     parser.add_argument(
         "--json", type=Path, metavar="FILE", default=file and Path(file),

@@ -1,9 +1,9 @@
-"""``ready``: what :func:`tagc.wrap` does on a GPU before the first step, as far as a CPU does it.
+"""``ready``: the CPU's part of what :func:`tagc.wrap` does on a GPU before the first step.
 
-A model's plan is rehearsed, so that kernels compile, into an empty cache. What the rehearsal called
-is then run on small inputs, aligned and not, beside the reference: for that more variants of the
-kernels compile. The check itself takes the CPU's operators in place of the GPU's here: what is
-timed is the CPU's part, which makes inputs and runs the reference.
+A rehearsal of a model's plan compiles kernels into an empty cache. The recorded calls then run on
+small inputs, aligned and not, beside the reference; this compiles more variants of the kernels.
+Here CPU operators take the place of the GPU's, so the times are those of the CPU's part: it makes
+inputs and runs the reference.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def ready(policy: str, shapes: ModelShapes | None = None, arch: int = 90) -> Rec
     with (
         tempfile.TemporaryDirectory() as cache,
         mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache),
-        # Of another name each time: a process keeps what it compiled for a device.
+        # Another name each time: a process keeps the kernels that it compiled for a device.
         mock.patch.object(driver, "_active", Compiler(arch, f"{time.monotonic_ns()}")),
         mock.patch.object(JITFunction, "run", compiling),
         ops.compiling_only(),
@@ -86,7 +86,7 @@ def ready(policy: str, shapes: ModelShapes | None = None, arch: int = 90) -> Rec
             case_of(call).run(ops, lambda x, place=place: place(x, _CPU))
         times.append(time.perf_counter())
     stand_in = get_ops(_CPU, "cpu")
-    # Once to compile them, and to be sure that all agree; a call that passed is not run again.
+    # Run once to compile, and to check that all agree; a call that passed is not run again.
     check(stand_in, _CPU, recorder.calls)
     with mock.patch("tagc.selfcheck.checking._PASSED", set()):
         begin = time.perf_counter()
@@ -109,7 +109,7 @@ def ready(policy: str, shapes: ModelShapes | None = None, arch: int = 90) -> Rec
 
 
 def table(records: Sequence[Record]) -> str:
-    """Markdown, a line a policy."""
+    """A Markdown table with a line for each policy."""
     head = [
         "policy", "kernels for a step", "compiled in", "kinds of calls", "kernels more to check",
         "compiled in", "the CPU's part of the check",

@@ -1,4 +1,4 @@
-"""Results as JSON lines: one object a line, written as soon as it is known."""
+"""Results as JSON lines: one object per line, written as soon as it is known."""
 
 from __future__ import annotations
 

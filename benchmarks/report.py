@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table of every suite in the files; 1 if there was nothing to draw."""
+    """Print the table of every suite in the files; return 1 if there was nothing to draw."""
     from .suites import SUITES, load
 
     try:

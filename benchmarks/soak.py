@@ -1,8 +1,8 @@
 """``soak``: memory, density and unresolved keys over thousands of steps on 2 ranks, or on 2 hosts.
 
-A small transformer trains with one codec for every matrix of a layer. Every rank notes its
-resident memory (``/proc/self/statm``) and what Python holds (``tracemalloc``) at regular steps:
-after the first ten, neither may grow.
+A small transformer trains with a codec for every matrix of a layer. At regular steps every rank
+records its resident memory (``/proc/self/statm``) and Python's (``tracemalloc``). Neither may grow
+after the first ten steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RANKS = 2
 SETTLED = 10
 _WIDTH, _LAYERS, _BATCH, _LENGTH = 32, 1, 2, 16
 DENSITY = 0.1
-# A codec of each kind at once: attention is sketched, the rest packed or quantized.
+# One codec of each kind: attention is sketched, the rest packed or quantized.
 POLICY: dict[str, Any] = {
     "schema": 1,
     "gradients": [
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def soak(steps: int, hosts: int | None = None) -> list[Record]:
-    """Train on 2 ranks, or on 2 hosts of so many; one record a rank."""
+    """Train on 2 ranks, or on 2 hosts of so many ranks; return one record per rank."""
     ranks = RANKS * (hosts or 1)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, args=(ranks, steps, folder, hosts), nprocs=ranks)
@@ -117,7 +117,7 @@ def _rank(rank: int, ranks: int, steps: int, folder: str, hosts: int | None) -> 
         fully_shard(layer)
     fully_shard(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # so small a model may cost more compressed
+        warnings.simplefilter("ignore")  # a model this small may send more when compressed
         tagc.wrap(model, POLICY if hosts is None else ON_HOSTS, hosts=hosts)
     record = {"ranks_per_host": hosts or 1} | _train(model, rank, steps, hosts)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(record))
@@ -144,7 +144,7 @@ def _train(model: Any, rank: int, steps: int, hosts: int | None) -> Record:
         optimizer.step()
         optimizer.zero_grad()
         if step == SETTLED or step % every == 0:
-            # Cycles that are due for collection are no growth.
+            # Cycles that wait for collection are no growth.
             gc.collect()
             noted["step"].append(step)
             noted["resident"].append(_resident())
@@ -175,7 +175,7 @@ def growth(record: Record, what: str) -> float:
 
 
 def table(records: Sequence[Record]) -> str:
-    """A row a rank."""
+    """One row per rank."""
     head = ["rank", "steps", "resident", "grown", "held by Python", "grown", "density", "target"]
     rows = [
         [

@@ -1,8 +1,8 @@
-"""``python -m benchmarks structure``: how large the code is, and what one reduction runs through.
+"""``python -m benchmarks structure``: the size of the code, and the calls of one reduction.
 
-Prints the lines and files of each room, and, for each policy, the calls, functions and files of
-one reduction of a unit: the third after the warm-up, as a profiler sees it in the first of two
-processes on gloo.
+It prints the lines and files of each room. For each policy it prints the calls, functions and files
+of one reduction of a unit: the third after the warm-up, profiled in the first of two processes on
+gloo.
 """
 
 from __future__ import annotations

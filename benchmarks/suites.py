@@ -2,9 +2,9 @@
 
 A suite is a module with ``about`` (one line of help), ``add_arguments(parser)`` and
 ``run(args) -> int``, the exit status. It appends its records to ``--json``, prints a table on
-stdout and progress on stderr, and writes plots to ``--plots``. For ``report`` to draw its records
-again it has ``table(records) -> str`` (Markdown) and, if there are any, ``plots(records, folder) ->
-list[Path]``; its records have its name as ``suite``.
+stdout and progress on stderr, and writes plots to ``--plots``. ``report`` draws its records again
+with its ``table(records) -> str`` (Markdown) and, if it has plots, ``plots(records, folder) ->
+list[Path]``. Its records have its name as ``suite``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import ModuleType
 
 from tagc.plots import PlotsUnavailableError, pyplot
 
-# name -> module; imported only when asked for.
+# name -> module; imported only when requested.
 SUITES = {
     "kernels": ".kernels",
     "counts": ".counts",
@@ -34,7 +34,7 @@ _DEFAULT = "kernels"
 
 
 def available() -> list[str]:
-    """Suites that are here: an installed package leaves out what needs the repository."""
+    """The suites available here: an installed package leaves out those that need the repository."""
     return [name for name in SUITES if importlib.util.find_spec(SUITES[name], __package__)]
 
 
@@ -44,7 +44,7 @@ def load(name: str) -> ModuleType:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the suite that the arguments name, ``kernels`` if none; its exit status."""
+    """Run the suite that the arguments name (default ``kernels``); return its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         if argv:

@@ -1,4 +1,4 @@
-"""Timing: contenders take turns, so that a slow moment hits all of them; medians count."""
+"""Timing: contenders take turns, so that a slow moment hits all of them. Results are medians."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Clock(Protocol):
 class HostClock:
     """Wall-clock time, with cold caches.
 
-    As in training, where a forward and a backward pass lie between two calls of an operator, what
-    it reads and writes, its own code and Python's are not in the caches when a run begins. Left
-    warm, they say more of who ran before: a copy of 4 MB takes 0.15 ms where its operands are
-    still there, and 0.33 ms where a contender with large temporary tensors was in between.
+    In training, a forward and a backward pass run between two calls of an operator. So when a run
+    begins, the caches hold neither its operands nor its code nor Python's. With warm caches, times
+    depend on the contender that ran before: a copy of 4 MB takes 0.15 ms if its operands are still
+    cached, and 0.33 ms after a contender with large temporary tensors.
 
     Args:
         cold: False to leave the caches as the previous contender and ``before`` left them.
@@ -85,9 +85,9 @@ class HostClock:
 class CudaClock:
     """CUDA events around the run, with a cold L2 cache and launches queued ahead.
 
-    As in training, where backward keeps the device busy while the host runs ahead, the device
-    sleeps in front of the first event for as long as the host needs for its launches: what is
-    timed is the device, unless the run itself waits for it.
+    In training, backward keeps the device busy while the host runs ahead. So the device sleeps
+    before the first event for as long as the host needs for its launches. The time is then the
+    device's, unless the run itself waits for it.
     """
 
     about = "median of CUDA events; L2 flushed before every run, launches queued ahead"
@@ -117,7 +117,7 @@ class CudaClock:
 
 
 def clock_for(device: torch.device, *, cold: bool = True) -> HostClock | CudaClock:
-    """The clock of a device; of a GPU always one with cold caches."""
+    """The clock of a device; on a GPU caches are always cold."""
     return CudaClock(device) if device.type == "cuda" else HostClock(cold)
 
 
@@ -133,11 +133,10 @@ def interleaved(
     """Time all contenders in turns.
 
     Args:
-        budget: seconds that each contender may take in all; a slow one sits out the later turns.
-        repeats: turns at most.
-        least: turns that even the slowest takes, unless one of them takes longer than the budget:
-            that one is enough then.
-        warm_up: further runs before, which do not count; one if that takes up the budget.
+        budget: seconds that each contender may take in all; a slow one skips later turns.
+        repeats: the most turns.
+        least: turns that even the slowest takes. If a single turn exceeds the budget, it is enough.
+        warm_up: uncounted runs before; a single one if it takes up the budget.
     """
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     spent = dict.fromkeys(contenders, 0.0)

@@ -98,7 +98,7 @@ class GPT(nn.Module):
             if parameter.ndim < 2:
                 continue
             embedding = name.endswith(("wte.weight", "wpe.weight"))
-            # By fan-in: GPT-2's 0.02 is for its widths, and learns slowly at this one.
+            # By fan-in: GPT-2's 0.02 suits its widths, but learns slowly at this one.
             std = 0.1 if embedding else 1 / math.sqrt(parameter.shape[1])
             if name.endswith("c_proj.weight"):
                 # Each layer adds twice to the residual stream; keep the sum's size.

@@ -1,9 +1,9 @@
-"""float16 with a loss scale: what a step that the scaler skips does to what tagc still owes.
+"""float16 with a loss scale: keep residuals right when the scaler skips a step.
 
     torchrun --standalone --nproc-per-node 2 examples/loss_scaling.py
 
-Residuals are in the units of scaled gradients, so they follow the scale, and a skipped step must
-not have sent anything: what it sent never reached the weights.
+Residuals are in the units of scaled gradients, so they must follow the scale. Gradients sent in a
+skipped step never reach the weights, so the residuals from before that step are restored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def train(
     scaler: torch.amp.GradScaler,
     losses: Iterable[Callable[[], Tensor]],
 ) -> None:
-    """Train a wrapped model with a loss scaler, one step a loss."""
+    """Train a wrapped model with a loss scaler, one step per loss."""
     compressor = tagc.compressor(model)
     one = torch.ones((), device=next(model.parameters()).device)
     for loss in losses:
@@ -37,7 +37,7 @@ def train(
         scaler.update()
         optimizer.zero_grad()
         factor = scaler.scale(one) / before
-        compressor.restore_residuals(owed, where=factor < 1)  # it was skipped
+        compressor.restore_residuals(owed, where=factor < 1)  # the step was skipped
         compressor.scale_residuals(factor)
 
 
@@ -56,7 +56,7 @@ def main() -> None:
         return (model(x).float() - x).square().mean()
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    # So high that the first steps overflow.
+    # High enough that the first steps overflow.
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**24)
     for _ in range(4):
         train(model, optimizer, scaler, [loss] * 25)

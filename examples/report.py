@@ -1,4 +1,4 @@
-"""What the demo leaves behind: a table (Markdown), numbers (JSON, CSV) and a picture (PNG)."""
+"""The demo's output: a table (Markdown), numbers (JSON, CSV) and a picture (PNG)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Run:
     validation_losses: dict[int, float]
     """By the number of steps done."""
     wire_bytes: list[int]
-    """Bytes that a rank sent up to and with each step; a warm-up costs more."""
+    """Bytes that a rank has sent after each step; a warm-up costs more."""
     step_seconds: float
     """Median over the steps, the first few left out."""
     gradient_bytes_per_step: float
@@ -111,12 +111,12 @@ def plot(runs: Sequence[Run], path: Path) -> None:
             )
     by_step.set(xlabel="steps", ylabel="loss (nats per byte)", title="The same steps")
     by_bytes.set(xlabel="bytes sent per rank (MB)", title="The same bytes")
-    # The fall from the first loss would flatten all that the runs differ in.
+    # With the fall from the first loss, the runs' differences would look flat.
     losses = [loss for run in runs for loss in run.validation_losses.values()]
     by_step.set_ylim(0.95 * min(losses), 1.1 * max(losses))
     first_bytes = min(run.wire_bytes[min(run.validation_losses) - 1] for run in runs)
     if first_bytes:  # one rank alone sends nothing
-        # The runs differ by a factor in bytes: a logarithm shows it as a distance.
+        # Bytes differ by a factor, which a logarithm shows as a distance.
         by_bytes.set_xscale("log")
         by_bytes.set_xlim(left=first_bytes / 2 / 1e6)
         by_bytes.xaxis.set_major_formatter("{x:g}")

@@ -38,7 +38,7 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     blocks = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     largest_code = 2 ** (bits - 1) - 1
     scales = (blocks.abs().amax(-1, keepdim=True) * (1 / largest_code)).bfloat16()
-    scales = torch.where(scales < 2.0**-126, 0, scales)  # the inverse of less is infinite
+    scales = torch.where(scales < 2.0**-126, 0, scales)  # smaller scales have an infinite inverse
     # A block with an element that is infinite or NaN arrives as NaN.
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     codes = (blocks * (1 / scales.float())).clamp(-largest_code, largest_code).round()
@@ -66,8 +66,8 @@ def unpack(message: Tensor, n: int, bits: int) -> tuple[Tensor, Tensor]:
 
 
 class Segment:
-    """Neighbouring columns of a unit that travel alike: quantized, in blocks that may span several
-    parameters, with a residual row for each owner; or as they are."""
+    """Neighbouring columns of a unit that are sent alike: quantized, in blocks that may span
+    several parameters, with a residual row for each owner; or as float32."""
 
     def __init__(self, width: int, quantized: bool) -> None:
         self.width, self.quantized = width, quantized
@@ -134,13 +134,13 @@ class Unit:
         for segment in self.segments if self.steps % RESET_STEPS == 0 else ():
             segment.residual.zero_()
         self.steps += 1
-        grads = [p.grad for p in self.params if p.grad is not None]  # all have one
+        grads = [p.grad for p in self.params if p.grad is not None]  # every parameter has one
         rows = torch.cat([grad.reshape(self.world_size, -1) for grad in grads], dim=1)
         message = self._encode(rows, GRADIENT_BITS, feedback=True)
         received = torch.empty_like(message)
         dist.all_to_all_single(received, message)  # row r goes to rank r
         total, *others = self._decode(received, GRADIENT_BITS).split(1)
-        for row in others:  # in rank order: float sums in another order have other bits
+        for row in others:  # in rank order: the order changes the bits of a float sum
             total = total + row
         averages = (total / self.world_size).split(self.widths, dim=1)
         for p, shard, average in zip(self.params, self.shards, averages, strict=True):
@@ -159,7 +159,7 @@ class Unit:
 
 
 def train_step(units: Sequence[Unit], optimizer: torch.optim.Optimizer, loss: Callable) -> Tensor:
-    """One step; the optimizer has the shards of all units."""
+    """One step; the optimizer holds the shards of all units."""
     for unit in units:
         unit.gather_parameters()
     value = loss()
@@ -176,7 +176,7 @@ def tiny_model() -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    """Every rank has its own tokens; after token t comes 3 t + 1."""
+    """Every rank has its own tokens; token t is followed by 3 t + 1."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     tokens = torch.randint(132, (64,), generator=generator)
     return F.cross_entropy(model(tokens), (3 * tokens + 1) % 132)
@@ -184,7 +184,7 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    torch.manual_seed(0)  # all ranks begin with the same model
+    torch.manual_seed(0)  # all ranks start with the same model
     model = tiny_model()
     units = [Unit([*model[1].parameters()]), Unit([*model[0].parameters(), *model[2].parameters()])]
     optimizer = torch.optim.Adam([shard for unit in units for shard in unit.shards], lr=1e-3)

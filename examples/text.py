@@ -29,7 +29,7 @@ class Corpus:
     ) -> tuple[Tensor, Tensor]:
         """Random tokens and next-byte targets, int64 `[size, length]` each.
 
-        They depend on the arguments alone, so that two runs see the same batches.
+        They depend only on the arguments, so two runs see the same batches.
         """
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 65_536 + rank)
         starts = torch.randint(len(self.train) - length, (size,), generator=generator)
@@ -61,7 +61,7 @@ def load_corpus(path: Path | None = None) -> Corpus:
             "name a larger file with --data"
         )
     blocks = torch.frombuffer(bytearray(raw), dtype=torch.uint8).split(BLOCK)
-    # Blocks rather than the tail: the files are sorted, so the tail is about other subjects.
+    # Blocks, not the tail: the files are sorted, so the tail has other subjects.
     train = [block for i, block in enumerate(blocks) if i % 10 != 5]
     return Corpus(source=source, train=torch.cat(train), validation=torch.cat(blocks[5::10]))
 

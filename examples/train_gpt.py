@@ -39,7 +39,7 @@ def main() -> None:
     try:
         corpus = load_corpus(args.data)
         for policy in args.policies:
-            tagc.Policy.load(policy)  # a misspelt one should not wait for the dense run
+            tagc.Policy.load(policy)  # report a misspelt policy before the dense run
     except (OSError, ValueError) as error:
         raise SystemExit(f"train_gpt: {error}") from None
     if "RANK" not in os.environ:
@@ -72,7 +72,7 @@ def train_one_run(
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-    # The one line that compresses; nothing below knows of it.
+    # The one line that compresses; nothing below depends on it.
     if policy is not None:
         model = tagc.wrap(model, policy=policy)
         place.print(f"\n{tagc.compressor(model).plan()}")
@@ -128,7 +128,7 @@ def train_one_run(
 def make_optimizer(
     model: nn.Module, args: argparse.Namespace
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """AdamW with a tenth of the steps to warm up, then a cosine down to a tenth of the rate."""
+    """AdamW: warm-up for a tenth of the steps, then a cosine down to a tenth of the rate."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -157,9 +157,9 @@ def evaluate(model: GPT, corpus: Corpus, place: ParamLocation) -> float:
 class Traffic:
     """Bytes that this rank sends to others in training steps; validation is not counted.
 
-    Of plain FSDP2's collectives, the bytes of ideal fp32 ones: (W−1)/W of each unit's buffer. It
-    splits every parameter along dimension 0 into W chunks and pads all to the first's size, and
-    gathers the blocks twice: their parameters are freed between forward and backward.
+    For plain FSDP2 they are the bytes of ideal fp32 collectives: (W−1)/W of each unit's buffer.
+    FSDP2 splits every parameter along dimension 0 into W chunks and pads all to the first one's
+    size. It gathers the blocks twice, because it frees their parameters after the forward.
     """
 
     def __init__(self, model: nn.Module, policy: str | None, ranks: int) -> None:
@@ -180,7 +180,7 @@ class Traffic:
         gradients, parameters = self.dense_gradients, self.dense_parameters
         if self._compressor is not None:
             gradients = self._compressor.wire_bytes - self._before[0]
-            # 0 where the policy leaves them to FSDP.
+            # 0 if the policy leaves them to FSDP.
             gathered = self._compressor.parameter_wire_bytes - self._before[1]
             parameters = gathered or parameters
         self.gradients += gradients
@@ -188,7 +188,7 @@ class Traffic:
 
 
 def selection(model: nn.Module, policy: str | None) -> dict[str, Any]:
-    """The fields of `Run` that tell how the bytes came about."""
+    """The fields of `Run` that explain the bytes."""
     if policy is None:
         return {}
     metrics = tagc.compressor(model).metrics()
@@ -210,7 +210,7 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamLocation:
-    """Where this process stands: one rank of many, on one device."""
+    """This process: one rank of many, on one device."""
 
     rank: int
     ranks: int
@@ -235,7 +235,7 @@ class ParamLocation:
             print(message, flush=True)
 
     def progress_bar(self, name: str, steps: int) -> tqdm:
-        # In a log file every refresh is a line.
+        # In a log file every refresh would be a line.
         interval = 0.2 if sys.stderr.isatty() else 15
         return tqdm(
             total=steps,
@@ -301,7 +301,7 @@ def start_torchrun(ranks: int) -> None:
 
 
 def cores() -> int:
-    # The cores this process may use, where the system can tell (not on macOS).
+    # The cores that this process may use, if the system can tell (not on macOS).
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 

@@ -1,10 +1,10 @@
-"""Runs a script with an Accelerate that takes FSDP on CPUs, too.
+"""Run a script with an Accelerate that also takes FSDP on CPUs.
 
     torchrun ... tests/support/accelerate_on_cpu.py script.py --arguments
 
-Accelerate shards on accelerators only: on a CPU its state never becomes that of FSDP. Everything
-after that decision (``prepare``, ``save_state``, ``load_state``, the Trainer of transformers) runs
-on a CPU as it is, so the decision alone is replaced here.
+Accelerate shards on accelerators only: on a CPU its state never switches to FSDP. Everything after
+that decision (``prepare``, ``save_state``, ``load_state``, the Trainer of transformers) runs on a
+CPU unchanged, so only the decision is replaced here.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ VARIANTS = [
     (8, F32, None),
     (8, F16, None),
 ]
-# bits, gradient: those rounded by chance.
+# bits, gradient: those rounded stochastically.
 DITHERED = [(4, F32), (8, F32)]
 RARER = [(4, BF16, F32), (4, BF16, BF16), (8, F32, F32), (8, BF16, F32)]
 variants = pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def make_case(n, R, block, variant, rng, *, spoilt=False) -> Case:
 
 
 def quantize(ops, case: Case, average=0.0) -> tuple[Tensor, Tensor | None]:
-    """The message and the residual after."""
+    """The message, and the residual afterwards."""
     residual = None if case.residual is None else oracle.widened(case.residual)
     rows = case.grad.shape[0]
     message = oracle.widened(oracle.poisoned(rows, case.layout.words, dtype=torch.int32))

@@ -36,20 +36,20 @@ def sharded(model: Any, **options: Any) -> Any:
 
 def wrap(model: Any, policy: Any = WEIGHTS, **how: Any) -> Any:
     with warnings.catch_warnings():
-        # Units as small as these may well cost more compressed.
+        # Units as small as these may send more when compressed.
         warnings.simplefilter("ignore")
         return tagc.wrap(model, policy, **how)
 
 
 def grads(module: nn.Module) -> dict[str, Tensor]:
-    """This rank's part of every gradient that there is; unsharded parameters have whole ones."""
+    """This rank's part of every existing gradient; unsharded parameters have whole ones."""
     found: dict[str, Any] = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     return {n: g.to_local().clone() if isinstance(g, DTensor) else g for n, g in found.items()}
 
 
 RECOMPUTED = ("inside", "wrapper", "around", "reentrant around")
-"""Ways of activation checkpointing: in a block, by torch's wrapper of it, and around sharded blocks
-that are each called twice."""
+"""Kinds of activation checkpointing: in a block, with torch's wrapper around it, and around sharded
+blocks that are each called twice."""
 
 
 class Twice(nn.Module):

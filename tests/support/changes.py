@@ -20,18 +20,18 @@ def delta(bits: int = 4, **more: Any) -> dict[str, Any]:
 
 def wrapped(codec: dict[str, Any], hosts: Any = None, **options: Any) -> Any:
     with warnings.catch_warnings():
-        # Units as small as these may well cost more compressed.
+        # Units as small as these may send more when compressed.
         warnings.simplefilter("ignore")
         return tagc.wrap(sharded(**options), gathering(codec, MATRICES), hosts=hosts)
 
 
 def hosts_of(world_size: int) -> int | None:
-    """Four ranks lie on two hosts."""
+    """Four ranks on two hosts."""
     return 2 if world_size == 4 else None
 
 
 class Descent:
-    """No optimizer of torch's kind, which nobody sees."""
+    """Not a torch optimizer, so no hook sees its steps."""
 
     def __init__(self, model: Any) -> None:
         self.params = list(model.parameters())

@@ -1,8 +1,8 @@
 """Compile the CPU kernels that tests use, into numba's cache.
 
-Numba compiles what it is called with, for seconds each, and whoever calls next finds it in the
-cache. A run of all tests on several workers compiles before they start, in two processes
-(`compile_all`), instead of here and there several times over.
+Numba takes seconds to compile each combination of dtypes, and later calls find it in the cache. A
+run of all tests on several workers compiles in two processes before the workers start
+(`compile_all`). Otherwise several workers would compile the same.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tagc.ops.symbols import SYMBOLS
 
 F32, BF16 = torch.float32, torch.bfloat16
 CPU = get_ops("cpu", "cpu")
-# Those that only decode without a residual: of a shared support, or with a lead.
+# Decoding only, without a residual: for a shared support, or with a lead.
 DECODED = [("int8x4", BF16), ("int16x2", F32), ("int32x1", F32)]
 
 
 def sketches() -> None:
-    """All about sketches."""
+    """All kernels of sketches."""
     for symbol, gradient, residual in sketch_cases.VARIANTS:
         CPU.prepare(sketch(symbol), gradient, residual)
     one, seed, stats = torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.empty(2).int()
@@ -43,7 +43,7 @@ def sketches() -> None:
 
 
 def messages() -> None:
-    """All the others."""
+    """All other kernels."""
     for bits, gradient, residual in block_cases.VARIANTS:
         CPU.prepare_blocks(BlockLayout(numel=1, bits=bits), gradient, residual, 0.0)
     for bits, gradient in block_cases.DITHERED:
@@ -65,7 +65,7 @@ PARTS: dict[str, Callable[[], None]] = {"sketches": sketches, "messages": messag
 
 
 def compile_all() -> None:
-    """Every part in a process of its own; a part that fails is compiled by whoever needs it."""
+    """Compile every part in its own process; if a part fails, the tests that need it compile it."""
     where: Any = {"cwd": Path(__file__).parents[1]}
     processes = [
         subprocess.Popen([sys.executable, "-m", "support.compiling", part], **where)

@@ -1,4 +1,4 @@
-"""Bytes that collectives get, counted from their tensors."""
+"""Bytes that collectives send, counted from their tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from tagc.comm import transport
 
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """Bytes that this rank's tensors bring to others, for each collective or message of gloo's."""
+    """Bytes of this rank's tensors that others get, for each collective or message of gloo."""
     counts: list[int] = []
 
     def send(sent: Tensor, **options: Any) -> Any:
+<<<<<<< HEAD
         # Headers are not counted by those whose counts are compared either.
         if options["tag"] != transport.HEADER_TAG:
+=======
+        # The counts to compare with leave out headers, too.
+        if options["tag"] != exchange.HEADER_TAG:
+>>>>>>> english
             counts.append(sent.numel() * sent.element_size())
         return dist.isend(sent, **options)
 

@@ -1,11 +1,11 @@
-"""Run a function on several ranks: one process a rank, gloo on loopback, and never a hang.
+"""Run a function on several ranks: one process per rank, gloo on loopback, and never a hang.
 
-The processes are kept for the whole session, and every call gets a process group of its own, so
-that a test costs milliseconds instead of an import of torch. After any failure they are killed and
-the next call starts new ones.
+The processes live for the whole session, and every call gets its own process group, so a test costs
+milliseconds, not an import of torch. After any failure they are killed, and the next call starts
+new ones.
 
-Ranks run the eager operators, unless a test asks for others: all operators give the same bits,
-which `tests/ops` shows, but every combination of dtypes that is compiled costs seconds.
+Ranks run the eager operators, unless a test asks for others. All operators give the same bits, as
+`tests/ops` shows, but every combination of dtypes takes seconds to compile.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from support.garbage import collect_seldom
 
-# A rank that is left alone in a collective waits for this share of the time limit, and can then
-# say itself where it waited.
+# A rank left alone in a collective waits for this share of the time limit. Then it can report where
+# it waited.
 _GROUP_SHARE = 1 / 3
-# What the other ranks get to fail by themselves once one has failed.
+# Time for the other ranks to fail on their own once one has failed.
 _GRACE = 5
-# Once, for all ranks that are forked: a second each, or several.
+# Imported once, for all forked ranks: each import takes a second or more.
 _PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.debug",
@@ -62,11 +62,11 @@ class RanksError(AssertionError):
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list:
-    """What ``fn(rank, *args)`` returned on every rank of a gloo group, in rank order.
+    """Return the results of ``fn(rank, *args)`` on every rank of a gloo group, in rank order.
 
     Args:
-        fn: a function at the top level of a module. Warnings are errors in it, threads are one,
-            and the random seed is 0.
+        fn: a function at the top level of a module. In it, warnings are errors, there is one
+            thread, and the random seed is 0.
         args: picklable, as the results must be.
         timeout: seconds after which all ranks are killed, and their stacks shown.
 
@@ -77,11 +77,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 def on_ranks(*world_sizes: Any, timeout: float = 60) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of ``body(rank, world_size, ...)``, run on all ranks of each world size; of those
-    that ``parametrize`` gives it, if there are none here.
+    """Make a test of ``body(rank, world_size, ...)``, run on all ranks of each world size. If no
+    size is given here, ``parametrize`` gives them.
 
-    Further parameters of the body are parameters of the test. Asserts in it are plain ones: pytest
-    does not rewrite modules that the ranks import.
+    Further parameters of the body are parameters of the test. Its asserts are plain: pytest does
+    not rewrite modules that the ranks import.
     """
 
     def decorate(body: Callable[..., None]) -> Any:
@@ -90,7 +90,7 @@ def on_ranks(*world_sizes: Any, timeout: float = 60) -> Callable[[Callable[..., 
         def test(**kwargs: Any) -> None:
             run_ranks(test, kwargs["world_size"], kwargs, timeout=timeout)
 
-        # pytest asks for the arguments by this signature; a rank finds the body by the name.
+        # pytest reads the arguments from this signature; a rank finds the body by its name.
         test.__dict__.update(__signature__=inspect.Signature(names), body=body)
         for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
             setattr(test, attribute, getattr(body, attribute))
@@ -244,11 +244,11 @@ def _run(
             warnings.simplefilter("error")
             body = getattr(fn, "body", None)
             result = fn(rank, *args) if body is None else body(rank, **args[0])
-        # A rank that leaves first would close connections that others still use.
+        # If a rank left first, it would close connections that others still use.
         dist.barrier()
         return result
     finally:
-        # After an error this closes the connections, so that the others fail, too, and soon.
+        # After an error this closes the connections, so the others soon fail, too.
         dist.destroy_process_group()
-        # To DTensor's caches a mesh equals any former one of the same ranks, whose group is gone.
+        # DTensor's caches take a mesh for an earlier one of the same ranks, whose group is gone.
         _clear_sharding_prop_cache()

@@ -1,4 +1,4 @@
-"""Running the Python of a page, with what its blocks take for granted."""
+"""Run the Python of a page, with the names that its blocks assume."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _loggers() -> dict[str, Any]:
 
 
 def _transports() -> dict[str, Any]:
-    """What the file has into which the block goes, and a reducer's arguments for the next one."""
+    """The names of the file that gets the block, and a reducer's arguments for the next block."""
     from support.units import codec_plan
     from tagc.codecs.workspace import Workspace
     from tagc.comm import UnitReducer, transport
@@ -115,10 +115,11 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def run_page(rank: int, page: str, folder: str) -> str:
-    """Run the Python blocks of a page on this rank, one after another; what they printed.
+    """Run the Python blocks of a page on this rank, one after another; return their output.
 
-    Its YAML blocks whose first line is a comment with a file's name are files in ``folder``, where
-    it runs. A block that the text before calls a file of the library is a module of that name.
+    It runs in ``folder``. A YAML block whose first line is a comment with a file's name becomes
+    that file there. If the paragraph before a block names a file of the library, the block becomes
+    that module.
 
     Args:
         rank: this one, in the default group.
@@ -195,7 +196,7 @@ def _surroundings(folder: Path, found: list[Block]) -> Iterator[None]:
 
 
 def _stand_ins() -> dict[str, ModuleType]:
-    """Libraries that do not exist, as far as pages use them."""
+    """Stand-ins for libraries that do not exist, with the names that pages use."""
     evenly = ModuleType("evenly")
 
     class Sharded(nn.Module):
@@ -213,7 +214,7 @@ def _check_recipes(names: dict[str, Any]) -> None:
 
 
 def _check_parts(names: dict[str, Any]) -> None:
-    """The new codec loses nothing, and the new exchange brings what the library's own does."""
+    """The new codec loses nothing, and the new exchange gives the same result as the library's."""
     x = torch.randn(2, 1001)
     residual = torch.zeros(2, 1001, dtype=torch.float32)
     config, request = names["Float8Config"](), mock.Mock(columns=1001, feedback=None)

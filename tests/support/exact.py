@@ -1,4 +1,4 @@
-"""Comparing to the last bit."""
+"""Bitwise comparison."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ EXACT: Any = {"rtol": 0, "atol": 0}
 
 
 def equal(mine: dict[str, Any], other: dict[str, Any]) -> None:
-    """Both to the last bit; NaN equals NaN."""
+    """Whether both have the same bits; NaN equals NaN."""
     torch.testing.assert_close(mine, other, **EXACT, equal_nan=True)

@@ -1,4 +1,4 @@
-"""What a call raises, as text that ranks can compare."""
+"""The error of a call, as text that ranks can compare."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def train(model: Any, rank: int, steps: int, clip: float | None = None) -> list[
 def flat_of(
     unit: str, tensors: dict[str, Tensor], world_size: int, use_orig_params: bool
 ) -> tuple[Tensor, list[str]]:
-    """FSDP1's buffer ``[W * S]`` of these tensors, and whose each of its elements is."""
+    """FSDP1's buffer ``[W * S]`` of these tensors, and the owner of each element."""
     parts: list[Tensor] = []
     owners: list[str] = []
 

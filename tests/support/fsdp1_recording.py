@@ -1,4 +1,4 @@
-"""A look at what FSDP1's units are handed and return."""
+"""Record the inputs and outputs of FSDP1's units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tagc.comm.flat import FlatRows
 
 @contextmanager
 def recorded() -> Iterator[list[tuple[UnitReducer, Tensor, Tensor, Tensor, Tensor]]]:
-    """Notes the units' inputs and outputs, in FSDP's columns and in the plan's."""
+    """Records the units' inputs and outputs, in FSDP's columns and in the plan's."""
     calls: list[tuple[UnitReducer, Tensor, Tensor, Tensor, Tensor]] = []
     reduce, take, give = UnitReducer.reduce, FlatRows.arrange, FlatRows.restore
     inside: list[Tensor] = []

@@ -16,7 +16,7 @@ KEPT = INT8 | {"keep_for_backward": True}
 
 
 def gathering(codec: dict[str, Any], name: str | list[str] = "*.weight") -> dict[str, Any]:
-    """Gradients as they are, and parameters by a codec."""
+    """Gradients unchanged, and parameters with a codec."""
     return {
         "schema": 1,
         "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
@@ -26,8 +26,8 @@ def gathering(codec: dict[str, Any], name: str | list[str] = "*.weight") -> dict
 
 @contextmanager
 def gradients_on_grid() -> Iterator[None]:
-    """What is reduced is rounded to a grid first: a few dozen such numbers add up exactly, in any
-    order. Enter it before `tagc.wrap`."""
+    """Round gradients to a grid before they are reduced: a few dozen such numbers add up exactly,
+    in any order. Enter it before `tagc.wrap`."""
     original = UnitReducer.reduce
 
     def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *rest: Any, **how: Any) -> None:
@@ -40,7 +40,8 @@ def gradients_on_grid() -> Iterator[None]:
 
 @contextmanager
 def recorded(calls: list[tuple[UnitGatherer, bool, Tensor, Tensor]]) -> Iterator[None]:
-    """Notes every gather: unit, whether in backward, input, output. Enter it before `tagc.wrap`."""
+    """Record every gather: unit, whether in backward, input, output. Enter it before
+    `tagc.wrap`."""
     original = UnitGatherer.gather
 
     def gather(self: UnitGatherer, out: Tensor, inp: Tensor, group: Any, phase: Phase) -> None:

@@ -23,7 +23,7 @@ RANKS_PER_HOST = 2
 def in_two_levels(
     plan: UnitPlan, codec: dict[str, Any], feedback: str = "residual", **keys: Any
 ) -> UnitPlan:
-    """The unit of :func:`support.units.codec_plan`, where ranks of a host send together.
+    """The unit of :func:`support.units.codec_plan`, with several ranks on a host.
 
     Args:
         keys: of the policy.

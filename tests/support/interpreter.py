@@ -1,7 +1,7 @@
-"""Triton's interpreter: what it needs to run the kernels, as GPUs round, and twice as quickly.
+"""Patches for Triton's interpreter: it runs the kernels, rounds like GPUs, and is twice as fast.
 
-What is left out is what it does over and over to no effect, as Triton 3.4 to 3.9 do; another
-version that has no such part stays as it is.
+They remove work that Triton 3.4 to 3.9 repeat to no effect. Versions without such a part stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def prepare() -> None:
 
 
 def accept_numpy(interpreter: Any) -> None:
-    """Let Triton 3.6 interpret loops under numpy 2.4, which calls no array of one an integer."""
+    """Let Triton 3.6 interpret loops under numpy 2.4, which takes no array of one element as an
+    integer."""
     patch = interpreter._patch_lang_tensor
 
     def patch_index_too(tensor, scope):
@@ -34,8 +35,8 @@ def accept_numpy(interpreter: Any) -> None:
 
 
 def patch_once(interpreter: Any) -> None:
-    """Every launch replaces the functions of `triton.language`, and puts them back; every call of
-    a device function replaces them once more, for good those that it alone sees. Once will do."""
+    """Replace the functions of `triton.language` only once. Triton replaces and restores them in
+    every launch, and again in every call of a device function."""
     call, patch = interpreter.InterpretedFunction.__call__, interpreter._patch_lang
     patched = set()
 
@@ -55,15 +56,15 @@ def patch_once(interpreter: Any) -> None:
 
 
 def skip_overflow(interpreter: Any) -> None:
-    """Overflows of integers, which hashes are made of, are computed but asserted by no one unless
-    one debugs."""
+    """Skip the checks for integer overflow, which only debugging asserts; hashes overflow on
+    purpose."""
     options = interpreter.interpreter_builder.options
     if not options.debug:
         object.__setattr__(options, "sanitize_overflow", False)
 
 
 def round_to_nearest(interpreter: Any) -> None:
-    """Let it convert float32 to bfloat16 as GPUs do; by itself it drops the lower half."""
+    """Convert float32 to bfloat16 as GPUs do; the interpreter itself drops the lower half."""
     builder, tl = interpreter.InterpreterBuilder, importlib.import_module("triton.language")
     convert = builder.cast_impl
 

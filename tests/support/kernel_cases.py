@@ -1,9 +1,9 @@
 """Cases for Triton kernels: run interpreted in a process of their own, compiled and emulated, or
 natively on a GPU.
 
-A case is a function of a device. Triton decides when it is imported whether it interprets, so the
-interpreted ones run as ``python <test file> <results>`` and report to a file. Compiled ones run in
-the tests' own process, inside of ``device.ptx.launch.emulated``.
+A case is a function that takes a device. Triton decides at import whether it interprets, so
+interpreted cases run as ``python <test file> <results>`` and report to a file. Compiled ones run in
+the tests' own process, inside ``device.ptx.launch.emulated``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ I32 = torch.int32
 
 
 class Cases(dict[str, Callable[[str], None]]):
-    """Named functions of a device."""
+    """Named functions that take a device."""
 
     def __call__(self, name: str):
         """Decorator that adds a case."""
@@ -46,14 +46,14 @@ class Cases(dict[str, Callable[[str], None]]):
     def tests(
         self, file: str, *few: str, more: tuple[str, ...] = (), edges: bool = False
     ) -> tuple[Any, Any, Any, Any]:
-        """What a test file has of its cases: the fixture ``outcome``, ``test_interpreted``,
-        ``test_compiled`` and ``test_on_a_gpu``, by which names it has to assign them.
+        """Make a test file's tests: the fixture ``outcome``, ``test_interpreted``,
+        ``test_compiled`` and ``test_on_a_gpu``. The file must assign them to these names.
 
         Args:
             file: ``__file__``.
             few: cases that `make test` emulates for sm_90, and `make test-device` for sm_80, too.
             more: others that `make test-device` emulates for sm_80.
-            edges: nothing is interpreted in `make test`; else one case in 16 is.
+            edges: `make test` interprets no case; otherwise one in 16.
         """
         assert {*few, *more} <= {*self}, {*few, *more} - {*self}
         device, name = pytest.mark.device, Path(file).stem
@@ -67,7 +67,7 @@ class Cases(dict[str, Callable[[str], None]]):
         def outcome(request: Any, tmp_path_factory: Any) -> dict[str, dict[str, Any]]:
             return interpreted(file, request, tmp_path_factory.mktemp(name))
 
-        # All of them run in one other process, which one of the workers starts.
+        # All of them run in another process, which one of the workers starts.
         @pytest.mark.xdist_group(f"interpreted {name}")
         @pytest.mark.timeout(600)
         @pytest.mark.parametrize("name", some)
@@ -91,7 +91,7 @@ class Cases(dict[str, Callable[[str], None]]):
     def main(self, results: Path) -> None:
         """Run the cases named in ``results``, interpreted, and write there ``{name: outcome}``.
 
-        Programs run reversed, in random order and interleaved, by turns, never first to last.
+        Programs run reversed, in random order and interleaved, in turn, never first to last.
         """
         interpreter.prepare()
         orders = {name: ORDERS[i % len(ORDERS)] for i, name in enumerate(self)}
@@ -111,14 +111,14 @@ class Cases(dict[str, Callable[[str], None]]):
 
 
 def interpreted(file: str, request: Any, directory: Path) -> dict[str, dict[str, Any]]:
-    """Run in Triton's interpreter those of a test file's cases that this run of tests asks for:
-    by name, a traceback or None as ``failure``, and ``launches``, all and of several programs."""
+    """Run a test file's requested cases in Triton's interpreter. By name, return a traceback or
+    None as ``failure``, and ``launches``: all, and those of several programs."""
     results = directory / "results.json"
     asked = [
         i for i in request.session.items if i.path == Path(file) and "outcome" in i.fixturenames
     ]
     results.write_text(json.dumps([item.callspec.params["name"] for item in asked]))
-    # A test file that is run as a script finds `support` there.
+    # A test file run as a script finds `support` there.
     path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-W", "ignore::RuntimeWarning", file, str(results)],
@@ -167,5 +167,5 @@ def same(name: str, got: Tensor | None, want: Tensor | None) -> None:
 
 
 def canonical(x: Tensor | None) -> Tensor | None:
-    """The same NaN everywhere, whatever its bits were."""
+    """Replace every NaN by the same one."""
     return x if x is None or x.dtype == I32 else torch.where(x.isnan(), torch.nan, x)

@@ -1,4 +1,4 @@
-"""A training script that resumes from its last checkpoint, and kills itself where it is told to.
+"""A training script that resumes from its last checkpoint, and kills itself on request.
 
 ``torchrun --max-restarts N tests/support/kill_train.py FOLDER --kills RANK:STEP ...``, one kill for
 each of the first incarnations, in the middle of that step's backward.
@@ -68,7 +68,7 @@ def train(
     kill: tuple[int, int] | None,
     hosts: int | None = None,
 ) -> dict:
-    """Train from the last checkpoint to the end; this rank's weights.
+    """Train from the last checkpoint to the end; return this rank's weights.
 
     Args:
         kill: rank and step.
@@ -83,7 +83,7 @@ def train(
     if hosts:
         policy["parameters"] = [{"when": when, "codec": CHANGES}]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # so small a model may cost more compressed
+        warnings.simplefilter("ignore")  # a model this small may send more when compressed
         tagc.wrap(model, policy, hosts=hosts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     first = resume(folder, model, optimizer, saver)
@@ -102,13 +102,13 @@ def train(
 
 
 def die(note: Path, grad: Tensor) -> None:
-    """End this process at once, and leave word that it did."""
+    """End this process at once, after recording that it did."""
     note.touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def checkpoint(folder: Path, step: int, model: Any, optimizer: Any, saver: str) -> None:
-    """Save all of it, then make it the last one."""
+    """Save everything, then mark it as the last checkpoint."""
     there = folder / f"step-{step}"
     weights, moments = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
@@ -123,7 +123,7 @@ def checkpoint(folder: Path, step: int, model: Any, optimizer: Any, saver: str) 
 
 
 def resume(folder: Path, model: Any, optimizer: Any, saver: str) -> int:
-    """Load the last checkpoint, if there is one; the step that it was saved after."""
+    """Load the last checkpoint, if there is one; return the step after which it was saved."""
     if not (folder / "last").exists():
         return 0
     there = folder / (folder / "last").read_text()

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that are noted instead of compiled or run; no GPU is needed."""
+"""Record launches of Triton kernels instead of compiling or running them; needs no GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Variant = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]]
 
 @contextmanager
 def noting_launches() -> Iterator[set[Variant]]:
-    """Note the variants of kernels that would be launched, as far as they differ by more than
-    dtypes and alignment."""
+    """Record the variants of kernels that would be launched, if they differ by more than dtypes and
+    alignment."""
     from triton.runtime.jit import JITFunction  # which not every machine has
 
     found: set[Variant] = set()

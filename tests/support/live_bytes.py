@@ -1,4 +1,4 @@
-"""Bytes of tensors: of those that operations make, while they live, and of those that are kept."""
+"""Count bytes of tensors: temporary ones while they live, and kept ones."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tagc.comm import CopyGatherer, MessageGatherer
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, counts the storages that operations make until nothing holds them any more.
+    """Inside, count the storages that operations make, until nothing holds them.
 
     Attributes:
-        peak: the most that lived at a time, in bytes.
+        peak: the most bytes alive at a time.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
                 continue
             key = _storage(t)
             if key in given and key not in self._held:
-                continue  # a view of what was there before
+                continue  # a view of an older storage
             if key not in self._held:
                 self._held[key] = [0, t.untyped_storage().nbytes()]
                 self._now += self._held[key][1]
@@ -56,14 +56,14 @@ def _storage(t: Tensor) -> int:
 
 
 def peak_of(call: Any) -> int:
-    """Of what a call makes."""
+    """Peak bytes of a call's tensors."""
     with torch.no_grad(), LiveBytes() as live:
         call()
     return live.peak
 
 
 def stored_bytes(model: Any) -> int:
-    """Of all tensors that a rank keeps between steps for what the plan counts."""
+    """Bytes of all tensors that a rank keeps between steps and that the plan counts."""
     compressor = tagc.compressor(model)
     total = 0
     for reducer in (*compressor.reducers, *compressor.replica_reducers):

@@ -9,7 +9,7 @@ from pathlib import Path
 from support.paths import ROOT
 
 DOCS = ROOT / "docs"
-# A fence, perhaps after a comment that says what the block needs, or why it is not run.
+# A fence, perhaps after a comment with the block's needs, or with the reason not to run it.
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<key>given|not run): (?P<value>.*?) -->\n)?"
     r"^(?P<fence>```+)(?P<language>\w*)\n(?P<text>.*?)^(?P=fence)$",
@@ -25,8 +25,8 @@ class Block:
         where: page and line, for people.
         language: as the fence has it.
         before: the paragraph before it.
-        given: what it takes for granted; empty if nothing new.
-        not_run: why it is not run; empty if it is.
+        given: names that it assumes; empty if nothing new.
+        not_run: the reason not to run it; empty if it runs.
     """
 
     where: str
@@ -63,5 +63,5 @@ def blocks(page: Path) -> list[Block]:
 
 
 def without_code(text: str) -> str:
-    """A page without its code, neither blocks nor in the line."""
+    """A page without code blocks and inline code."""
     return re.sub(r"`[^`\n]*`", "", _BLOCK.sub("", text))

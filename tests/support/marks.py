@@ -8,18 +8,18 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """A parameter of a test that is for `make test-slow` with it; a world size, too."""
+    """A parameter, or a world size, that moves its test to `make test-slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def named(value: Any) -> str:
-    """A parameter in the name of its test: modules of operators, and dtypes, without dots."""
+    """A parameter's text in its test's name: modules of operators and dtypes have no dots."""
     return getattr(value, "__name__", str(value)).rpartition(".")[2]
 
 
 def varied(cases: Sequence[pytest.Function], count: int) -> list[pytest.Function]:
-    """So many of a test's cases, that have as many of its parameters' values as they can, a value's
-    words counted for themselves (``quantized int8``); where they have as many, far apart."""
+    """``count`` of a test's cases that cover as many of its parameters' values as possible. Each
+    word of a value counts (``quantized int8``). On a tie, cases far apart win."""
     left = {
         i: {
             (name, word)
@@ -42,8 +42,8 @@ def varied(cases: Sequence[pytest.Function], count: int) -> list[pytest.Function
 
 
 def covering(*axes: Iterable[Any]) -> list[Any]:
-    """All combinations, of which all but a few are for `make test-slow`: the others have every
-    value of every axis among them, in turn."""
+    """All combinations. `make test` runs a few that together have every value of every axis; the
+    rest are for `make test-slow`."""
     values = [[*axis] for axis in axes]
     longest = max(map(len, values))
     chosen = [tuple(axis[turn % len(axis)] for axis in values) for turn in range(longest)]

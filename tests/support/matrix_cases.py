@@ -40,14 +40,14 @@ variants = pytest.mark.parametrize(
     [*VARIANTS, *(slow(*rarer) for rarer in RARER)],
     ids=lambda v: str(v).removeprefix("torch."),
 )
-# What hypothesis draws from: the CPU's are those compiled in float32, for `make test`.
+# Hypothesis draws from these; for the CPU they are the ones compiled in float32 for `make test`.
 COMPILED = [size for size in SIZES if (*size, F32, F32) in VARIANTS]
 some_sizes = pytest.mark.parametrize(
     ("ops", "sizes"),
     [(REFERENCE, SIZES), (CPU, COMPILED), slow(CPU, SIZES)],
     ids=["reference", "cpu", "cpu, all"],
 )
-# All sizes, gradients and residuals in float32: the CPU's are compiled for some of them.
+# All sizes, with gradients and residuals in float32; the CPU's kernels are compiled for some.
 sizes_on_both = pytest.mark.parametrize(
     ("ops", "bits", "group"),
     [
@@ -79,7 +79,7 @@ class Case:
 
 
 def matrices_of(D: int, rows: int, columns: int, rng: np.random.Generator) -> Tensor:
-    """Rows and columns of sizes of their own, some of them zero, others far from the rest."""
+    """Rows and columns of different magnitudes, some of them zero, others far from the rest."""
     x = oracle.values((D, rows, columns), rng).double().numpy()
     for shape, far in (((D, rows, 1), 90), ((D, 1, columns), 30)):
         octave = rng.integers(-4, 5, shape) + (rng.random(shape) < 0.1) * rng.integers(-far, far)
@@ -108,7 +108,7 @@ def make_case(shape, D, variant, rng, *, level=1.0, spoilt=False) -> Case:
 
 
 def quantize(ops, case: Case, average=0.0) -> tuple[Tensor, Tensor | None]:
-    """The message and the residual after."""
+    """The message, and the residual afterwards."""
     residual = None if case.residual is None else oracle.widened(case.residual)
     message = oracle.poisoned(case.grad.shape[0], case.layout.words, dtype=torch.int32)
     message = oracle.widened(message)

@@ -63,7 +63,7 @@ def problem(
 
 def on_edge(edge: float, rng: np.random.Generator) -> Tensor:
     """``[64, 64]``, rows whose means are within rounding of ``edge``, a float32: the order of the
-    additions decides on which side of it they come out."""
+    additions decides on which side of it they end."""
     unit = 2.0 ** (np.floor(np.log2(edge)) - 23)
     middle = round(edge / unit)
     near = middle + rng.integers(-(1 << 17), 1 << 17, (64, 64))
@@ -97,7 +97,7 @@ def quantized(ops, p: Problem, device: str, aligned: bool = False) -> dict[str, 
 def check_sum(
     message: Tensor, layout: MatrixLayout, device: str, *, dtype=F32, divisor=3, aligned=False
 ) -> Tensor:
-    """dequantize_matrix ``[K, R, words]`` against the reference."""
+    """Compare dequantize_matrix ``[K, R, words]`` with the reference."""
     out = []
     for ops, where in ((reference, "cpu"), (kernels("ops"), device)):
         result = placed(
@@ -113,7 +113,7 @@ def check_sum(
 
 
 def check(p: Problem, device: str, *, dtype=F32, divisor=3, aligned=False) -> dict[str, Tensor]:
-    """Quantize, then add up all messages, against the reference; what that gives."""
+    """Compare quantizing and adding up all messages with the reference; return the sum."""
     want = quantized(reference, p, "cpu", aligned)
     got = quantized(kernels("ops"), p, device, aligned)
     for name, tensor in want.items():
@@ -126,7 +126,7 @@ def check(p: Problem, device: str, *, dtype=F32, divisor=3, aligned=False) -> di
 
 
 def row_bytes(message: Tensor, layout: MatrixLayout) -> list[int]:
-    """The rows' bytes of one message."""
+    """The bytes of one message that describe the rows."""
     first = sum(layout.head[:2])
     words = message[first : first + layout.head[2]].contiguous()
     return words.view(torch.uint8)[: layout.rows].tolist()

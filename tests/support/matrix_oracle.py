@@ -1,7 +1,6 @@
-"""What the operators of codec `matrix` must do, from their contract, in numpy scalars.
+"""The contract of the operators of codec `matrix`, in numpy scalars, for small inputs.
 
-Numbers of the format are written out here, so that a mistake in `tagc.ops.matrix` shows as well.
-Meant for small inputs.
+The format's numbers are written out here, so a mistake in `tagc.ops.matrix` shows, too.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class Quantized:
 
     Attributes:
         words: the message.
-        said: what it stands for, NaN in rows that are not finite, `[rows, columns]` float64.
-        spoken: where a code says something.
-        left: what the codes do not say, float32.
+        said: the decoded values, NaN in rows that are not finite, `[rows, columns]` float64.
+        spoken: places that have a code.
+        left: the values minus the decoded ones, float32.
         bad: rows that are not finite, `[rows]`.
     """
 
@@ -49,8 +48,8 @@ def lane_sum(values: np.ndarray, lanes: int) -> np.float32:
 
 
 def code_sum(values: np.ndarray, width: int, group: int) -> np.float32:
-    """What the codes of a row stand for, code `i` of word `j` in place `[i, j]` of a table, as
-    wide as 4096 columns need at most; then neighbouring words are added, and halves of places."""
+    """Sum the decoded values of a row. Code `i` of word `j` has place `[i, j]` of a table, at most
+    as wide as 4096 columns need. First neighbouring words are added, then halves of places."""
     lanes = 32 // width
     words, wide = -(-len(values) // lanes), 4096 // (lanes * group)
     table = [F(0)] * (lanes * wide)
@@ -74,7 +73,7 @@ def float_of(bits: int) -> np.float32:
 
 
 def digits(values: list[int], width: int) -> list[int]:
-    """Neighbours in one word, the first in its lowest bits."""
+    """Pack neighbours into a word, the first in its lowest bits."""
     lanes = 32 // width
     return [
         sum(v << width * i for i, v in enumerate(values[at : at + lanes]))
@@ -151,7 +150,7 @@ def largest_of(x: np.ndarray, v: np.ndarray, group: int) -> list[int]:
 
 
 def element(x: np.float32, f: np.float32, v: np.float32, j: int, layout: Any) -> tuple[int, int]:
-    """What the code of an element multiplies `f * v` by, and the code."""
+    """The factor of `f * v` that an element's code stands for, and the code."""
     if layout.group > 1:
         negative = bool(np.signbit(x))
         return -1 if negative else 1, j % layout.group + layout.group * negative

@@ -1,4 +1,4 @@
-"""Files with a few changes, by a fixed seed."""
+"""Files with a few changes, from a fixed seed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the sketch codec must do, by definition: Python integers, float64, no shortcuts, no tagc.
+"""The definition of the sketch codec: Python integers, float64, no shortcuts, no tagc.
 
 Only the shape attributes of a layout (``groups``, ``words``, ``hashes``, ...) are read, so a
-mistake in ``tagc.ops`` or ``tagc.ops.symbols`` cannot hide here as well. Meant for small inputs.
+mistake in ``tagc.ops`` or ``tagc.ops.symbols`` cannot hide here, too. For small inputs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# For tensors as small as the tests' a second thread gains nothing, and where cores are shared
-# OpenMP's threads spin waiting for each other: a minute instead of a second.
+# For tensors this small a second thread gains nothing. On shared cores OpenMP's threads spin while
+# they wait for each other: a minute instead of a second.
 torch.set_num_threads(1)
 
 MASK = 0xFFFFFFFF
@@ -131,7 +131,7 @@ def encode_row(
 
 @dataclass
 class Peeled:
-    """What peeling recovered and what it left."""
+    """Recovered and leftover keys of peeling."""
 
     values: dict[int, int]  # by key
     stuck: list[int]
@@ -179,7 +179,7 @@ def shard(by_key: dict[int, np.ndarray], layout: Any) -> np.ndarray:
 
 
 def estimate(peeled: Peeled, seed: int, step: float, layout: Any) -> np.ndarray:
-    """What decode adds to the residual for the groups that peeling left, ``[n]``."""
+    """Decode's addition to the residual for the groups that peeling left, ``[n]``."""
     out = {}
     for k in peeled.stuck:
         shares = [
@@ -201,13 +201,13 @@ def support(kind: str, groups: int, keys: int, rng: np.random.Generator) -> np.n
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
-    """An output buffer in which an entry that was not written shows: NaN, or a sentinel."""
+    """An output buffer that shows unwritten entries: NaN, or a sentinel."""
     value = float("nan") if dtype.is_floating_point else SENTINEL
     return torch.full(shape, value, dtype=dtype)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit: NaN equals itself, zeros of different sign differ."""
+    """Equal bit for bit: NaN equals itself, zeros of different sign differ."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
@@ -233,7 +233,7 @@ def check_margins(*views: Tensor | None) -> None:
 
 
 def values(shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
-    """Heavy-tailed, with zeros of both signs and, coarse as they are, many ties."""
+    """Heavy-tailed values with zeros of both signs, and coarse, so with many ties."""
     x = rng.laplace(size=shape) ** 3
     if rng.random() < 0.5:
         x = np.round(x)
@@ -248,19 +248,19 @@ class Quantized:
     words: list[int]  # the message
     scale: np.ndarray  # [blocks] float32
     q: np.ndarray  # [blocks, block] int64
-    left: np.ndarray  # [n] float32, what the codes do not say
+    left: np.ndarray  # [n] float32, the rounding error of the codes
     bad: np.ndarray  # [n] bool, elements of blocks that hold something not finite
 
 
 def dither_of(seed: int, n: int) -> np.ndarray:
-    """What is added to ``n`` codes of a row with this seed, float64."""
+    """The dither for ``n`` codes of a row with this seed, float64."""
     salt = mix(seed & MASK)
     halves = [mix(j >> 1 ^ salt) >> 16 * (j & 1) & 0xFFFF for j in range(n)]
     return (np.array(halves) + 0.5) / 2**16 - 0.5
 
 
 def rounded_up(s: np.ndarray) -> np.ndarray:
-    """The least bfloat16 that positive float32 exceed by 2 units in their last place or less."""
+    """The least bfloat16 that positive float32 exceed by at most 2 units in the last place."""
     s = s.copy()
     for _ in range(2):
         s = np.where(s > 0, np.nextafter(s, np.float32(0)), s)
@@ -315,12 +315,12 @@ def quantize_row(x: np.ndarray, bits: int, block: int, seed: int | None = None) 
 
 
 def elements_of(row: Quantized, n: int) -> np.ndarray:
-    """What the codes say, ``[n]`` float64, NaN where the scale is."""
+    """The decoded values, ``[n]`` float64, NaN where the scale is NaN."""
     return (row.q * row.scale.astype(np.float64)[:, None]).reshape(-1)[:n]
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit but for the bits of NaN."""
+    """Equal bit for bit, except the bits of NaN."""
     nan = a.isnan()
     return torch.equal(nan, b.isnan()) and same_bits(a.masked_fill(nan, 0), b.masked_fill(nan, 0))
 

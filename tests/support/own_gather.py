@@ -1,4 +1,4 @@
-"""A parameter that makes what FSDP2 gathers of it, as those of torchao's float8 training do."""
+"""A parameter that makes its own data for FSDP2's all-gather, as in torchao's float8 training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-# Of these FSDP and optimizers need a result of the same class.
+# FSDP and optimizers need results of the same class from these functions.
 _KEPT = {
     torch.ops.aten.empty_like.default,
     torch.ops.aten.new_zeros.default,
@@ -25,7 +25,7 @@ _KEPT = {
 
 
 class InBfloat16(Tensor):
-    """Stored as it is, gathered in bfloat16, and computed with in its own dtype."""
+    """Stored unchanged, gathered in bfloat16, and computed with in its own dtype."""
 
     data_: Tensor
 
@@ -74,7 +74,7 @@ class InBfloat16(Tensor):
 
 
 def gather_themselves(blocks: Any) -> None:
-    """Let the matrices of these blocks do so."""
+    """Make the matrices of these blocks such parameters."""
     for block in blocks:
         for layer in (block.up, block.down):
             layer.weight = nn.Parameter(InBfloat16(layer.weight.detach()))

@@ -52,7 +52,7 @@ def problem(
     R: int = 2,
     seed: int = 0,
 ) -> Problem:
-    """``low`` are the low bits, None for the planned ones."""
+    """``low``: the number of low bits; None takes the planned one."""
     rng = np.random.default_rng([n, group, seed])
     above, keep = MODES[mode]
     groups = -(-n // group)
@@ -96,7 +96,7 @@ def check_sum(
     divisor=3,
     aligned=False,
 ) -> Tensor:
-    """unpack against the reference."""
+    """Compare unpack with the reference."""
     out = []
     for ops, where in ((reference, "cpu"), (kernels("ops"), device)):
         result = placed(oracle.poisoned(layout.numel, dtype=dtype), where, aligned)
@@ -110,7 +110,7 @@ def check_sum(
 
 
 def check(p: Problem, device: str, *, dtype=F32, divisor=3, aligned=False) -> dict[str, Tensor]:
-    """Pack, then add up all rows, against the reference; what that gives."""
+    """Compare packing and adding up all rows with the reference; return the sum."""
     want = packed(reference, p, "cpu", aligned)
     got = packed(kernels("ops"), p, device, aligned)
     for name, tensor in want.items():
@@ -123,7 +123,7 @@ def check(p: Problem, device: str, *, dtype=F32, divisor=3, aligned=False) -> di
 
 
 def check_index(present: Tensor, layout: PackedLayout, device: str) -> None:
-    """write_index and read_index against the reference, bits past the last group set."""
+    """Compare write_index and read_index with the reference; bits past the last group are set."""
     bitmap = to_bitmap(present)
     if present.shape[1] % 32 and layout.low_bits:
         bitmap[:, -1] |= torch.tensor(-1 << present.shape[1] % 32, dtype=I32)
@@ -143,7 +143,7 @@ def check_index(present: Tensor, layout: PackedLayout, device: str) -> None:
 
 
 def check_select(x: Tensor, threshold: Tensor, layout: PackedLayout, device: str) -> Tensor:
-    """select against the reference; its bitmaps."""
+    """Compare select with the reference; return its bitmaps."""
     out = []
     for ops, where in ((reference, "cpu"), (kernels("ops"), device)):
         bitmap = placed(oracle.poisoned(len(x), layout.bitmap_words, dtype=I32), where, False)

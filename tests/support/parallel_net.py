@@ -24,9 +24,9 @@ SHAPES = {
 
 
 class Block(nn.Module):
-    """No size divides by a number of ranks. `up` is divided by rows, which FSDP shards as well,
-    `down` by columns, `norm` is a DTensor that all tensor-parallel ranks have, and `head` a plain
-    tensor."""
+    """No size divides by a number of ranks. Tensor parallelism divides `up` by rows, which FSDP
+    shards, too, and `down` by columns. `norm` is a DTensor that all tensor-parallel ranks have
+    whole, and `head` is a plain tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ def parallel(
     replicas: int = 1,
     in_one_unit: bool = False,
 ) -> Any:
-    """The model, divided among `tensor` ranks and then sharded over `data`; of neighbours the
-    former, or the latter. With one tensor-parallel rank it is FSDP2 alone."""
+    """The model, divided among `tensor` ranks and then sharded over `data`; either dimension may be
+    that of neighbouring ranks. With one tensor-parallel rank it is FSDP2 alone."""
     sizes = {"tp": tensor, "dp": data} if tensor_first else {"dp": data, "tp": tensor}
     sizes = {"replicas": replicas, **sizes} if replicas > 1 else sizes
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -69,7 +69,7 @@ def parallel(
     if tensor > 1:
         plan: Any = {
             "norm": SequenceParallel(),
-            # 13 rows divide by no number of ranks: only a DTensor knows how many there are in all.
+            # 13 rows divide by no number of ranks: only a DTensor knows the total number.
             "mlp.up": ColwiseParallel(use_local_output=False),
             "mlp.down": RowwiseParallel(),
         }

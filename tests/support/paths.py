@@ -1,4 +1,4 @@
-"""Where files of the repository lie."""
+"""Paths of the repository's files."""
 
 from __future__ import annotations
 

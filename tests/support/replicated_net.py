@@ -34,6 +34,6 @@ def of_replicas(t: Tensor, mesh: DeviceMesh) -> list[Tensor]:
 def wrapped(policy: dict[str, Any]) -> tuple[Any, DeviceMesh]:
     model, replicas = two_by_two()
     with warnings.catch_warnings():
-        # Units as small as these may well cost more compressed.
+        # Units as small as these may send more when compressed.
         warnings.simplefilter("ignore")
         return tagc.wrap(model, {"schema": 1, **policy}, replicas=replicas), replicas

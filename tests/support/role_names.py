@@ -1,6 +1,8 @@
-"""Names of parameters of many model families, labelled by hand, and how many of them a role table
-misjudges: ``cd tests && python -m support.role_names [ROLES.py]`` prints a table, for the table of
-roles in that file or for tagc's own."""
+"""Count how many hand-labelled parameter names of many model families a role table misjudges.
+
+``cd tests && python -m support.role_names [ROLES.py]`` prints the counts for the role table in that
+file, or for tagc's own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ FILE = Path(__file__).parent.parent / "data" / "role-names.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
-    """Parameters of one name, but for its numbers: what they are, and how many."""
+    """Parameters with the same name except for numbers: their label, and how many there are."""
 
     family: str
     role: str
@@ -51,18 +53,18 @@ def labelled() -> list[Labelled]:
 
 
 def judged(table: ModuleType) -> Callable[[Labelled], tuple[str, bool]]:
-    """What a table of roles takes a parameter for: its role, and whether it is a matrix."""
+    """A role table's verdict on a parameter: its role, and whether it is a matrix."""
 
     def of(param: Labelled) -> tuple[str, bool]:
         info: Any = table.ParamInfo.of(param.name, param.shape)
-        # Tables before `no_matrix` went by dimensions.
+        # Tables before `no_matrix` used dimensions.
         return info.role, not getattr(info, "no_matrix", info.ndim < 2)
 
     return of
 
 
 def misjudged(table: ModuleType) -> dict[str, tuple[int, int]]:
-    """For each family how many parameters there are, and how many of them are misjudged."""
+    """For each family, the number of parameters and of misjudged ones."""
     judge, counts = judged(table), dict[str, tuple[int, int]]()
     for param in labelled():
         total, wrong = counts.get(param.family, (0, 0))

@@ -1,4 +1,4 @@
-"""Random sequences that fail, made small."""
+"""Shrink random sequences that fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def shrunk(calls: list[T], fails: Callable[[list[T]], bool]) -> list[T]:
-    """A part of the calls that still fails, of which none can be left out."""
+    """A smallest part of the calls that still fails: it needs every one of them."""
     at = 0
     while at < len(calls):
         fewer = calls[:at] + calls[at + 1 :]

@@ -123,7 +123,7 @@ def encode(ops, case: Case) -> Encoded:
 
 
 def decode(ops, index, cells, case: Case, out_dtype, divisor):
-    """``out``, the residual of row 0 after, ``stats``."""
+    """``out``, the residual of row 0 afterwards, ``stats``."""
     out = oracle.widened(oracle.poisoned(case.layout.numel, dtype=out_dtype))
     residual = None if case.residual is None else oracle.widened(case.residual[0])
     stats = oracle.poisoned(2, dtype=torch.int32)
@@ -183,7 +183,7 @@ def share(case: Case, rng, *, bad: bool = False) -> None:
         for at, value in ((0, float("nan")), (groups - 1, float("inf"))):
             marked[0, at] = True
             case.grad[0, at * lanes] = value
-        # One outside of it, too, where there is room.
+        # One outside of it, too, if there is room.
         if groups > 2:
             marked[0, 1] = False
             case.grad[0, lanes] = float("-inf")
@@ -194,6 +194,6 @@ def share(case: Case, rng, *, bad: bool = False) -> None:
 
 
 def ranks_to_one(case: Case, ops=REFERENCE):
-    """What rank 0 receives when every row of ``case`` is a rank's: index and summed cells."""
+    """The index and summed cells that rank 0 receives if every row of ``case`` is one rank's."""
     got = encode(ops, case)
     return got.index, got.cells.sum(0, dtype=got.cells.dtype)

@@ -119,7 +119,7 @@ def run_decode(
 
 
 def check(p: Problem, device: str, *, out=F32, divisor=3, aligned=False) -> dict[str, Any]:
-    """Encode and decode against the reference; the results, the residual after encode."""
+    """Compare encode and decode with the reference; return the results and encode's residual."""
     ops = kernels("ops")
     want = run_encode(reference, p, "cpu", aligned)
     got = run_encode(ops, p, device, aligned)
@@ -137,7 +137,7 @@ def check(p: Problem, device: str, *, out=F32, divisor=3, aligned=False) -> dict
 
 
 def share(p: Problem, seed: int = 0) -> Problem:
-    """With a support of a third of the groups, chosen by nobody."""
+    """With a random support of a third of the groups."""
     rng, groups = np.random.default_rng(seed), p.layout.groups
     p.support = to_bitmap(torch.from_numpy(rng.random((p.grad.shape[0], groups)) < 1 / 3))
     if groups % 32:  # bits past the last group mean nothing
@@ -146,7 +146,7 @@ def share(p: Problem, seed: int = 0) -> Problem:
 
 
 def check_codec(layout: SketchLayout, present: Tensor, symbols: Tensor, device: str) -> Tensor:
-    """``insert`` and ``peel`` against the reference; what could not be recovered."""
+    """Compare ``insert`` and ``peel`` with the reference; return the leftover keys."""
     ops = kernels("ops")
     index, seed = to_bitmap(present), torch.tensor([-7], dtype=I32)
     tail = present.numel() % 32

@@ -87,7 +87,7 @@ def wrapped(policy: dict[str, Any], model: Any = None, **options: Any) -> Any:
     """A model, the small one of the tests of FSDP2 by default."""
     model = sharded() if model is None else model
     with warnings.catch_warnings():
-        # Units as small as these may well cost more compressed.
+        # Units as small as these may send more when compressed.
         warnings.filterwarnings("ignore", message=".*sends .* per step at this number of ranks")
         return tagc.wrap(model, policy, **options)
 
@@ -110,7 +110,7 @@ def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def save(model: nn.Module, folder: Path, saver: str) -> None:
-    """By torch's distributed checkpoints, or to safetensors files."""
+    """Save with torch's distributed checkpoints, or to safetensors files."""
     compressor = tagc.compressor(model)
     if saver == "dcp":
         dcp.save({"tagc": compressor}, checkpoint_id=folder)
@@ -119,7 +119,7 @@ def save(model: nn.Module, folder: Path, saver: str) -> None:
 
 
 def load(model: nn.Module, folder: Path, saver: str) -> None:
-    """What `save` saved, by the same number of ranks."""
+    """Load a save of the same number of ranks."""
     compressor = tagc.compressor(model)
     if saver == "dcp":
         dcp.load({"tagc": compressor}, checkpoint_id=folder)
@@ -128,7 +128,7 @@ def load(model: nn.Module, folder: Path, saver: str) -> None:
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
-    """All that training goes on from, and what is counted."""
+    """Everything that training continues from, and the counters."""
     compressor = tagc.compressor(model)
     return {
         "weights": local_weights(model),
@@ -138,8 +138,8 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 
 def residual_sums(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's residuals in float64, by parameter, and what it keeps of its shard with
-    a lead, in the parameter's shape."""
+    """This rank's residuals in float64, by parameter, and with a lead its owner state, in the
+    parameter's shape."""
     sums = {}
     shapes = {row.param: row.shape for row in tagc.compressor(model).plan().rows}
     for name, tensor in tagc.compressor(model).state_dict().items():
@@ -157,7 +157,7 @@ def residual_sums(model: nn.Module) -> dict[str, Tensor]:
 def in_whole(
     name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, Tensor]:
-    """A parameter's name, and what was saved of it or of a shard of it, among zeros."""
+    """A parameter's name, and its saved values, or those of a shard, with zeros elsewhere."""
     parameter, part = split_suffix(name)
     whole = torch.zeros(shapes[parameter], dtype=torch.float64)
     boxes = part.boxes(shapes[parameter], dim=0)
@@ -184,8 +184,8 @@ by_saver = pytest.mark.parametrize("saver", SAVERS)
 
 
 def in_turn(values: Iterable[Any], rare: Sequence[Any] = ()) -> list[Any]:
-    """Every value with a saver, in turn; with the other one for `make test-slow`, and so are rare
-    ones."""
+    """Every value with one saver, in turn. The other saver and rare values are for
+    `make test-slow`."""
     return [
         pytest.param(
             value, saver, marks=[] if i % 2 == j and value not in rare else [pytest.mark.slow]
@@ -205,7 +205,7 @@ def train_and_save(
 
 
 def loads_badly(rank: int, saver: str, policy: dict, folder: Path) -> tuple[str, str]:
-    """What loading as the same number of ranks says, and that it changed nothing."""
+    """The error of loading with the same number of ranks; checks that nothing changed."""
     model = wrapped(policy)
     run(model, rank, range(1))
     before = snapshot(model)
@@ -218,7 +218,7 @@ def loads_badly(rank: int, saver: str, policy: dict, folder: Path) -> tuple[str,
 
 
 class Stored:
-    """A source of what ranks saved, in memory."""
+    """A source of ranks' saved states, in memory."""
 
     alone, where, identity = False, "here", ""
 

@@ -1,4 +1,4 @@
-"""No waiting for a GPU: torch's own check, where there is one."""
+"""Check that nothing waits for a GPU: torch's own check, if there is a GPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @contextmanager
 def synchronizing_raises() -> Iterator[None]:
-    """Inside, torch raises where the host would wait for the device (but for some operations)."""
+    """Inside, torch raises if the host would wait for the device (except for some operations)."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        # It says once that it is a prototype; warnings are errors here.
+        # It warns once that it is a prototype; warnings are errors here.
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode("error")
     try:

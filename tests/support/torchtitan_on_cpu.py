@@ -1,9 +1,9 @@
 """``torchtitan.train`` on a CPU: ``python torchtitan_on_cpu.py FOLDER ...`` runs it in FOLDER with
-the other arguments, and makes a tokenizer of bytes and a small data set there first.
+the other arguments, after making a byte tokenizer and a small data set there.
 
-torchtitan 0.3 takes a machine without a GPU for one with CUDA, its attention has no backward on a
-CPU, and after the first step it sets timeouts by a function that torch 2.13 does not have. These
-three are replaced here, and nothing else.
+torchtitan 0.3 treats a machine without a GPU as one with CUDA. Its attention has no backward on a
+CPU. After the first step it sets timeouts with a function that torch 2.13 does not have. This
+script replaces these three, and nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORDS = ["the", "of", "to", "and", "in", "is", "it", "for", "on", "that", "with"
 
 
 class Cpu:
-    """What torchtitan asks of ``torch.cuda``."""
+    """The parts of ``torch.cuda`` that torchtitan uses."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
@@ -43,13 +43,13 @@ class Cpu:
 
 
 def causal(q: Any, k: Any, v: Any, *, scale: Any, enable_gqa: bool, **_: Any) -> tuple[Any, None]:
-    """Flex attention of one document a sequence."""
+    """Flex attention with one document per sequence."""
     attention = torch.nn.functional.scaled_dot_product_attention
     return attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa), None
 
 
 def make_assets(folder: Path) -> None:
-    """Where the debug models' configs look for a tokenizer and data."""
+    """Make a tokenizer and data where the debug models' configs look for them."""
     tokenizer, data = (folder / "tests" / "assets" / name for name in ("tokenizer", "c4_test"))
     for made in (tokenizer, data):
         made.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ AVG = dist.ReduceOp.AVG
 
 
 def policy(*rules: tuple[dict, float], symbol: str = "auto", stored: str = "float32") -> Policy:
-    """Sketches with a density for each `when`; all else is dense."""
+    """Sketches with a density for each `when`; everything else is dense."""
     return Policy.load(
         {
             "schema": 1,
@@ -106,7 +106,7 @@ def plan_of(
     )
     info = UnitInfo(name="unit", params=params or narrow, world_size=world_size, dtype=dtype)
     with warnings.catch_warnings():
-        # Units as small as this one may well cost more compressed.
+        # Units as small as this one may send more when compressed.
         warnings.simplefilter("ignore")
         if direction == "replicas":
             return build_plan([info], rules, replicas=[info]).replicas[0]
@@ -120,7 +120,7 @@ def unit_reducer(plan: UnitPlan, ops: str = "reference") -> UnitReducer:
 
 
 def reduce(reducer: UnitReducer, inp: Tensor, op: Any = AVG) -> Tensor:
-    """This rank's shard; NaN where nothing was written."""
+    """This rank's shard; unwritten elements are NaN."""
     out = torch.full((reducer.plan.columns,), torch.nan, dtype=inp.dtype)
     group = dist.group.WORLD
     assert group is not None
@@ -137,7 +137,7 @@ def normal(world_size: int, columns: int, step: int) -> Tensor:
 
 
 def spiky(world_size: int, columns: int, step: int) -> Tensor:
-    """Like `normal`, with an outlier in a hundred elements: so many that steps must grow."""
+    """Like `normal`, with one outlier per hundred elements, enough that steps must grow."""
     buffers = normal(world_size, columns, step)
     picked = torch.rand(buffers.shape, generator=torch.Generator().manual_seed(step)) < 0.01
     return torch.where(picked, 1000 * buffers, buffers)
