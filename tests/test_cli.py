@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tagc
 from tagc.cli import _parser, main
@@ -251,8 +252,8 @@ def test_options_of_advise_are_answered_by_explain(capsys):
 
 
 def test_explain_says_what_it_read(tmp_path, capsys):
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "vocab_size": 99, "n_positions": 8}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {f"h.{i}.w": torch.zeros(256, 99, dtype=torch.float32) for i in range(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
     assert main(["explain", str(tmp_path), "--world", "8"]) == 0
     said = capsys.readouterr().out.splitlines()[0]
-    assert said == "106,944 parameters, 2 blocks, 8 ranks (config.json of gpt2)"
+    assert said == "50,688 parameters, 2 blocks, 8 ranks (model.safetensors, F32)"

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tagc.costs.advise import PAYS, Advisor, Candidate, verdict
+from tagc.costs.advise import verdict
+from tagc.costs.candidates import PAYS, Advisor, Candidate
 from tagc.costs.shapes import ModelShapes
 from tagc.plan import Plan
 from tagc.plan.alike import merged

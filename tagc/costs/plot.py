@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tagc.costs.advise import Advisor
+from tagc.costs.candidates import Advisor
 from tagc.quantities import format_bandwidth
 
 # How far from the bandwidth that was asked about, and how densely.

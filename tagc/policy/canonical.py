@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tagc.codecs.config import CodecConfig
+from tagc.codecs.config import Strict
 from tagc.codecs.delta import DeltaConfig
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import FeedbackConfig
@@ -47,85 +47,35 @@ def canonical(
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
+# Of every configuration the keys that the form has; a later one is not among them, see above.
+_KEYS: dict[type[Strict], tuple[str, ...]] = {
+    When: ("role", "name", "layers", "min_numel", "max_numel"),
+    FeedbackConfig: ("kind", "dtype", "beta", "reset_steps", "lead"),
+    DenseConfig: ("kind", "wire"),
+    SketchConfig: ("kind", "density", "symbol", "support", "warmup_steps"),
+    PackedConfig: ("kind", "density", "bits", "group", "block", "warmup_steps"),
+    QuantizedConfig: ("kind", "bits", "block", "rounding"),
+    QuantizedParametersConfig: ("kind", "bits", "block", "keep_for_backward"),
+    MatrixConfig: ("kind", "bits", "group", "level", "warmup_steps"),
+    DeltaConfig: ("kind", "bits", "block", "rounding"),
+    AutoParametersConfig: ("kind", "min_bits", "memory"),
+    AutoConfig: ("kind", "min_bits"),
+}
+# Of options that were removed.
+_REMOVED: dict[type[Strict], dict[str, Any]] = {
+    PackedConfig: {"support": "own"},
+    FeedbackConfig: {"rate": 0.1},
+}
+
+
 def _rule(rule: Rule | ParameterRule) -> dict[str, Any]:
-    said = {"when": _when(rule.when), "codec": _codec(rule.codec)}
-    return said | {"feedback": _feedback(rule.feedback)} if isinstance(rule, Rule) else said
+    said = {"when": _part(rule.when), "codec": _part(rule.codec)}
+    return said | {"feedback": _part(rule.feedback)} if isinstance(rule, Rule) else said
 
 
-def _when(when: When) -> dict[str, Any]:
-    return {
-        "role": when.role,
-        "name": when.name,
-        "layers": when.layers,
-        "min_numel": when.min_numel,
-        "max_numel": when.max_numel,
-    }
-
-
-def _codec(codec: CodecConfig) -> dict[str, Any]:
-    match codec:
-        case DenseConfig():
-            return {"kind": "dense", "wire": codec.wire}
-        case SketchConfig():
-            return {
-                "kind": "sketch",
-                "density": codec.density,
-                "symbol": codec.symbol,
-                "support": codec.support,
-                "warmup_steps": codec.warmup_steps,
-            }
-        case PackedConfig():
-            return {
-                "kind": "packed",
-                "density": codec.density,
-                "bits": codec.bits,
-                "group": codec.group,
-                "block": codec.block,
-                "support": "own",  # of an option that was removed
-                "warmup_steps": codec.warmup_steps,
-            }
-        case QuantizedConfig():
-            return {
-                "kind": "quantized",
-                "bits": codec.bits,
-                "block": codec.block,
-                "rounding": codec.rounding,
-            }
-        case QuantizedParametersConfig():
-            return {
-                "kind": "quantized",
-                "bits": codec.bits,
-                "block": codec.block,
-                "keep_for_backward": codec.keep_for_backward,
-            }
-        case MatrixConfig():
-            return {
-                "kind": "matrix",
-                "bits": codec.bits,
-                "group": codec.group,
-                "level": float(codec.level),
-                "warmup_steps": codec.warmup_steps,
-            }
-        case DeltaConfig():
-            return {
-                "kind": "delta",
-                "bits": codec.bits,
-                "block": codec.block,
-                "rounding": codec.rounding,
-            }
-        case AutoParametersConfig():
-            return {"kind": "auto", "min_bits": codec.min_bits, "memory": codec.memory}
-        case AutoConfig():
-            return {"kind": "auto", "min_bits": codec.min_bits}
-    raise AssertionError(f"{type(codec).__name__} has no canonical form")
-
-
-def _feedback(feedback: FeedbackConfig) -> dict[str, Any]:
-    return {
-        "kind": feedback.kind,
-        "dtype": feedback.dtype,
-        "beta": feedback.beta,
-        "reset_steps": feedback.reset_steps,
-        "rate": 0.1,  # of a kind that was removed
-        "lead": feedback.lead,
-    }
+def _part(part: Strict) -> dict[str, Any]:
+    kind = next(kind for kind in type(part).__mro__ if kind in _KEYS)
+    said = {key: getattr(part, key) for key in _KEYS[kind]} | _REMOVED.get(kind, {})
+    if isinstance(part, MatrixConfig):
+        said["level"] = float(part.level)  # its default is an int
+    return said

@@ -14,14 +14,18 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, field_validator
-from pydantic_core import InitErrorDetails
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+)
 
 from tagc.codecs.config import InSchema, Strict
-from tagc.codecs.feedback import FeedbackConfig
 from tagc.policy.canonical import canonical
-from tagc.policy.conditions import Glob, OneOrMore, When
-from tagc.policy.configs import GRADIENT_CONFIGS, PARAMETER_CONFIGS
+from tagc.policy.conditions import Glob, OneOrMore
 from tagc.policy.document import (
     DICT,
     Document,
@@ -51,6 +55,19 @@ def _as_rules(value: object) -> tuple[object, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"must be a non-empty list of rules, not {short(value)}")
     return tuple(value)
+
+
+def _check_replicas(rule: Rule) -> Rule:
+    if rule.codec.shares_support:
+        raise ValueError(
+            "codec.support 'shared' is the choice of a shard's owner, and replicas have none"
+        )
+    if rule.feedback.lead == "measured":
+        raise ValueError(
+            "feedback.lead 'measured' differs from rank to rank, and replicas must stay alike; "
+            "name a number"
+        )
+    return rule
 
 
 _Rule = TypeVar("_Rule")
@@ -89,7 +106,7 @@ class Policy(Strict):
     what none selects is dense."""
     parameters: _Rules[ParameterRule] = ()
     """Rules for parameters in FSDP's all-gather; likewise."""
-    replicas: _Rules[Rule] = ()
+    replicas: _Rules[Annotated[Rule, AfterValidator(_check_replicas)]] = ()
     """Rules for gradients in the all-reduce across replicas of the sharded model; likewise."""
     inside: Inside = "native"
     """Where the ranks of a host add up gradients before one message a host is sent: how those that
@@ -106,31 +123,6 @@ class Policy(Strict):
     # Where each rule of a list comes from, and which of that is the policy's own.
     _origins: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
     _source: str = PrivateAttr(default=DICT)
-
-    @field_validator("replicas")
-    @classmethod
-    def _check_owners(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        choice = ValueError("'shared' is the choice of a shard's owner, and replicas have none")
-        share = ValueError(
-            "'measured' differs from rank to rank, and replicas must stay alike; name a number"
-        )
-        found = [
-            InitErrorDetails(type="value_error", loc=(i, *where), input=value, ctx={"error": why})
-            for i, rule in enumerate(rules)
-            for wrong, where, value, why in (
-                (
-                    rule.codec.shares_support,
-                    ("codec", rule.codec.kind, "support"),
-                    "shared",
-                    choice,
-                ),
-                (rule.feedback.lead == "measured", ("feedback", "lead"), "measured", share),
-            )
-            if wrong
-        ]
-        if found:
-            raise ValidationError.from_exception_data(cls.__name__, found)
-        return rules
 
     @field_validator("roles")
     @classmethod
@@ -309,23 +301,10 @@ def _validate(document: Document) -> Policy:
     try:
         policy = (Extension if extends else Policy).model_validate(document.data)
     except ValidationError as error:
-        raise_problems(document, translate(error, document.data, _keys_at))
+        raise_problems(document, translate(error, document.data, Extension))
         raise AssertionError("a ValidationError without errors") from error
     raise_problems(document, ())
     rules = {name: getattr(policy, name) for name in DIRECTIONS}
     policy._origins = {name: (document.source,) * len(of) for name, of in rules.items()}
     policy._source = document.source
     return policy
-
-
-def _keys_at(loc: tuple[str | int, ...]) -> list[str]:
-    """The keys of the mapping at pydantic's location, for the nearest valid spelling."""
-    last = loc[-1] if loc else ""
-    of_parameters = bool(loc) and loc[0] == "parameters"
-    model: type[Strict] = ParameterRule if of_parameters else Rule
-    if isinstance(last, str):
-        configs = PARAMETER_CONFIGS if of_parameters else GRADIENT_CONFIGS
-        by_kind = {config.model_fields["kind"].default: config for config in configs}
-        named = {"when": When, "feedback": FeedbackConfig, "tuning": Tuning}
-        model = {**named, **by_kind}.get(last, Extension)
-    return [info.alias or key for key, info in model.model_fields.items()]

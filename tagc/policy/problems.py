@@ -1,15 +1,17 @@
 """Saying what is wrong with a policy, in the words of its file."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tagc.policy.document import Document, Keys, Place, PolicyError, Problem
 from tagc.policy.removed import remedy_for
+from tagc.policy.roles import ROLES
 from tagc.policy.suggest import closest, nearest, short
 
 __all__ = ["raise_problems", "translate"]
@@ -31,94 +33,121 @@ def raise_problems(document: Document, problems: Iterable[Problem]) -> None:
         raise PolicyError("\n".join(_sentence(problem, document) for problem in listed))
 
 
-def translate(
-    error: ValidationError, data: object, keys_at: Callable[[Keys], Sequence[str]]
-) -> list[Problem]:
+def translate(error: ValidationError, data: object, model: type[BaseModel]) -> list[Problem]:
     """Pydantic's findings on `data` as problems, in the words of the file.
 
-    `keys_at(loc)` gives the keys allowed in the mapping at pydantic's location `loc`.
+    `model` has every key of a file. Allowed keys and values are read from it, as what pydantic
+    says in English may change with its version.
     """
     found = error.errors(include_url=False)
     # A misspelt key is one mistake, though the right one is then missing.
     meant = {
-        (*details["loc"][:-1], closest(details["loc"][-1], keys_at(details["loc"][:-1])))
-        for details in found
-        if details["type"] == "extra_forbidden"
+        (*loc, closest(key, _keys(model, loc)))
+        for *loc, key in (one["loc"] for one in found if one["type"] == "extra_forbidden")
     }
     return [
-        _removed(Problem(*_translate_one(details, data, keys_at)), data)
+        _in_words(Problem(*_translate_one(details, model)), data)
         for details in found
         if details["type"] != "missing" or details["loc"] not in meant
     ]
 
 
-def _removed(problem: Problem, data: Any) -> Problem:
-    """The problem, or what to write instead if the value was allowed in an earlier version."""
-    for part in problem.path[:-1]:
+def _in_words(problem: Problem, data: Any) -> Problem:
+    """The problem where the file has it, with what to write instead of a value that was removed."""
+    *outer, key = problem.path or (None,)
+    for part in outer:
         data = data[part]
-    key = problem.path[-1] if problem.path else None
-    if not isinstance(data, Mapping) or not isinstance(key, str) or key not in data:
-        return problem
-    remedy = remedy_for(key, data)
+    if isinstance(data, str):  # one alternative, without a list around it
+        return replace(problem, path=tuple(outer))
+    remedy = remedy_for(key, data) if isinstance(data, Mapping) and key in data else None
     return replace(problem, text=f"{short(data[key])} was removed: {remedy}") if remedy else problem
 
 
-def _translate_one(
-    details: ErrorDetails, data: object, keys_at: Callable[[Keys], Sequence[str]]
-) -> tuple[Keys, str]:
-    loc, kind, context = details["loc"], details["type"], details.get("ctx", {})
-    if loc[-1:] == ("[key]",) and kind == "literal_error":
-        return _path_in(data, loc, missing=False), (
-            f"unknown key; {nearest(loc[-2], _options(context['expected']))}"
-        )
-    path = _path_in(data, loc, missing=kind == "missing")
-    given = short(details["input"])
-    if kind == "missing":
-        return path, "the key is missing"
+# By pydantic's type of error; its context fills in the limits.
+_TEXTS = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be a mapping",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a valid number",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be greater than or equal to {ge}",
+    "int_type": "must be a valid integer",
+    "invalid_key": "a key must be a string",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be less than or equal to {le}",
+    "model_attributes_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "string_too_short": "must have at least {min_length} character",
+    "string_type": "must be a valid string",
+    "string_unicode": "must be a valid string",
+}
+
+
+def _translate_one(details: ErrorDetails, model: type[BaseModel]) -> tuple[Keys, str]:
+    loc, kind, given = details["loc"], details["type"], details["input"]
+    path, expected = _follow(model, loc)
+    if kind in ("missing", "union_tag_not_found"):
+        return (path if kind == "missing" else (*path, "kind")), "the key is missing"
     if kind == "extra_forbidden":
-        return path, f"unknown key; {nearest(loc[-1], keys_at(loc[:-1]))}"
-    if kind == "union_tag_not_found":
-        return (*path, "kind"), "the key is missing"
+        return path, f"unknown key; {nearest(loc[-1], _keys(model, loc[:-1]))}"
     if kind == "union_tag_invalid":
-        tag = details["input"].get("kind")
-        return (*path, "kind"), _unknown(tag, context["expected_tags"])
+        return (*path, "kind"), _unknown(given["kind"], [*map(_kind, expected)])
+    if kind == "literal_error" and loc[-1] == "[key]":  # which only `roles` has
+        return path, f"unknown key; {nearest(given, ROLES)}"
     if kind == "literal_error":
-        return path, _unknown(details["input"], context["expected"])
-    if kind in ("model_type", "model_attributes_type"):
-        if not path:  # some other text than a policy, which is none of this message's business
-            given = type(details["input"]).__name__
-        return path, f"must be a mapping, not {given}"
+        values = [v for one in expected if get_origin(one) is Literal for v in get_args(one)]
+        return path, _unknown(given, values)
+    context = details.get("ctx", {})
     if kind == "value_error":
         return path, str(context["error"])
-    return path, re.sub(r"^(?:Input|String) should", "must", details["msg"]) + f", not {given}"
+    limits = {k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()}
+    text = _TEXTS[kind].format(**limits) if kind in _TEXTS else details["msg"]
+    # Where it is all of a file, that is some other text than a policy.
+    return path, f"{text}, not {short(given) if path else type(given).__name__}"
 
 
-def _path_in(data: object, loc: Keys, *, missing: bool) -> Keys:
-    """The part of pydantic's location that exists in the data, plus the key if it is missing."""
-    # After a codec, pydantic names the kind that it chose, which is no key of the file.
-    if len(loc) > 3 and loc[2] == "codec":
-        loc = loc[:3] + loc[4:]
+def _unknown(given: object, options: Sequence[object]) -> str:
+    return f"unknown value {short(given)}; {nearest(given, options)}"
+
+
+def _follow(model: type[BaseModel], loc: Sequence[str | int]) -> tuple[Keys, list[Any]]:
+    """Where pydantic's location is in the file, and the types that a value may have there.
+
+    Besides keys and indices it names alternatives: the `kind` of a codec, a union's types.
+    """
     path: Keys = ()
+    types: list[Any] = [model]
     for part in loc:
-        found: Sequence[Any] = ()
-        if isinstance(data, list | tuple) and isinstance(part, int):
-            found = data[part : part + 1]
-        elif isinstance(data, Mapping) and part in data:
-            found = (data[part],)
-        if not found:
-            return (*path, part) if missing else path
-        data = found[0]
-        path = (*path, part)
-    return path
+        fields, origin = _fields(types[0]), get_origin(types[0])
+        if fields and len(types) > 1:
+            types = [codec for codec in types if _kind(codec) == part]
+        elif fields or origin is dict or (origin is tuple and isinstance(part, int)):
+            path = (*path, part)
+            inner = fields.get(part) if fields else get_args(types[0])[origin is dict]
+            types = _alternatives(inner)
+    return path, types
 
 
-def _unknown(given: object, expected: str) -> str:
-    return f"unknown value {short(given)}; {nearest(given, _options(expected))}"
+def _alternatives(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [one for arg in get_args(annotation) for one in _alternatives(arg)]
+    return [] if annotation is NoneType else [annotation]
 
 
-def _options(expected: str) -> list[str]:
-    # Pydantic lists what it expects as text, each spelling in single quotes, numbers without.
-    return re.findall(r"'([^']*)'", expected) or re.findall(r"\d+", expected)
+def _fields(part: Any) -> dict[Any, Any]:
+    """The types of a part of a policy, by its keys; empty for a value."""
+    fields = getattr(part, "model_fields", {})
+    return {info.alias or name: info.annotation for name, info in fields.items()}
+
+
+def _keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
+    return [*_fields(_follow(model, loc)[1][0])]
+
+
+def _kind(codec: type[BaseModel]) -> str:
+    return codec.model_fields["kind"].default
 
 
 def _sentence(problem: Problem, document: Document) -> str:

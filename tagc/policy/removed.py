@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["POLICIES", "REMOVED", "Removed", "remedy_for"]
 
@@ -62,7 +63,7 @@ POLICIES = {
 """By the name of a built-in policy that there was, what to write instead."""
 
 
-def remedy_for(key: str, mapping: Mapping[str, object]) -> str | None:
+def remedy_for(key: object, mapping: Mapping[Any, object]) -> str | None:
     """What to write instead of this key's value in a codec or feedback; None if the value was
     never allowed."""
     for one in REMOVED:

@@ -12,7 +12,7 @@ import pytest
 
 import tagc
 from tagc.cli import main
-from tagc.costs import Speed, advise, speed_key
+from tagc.costs import Speed, candidates, speed_key
 from tagc.quantities import bandwidth, count, seconds
 
 # One block matrix on 2 ranks: 2 ** 20 elements, of which a rank sends half in a reduce-scatter.
@@ -92,7 +92,7 @@ def test_on_a_cpu_codecs_are_measured_and_gloo_wastes(shapes: str, capsys: Any) 
     def speeds(codecs: Any, *args: Any) -> dict[str, Speed]:
         return {speed_key(codec): Speed(encode=1e-6, decode=1e-6) for codec in codecs}
 
-    with patch.object(advise, "measure_speeds", speeds):
+    with patch.object(candidates, "measure_speeds", speeds):
         out = run(
             capsys, "advise", "--model", shapes, "--world", "2", "--bandwidth", "1Gbit",
             "--device", "cpu", "--ops", "reference", "--param-dtype", "fp32",

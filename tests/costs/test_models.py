@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from tagc.costs.models import load_model
-from tagc.costs.models.families import FAMILIES
 from tagc.costs.shapes import ModelError, ModelShapes
 
 LLAMA = {
@@ -40,45 +40,46 @@ def shapes(model: ModelShapes) -> dict[str, tuple[int, ...]]:
 
 # Configs of transformers
 
-
-def test_a_config_of_llama(tmp_path: Path) -> None:
-    model = load_model(write(tmp_path / "config.json", LLAMA))
-    found = shapes(model)
-    assert list(found)[:5] == [
-        "model.embed_tokens.weight",
-        *(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"),
-    ]
-    assert found["model.layers.1.self_attn.k_proj.weight"] == (24, 48)
-    assert found["model.layers.1.mlp.down_proj.weight"] == (48, 80)
-    assert found["lm_head.weight"] == (101, 48)
-    assert model.blocks == ("model.layers.0", "model.layers.1")
-    assert model.source == "config.json of llama"
-    tied = shapes(load_model(write(tmp_path / "c.json", LLAMA | {"tie_word_embeddings": True})))
-    assert found.keys() - tied.keys() == {"lm_head.weight"}
-    # A published model: https://huggingface.co/meta-llama/Llama-2-7b-hf has 6.74 B parameters.
-    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000}
-    assert load_model(write(tmp_path / "7b.json", LLAMA | sizes | heads)).numel == 6_738_415_616
+CONFIG = "tagc.costs.models.config"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden_size": None}, r"config\.json: hidden_size is None, no number of anything"),
-        ({"num_hidden_layers": "2"}, r"num_hidden_layers is '2'"),
-        ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification, whose"),
-        ({"model_type": "mamba9", "architectures": None}, r"is of mamba9.*knows llama, mistral"),
-    ],
-)
-def test_configs_that_say_too_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict, message: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
+@pytest.fixture
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=message) as caught:
-        load_model(write(tmp_path / "config.json", LLAMA | change))
-    if "architectures" in change:
-        assert "pip install transformers" in str(caught.value)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """For transformers: makes blocks without a head; the names of the classes that it is asked."""
+    asked: list[str | None] = []
+
+    def make(path: Path, name: str | None) -> nn.Module:
+        asked.append(name)
+        if name == "Unknown":
+            raise KeyError(name)
+        return nn.ModuleList(nn.Linear(3, 4, device="meta") for _ in range(2))
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.import_module(CONFIG), "_by_transformers", make)
+    return asked
+
+
+def test_a_config_is_made_by_transformers(tmp_path: Path, stand_in: list[str | None]) -> None:
+    model = load_model(write(tmp_path / "config.json", LLAMA))
+    assert model.source == "config.json of llama"
+    assert model.blocks == ("0", "1")
+    load_model(write(tmp_path / "config.json", LLAMA | {"architectures": None}))
+    assert stand_in == ["LlamaForCausalLM", None]
+
+
+def test_without_transformers_it_is_named(tmp_path: Path, without_transformers: None) -> None:
+    path = write(tmp_path / "config.json", LLAMA)
+    with pytest.raises(ModelError) as caught:
+        load_model(path)
+    assert str(caught.value) == (
+        f"{path} is a config of transformers, which makes the model: pip install transformers "
+        "(tagc[recipes] has it). Or give the model's safetensors files, or module:function"
+    )
 
 
 @pytest.mark.parametrize("names", ["LlamaForCausalLM", {"a": 1}, [3]])
@@ -87,53 +88,41 @@ def test_architectures_that_are_no_list_of_names(tmp_path: Path, names: object) 
         load_model(write(tmp_path / "config.json", LLAMA | {"architectures": names}))
 
 
-def test_what_transformers_does_not_know_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(path: Path, name: str | None) -> Any:
-        raise KeyError("mamba9")
-
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    config = importlib.import_module("tagc.costs.models.config")
-    monkeypatch.setattr(config, "_by_transformers", fails)
-    path = write(tmp_path / "config.json", {"model_type": "mamba9"})
-    with pytest.raises(ModelError, match=r"meta device: KeyError: 'mamba9'\. Give the model's saf"):
+def test_what_transformers_does_not_know(tmp_path: Path, stand_in: list[str | None]) -> None:
+    path = write(tmp_path / "config.json", {"model_type": "x", "architectures": ["Unknown"]})
+    with pytest.raises(
+        ModelError, match=r"of Unknown, .*: KeyError: 'Unknown'\. Give the model's s"
+    ):
         load_model(path)
 
 
 @pytest.mark.recipes
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_families_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="pip install tagc[recipes]")
-    make = type(transformers.AutoConfig.for_model(kind))
-    small = {name: value for name, value in LLAMA.items() if not isinstance(value, list | str)}
-    if kind == "gpt2":
-        small = {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 101, "n_positions": 33}
-    small["pad_token_id"] = 0  # that of some families lies beyond so small a vocabulary
-    options = [{}, {"attention_bias": True}, {"mlp_bias": True}, {"head_dim": 24}]
-    ties: list[dict] = [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}]
-    for sizes in ({}, *({**small, **option} for option in (*options, *ties))):
-        config = make(**sizes)
-        config.architectures = [FAMILIES[kind].architecture]
-        with torch.device("meta"):
-            expected = getattr(transformers, FAMILIES[kind].architecture)(config)
-        config.save_pretrained(tmp_path)
-        found = load_model(str(tmp_path))
-        assert [(p.name, p.shape) for p in found.params] == [
-            (name, tuple(p.shape)) for name, p in expected.named_parameters()
-        ]
-        assert found.blocks == ModelShapes.of(expected).blocks
+def test_configs_of_published_models(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="pip install tagc[recipes]")
+    model = load_model(write(tmp_path / "config.json", LLAMA))
+    found = shapes(model)
+    assert list(found)[:5] == [
+        "model.embed_tokens.weight",
+        *(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"),
+    ]
+    assert found["model.layers.1.self_attn.k_proj.weight"] == (24, 48)
+    assert model.blocks == ("model.layers.0", "model.layers.1")
+    tied = shapes(load_model(write(tmp_path / "c.json", LLAMA | {"tie_word_embeddings": True})))
+    assert found.keys() - tied.keys() == {"lm_head.weight"}
+    # https://huggingface.co/meta-llama/Llama-2-7b-hf has 6.74 B parameters.
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000}
+    assert load_model(write(tmp_path / "7b.json", LLAMA | sizes | heads)).numel == 6_738_415_616
+    bert = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "num_hidden_layers": 2}
+    assert "bert.encoder.layer.0" in load_model(write(tmp_path / "config.json", bert)).blocks
 
 
 @pytest.mark.recipes
-def test_other_families_are_asked_of_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="pip install tagc[recipes]")
-    config = transformers.BertConfig(hidden_size=48, num_attention_heads=4, intermediate_size=80)
-    config.architectures = ["BertForMaskedLM"]
-    config.save_pretrained(tmp_path)
-    model = load_model(str(tmp_path))
-    assert model.source == "config.json of bert, by transformers"
-    assert "bert.encoder.layer.0" in model.blocks
+@pytest.mark.parametrize("change", [{"head_dim": float("inf")}, {"hidden_size": "48"}])
+def test_configs_that_transformers_refuses(tmp_path: Path, change: dict) -> None:
+    pytest.importorskip("transformers", reason="pip install tagc[recipes]")
+    with pytest.raises(ModelError, match="transformers does not make one on the meta device"):
+        load_model(write(tmp_path / "config.json", LLAMA | change))
 
 
 # Headers of safetensors files
@@ -234,7 +223,7 @@ def test_indices_that_are_not_valid(tmp_path: Path, index: dict) -> None:
         load_model(write(tmp_path / "i.json", index))
 
 
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
+def test_a_folder_without_a_model(tmp_path: Path, stand_in: list[str | None]) -> None:
     with pytest.raises(ModelError, match=r"neither safetensors files nor a config\.json"):
         load_model(str(tmp_path))
     write(tmp_path / "config.json", LLAMA)

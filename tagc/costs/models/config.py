@@ -1,8 +1,5 @@
-"""Shapes from the ``config.json`` of a transformers model.
-
-Those of common dense decoders are written down in :mod:`tagc.costs.models.families`, so that
-neither transformers nor seconds are needed; others are asked of transformers, if it is installed.
-"""
+"""Shapes from the ``config.json`` of a transformers model, which transformers itself makes on the
+meta device: without weights, in seconds."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tagc.costs.models.families import FAMILIES, decoder
-from tagc.costs.shapes import MAX_LAYERS, ModelError, ModelShapes
+from tagc.costs.shapes import MAX_LAYERS, MAX_PARAMETERS, ModelError, ModelShapes
 from tagc.policy.suggest import short
 
 
@@ -28,45 +24,41 @@ def from_config(path: Path, config: Mapping[str, Any]) -> ModelShapes:
         config: what ``path`` holds.
 
     Raises:
-        ModelError: if the family is not known here and transformers cannot say, or the config lacks
-            something.
+        ModelError: if transformers is not installed, or cannot make the model.
     """
     kind, names = config.get("model_type"), config.get("architectures") or [None]
     if not isinstance(names, list) or not all(n is None or isinstance(n, str) for n in names):
         raise ModelError(f"{path}: architectures is {names!r:.80}, no list of names")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is not None and names[0] in (None, family.architecture):
-        return ModelShapes.of(decoder(family, config, str(path)), f"{path.name} of {kind}")
-    what = f"{path} is of {kind if names[0] is None else names[0]}"
-    _check_counts(config, path)
+    _check_sizes(config, path)
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
-            f"{what}, whose shapes tagc does not know (it knows {', '.join(FAMILIES)}, with a "
-            "language-model head). pip install transformers, and they are taken from there; or "
-            "give the model's safetensors files, or module:function"
+            f"{path} is a config of transformers, which makes the model: pip install transformers "
+            "(tagc[recipes] has it). Or give the model's safetensors files, or module:function"
         )
     try:
         model = _by_transformers(path, names[0])
     except Exception as error:
         raise ModelError(
-            f"{what}, whose shapes tagc does not know, and transformers does not make one on the "
-            f"meta device: {type(error).__name__}: {error}. Give the model's safetensors files, or "
-            "module:function"
+            f"{path} is of {kind if names[0] is None else names[0]}, and transformers does not "
+            f"make one on the meta device: {type(error).__name__}: {error}. Give the model's "
+            "safetensors files, or module:function"
         ) from error
-    return ModelShapes.of(model, f"{path.name} of {kind}, by transformers")
+    return ModelShapes.of(model, f"{path.name} of {kind}")
 
 
 _COUNT = re.compile(r"(?:^|_)n(?:um)?_.*(?:layer|block|expert)|layers$")
 
 
-def _check_counts(config: object, path: Path) -> None:
-    """Refuse numbers of modules that would keep transformers busy for hours, in any sub-config."""
+def _check_sizes(config: object, path: Path) -> None:
+    """Refuse sizes that no model has, and numbers of modules that would keep transformers busy for
+    hours, in any sub-config."""
     inside = config.values() if isinstance(config, dict) else config
     for value in inside if isinstance(inside, Iterable) and not isinstance(inside, str) else ():
-        _check_counts(value, path)
+        _check_sizes(value, path)
     for name, value in config.items() if isinstance(config, dict) else ():
-        if type(value) is int and value > MAX_LAYERS and _COUNT.search(name):
-            raise ModelError(f"{path}: {name} is {short(value):.40}, more than {MAX_LAYERS:,}")
+        most = MAX_LAYERS if _COUNT.search(name) else MAX_PARAMETERS
+        if type(value) is int and value > most:
+            raise ModelError(f"{path}: {name} is {short(value):.40}, more than {most:,}")
 
 
 def _by_transformers(path: Path, name: str | None) -> nn.Module:
