@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tagc.plots import pyplot, save
+from tagc.basics.plots import pyplot, save
 
 _COLUMNS = 4
 

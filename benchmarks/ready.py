@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 import tagc
-from tagc.comm import rehearse
+from tagc.collect import rehearse
 from tagc.costs.explain import plan_shapes
 from tagc.costs.shapes import ModelShapes, synthetic
 from tagc.ops import compiles_ahead, get_ops

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tagc.codecs.workspace import Workspace
-from tagc.comm import UnitReducer
+from tagc.collect import UnitReducer
 from tagc.ops import get_ops
 from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy

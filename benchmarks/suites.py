@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from tagc.plots import PlotsUnavailableError, pyplot
+from tagc.basics.plots import PlotsUnavailableError, pyplot
 
 # name -> module; imported only when requested.
 SUITES = {

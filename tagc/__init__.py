@@ -8,16 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tagc.version import __version__
+from tagc.basics.version import __version__
 
 if TYPE_CHECKING:
     from tagc.checkpoint import StateError
     from tagc.codecs.sketch.count_sketch import CountSketch, Decoded, Sketch
     from tagc.costs import explain
-    from tagc.handle import Compressor, compressor
+    from tagc.handle.compressor import Compressor, compressor
+    from tagc.handle.wrapper import wrap
     from tagc.policy import Policy, PolicyError, policies
     from tagc.selfcheck import KernelError
-    from tagc.wrapper import wrap
 
 __all__ = [
     "Compressor",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Compressor": "tagc.handle",
+    "Compressor": "tagc.handle.compressor",
     "CountSketch": "tagc.codecs.sketch.count_sketch",
     "Decoded": "tagc.codecs.sketch.count_sketch",
     "KernelError": "tagc.selfcheck",
@@ -44,10 +44,10 @@ _HOMES = {
     "PolicyError": "tagc.policy",
     "Sketch": "tagc.codecs.sketch.count_sketch",
     "StateError": "tagc.checkpoint",
-    "compressor": "tagc.handle",
+    "compressor": "tagc.handle.compressor",
     "explain": "tagc.costs",
     "policies": "tagc.policy",
-    "wrap": "tagc.wrapper",
+    "wrap": "tagc.handle.wrapper",
 }
 
 

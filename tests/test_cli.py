@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import tagc
-from tagc.cli import _parser, main
+from tagc.commands.cli import _parser, main
 from tagc.costs.explain import plan_shapes
 from tagc.costs.shapes import synthetic
 from tagc.policy import policies
@@ -95,7 +95,7 @@ def test_bench_runs_the_quick_form(tmp_path, monkeypatch):
 
 
 def test_exit_status_reaches_the_shell():
-    command = [sys.executable, "-m", "tagc.cli", "validate", "atn-only"]
+    command = [sys.executable, "-m", "tagc.commands.cli", "validate", "atn-only"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "did you mean 'attn-only'?" in done.stderr
@@ -136,7 +136,7 @@ def test_help_needs_no_torch():
     code = """
 import sys
 import tagc
-from tagc.cli import _parser, main
+from tagc.commands.cli import _parser, main
 for argv in ([], ["explain"], ["advise"]):
     try:
         main([*argv, "--help"])

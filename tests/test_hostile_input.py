@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tagc.cli import main
-from tagc.inputs import read_regular
+from tagc.basics.inputs import read_regular
+from tagc.commands.cli import main
 from tagc.plan.alike import _numbers
 from tagc.policy import Policy, PolicyError
 from tagc.policy.roles import layer_of

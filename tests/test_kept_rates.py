@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tagc.noise import KeptRates, _decays_apart, divides_by_second_moment
+from tagc.handle.noise import KeptRates, _decays_apart, divides_by_second_moment
 
 
 class Fixed:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from support.sync import synchronizing_raises
 from support.units import AVG, codec_plan, normal, unit_plan
 from tagc.codecs.workspace import Workspace
-from tagc.comm import UnitReducer, transport
+from tagc.collect import UnitReducer, transport
 from tagc.ops import get_ops
 
 META = torch.device("meta")

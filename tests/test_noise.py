@@ -23,7 +23,7 @@ from support.exact import equal
 from support.replicated_net import of_replicas, wrapped
 from support.small_net import local_grads, local_weights, loss_of, sharded
 from support.states import shared_folder
-from tagc.noise import (
+from tagc.handle.noise import (
     divides_by_second_moment,
     exchange_is_due,
 )

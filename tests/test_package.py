@@ -19,7 +19,7 @@ from support.paths import ROOT
 
 PROBE = """
 import json
-import tagc, tagc.cli, tagc.codecs.sketch, tagc.ops.cpu, tagc.ops.reference
+import tagc, tagc.commands.cli, tagc.codecs.sketch, tagc.ops.cpu, tagc.ops.reference
 import tagc.policies, tagc.triton_kernels
 import tagc.benchmarks.suites, tagc.benchmarks.gpu.training, tagc.benchmarks.kernels.ops.encode
 print(json.dumps({

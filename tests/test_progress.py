@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tagc.progress import Progress
+from tagc.basics.progress import Progress
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("tagc.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tagc.basics.progress.time.monotonic", lambda: now[0])
     return now
 
 

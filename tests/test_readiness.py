@@ -192,7 +192,7 @@ def without_a_compiler(rank: int, error: Exception) -> str:
             raise error
 
     with device(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tagc.readiness.rehearse", rehearse)
+        patch.setattr("tagc.handle.readiness.rehearse", rehearse)
         with pytest.raises(RuntimeError) as raised:
             wrapped()
     return str(raised.value)

@@ -24,7 +24,7 @@ from support.distributed import on_ranks, run_ranks
 from support.failing import fails
 from support.marks import covering, slow
 from support.units import normal, reduce, unit_plan, unit_reducer
-from tagc.comm import check_backends
+from tagc.collect import check_backends
 
 MLP_ONLY = {
     "schema": 1,

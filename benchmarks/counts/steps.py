@@ -5,7 +5,7 @@ first steps, and then in one of several. Units that differ in their names only a
 
 Everything happens on the meta device, where there is nothing to compute with, and kernels are not
 even compiled. What is counted is what the codecs launch: their kernels, and torch's. Left out are
-the collectives, FSDP's own kernels, and what :mod:`tagc.comm` copies around codecs.
+the collectives, FSDP's own kernels, and what :mod:`tagc.collect` copies around codecs.
 """
 
 from __future__ import annotations

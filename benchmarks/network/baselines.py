@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from tagc.comm import HostGroups
+from tagc.collect import HostGroups
 
 from . import ledger
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from tagc.comm import UnitGatherer
-from tagc.comm.transport import HEADER_TAG
+from tagc.collect import UnitGatherer
+from tagc.collect.transport import HEADER_TAG
 
 PARAMETERS, GRADIENTS, OTHER = "parameters", "gradients", "other"
 

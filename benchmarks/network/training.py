@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import tagc
 from examples.gpt import GPT, Block, GPTConfig
 from examples.text import Corpus
-from tagc.comm import HostGroups, RankOnHost, gather_by_rank
-from tagc.comm.hosts import host_groups
+from tagc.collect import HostGroups, RankOnHost, gather_by_rank
+from tagc.collect.hosts import host_groups
 
 from ..gloo import clip
 from . import ledger

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tagc.basics.warn import warn
 from tagc.checkpoint.dcp import INDEX, CheckpointFolder
 from tagc.checkpoint.files import (
     MARKER,
@@ -23,8 +24,7 @@ from tagc.checkpoint.files import (
 )
 from tagc.checkpoint.format import DENSE, Source, StateError
 from tagc.checkpoint.state import State
-from tagc.comm import Meeting, gather_by_rank
-from tagc.warn import warn
+from tagc.collect import Meeting, gather_by_rank
 
 
 def open_folder(folder: Path, key: str) -> Source:

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tagc.basics.version import __version__
 from tagc.checkpoint.digest import SHA256, matches_digest, with_digest
-from tagc.version import __version__
 
 FORMAT = 1
 # torch's distributed checkpoints want the shape of a tensor before they read it.

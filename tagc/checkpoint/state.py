@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tagc.basics.warn import warn
 from tagc.checkpoint.format import Source, StateError, StateHeader
 from tagc.checkpoint.locations import ParamLocation
 from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
 from tagc.checkpoint.suffix import split_suffix
 from tagc.checkpoint.unit_state import UnitState
 from tagc.codecs.state import nested, part_of
-from tagc.comm import UnitGatherer, agree_on, gather_by_rank
-from tagc.comm.gauge import NoiseGauge
-from tagc.comm.waiting import Waiting
+from tagc.collect import UnitGatherer, agree_on, gather_by_rank
+from tagc.collect.gauge import NoiseGauge
+from tagc.collect.waiting import Waiting
 from tagc.plan import Plan
-from tagc.warn import warn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tagc.checkpoint.locations import ParamLocation, locations, slice_locations
 from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES
-from tagc.comm import UnitReducer
+from tagc.collect import UnitReducer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ starts at a multiple of 4 words, and every message at a multiple of 32::
     | segment | 0-3 words | segment | 0-3 words | stamp | padding to 32 words |
 
 What the padding holds is not defined. The stamp is written where no headers are exchanged, see
-:mod:`tagc.comm.lockstep`; its room is there in any case.
+:mod:`tagc.collect.lockstep`; its room is there in any case.
 """
 
 from __future__ import annotations

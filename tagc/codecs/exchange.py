@@ -1,6 +1,6 @@
 """What codecs ask of the ranks that exchange messages, besides the messages.
 
-Codecs start no collective themselves. :mod:`tagc.comm.exchange` is what they are handed, which
+Codecs start no collective themselves. :mod:`tagc.collect.exchange` is what they are handed, which
 counts the bytes.
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 from tagc.codecs.codec import Codec, CodecSegment, CodecSetup
 from tagc.codecs.config import CodecConfig
 from tagc.codecs.plan import CodecPlan, PlanRequest
-from tagc.codecs.sample import Sample, Steps
+from tagc.codecs.sample import Sample, TimedSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,4 +32,4 @@ class CodecKind:
     plan: type[CodecPlan]
     make_plan: Callable[[Any, PlanRequest], CodecPlan]
     codec: Callable[[Sequence[CodecSegment[Any]], CodecSetup], Codec[Any]]
-    sample: Callable[[Any, Sample], Steps]
+    sample: Callable[[Any, Sample], TimedSteps]

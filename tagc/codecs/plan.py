@@ -123,7 +123,7 @@ class CodecPlan:
 
         Args:
             reference: whether they are the eager reference, whose numbers here were measured
-                (``tests/fsdp/test_moments.py``).
+                (``tests/attach/test_moments.py``).
         """
         return 0
 

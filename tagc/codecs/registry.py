@@ -11,8 +11,7 @@ from typing import Any
 from tagc.codecs.codec import Codec, CodecSegment, CodecSetup
 from tagc.codecs.config import CodecConfig
 from tagc.codecs.delta import DELTA
-from tagc.codecs.dense import DENSE
-from tagc.codecs.dense.plan import plan_empty
+from tagc.codecs.dense import DENSE, plan_empty
 from tagc.codecs.kind import CodecKind
 from tagc.codecs.matrix import MATRIX
 from tagc.codecs.packed import PACKED

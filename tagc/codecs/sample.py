@@ -15,7 +15,7 @@ ROWS = 4
 """Rows stand for ranks, so that decoding adds up messages as it does in training."""
 
 Step = Callable[[], object]
-Steps = tuple[Step, Step]
+TimedSteps = tuple[Step, Step]
 """Encoding :attr:`Sample.grad`, and decoding what came of it."""
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from tagc.basics.quantities import format_bandwidth, format_seconds
 from tagc.costs.candidates import PAYS, Advisor, Question, dtype_name
 from tagc.costs.training_memory import STATE_BYTES
 from tagc.plan import format_bytes
-from tagc.quantities import format_bandwidth, format_seconds
 
 
 def report(advisor: Advisor) -> str:

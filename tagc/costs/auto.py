@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import FeedbackRule, plan_feedback
-from tagc.comm import HostGroups, Transport, agree_on
+from tagc.collect import HostGroups, Transport, agree_on
 from tagc.costs.codec_time import CodecTime, Speed, measured_time
 from tagc.costs.link import Link
 from tagc.costs.model import unit_seconds

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tagc.basics.warn import warn
 from tagc.costs.auto import FastestChoice
 from tagc.costs.codec_time import no_time
 from tagc.costs.link import Link
 from tagc.costs.shapes import ModelShapes, ranks_in_levels
 from tagc.plan import Choose, Plan, UnitInfo, build_plan
 from tagc.policy import Policy, PolicyError
-from tagc.warn import warn
 
 
 def explain(

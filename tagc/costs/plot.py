@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tagc.basics.quantities import format_bandwidth
 from tagc.costs.candidates import Advisor
-from tagc.quantities import format_bandwidth
 
 # How far from the bandwidth that was asked about, and how densely.
 _DECADES, _POINTS = 2, 40

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from tagc.handle.wrapper import wrap as wrap_model
 from tagc.integrations.residuals import FOLDER, load_residuals, save_residuals
-from tagc.wrapper import wrap as wrap_model
 
 Model = TypeVar("Model", bound=nn.Module)
 

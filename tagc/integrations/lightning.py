@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from tagc.handle import attached
+from tagc.handle.compressor import attached
+from tagc.handle.wrapper import wrap
 from tagc.integrations.optional import missing
 from tagc.integrations.sharded import load_all, remove, residual_folder, save_all, saved_folder
-from tagc.wrapper import wrap
 
 try:
     from lightning.pytorch.strategies import ModelParallelStrategy  # pyright: ignore

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torch import nn
 
-from tagc.comm import agree_on
-from tagc.handle import compressor
-from tagc.warn import warn
+from tagc.basics.warn import warn
+from tagc.collect import agree_on
+from tagc.handle.compressor import compressor
 
 FOLDER = "tagc"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from tagc.handle import attached
+from tagc.handle.compressor import attached
 from tagc.integrations.residuals import FOLDER, load_residuals, save_residuals
 
 

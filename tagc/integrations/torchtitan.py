@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from torch.distributed.fsdp import FSDPModule
 
-from tagc.handle import compressor
-from tagc.wrapper import wrap
+from tagc.handle.compressor import compressor
+from tagc.handle.wrapper import wrap
 
 Trainer = TypeVar("Trainer")
 

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tagc.handle import attached, compressor
+from tagc.handle.compressor import attached, compressor
+from tagc.handle.wrapper import wrap
 from tagc.integrations.optional import missing
 from tagc.integrations.residuals import FOLDER, load_residuals, save_residuals
-from tagc.wrapper import wrap
 
 try:
     from transformers import TrainerCallback  # pyright: ignore

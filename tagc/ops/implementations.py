@@ -11,13 +11,13 @@ from typing import Protocol, TypeGuard, cast
 
 import torch
 
+from tagc.basics.warn import warn
 from tagc.ops.blocks import BlockOps
 from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
 from tagc.ops.packed import PackedOps
 from tagc.ops.sketch import SketchOps
 from tagc.ops.thresholds import ThresholdOps
-from tagc.warn import warn
 
 NAMES = ("auto", "reference", "cpu", "triton")
 # What "auto" takes, by type of the device, where nothing speaks against it.

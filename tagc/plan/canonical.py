@@ -14,17 +14,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from tagc.codecs import CodecPlan
-from tagc.codecs.delta.plan import DeltaPlan
-from tagc.codecs.dense.plan import DensePlan
+from tagc.codecs.delta import DeltaPlan
+from tagc.codecs.dense import DensePlan
 from tagc.codecs.feedback import (
     AverageFeedback,
     ErrorFeedback,
     FeedbackRule,
     LeadFeedback,
 )
-from tagc.codecs.matrix.plan import MatrixPlan
-from tagc.codecs.packed.plan import PackedPlan
-from tagc.codecs.quantized.plan import QuantizedPlan
+from tagc.codecs.matrix import MatrixPlan
+from tagc.codecs.packed import PackedPlan
+from tagc.codecs.quantized import QuantizedPlan
 from tagc.codecs.sketch.plan import SketchPlan
 from tagc.ops.blocks import BlockLayout
 from tagc.plan.unit_plan import Segment, TwoShots, UnitPlan

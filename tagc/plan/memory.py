@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tagc.codecs.delta.plan import AT_A_TIME
+from tagc.codecs.delta import AT_A_TIME
 from tagc.plan.param_slices import is_whole
 from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import Segment, UnitPlan

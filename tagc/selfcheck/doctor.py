@@ -6,8 +6,8 @@ import time
 
 import torch
 
+from tagc.basics.progress import Progress
 from tagc.ops import compiles_ahead, get_ops
-from tagc.progress import Progress
 from tagc.selfcheck.checking import Checked, check
 from tagc.selfcheck.everything import every_call
 from tagc.selfcheck.platform import about

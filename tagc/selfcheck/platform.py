@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tagc.version import __version__
+from tagc.basics.version import __version__
 
 # What NVIDIA's module says: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54 ...", say.
 _MODULE = Path("/proc/driver/nvidia/version")

@@ -27,7 +27,7 @@ from support.states import (
     wrapped,
 )
 from support.units import gathered
-from tagc.comm.copy_gatherer import _warn_of_others
+from tagc.collect.copy_gatherer import _warn_of_others
 
 
 def evaluate(model: Any, rank: int) -> torch.Tensor:

@@ -30,8 +30,8 @@ from tagc.checkpoint.files import SafetensorsFolder, write_rank
 from tagc.checkpoint.format import Source
 from tagc.codecs.sketch import SketchCodec
 from tagc.codecs.workspace import Workspace
-from tagc.comm import Transport
-from tagc.comm.exchange import Exchange
+from tagc.collect import Transport
+from tagc.collect.exchange import Exchange
 from tagc.plan import Plan
 from tagc.policy import Policy
 

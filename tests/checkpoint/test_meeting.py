@@ -16,7 +16,7 @@ from support.distributed import on_ranks
 from support.exact import equal
 from support.states import POLICIES, run, shared_folder, wrapped
 from tagc.checkpoint import folders
-from tagc.comm import Meeting, meeting
+from tagc.collect import Meeting, meeting
 
 COLLECTIVES = [
     name

@@ -21,7 +21,7 @@ from support.replicated_net import wrapped as replicated
 from support.small_net import local_weights, train
 from support.units import gathered, matrix_plan, normal, reduce, unit_reducer
 from tagc.codecs.feedback import LeadFeedback, SegmentFeedback
-from tagc.comm import UnitReducer
+from tagc.collect import UnitReducer
 from tagc.ops import get_ops
 from tagc.plan import UnitPlan
 

@@ -8,7 +8,7 @@ import torch
 
 from support.kernel_cases import kernels
 from support.launches import noting_launches
-from tagc.codecs.matrix.plan import MatrixPlan
+from tagc.codecs.matrix import MatrixPlan
 from tagc.ops import compiles_ahead, get_ops
 from tagc.ops.matrix import MatrixLayout
 

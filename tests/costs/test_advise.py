@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 
 import tagc
-from tagc.cli import main
+from tagc.basics.quantities import bandwidth, count, seconds
+from tagc.commands.cli import main
 from tagc.costs import Speed, candidates, speed_key
-from tagc.quantities import bandwidth, count, seconds
 
 # One block matrix on 2 ranks: 2 ** 20 elements, of which a rank sends half in a reduce-scatter.
 SHAPES = {f"layers.{i}.mlp.up_proj.weight": [1024, 512] for i in range(2)}

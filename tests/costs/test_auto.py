@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tagc
 from support.distributed import on_ranks, run_ranks
-from tagc.comm import Transport, transport
+from tagc.collect import Transport, transport
 from tagc.costs import Link, Speed, auto
 from tagc.costs.auto import codecs_of
 from tagc.plan import UnitInfo, UnitParam, build_plan

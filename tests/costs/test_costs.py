@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from support.distributed import on_ranks
 from support.units import unit_plan, unit_reducer
-from tagc.comm import Transport
+from tagc.collect import Transport
 from tagc.costs import (
     Link,
     Speed,

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 import tagc
 from support.distributed import on_ranks
-from tagc.cli import main
 from tagc.codecs.matrix import MatrixPlan
+from tagc.commands.cli import main
 from tagc.costs import Link
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tagc
+from tagc.handle.readiness import make_ready
 from tagc.ops import get_ops
 from tagc.plan import Plan, UnitInfo, UnitParam, build_plan
-from tagc.readiness import make_ready
 from tagc.selfcheck import KernelError
 from tagc.selfcheck.placement import PLACEMENTS
 

@@ -14,7 +14,7 @@ from support.distributed import run_ranks
 from support.doc_pages import run_page
 from support.markdown import Block, blocks, pages, without_code
 from support.paths import ROOT
-from tagc.cli import main
+from tagc.commands.cli import main
 from tagc.policy import Policy
 
 ALL = {page.relative_to(ROOT).as_posix(): blocks(page) for page in pages()}

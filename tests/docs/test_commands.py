@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser
 from benchmarks.suites import SUITES, load
 from support.markdown import Block, blocks, pages
 from support.paths import ROOT
-from tagc.cli import _parser
+from tagc.commands.cli import _parser
 
 BASH = [block for page in pages() for block in blocks(page) if block.language == "bash"]
 

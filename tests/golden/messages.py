@@ -21,7 +21,7 @@ from support.units import codec_plan, matrix_plan, reduce, unit_reducer
 from tagc.codecs import Codec, CodecSetup
 from tagc.codecs.registry import make_codecs
 from tagc.codecs.workspace import Workspace
-from tagc.comm import UnitReducer
+from tagc.collect import UnitReducer
 from tagc.ops import get_ops
 from tagc.plan import Direction, UnitPlan, build_plan
 from tagc.policy import Policy

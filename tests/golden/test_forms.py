@@ -14,7 +14,7 @@ import torch
 
 from golden.identities import OPTIONS, plans
 from tagc.codecs.dense import DenseConfig
-from tagc.codecs.quantized.plan import QuantizedPlan
+from tagc.codecs.quantized import QuantizedPlan
 from tagc.plan import Plan
 from tagc.policy import Policy, json_schema
 

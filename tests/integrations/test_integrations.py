@@ -17,7 +17,7 @@ import tagc
 from support.distributed import on_ranks
 from support.exact import equal
 from support.states import POLICIES, run, shared_folder, wrapped
-from tagc.handle import attach
+from tagc.handle.compressor import attach
 from tagc.integrations import accelerate, residuals, torchtitan
 from tagc.integrations.sharded import residual_folder
 
@@ -40,7 +40,7 @@ class Calls(list):
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Installed where integrations look: no model is wrapped, nothing is written."""
     noted = Calls()
-    monkeypatch.setattr("tagc.wrapper.wrap", noted.add("wrap"))
+    monkeypatch.setattr("tagc.handle.wrapper.wrap", noted.add("wrap"))
     for module in (accelerate, torchtitan):
         name = "wrap_model" if module is accelerate else "wrap"
         monkeypatch.setattr(module, name, noted.add("wrap"))

@@ -16,8 +16,8 @@ from torch import Tensor
 import tagc
 from tagc.codecs.matrix import MatrixPlan
 from tagc.codecs.sketch import SketchCodec, SketchPlan
-from tagc.comm import UnitReducer
-from tagc.comm.part import Part
+from tagc.collect import UnitReducer
+from tagc.collect.part import Part
 from tagc.plan import Segment, UnitPlan
 from tagc.plan.param_slices import param_slices
 

@@ -15,7 +15,7 @@ import tagc
 from benchmarks.compiled import compiling
 from support.launches import Variant, noting_launches
 from support.marks import slow
-from tagc.comm import rehearse
+from tagc.collect import rehearse
 from tagc.costs.explain import plan_shapes
 from tagc.costs.shapes import synthetic
 from tagc.ops import compiles_ahead, get_ops

@@ -46,7 +46,7 @@ _PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.debug",
     "tagc.ops.cpu",
-    "tagc.wrapper",
+    "tagc.handle.wrapper",
     "pytest",
     "hypothesis",
 ]

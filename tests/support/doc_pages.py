@@ -91,7 +91,7 @@ def _transports() -> dict[str, Any]:
     """The names of the file that gets the block, and a reducer's arguments for the next block."""
     from support.units import codec_plan
     from tagc.codecs.workspace import Workspace
-    from tagc.comm import UnitReducer, transport
+    from tagc.collect import UnitReducer, transport
     from tagc.ops import get_ops
 
     device = torch.device("cpu")
@@ -110,7 +110,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "a sharded model": _sharded_model,
     "a wrapped model": _wrapped_model,
     "a wrapped model and loggers": _loggers,
-    "the names of tagc/comm/transport.py": _transports,
+    "the names of tagc/collect/transport.py": _transports,
 }
 
 

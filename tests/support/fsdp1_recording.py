@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tagc.comm import UnitReducer
-from tagc.comm.flat import FlatRows
+from tagc.collect import UnitReducer
+from tagc.collect.flat import FlatRows
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from tagc.comm import Phase, UnitGatherer, UnitReducer
+from tagc.collect import Phase, UnitGatherer, UnitReducer
 
 INT8 = {"kind": "quantized", "bits": 8, "block": 32}
 KEPT = INT8 | {"keep_for_backward": True}

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tagc.codecs.workspace import Workspace
-from tagc.comm import RankOnHost, UnitReducer, gather_by_rank
-from tagc.comm.hosts import host_groups
+from tagc.collect import RankOnHost, UnitReducer, gather_by_rank
+from tagc.collect.hosts import host_groups
 from tagc.ops import get_ops
 from tagc.plan import UnitPlan, build_plan
 from tagc.policy import Policy
@@ -38,7 +38,7 @@ def host_reducer(rank: int, plan: UnitPlan, **options: Any) -> Iterator[UnitRedu
     """A reducer in hosts of two ranks.
 
     Args:
-        options: of :class:`tagc.comm.UnitReducer`.
+        options: of :class:`tagc.collect.UnitReducer`.
     """
     cpu, group = torch.device("cpu"), dist.group.WORLD
     assert group is not None

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tagc
-from tagc.comm import CopyGatherer, MessageGatherer
+from tagc.collect import CopyGatherer, MessageGatherer
 
 
 class LiveBytes(TorchDispatchMode):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.codecs.workspace import Workspace
-from tagc.comm import UnitReducer
+from tagc.collect import UnitReducer
 from tagc.ops import get_ops
 from tagc.plan import Direction, UnitInfo, UnitParam, UnitPlan, build_plan
 from tagc.policy import Policy

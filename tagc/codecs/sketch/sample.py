@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tagc.codecs.sample import ROWS, Sample, Steps
+from tagc.codecs.sample import ROWS, Sample, TimedSteps
 from tagc.codecs.selection.capacity import capacity_for
 from tagc.codecs.selection.quantization_step import quantization_step
 from tagc.codecs.sketch.plan import SketchPlan
@@ -12,7 +12,7 @@ from tagc.ops import COUNTS
 from tagc.ops.sketch import plan_layout
 
 
-def sample_sketch(plan: SketchPlan, s: Sample) -> Steps:
+def sample_sketch(plan: SketchPlan, s: Sample) -> TimedSteps:
     """Encoding and decoding ``s.grad``."""
     groups = -(-s.columns // plan.symbol.lanes)
     capacity = capacity_for(plan.target, groups)

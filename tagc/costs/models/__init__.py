@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tagc.basics.inputs import read_regular
+from tagc.basics.quantities import count
 from tagc.costs.models.config import from_config
 from tagc.costs.models.function import from_function
 from tagc.costs.models.headers import INDEX, from_file, from_folder, from_index
 from tagc.costs.shapes import ModelError, ModelShapes, synthetic
-from tagc.inputs import read_regular
-from tagc.quantities import count
 
 __all__ = ["load_model"]
 

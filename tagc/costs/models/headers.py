@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tagc.basics.inputs import open_regular, read_regular
 from tagc.costs.shapes import ModelError, ModelShapes, check_name
-from tagc.inputs import open_regular, read_regular
 
 INDEX = "weight_map"
 """What the index of several files has."""

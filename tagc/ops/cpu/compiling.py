@@ -7,7 +7,7 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-from tagc.locked import locked
+from tagc.basics.locked import locked
 from tagc.ops.cpu import kernels
 
 # Beside the compiled kernels: where no files can be written, numba could not write either.

@@ -1,0 +1,249 @@
+"""FSDP1: the one file that knows ``FullyShardedDataParallel``'s internals.
+
+Its communication hook replaces the reduce-scatter. There is one hook with one state for all
+instances of a model, each of which keeps both as attributes; so every instance is given a state of
+its own after the hook is registered. The all-gather cannot be replaced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+from tagc.attach.unit import Integration, Unit
+from tagc.collect import CollectiveWork, Transport, UnitReducer
+from tagc.plan import FlatBuffer, UnitInfo, UnitParam
+from tagc.policy import Policy, PolicyError
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP1Unit(Unit):
+    """One ``FullyShardedDataParallel`` instance that has parameters of its own."""
+
+    _module: Any
+    _root: Any
+    _frozen: dict[str, nn.Parameter]
+
+    def install(self, reducer: UnitReducer) -> None:
+        """See :meth:`Unit.install`."""
+        if self._root._comm_hook is None:
+            self._root.register_comm_hook(None, _hook)
+        self._module._comm_hook_state = _Reduction(self, reducer)
+
+    def trainable(self) -> list[nn.Parameter]:
+        """See :meth:`Unit.trainable`: the flat one, or with ``use_orig_params`` the model's own."""
+        flat = self._module._handle.flat_param
+        return [flat] if flat._params is None else [p for p in flat._params if p.requires_grad]
+
+    def restore(self) -> None:
+        """See :meth:`Unit.restore`."""
+        if self._root._comm_hook is not _hook:
+            return
+        for module in FullyShardedDataParallel.fsdp_modules(self._root):
+            module._comm_hook = module._comm_hook_state = None
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """What the hook does for one unit."""
+
+    unit: FSDP1Unit
+    reducer: UnitReducer
+
+    def __call__(self, grad: Tensor, shard: Tensor) -> None:
+        if self.reducer.plan.compressed:
+            self._check_frozen()
+        # With a hook FSDP does not divide.
+        self.reducer.reduce(shard, grad, self.unit.group, dist.ReduceOp.AVG, self._natively)
+
+    def _natively(
+        self, out: Tensor, inp: Tensor, transport: Transport, op: dist.ReduceOp.RedOpType
+    ) -> CollectiveWork:
+        """FSDP1's own way to average: divided in part before the sum, the rest afterwards."""
+        module: Any = self.unit._module
+        if module._gradient_predivide_factor > 1:
+            inp.div_(module._gradient_predivide_factor)
+        pending = transport.reduce_scatter(out, inp, dist.ReduceOp.SUM)
+        pending.wait()
+        if module._gradient_postdivide_factor > 1:
+            out.div_(module._gradient_postdivide_factor)
+        return pending
+
+    def _check_frozen(self) -> None:
+        """A parameter that was frozen when the plan was made has no place in it."""
+        thawed = [name for name, param in self.unit._frozen.items() if param.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"tagc: parameter {thawed[0]!r} of unit {self.unit.info.name or '(root)'!r} was "
+                "frozen when tagc.wrap was called, and now requires a gradient; call "
+                "tagc.compressor(model).remove() and tagc.wrap again after such a change"
+            )
+
+
+def _hook(reduction: _Reduction | None, grad: Tensor, shard: Tensor | None = None) -> None:
+    """FSDP1's communication hook: ``grad`` ``[W * S]`` to ``shard`` ``[S]``."""
+    # Where the group has one rank, FSDP does not shard, and its gradient is the average already.
+    if shard is None:
+        return
+    assert reduction is not None
+    reduction(grad, shard)
+
+
+def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups of ranks over which FSDP1 shards something of a model."""
+    modules: list[Any] = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
+    return [module.process_group for module in modules]
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """The FSDP1 units of a model, in module order, with their trainable parameters.
+
+    Raises:
+        ValueError: if a unit's reduce-scatter cannot be replaced, or already is.
+    """
+    units: list[Unit] = []
+    roots: dict[str, FullyShardedDataParallel] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, FullyShardedDataParallel):
+            continue
+        outer = (r for r in roots if not r or name.startswith(f"{r}."))
+        root = roots.setdefault(next(outer, name), module)
+        _check(name, module)
+        if module is root and module._is_root is False:
+            raise ValueError(
+                f"{_said(name)} is a part of a larger FSDP1 model, which has one hook for all of "
+                "it; call tagc.wrap with the whole model"
+            )
+        if module._handle is not None:
+            units.append(_unit(name, module, root))
+    return units
+
+
+def check_policy(policy: Policy, replicas: bool) -> None:
+    """Refuse what FSDP1 offers no way to do.
+
+    Args:
+        replicas: whether gradients are to be averaged over replicas.
+
+    Raises:
+        PolicyError: if the policy has rules for parameters, or either is about replicas.
+    """
+    if policy.parameters:
+        raise PolicyError(
+            f"policy {policy.name!r} has rules for parameters, but the model uses FSDP1 "
+            "(FullyShardedDataParallel), whose all-gather cannot be replaced; take a policy for "
+            "gradients only, such as 'loco-4bit' (MixedPrecision(param_dtype=torch.bfloat16) "
+            "halves the all-gather), or shard the model with fully_shard"
+        )
+    if policy.replicas or replicas:
+        raise PolicyError(
+            "tagc averages over replicas for FSDP2 only: the model uses FSDP1 "
+            "(FullyShardedDataParallel), in which ranks hold different parts of a parameter list; "
+            'shard it with fully_shard over mesh["shard"] to use replicas=mesh["replicate"]'
+        )
+
+
+def _check(name: str, module: Any) -> None:
+    if module._comm_hook is _hook:
+        raise ValueError(
+            f"{_said(name)} is already wrapped, by itself or as a part of another model; call "
+            "tagc.compressor(that_model).remove() first"
+        )
+    if module._comm_hook is not None:
+        hook = getattr(module._comm_hook, "__name__", repr(module._comm_hook))
+        raise ValueError(
+            f"{_said(name)} has a communication hook of its own ({hook}, by register_comm_hook); "
+            "FSDP1 has one for all of a model, and tagc needs it: leave yours out"
+        )
+    strategy = module.sharding_strategy
+    if strategy in _HYBRID:
+        raise ValueError(
+            f"{_said(name)} is sharded and replicated ({strategy.name}), for which FSDP1 has no "
+            "communication hook; use FULL_SHARD or SHARD_GRAD_OP, or torch.distributed.fsdp."
+            'fully_shard over mesh["shard"] and tagc.wrap(..., replicas=mesh["replicate"])'
+        )
+    if strategy is ShardingStrategy.NO_SHARD and module.process_group.size() > 1:
+        raise ValueError(
+            f"{_said(name)} is replicated, not sharded (NO_SHARD): there is no reduce-scatter to "
+            "compress. Use FULL_SHARD or SHARD_GRAD_OP, or torch.distributed.fsdp.fully_shard"
+        )
+
+
+def _unit(name: str, module: Any, root: FullyShardedDataParallel) -> FSDP1Unit:
+    handle = module._handle
+    flat = handle.flat_param
+    frozen: dict[str, nn.Parameter] = {}
+    params: list[UnitParam] = []
+    columns = flat._sharded_size.numel()
+    spans = zip(_starts(flat), flat._fqns, flat._shapes, strict=True)
+    for i, (start, fqn, shape) in enumerate(spans):
+        full_name = _clean(f"{name}.{fqn}")
+        param = flat if flat._params is None else flat._params[i]
+        if not param.requires_grad:
+            # FSDP1 reduces their gradients, too, and then drops them.
+            frozen[full_name] = param
+            continue
+        most = _most_in_a_row(start, math.prod(shape), columns)
+        params.append(UnitParam(name=full_name, shape=tuple(shape), columns=most, start=start))
+    specified = handle._low_prec_reduce_dtype_specified or handle._low_prec_param_dtype_specified
+    return FSDP1Unit(
+        info=UnitInfo(
+            name=_clean(name),
+            params=tuple(params),
+            world_size=module.process_group.size(),
+            # Until its first forward FSDP follows changes of the parameters' dtype.
+            dtype=handle._reduce_dtype if specified else flat.dtype,
+            flat=FlatBuffer(columns=columns, whole=not frozen),
+        ),
+        group=module.process_group,
+        device=module.compute_device,
+        _module=module,
+        _root=root,
+        _frozen=frozen,
+    )
+
+
+def _starts(flat: Any) -> Sequence[int]:
+    """First element of every parameter in the flat one, in which padding lies between them."""
+    ends = itertools.accumulate(flat._numels_with_padding)
+    spans = zip(ends, flat._numels_with_padding, flat._is_padding_mask, strict=True)
+    return [end - numel for end, numel, is_padding in spans if not is_padding]
+
+
+def _most_in_a_row(start: int, numel: int, columns: int) -> int:
+    """The most elements of a parameter that one shard has."""
+    first = min(numel, columns - start % columns)
+    return max(first, min(columns, numel - first))
+
+
+def _clean(name: str) -> str:
+    """A name without those that FSDP1 and activation checkpointing put into it."""
+    return clean_tensor_name(f"{name}.").removesuffix(".").removeprefix(".")
+
+
+def _said(name: str) -> str:
+    return repr(_clean(name)) if _clean(name) else "the root module"
+
+
+def _shards(model: nn.Module) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+FSDP1 = Integration(
+    name="FSDP1",
+    spelled="FSDP1 (FullyShardedDataParallel)",
+    shards=_shards,
+    sharding_groups=sharding_groups,
+    find_units=find_units,
+    check_policy=check_policy,
+)

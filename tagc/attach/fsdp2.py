@@ -1,0 +1,475 @@
+"""FSDP2: the one file that knows ``fully_shard``'s internals."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.utils.hooks import RemovableHandle
+
+from tagc.attach.averaging import all_reduces_by_class, averaging, plain
+from tagc.attach.grad_mode import GradMode
+from tagc.attach.tensor_parallel import ParallelDim, box_of, duplicate_of, parallel_dims
+from tagc.attach.unit import Integration, Unit
+from tagc.collect import Lockstep, Phase, ReplicaAverage, Transport, UnitGatherer, UnitReducer
+from tagc.plan import UnitInfo, UnitParam
+from tagc.policy import Policy
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2Unit(Unit):
+    """One communication unit of a ``fully_shard``-ed model."""
+
+    module: FSDPModule
+    _param_group: Any
+    _native: tuple[Any, Any, Any]
+    _grad_mode: GradMode
+    _hooks: list[RemovableHandle] = field(default_factory=list)
+
+    @property
+    def reached(self) -> Set[str] | None:
+        """See :attr:`Unit.reached`."""
+        reduce_scatter = self._param_group._reduce_scatter_comm
+        return reduce_scatter.reached if isinstance(reduce_scatter, _CustomReduceScatter) else None
+
+    def _named(self) -> Iterator[tuple[Any, str]]:
+        """FSDP's parameters, frozen ones too, and their names."""
+        assert self.gather_info is not None
+        for param, info in zip(self._param_group.fsdp_params, self.gather_info.params, strict=True):
+            yield param, info.name
+
+    def install(self, reducer: UnitReducer) -> None:
+        """See :meth:`Unit.install`."""
+        names = {id(param): name for param, name in self._named()}
+        planned = frozenset(param.name for param in self.info.params)
+        self.module.set_custom_reduce_scatter(_CustomReduceScatter(reducer, names, planned))
+        if _is_own(self._native[1]):
+            self.module.set_custom_all_gather(_InStep(self._native[1], self))
+
+    def check_gather(self) -> None:
+        """See :meth:`Unit.check_gather`."""
+        _check_own(self.info.name, self._native[1], "all-gather")
+
+    def install_gather(self, gatherer: UnitGatherer) -> None:
+        """See :meth:`Unit.install_gather`."""
+        all_gather = _CustomAllGather(gatherer, self._param_group, self._grad_mode)
+        self.module.set_custom_all_gather(all_gather)
+        for module in self._param_group.modules:
+            # Before FSDP's own hook, which gathers.
+            hook = module.register_forward_pre_hook(all_gather.before_forward, prepend=True)
+            self._hooks.append(hook)
+
+    def install_all_reduce(self, average: ReplicaAverage) -> None:
+        """See :meth:`Unit.install_all_reduce`."""
+        if self.replicas is None:
+            self.module.set_all_reduce_hook(average)
+            return
+        reduce_scatter = self._param_group._reduce_scatter_comm
+        assert isinstance(reduce_scatter, _CustomReduceScatter)
+        reduce_scatter.average = average
+
+    @property
+    def all_reduces(self) -> bool:
+        """See :attr:`Unit.all_reduces`."""
+        return self._param_group.all_reduce_grads
+
+    @property
+    def has_all_reduce_hook(self) -> bool:
+        """See :attr:`Unit.has_all_reduce_hook`."""
+        return self._native[2] is not None
+
+    def trainable(self) -> list[nn.Parameter]:
+        """See :meth:`Unit.trainable`."""
+        # Not those that require a gradient now: people freeze parameters later, too.
+        planned = {param.name for param in self.info.params}
+        return [p.sharded_param for p, name in self._named() if name in planned]
+
+    def frozen_shards(self) -> dict[str, Tensor]:
+        """See :meth:`Unit.frozen_shards`."""
+        assert self.gather_info is not None
+        pairs = zip(self.gather_info.params, self._param_group.fsdp_params, strict=True)
+        return {
+            info.name: param.sharded_param.to_local().detach().to(self.gather_info.dtype)
+            for info, param in pairs
+            if info.frozen
+        }
+
+    def shard(self) -> Tensor:
+        """See :meth:`Unit.shard`."""
+        shards = [p._sharded_param_data.detach() for p in self._param_group.fsdp_params]
+        assert self.gather_info is not None
+        return torch.cat(shards).to(self.device, self.gather_info.dtype)
+
+    def restore(self) -> None:
+        """See :meth:`Unit.restore`."""
+        reduce_scatter, all_gather, hook = self._native
+        self.module.set_custom_reduce_scatter(reduce_scatter)
+        self.module.set_custom_all_gather(all_gather)
+        self.module.set_all_reduce_hook(hook)
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+class _Allocates:
+    """FSDP asks the collective for its buffers."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _CustomReduceScatter(_Allocates, ReduceScatter):
+    """Also gives FSDP the tensors that it all-reduces, which see to that themselves.
+
+    Attributes:
+        average: over replicas, in place of FSDP's own all-reduce; None where there is none.
+        reached: see :attr:`Unit.reached`.
+    """
+
+    def __init__(
+        self, reducer: UnitReducer, names: Mapping[int, str], planned: frozenset[str]
+    ) -> None:
+        """Args:
+        names: of FSDP's parameters, by their ids.
+        planned: names of those in the plan.
+        """
+        self._reduce, self._names, self._planned = reducer.reduce, names, planned
+        self.average: ReplicaAverage | None = None
+        self.reached: frozenset[str] | None = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        params = _params_of(sys._getframe(1))
+        if params is not None:
+            reached = frozenset(self._names[id(param)] for param in params)
+            self.reached = None if reached == self._planned else reached
+        buffer = super().allocate(size, dtype=dtype, device=device)
+        return buffer if self.average is None else averaging(buffer, self.average)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        out, inp = plain(output_tensor), plain(input_tensor)
+        self._reduce(out, inp, group, op, reached=self.reached)
+
+
+def _params_of(foreach_reduce: FrameType) -> Sequence[Any] | None:
+    """The parameters whose gradients FSDP is about to reduce: it tells its collectives sizes only,
+    and its function has this list. None if it has no such list any more."""
+    return foreach_reduce.f_locals.get("fsdp_params")
+
+
+class _InStep(AllGather):
+    """FSDP's own all-gather, with all ranks at the same one: it would take any message that comes
+    for the one that it waits for, and so keep others from seeing a mix-up."""
+
+    def __init__(self, native: AllGather, unit: FSDP2Unit) -> None:
+        self._native = native
+        self._lockstep = Lockstep("parameters", unit.info.label, unit.device)
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return self._native.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        self._lockstep.check(Transport(group), 0)
+        return self._native(output_tensor, input_tensor, group, async_op)
+
+
+class _CustomAllGather(_Allocates, AllGather):
+    def __init__(self, gatherer: UnitGatherer, param_group: Any, grad_mode: GradMode) -> None:
+        self._gather, self._param_group = gatherer.gather, param_group
+        self._grad_mode, self._note_forward = grad_mode, gatherer.note_forward
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """To be called before a module's forward, as a hook."""
+        self._grad_mode.note()
+        if self._grad_mode.enabled:
+            self._note_forward()
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        self._gather(output_tensor, input_tensor, group, self._phase())
+
+    def _phase(self) -> Phase:
+        # The state is the same on every rank, for prefetched units, too.
+        state = self._param_group._training_state.name
+        if state == "PRE_BACKWARD":
+            return Phase.BACKWARD
+        recorded = state == "FORWARD" and self._grad_mode.enabled
+        return Phase.FORWARD if recorded else Phase.OTHER
+
+
+def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups of ranks that share a model, whatever else may be wrong with it; none if it is
+    not sharded."""
+    groups = [
+        group for m in model.modules() for g in _all_param_groups(m) for group in _sharding(g)
+    ]
+    return list({id(group): group for group in groups}.values())
+
+
+def left_to_fsdp(model: nn.Module) -> dict[str, str]:
+    """Units that are no units of tagc's, by their label, and why. Modules with several parameter
+    groups (experts on a mesh of their own): torch replaces the collectives of a module, not those
+    of a group."""
+    found = {}
+    for name, module in model.named_modules():
+        groups = _all_param_groups(module)
+        if len(groups) > 1:
+            numel = sum(p.sharded_param.numel() for group in groups for p in group.fsdp_params)
+            found[plain_name(name) or "(root)"] = (
+                f"{len(groups)} parameter groups with {numel:,} elements"
+            )
+    return found
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """The FSDP2 units of a model, in module order, with their trainable parameters; but for those
+    of :func:`left_to_fsdp`.
+
+    Raises:
+        ValueError: if it is sharded in a way whose reduce-scatter cannot be replaced, or if a
+            unit is already wrapped.
+    """
+    modules = [(plain_name(name), module) for name, module in model.named_modules()]
+    names = {id(module): name for name, module in modules}
+    units: list[Unit] = []
+    seen: set[int] = set()
+    grad_mode = GradMode()
+    groups = [group for _, module in modules for group in _all_param_groups(module)]
+    dims = (dim for group in groups for p in group.fsdp_params for dim in _parallel(p, group))
+    parallel = list({dim.ranks: dim for dim in dims}.values())
+    for name, module, is_topmost in _with_topmost(modules):
+        groups = _all_param_groups(module)
+        for group in groups if len(groups) == 1 else ():
+            if id(group) not in seen:
+                seen.add(id(group))
+                units.append(_unit(name, module, group, names, grad_mode, is_topmost, parallel))
+    return units
+
+
+def _with_topmost(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Modules by name, parents first, and whether no module above is sharded."""
+    above: set[str] = set()
+    for name, module in modules:
+        parts = name.split(".") if name else []
+        inside = any(".".join(parts[:end]) in above for end in range(len(parts)))
+        yield name, module, not inside
+        if isinstance(module, FSDPModule):
+            above.add(name)
+
+
+def plain_name(name: str) -> str:
+    """Without what ``torch.compile`` and activation checkpointing put into names: policies mean
+    the model that people wrote."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _all_param_groups(module: nn.Module) -> list[Any]:
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = module._get_fsdp_state()
+    # torch 2.13 has a list, 2.11 at most one.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in (state._fsdp_param_group,) if g is not None] if groups is None else groups
+
+
+def _unit(
+    name: str,
+    module: nn.Module,
+    group: Any,
+    names: dict[int, str],
+    grad_mode: GradMode,
+    is_topmost: bool,
+    parallel: Sequence[ParallelDim],
+) -> FSDP2Unit:
+    assert isinstance(module, FSDPModule)
+    trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    mesh = group.mesh_info
+    replicated = hasattr(mesh, "replicate_mesh_size") and hasattr(mesh, "shard_mesh_size")
+    if replicated and not all_reduces_by_class():
+        raise ValueError(_in_one_dimension(name, mesh))
+    if not hasattr(mesh, "shard_mesh_size"):
+        raise ValueError(
+            f"{name or 'the root module'!r} is replicated, not sharded: there is no "
+            "reduce-scatter to compress. Give fully_shard a mesh with a shard dimension"
+        )
+    if isinstance(group._reduce_scatter_comm, _CustomReduceScatter):
+        raise ValueError(
+            f"{name or 'the root module'!r} is already wrapped, by itself or as a part of another "
+            "model; call tagc.compressor(that_model).remove() first"
+        )
+    _check_own(name, group._reduce_scatter_comm, "reduce-scatter")
+    policy = group.mp_policy
+    stored = [p.sharded_param.dtype for p in group.fsdp_params]
+    # Frozen parameters may have another dtype; FSDP insists on one for the others.
+    reduced = next((p.sharded_param.dtype for p in trainable), stored[0])
+    state: Any = module._get_fsdp_state()
+    # FSDP decides in the first forward that its root keeps its parameters until backward; a part of
+    # a larger model that is wrapped alone before that is taken for one.
+    is_root = is_topmost if state._is_root is None else state._is_root
+    root = is_root and getattr(state, "_auto_reshard_after_forward", False)
+    planned = {id(p): _unit_param(p, group, names, parallel) for p in group.fsdp_params}
+    return FSDP2Unit(
+        info=UnitInfo(
+            name=name,
+            params=tuple(planned[id(p)] for p in trainable),
+            world_size=mesh.shard_mesh_size,
+            dtype=policy.reduce_dtype or policy.param_dtype or reduced,
+        ),
+        gather_info=UnitInfo(
+            name=name,
+            params=tuple(planned.values()),
+            world_size=mesh.shard_mesh_size,
+            # FSDP gathers several dtypes as bytes.
+            dtype=policy.param_dtype or (stored[0] if len(set(stored)) == 1 else torch.uint8),
+            # Resharded to a smaller group, the backward gathers there, natively.
+            per_step=(
+                2
+                if group._reshard_after_forward and not group._use_post_forward_mesh and not root
+                else 1
+            ),
+            native=_own_gather(group),
+        ),
+        module=module,
+        group=mesh.shard_process_group,
+        device=group.device,
+        replicas=mesh.replicate_process_group if replicated else None,
+        parallel=[dim.group for p in group.fsdp_params for dim in _parallel(p, group)],
+        _param_group=group,
+        _grad_mode=grad_mode,
+        _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
+    )
+
+
+def _own_gather(group: Any) -> str:
+    """Why FSDP must gather a unit itself: a parameter makes what is sent, and makes a parameter of
+    what arrives (torchao's float8 all-gather). Nothing if none does."""
+    for param in group.fsdp_params:
+        local = param._sharded_local_tensor
+        if hasattr(local, "fsdp_pre_all_gather"):
+            return f"parameters of type {type(local).__name__} have an all-gather of their own"
+    return ""
+
+
+def _in_one_dimension(name: str, info: Any) -> str:
+    """What to change where FSDP's own all-reduce over replicas cannot be replaced."""
+    mesh = info.mesh
+    dims = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    sizes = ", ".join(f"{dim}={size}" for dim, size in zip(dims, mesh.shape, strict=True))
+    replicate, shard = dims[info.replicate_mesh_dim], dims[info.shard_mesh_dim]
+    return (
+        f"{name or 'the root module'!r} is sharded and replicated over a mesh of ({sizes}) (HSDP), "
+        "and this torch lets nobody replace its all-reduce. Two lines to change:\n"
+        f'    fully_shard(module, mesh=mesh["{shard}"])\n'
+        f'    tagc.wrap(model, ..., replicas=mesh["{replicate}"])'
+    )
+
+
+def _is_own(comm: Any) -> bool:
+    """Whether FSDP made a collective, and not somebody else."""
+    return type(comm).__module__.startswith("torch.")
+
+
+def _check_own(name: str, comm: Any, kind: str) -> None:
+    """Raise where somebody else than FSDP made a collective that tagc would replace."""
+    if not _is_own(comm):
+        raise ValueError(
+            f"{name or 'the root module'!r} has its own {kind}, {type(comm).__name__} (from "
+            f"set_custom_{kind.replace('-', '_')}), which tagc would replace; leave it out, or "
+            "do not wrap the model"
+        )
+
+
+def _sharding(group: Any) -> list[dist.ProcessGroup]:
+    """FSDP's own groups of a parameter group."""
+    names = ("shard_process_group", "replicate_process_group")
+    found = [getattr(group.mesh_info, name, None) for name in names]
+    return [one for one in found if one is not None]
+
+
+def _parallel(param: Any, group: Any) -> list[ParallelDim]:
+    return parallel_dims(param.sharded_param, _sharding(group))
+
+
+def _unit_param(
+    param: Any, group: Any, names: dict[int, str], parallel: Sequence[ParallelDim]
+) -> UnitParam:
+    dims, shape = _parallel(param, group), tuple(param.sharded_param.shape)
+    return UnitParam(
+        name=_param_name(param, names),
+        shape=shape,
+        box=box_of(shape, dims),
+        duplicate=duplicate_of(dims, _sharding(group), parallel),
+        columns=param.padded_sharded_param_size.numel(),
+        dim=param.fsdp_placement.dim,
+        local=tuple(param.padded_sharded_param_size),
+        frozen=not param.sharded_param.requires_grad,
+    )
+
+
+def _param_name(param: Any, names: dict[int, str]) -> str:
+    """Qualified name of an FSDP parameter; a shared one has the name that FSDP knows it by.
+
+    Not by way of ``named_parameters``: between forward and backward the module holds another,
+    unsharded object under this name.
+    """
+    owner = names.get(id(param._module_info.module))
+    if owner is None:
+        raise ValueError(
+            f"FSDP shards parameter {param._module_info.param_name!r} together with this model, "
+            "but outside of it (fully_shard of a list of modules); wrap the model that holds all "
+            "of them"
+        )
+    return f"{owner}.{param._module_info.param_name}" if owner else param._module_info.param_name
+
+
+def _shards(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _check_policy(policy: Policy, replicas: bool) -> None:
+    """All that a policy can ask for is possible."""
+
+
+FSDP2 = Integration(
+    name="FSDP2",
+    spelled="FSDP2 (fully_shard)",
+    shards=_shards,
+    sharding_groups=sharding_groups,
+    find_units=find_units,
+    left_to_fsdp=left_to_fsdp,
+    check_policy=_check_policy,
+)

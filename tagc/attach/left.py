@@ -1,0 +1,49 @@
+"""Units that stay with FSDP while others are compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from tagc.attach.integrations import integration_of
+from tagc.attach.unit import Unit
+from tagc.plan import as_list
+
+
+def check_left(units: Sequence[Unit], left: Mapping[str, str], *, averages: bool) -> None:
+    """Refuse a model of which nothing can be compressed, or whose replicas would diverge.
+
+    Args:
+        left: see :attr:`Integration.left_to_fsdp`.
+        averages: whether tagc averages over replicas that FSDP knows nothing of.
+
+    Raises:
+        ValueError: naming the units and the remedy.
+    """
+    if not units:
+        raise ValueError(
+            f"tagc can compress no unit of this model: {_listed(left)}. Torch replaces collectives "
+            "only of modules with one parameter group: apply fully_shard to the children on their "
+            "own, or train without tagc.wrap"
+        )
+    if averages and left:
+        raise ValueError(
+            f"replicas=... leaves the average over replicas to tagc, which cannot reach "
+            f"{_listed(left)}: shard over a mesh with a replicated dimension (HSDP), and leave "
+            "replicas out of tagc.wrap"
+        )
+
+
+def notes_on_left(model: nn.Module) -> Iterator[str]:
+    """For the plan: what is not in it."""
+    left = integration_of(model).left_to_fsdp(model)
+    if left:
+        yield (
+            f"left to FSDP, and not in the table: {_listed(left)}. Torch replaces collectives only "
+            "of modules with one parameter group"
+        )
+
+
+def _listed(left: Mapping[str, str]) -> str:
+    return as_list([f"unit {name!r} with {what}" for name, what in left.items()])

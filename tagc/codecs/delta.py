@@ -1,0 +1,198 @@
+"""Codec ``delta``: what changed in parameters since the last message, in few bits.
+
+Whoever decodes has a copy of the parameters as of then, the owner of a shard too, and adds what a
+message says. What quantization leaves out is still missing in the copy, so the next change has it:
+error feedback without a residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Generic, Literal, Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from tagc.codecs.codec import Codec, CodecSegment, CodecSetup, P
+from tagc.codecs.config import Block, CodecConfig, unit
+from tagc.codecs.kind import CodecKind
+from tagc.codecs.matrix import MatrixCodec, MatrixConfig, MatrixPlan, plan_matrix, sample_matrix
+from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.codecs.quantized import (
+    QuantizedCodec,
+    QuantizedParametersConfig,
+    QuantizedPlan,
+    plan_quantized,
+    sample_quantized,
+)
+from tagc.codecs.sample import Sample, TimedSteps
+from tagc.codecs.special import Special
+
+
+class DeltaConfig(CodecConfig):
+    """What changed in parameters since the last message, in `bits`, in FSDP's all-gather.
+
+    Ranks keep a copy of the unit's parameters, those of a host together one, which holds what all
+    others know of them; messages go once for every step of the optimizer, in the first forward
+    after it, and nothing else leaves a host. 8 and 4 bits have a scale for every `block` elements;
+    2 bits have no code for zero, and scales of rows and columns, as the codec `matrix`.
+    """
+
+    kind: Literal["delta"] = "delta"
+    """The codec's name."""
+    bits: Annotated[Literal[2, 4, 8], unit("bits per element")] = 4
+    """Size of an element's code."""
+    block: Block = 256
+    """Neighbours that share a scale of 16 bits; with 8 and 4 bits only."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """To the nearest code, or up and down by chance, so that changes smaller than half a code reach
+    the copy now and then, and not only once they have added up; with 8 and 4 bits only."""
+
+    @model_validator(mode="after")
+    def _check_rounding(self) -> Self:
+        if self.rounding == "stochastic" and self.needs_matrices:
+            raise ValueError(f"rounding 'stochastic' goes with bits 4 or 8, not {self.bits}")
+        return self
+
+    def carries(self, special: Special) -> bool:
+        """See :meth:`CodecConfig.carries`: they go whole once, and do not change."""
+        return True
+
+    @property
+    def needs_matrices(self) -> bool:
+        """See :attr:`CodecConfig.needs_matrices`."""
+        return self.bits < 4
+
+    @property
+    def spelled(self) -> str:
+        """See :attr:`CodecConfig.spelled`."""
+        return f"codec 'delta' with bits {self.bits}"
+
+    @property
+    def for_vectors(self) -> str:
+        """See :attr:`CodecConfig.for_vectors`."""
+        return "bits 4 or 8, or codec 'dense'"
+
+
+AT_A_TIME = 1 << 22
+"""Elements of changes that are decoded at a time, in float32; a row at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaPlan(CodecPlan):
+    """How the changes of one segment travel.
+
+    Attributes:
+        code: of the changes.
+    """
+
+    code: QuantizedPlan | MatrixPlan
+
+    @property
+    def name(self) -> str:
+        """With what the changes travel by."""
+        return f"delta {self.code.name}"
+
+    @property
+    def of_changes(self) -> bool:
+        """See :attr:`CodecPlan.of_changes`."""
+        return True
+
+    @property
+    def nominal_bits(self) -> float | None:
+        """See :attr:`CodecPlan.nominal_bits`."""
+        return self.code.nominal_bits
+
+    @property
+    def words(self) -> int:
+        """Those of the code."""
+        return self.code.words
+
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """Those of the code."""
+        return self.code.scratch_bytes(destinations, sources, reference=reference)
+
+    def word_shares(self, columns: Sequence[float]) -> list[float]:
+        """See :meth:`CodecPlan.word_shares`."""
+        return self.code.word_shares(columns)
+
+
+def plan_delta(config: DeltaConfig, request: PlanRequest) -> DeltaPlan:
+    """The sizes of one segment."""
+    if config.bits == 2:
+        return DeltaPlan(code=plan_matrix(MatrixConfig(bits=2), request))
+    code = QuantizedParametersConfig(bits=config.bits, block=config.block)
+    dithered = config.rounding == "stochastic"
+    plan = replace(plan_quantized(code, request), dithered=dithered, by_content=dithered)
+    return DeltaPlan(code=plan)
+
+
+@dataclass(frozen=True)
+class _Coded(Generic[P]):
+    """The same columns, with the code of their changes."""
+
+    start: int
+    stop: int
+    codec: P
+
+
+class DeltaCodec(Codec[DeltaPlan]):
+    """Segments of which changes travel. Its rows are these changes, in float32: the copy, and
+    subtracting it, is :class:`tagc.collect.HostCopy`'s matter."""
+
+    def __init__(self, segments: Sequence[CodecSegment[DeltaPlan]], setup: CodecSetup) -> None:
+        super().__init__(segments, setup)
+        wide = replace(setup, dtype=torch.float32)
+        self._codes = [_code(segment, wide) for segment in segments]
+
+    def encode_rows(self, rows: Tensor, message: Tensor) -> None:
+        """See :meth:`Codec.encode_rows`."""
+        for part, code in zip(self.parts, self._codes, strict=True):
+            code.encode_rows(rows, message[:, part.words])
+
+    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
+        """See :meth:`Codec.decode_rows`."""
+        for part, code in zip(self.parts, self._codes, strict=True):
+            code.decode_rows(received[:, part.words], rows)
+
+
+def _code(
+    segment: CodecSegment[DeltaPlan], setup: CodecSetup
+) -> Codec[QuantizedPlan] | Codec[MatrixPlan]:
+    plan = segment.codec.code
+    if isinstance(plan, MatrixPlan):
+        return MatrixCodec([_Coded(segment.start, segment.stop, plan)], setup)
+    return QuantizedCodec([_Coded(segment.start, segment.stop, plan)], setup)
+
+
+def sample_delta(plan: DeltaPlan, s: Sample) -> TimedSteps:
+    """Subtracting a copy and encoding; decoding and adding."""
+    copy, change = torch.zeros_like(s.grad), torch.empty_like(s.grad, dtype=torch.float32)
+    wide = replace(s, grad=change)
+    encode, decode = (
+        sample_matrix(plan.code, wide)
+        if isinstance(plan.code, MatrixPlan)
+        else sample_quantized(plan.code, wide)
+    )
+
+    def subtract_and_encode() -> None:
+        change.copy_(s.grad).sub_(copy)
+        encode()
+
+    def decode_and_add() -> None:
+        decode()
+        copy.add_(change)
+
+    return subtract_and_encode, decode_and_add
+
+
+DELTA = CodecKind(
+    name="delta",
+    parameter_config=DeltaConfig,
+    plan=DeltaPlan,
+    make_plan=plan_delta,
+    codec=DeltaCodec,
+    sample=sample_delta,
+)

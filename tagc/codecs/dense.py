@@ -1,0 +1,172 @@
+"""Codec ``dense``: columns travel as they are, or as bfloat16, and are summed in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from tagc.codecs.codec import Codec
+from tagc.codecs.config import CodecConfig
+from tagc.codecs.exchange import Exchange
+from tagc.codecs.kind import CodecKind
+from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
+from tagc.codecs.sample import ROWS, Sample, TimedSteps
+from tagc.codecs.special import Special
+
+
+class DenseConfig(CodecConfig):
+    """The gradient as it is, through the ordinary reduce-scatter.
+
+    With the `wire` `bfloat16` it travels rounded to 16 bits, and is summed in float32.
+    """
+
+    kind: Literal["dense"] = "dense"
+    """The codec's name."""
+    wire: Literal["native", "bfloat16"] = "native"
+    """What travels: the gradient's own dtype, or bfloat16."""
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything but the ordinary collective is needed."""
+        return self.wire != "native"
+
+    def carries(self, special: Special) -> bool:
+        """See :meth:`CodecConfig.carries`: as bfloat16, what FSDP's own mixed precision makes of
+        them."""
+        return not self.compresses or special is not Special.LARGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensePlan(CodecPlan):
+    """Elements as they are, or rounded to the wire's dtype."""
+
+    numel: int
+    wire: torch.dtype
+    native: bool = True
+
+    @property
+    def name(self) -> str:
+        """'dense', with the dtype where it is not the gradient's."""
+        return "dense" if self.native else f"dense {str(self.wire).removeprefix('torch.')}"
+
+    @property
+    def compressed(self) -> bool:
+        """See :attr:`CodecPlan.compressed`."""
+        return not self.native
+
+    @property
+    def words(self) -> int:
+        """Elements of 2 bytes share words."""
+        return -(-self.numel * self.wire.itemsize // 4)
+
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """See :meth:`CodecPlan.scratch_bytes`: the sum in float32, and its average."""
+        return 2 * max(4, self.wire.itemsize) * self.numel
+
+    def widened_bytes(self, sources: int) -> int:
+        """See :meth:`CodecPlan.widened_bytes`."""
+        return 4 * sources * self.numel if self.wire.itemsize < 4 else 0
+
+    def sums_bytes(self, rows: int, ranks: int, *, reference: bool) -> int:
+        """See :meth:`CodecPlan.sums_bytes`: the sums in float32, beside what torch widens."""
+        return max(4, self.wire.itemsize) * rows * self.numel + self.widened_bytes(rows * ranks)
+
+    def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
+        """See :meth:`CodecPlan.cut`: anywhere."""
+        length = -(-self.numel // owners)
+        return replace(self, numel=length), (Cut(columns=self.numel, length=length),)
+
+    def used_words(self, columns: int) -> int:
+        """Those of the elements that are filled."""
+        return replace(self, numel=columns).words
+
+
+def plan_dense(config: DenseConfig, request: PlanRequest) -> DensePlan:
+    """The sizes of what travels as it is, or as bfloat16."""
+    native = request.columns == 0 or not config.compresses
+    wire = request.dtype if native else torch.bfloat16
+    return DensePlan(numel=request.columns, wire=wire, native=native)
+
+
+def plan_empty(request: PlanRequest) -> DensePlan:
+    """A segment without columns, whatever its codec."""
+    return DensePlan(numel=0, wire=request.dtype)
+
+
+class DenseCodec(Codec[DensePlan]):
+    """The dense segments of a unit that also has compressed ones: they ride in its message."""
+
+    def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
+        """See :meth:`Codec.encode`."""
+        self.encode_rows(grad, message)
+
+    def encode_rows(self, rows: Tensor, message: Tensor) -> None:
+        """See :meth:`Codec.encode_rows`."""
+        for part in self.parts:
+            words = message[:, part.words]
+            if part.plan.numel * part.plan.wire.itemsize % words.element_size():
+                words[:, -1:].zero_()  # elements of 2 bytes leave half of it
+            elements_of(words, part.plan).copy_(rows[:, part.columns])
+
+    def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
+        """See :meth:`Codec.decode`."""
+        for part in self.parts:
+            wide = torch.float64 if part.plan.wire == torch.float64 else torch.float32
+            total = elements_of(received[:, part.words], part.plan).sum(0, dtype=wide)
+            if divisor != 1:
+                total /= divisor
+            columns = out[part.columns]
+            if part.plan.native:
+                columns.copy_(total)
+                continue
+            decoded = part.feedback.decode_buffer(columns)
+            decoded.copy_(total)
+            part.feedback.correct(decoded, columns)
+
+    def decode_sums(self, received: Tensor, rows: Tensor) -> None:
+        """See :meth:`Codec.decode_sums`."""
+        for part in self.parts:
+            wide = torch.float64 if part.plan.wire == torch.float64 else torch.float32
+            elements = elements_of(received[..., part.words], part.plan)
+            rows[:, part.columns].copy_(elements.sum(1, dtype=wide))
+
+    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
+        """See :meth:`Codec.decode_rows`."""
+        for part in self.parts:
+            elements = elements_of(received[:, part.words], part.plan)
+            if rows.dtype == torch.float16 and not part.plan.native:
+                # bfloat16 rounds the largest numbers up, beyond float16's range.
+                end = torch.finfo(torch.float16).max
+                wide = elements.float()
+                elements = torch.where(wide.isfinite(), wide.clamp(-end, end), wide)
+            rows[:, part.columns].copy_(elements)
+
+
+def elements_of(words: Tensor, plan: DensePlan) -> Tensor:
+    """A view ``[..., numel]`` of the wire's dtype on ``[..., words]`` int32."""
+    return words.view(plan.wire)[..., : plan.numel]
+
+
+def sample_dense(plan: DensePlan, s: Sample) -> TimedSteps:
+    """Encoding and decoding ``s.grad``."""
+    plan = replace(plan, numel=s.columns)
+    message, out = s.empty(ROWS, plan.words), torch.empty_like(s.grad[0])
+    elements = elements_of(message, plan)
+    return (
+        lambda: elements.copy_(s.grad),
+        lambda: out.copy_(elements.sum(0, dtype=torch.float32) / ROWS),
+    )
+
+
+DENSE = CodecKind(
+    name="dense",
+    config=DenseConfig,
+    parameter_config=DenseConfig,
+    plan=DensePlan,
+    make_plan=plan_dense,
+    codec=DenseCodec,
+    sample=sample_dense,
+)

@@ -1,0 +1,217 @@
+"""Codec ``matrix``: every element in a few bits, with scales of rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, islice
+from typing import Annotated, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from tagc.codecs.codec import Part
+from tagc.codecs.config import CodecConfig, Steps, unit
+from tagc.codecs.elementwise import ElementwiseCodec
+from tagc.codecs.kind import CodecKind
+from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
+from tagc.codecs.sample import ROWS, Sample, TimedSteps
+from tagc.ops.matrix import MatrixLayout
+
+
+class MatrixConfig(CodecConfig):
+    """Every element of a matrix in `bits`, with a scale for each row and each column.
+
+    The scales follow the gradient of the step, which is a sum of outer products; what is left
+    after dividing by them is closer to Gaussian, and a few bits go a long way. With a `group`, so
+    many neighbours in a row share one code, which says which of them is the largest, and its sign:
+    0.5 bits per element. `level` multiplies the values that codes stand for: above 1, a message
+    carries more of what is owed, and more noise. The `warmup_steps` are as for the sketch.
+    """
+
+    feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "average", "none")
+
+    kind: Literal["matrix"] = "matrix"
+    """The codec's name."""
+    bits: Annotated[Literal[1, 2], unit("bits per code")] = 1
+    """Size of a code."""
+    group: Annotated[Literal[1, 8], unit("elements")] = 1
+    """Neighbours in a row that share one code; above 1 with bits 1 only."""
+    level: Annotated[float, Field(ge=0.5, le=2, allow_inf_nan=False), unit("factor")] = 1
+    """Multiplies the values that codes stand for."""
+    warmup_steps: Steps = 0
+    """How many of the first reductions go dense; a unit waits for the longest of its rules."""
+
+    @model_validator(mode="after")
+    def _check_group(self) -> Self:
+        if self.group > 1 and self.bits > 1:
+            raise ValueError(
+                f"bits {self.bits}: a group of {self.group} shares a code, with bits 1"
+            )
+        return self
+
+    @property
+    def needs_matrices(self) -> bool:
+        """See :attr:`CodecConfig.needs_matrices`."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixPlan(CodecPlan):
+    """How the matrices of one segment are quantized, one after the other.
+
+    Attributes:
+        layouts: of the parameters' parts of a shard, one after the other.
+        matrices_of_parameters: how many each parameter has.
+    """
+
+    layouts: tuple[MatrixLayout, ...]
+    matrices_of_parameters: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """With bits or group, and level."""
+        first = self.layouts[0]
+        level = f" level {first.level:g}" if first.level != 1 else ""
+        size = f"1 of {first.group}" if first.group > 1 else f"int{first.bits}"
+        return f"matrix {size}{level}"
+
+    @property
+    def nominal_bits(self) -> float:
+        """Of a code, for each of the elements that share it."""
+        return self.layouts[0].width / self.layouts[0].group
+
+    @property
+    def overshoot(self) -> float:
+        """See :attr:`CodecPlan.overshoot`: codes have no zero, and stand for values that may be
+        twice the element that they are sent for."""
+        return 1.0
+
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """See :meth:`CodecPlan.scratch_bytes`: the reference's of one matrix; else what is kept for
+        runs of matrices, each size of its own."""
+        if reference:
+            # A row is summed as a table, of which a narrow matrix fills little.
+            table = max(m.rows * max(0, m.places * m.word_lanes - m.codes) for m in self.layouts)
+            each = max(56 * destinations, 28 * sources) * max(m.numel for m in self.layouts)
+            return each + 7 * destinations * table
+        # Sums and scales of columns where a message is made; as it is read, scales of rows, and of
+        # as many columns as its words have places for.
+        return sum(
+            m.count
+            * (
+                destinations * (7 * m.columns + 8)
+                + sources * (4 * m.rows + 2 * m.row_words * m.places * m.group)
+            )
+            for m in {m for m, _, _ in self.runs}
+        )
+
+    def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
+        """See :meth:`CodecPlan.cut`: between the rows of every matrix, so that each owner's slice
+        has scales of columns of its own."""
+        layouts = tuple(replace(m, rows=-(-m.rows // owners)) for m in self.layouts)
+        pairs = zip(self.layouts, layouts, strict=True)
+        cuts = tuple(Cut(columns=whole.numel, length=part.numel) for whole, part in pairs)
+        return replace(self, layouts=layouts), cuts
+
+    @property
+    def words(self) -> int:
+        """Scales and codes of all of them."""
+        return sum(layout.words for layout in self.layouts)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[MatrixLayout, slice, slice], ...]:
+        """Neighbours of one shape together, which share an operator's launches; each run with its
+        columns of the segment and its words of the message."""
+        found, column, word = [], 0, 0
+        for one, alike in groupby(self.layouts):
+            layout = replace(one, count=len(list(alike)))
+            columns = slice(column, column + layout.numel)
+            words = slice(word, word + layout.words)
+            found.append((layout, columns, words))
+            column, word = columns.stop, words.stop
+        return tuple(found)
+
+    def word_shares(self, columns: Sequence[float]) -> list[float]:
+        """Every matrix has a message of its own, with scales."""
+        words = (layout.words for layout in self.layouts)
+        return [sum(islice(words, n)) / self.words for n in self.matrices_of_parameters]
+
+
+def plan_matrix(config: MatrixConfig, request: PlanRequest) -> MatrixPlan:
+    """The sizes of one segment's matrices."""
+    return MatrixPlan(
+        layouts=tuple(
+            MatrixLayout(
+                rows=rows, columns=n, bits=config.bits, group=config.group, level=config.level
+            )
+            for matrices in request.matrices
+            for rows, n in matrices
+        ),
+        matrices_of_parameters=tuple(map(len, request.matrices)),
+        warmup_steps=config.warmup_steps,
+        feedback=request.feedback,
+    )
+
+
+class MatrixCodec(ElementwiseCodec[MatrixPlan]):
+    """The segments of a unit that consist of matrices, whose messages follow one another."""
+
+    def _prepare(self, part: Part[MatrixPlan], gradient: torch.dtype) -> None:
+        f = part.feedback
+        for layout, _, _ in part.plan.runs:
+            self._ops.prepare_matrix(layout, gradient, f.residual_dtype, f.old_share)
+
+    def _quantize(
+        self, part: Part[MatrixPlan], grad: Tensor, residual: Tensor | None, message: Tensor
+    ) -> None:
+        for layout, columns, words in part.plan.runs:
+            self._ops.quantize_matrix(
+                grad[:, columns],
+                None if residual is None else residual[:, columns],
+                message[:, words],
+                layout=layout,
+                average=part.feedback.old_share,
+            )
+
+    def _dequantize(self, plan: MatrixPlan, message: Tensor, out: Tensor, divisor: int) -> None:
+        self._dequantize_rows(plan, message[None], out[None], divisor)
+
+    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
+        """See :meth:`Codec.decode_rows`."""
+        for part in self.parts:
+            words, elements = received[:, None, part.words], rows[:, part.columns]
+            self._dequantize_rows(part.plan, words, elements, divisor=1)
+
+    def _dequantize_rows(
+        self, plan: MatrixPlan, message: Tensor, out: Tensor, divisor: int
+    ) -> None:
+        for layout, columns, words in plan.runs:
+            self._ops.dequantize_matrix(
+                message[..., words], out[:, columns], layout=layout, divisor=divisor
+            )
+
+
+def sample_matrix(plan: MatrixPlan, s: Sample) -> TimedSteps:
+    """Encoding and decoding ``s.grad``, as one matrix that is about square."""
+    columns = 1 << (s.columns.bit_length() // 2)
+    layout = replace(plan.layouts[0], rows=s.columns // columns, columns=columns)
+    grad = s.grad[:, : layout.numel]
+    residual = None if s.residual is None else s.residual[:, : layout.numel]
+    message, out = s.empty(ROWS, layout.words), torch.empty_like(s.grad[:1, : layout.numel])
+    return (
+        lambda: s.ops.quantize_matrix(grad, residual, message, layout=layout, average=s.average),
+        lambda: s.ops.dequantize_matrix(message[None], out, layout=layout, divisor=ROWS),
+    )
+
+
+MATRIX = CodecKind(
+    name="matrix",
+    config=MatrixConfig,
+    plan=MatrixPlan,
+    make_plan=plan_matrix,
+    codec=MatrixCodec,
+    sample=sample_matrix,
+)

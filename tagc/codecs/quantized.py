@@ -1,0 +1,275 @@
+"""Codec ``quantized``: every element in a few bits, with a scale per block.
+
+With the feedback kind ``average`` it is LoCo (arXiv 2407.04480) in DeepSpeed's form. Operators hash
+a seed of the dither once more, so seeds need to differ, and no more than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Annotated, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from tagc.codecs.codec import STAGES, CodecSegment, CodecSetup, Part
+from tagc.codecs.config import Block, CodecConfig, unit
+from tagc.codecs.elementwise import ElementwiseCodec
+from tagc.codecs.kind import CodecKind
+from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
+from tagc.codecs.sample import ROWS, Sample, TimedSteps
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.hashing import MASK, fmix32
+from tagc.ops.symbols import wrap_int32
+
+
+class QuantizedConfig(CodecConfig):
+    """Every element in `bits`, with a scale for every `block` elements; summed in float32.
+
+    With `rounding: stochastic` what is rounded away is right on average, and nothing of it is kept:
+    the codec then needs no memory. A run repeats to the bit all the same.
+    """
+
+    feedback_kinds: ClassVar[tuple[str, ...]] = ("average", "residual", "none")
+
+    kind: Literal["quantized"] = "quantized"
+    """The codec's name."""
+    bits: Annotated[Literal[4, 8], unit("bits per element")] = 4
+    """Size of an element's code."""
+    block: Block = 256
+    """Neighbours that share a scale of 16 bits."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """To the nearest code, or up and down by chance, so that the mean is right; `stochastic` goes
+    with feedback kind `none`, and is what makes that one sound."""
+
+    @property
+    def allowed_feedback(self) -> tuple[str, ...]:
+        """See :attr:`CodecConfig.allowed_feedback`: what is right on average owes nothing."""
+        return ("none",) if self._stochastic else self.feedback_kinds
+
+    @property
+    def spelled(self) -> str:
+        """See :attr:`CodecConfig.spelled`."""
+        return super().spelled + (" with rounding 'stochastic'" if self._stochastic else "")
+
+    @property
+    def _stochastic(self) -> bool:
+        return self.rounding == "stochastic"
+
+
+class QuantizedParametersConfig(CodecConfig):
+    """Parameters in `bits`, with a scale for every `block` elements, in FSDP's all-gather.
+
+    An element is off by up to `1 / (2 L)` of the largest magnitude of its block, where `L` is 127
+    for 8 bits and 7 for 4 (and that largest one itself by `1 / 256`): an outlier makes zeros of its
+    neighbours. What is frozen and few bits cannot carry, such as masks, is gathered as it is.
+
+    With `keep_for_backward` a rank keeps the messages that it received in forward, the unit's
+    other parameters in them too, and gathers nothing in backward. (It matters where FSDP reshards
+    after forward, and so gathers twice.) Parameters that change between a forward and its backward
+    are then an error.
+    """
+
+    kind: Literal["quantized"] = "quantized"
+    """The codec's name."""
+    bits: Annotated[Literal[4, 8], unit("bits per element")] = 8
+    """Size of an element's code."""
+    block: Block = 256
+    """Neighbours that share a scale of 16 bits."""
+    keep_for_backward: bool = False
+    """Whether the message of the forward is kept, so that nothing is gathered in backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedPlan(CodecPlan):
+    """How one segment is quantized.
+
+    Attributes:
+        keep_for_backward: whether the message of a forward serves its backward, too.
+        dithered: whether codes are rounded by chance.
+        by_content: whether that chance comes from the elements themselves, and not from a count of
+            steps: parameters are encoded now and then, by their owner alone.
+    """
+
+    layout: BlockLayout
+    keep_for_backward: bool = False
+    dithered: bool = False
+    by_content: bool = False
+
+    @property
+    def name(self) -> str:
+        """With the bits."""
+        dithered = " dithered" if self.dithered else ""
+        return f"quantized int{self.layout.bits}{' kept' if self.keep_for_backward else dithered}"
+
+    @property
+    def reuses_forward_message(self) -> bool:
+        """See :attr:`CodecPlan.reuses_forward_message`."""
+        return self.keep_for_backward
+
+    @property
+    def overshoot(self) -> float:
+        """See :attr:`CodecPlan.overshoot`: half a step each, or a whole one that owes nothing, and
+        a scale's rounding."""
+        return 1 / self.layout.levels + 2**-8
+
+    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+        """See :meth:`CodecPlan.scratch_bytes`: codes as int64, and the rest in float32."""
+        padded = self.layout.blocks * self.layout.block
+        each = 49 if self.dithered else 41
+        return padded * max(each * destinations, 16 * sources) if reference else 0
+
+    def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
+        """See :meth:`CodecPlan.cut`: between blocks, which are the segment's own."""
+        length = -(-self.layout.blocks // owners) * self.layout.block
+        sliced = replace(self, layout=replace(self.layout, numel=length))
+        return sliced, (Cut(columns=self.layout.numel, length=length),)
+
+    @property
+    def words(self) -> int:
+        """Scales and codes."""
+        return self.layout.words
+
+
+def plan_quantized(
+    config: QuantizedConfig | QuantizedParametersConfig, request: PlanRequest
+) -> QuantizedPlan:
+    """The sizes of one segment."""
+    keep = isinstance(config, QuantizedParametersConfig) and config.keep_for_backward
+    dithered = isinstance(config, QuantizedConfig) and config.rounding == "stochastic"
+    return QuantizedPlan(
+        layout=BlockLayout(numel=request.columns, bits=config.bits, block=config.block),
+        feedback=request.feedback,
+        keep_for_backward=keep,
+        dithered=dithered,
+    )
+
+
+_GOLDEN, _STRIDE = 0x9E3779B9, 0x7F4A7C15
+
+
+class Dither:
+    """Of some segments of a unit. Seeds depend on the unit, the segment, the rank that encodes, the
+    stage, the row and the step, and on nothing else: a run that goes on repeats what it would have
+    done.
+    """
+
+    def __init__(self, setup: CodecSetup, columns: Sequence[int]) -> None:
+        """Seeds for segments that begin at these columns of their unit."""
+        self._places = {column: i for i, column in enumerate(columns)}
+        starts = torch.tensor([*columns], dtype=torch.int64, device=setup.device)
+        rows = torch.arange(setup.destinations, dtype=torch.int64, device=setup.device)
+        # Each is hashed before the next comes in, so that no sum of them is another's.
+        mixed = fmix32((starts * _STRIDE + setup.seed * _GOLDEN) & MASK)
+        mixed = fmix32((mixed ^ (STAGES * setup.rank + setup.stage)) & MASK)
+        self._first = wrap_int32(fmix32(mixed[:, None] ^ rows))
+        self._step: int | None = None
+        self._seeds = torch.empty_like(self._first)
+
+    def seeds(self, column: int, step: int) -> Tensor:
+        """``[D]`` int32."""
+        if self._step != step:
+            # One small kernel a unit. That sums wrap around is meant.
+            turn = step * _GOLDEN & MASK
+            torch.add(self._first, turn - (turn >> 31 << 32), out=self._seeds)
+            self._step = step
+        return self._seeds[self._places[column]]
+
+
+def seeds_of(rows: Tensor) -> Tensor:
+    """``[D]`` int32: sums of the bits of ``rows`` ``[D, columns]`` float32, modulo 2**32; others
+    for nearly every change, and the same for the same rows, with nothing to be counted."""
+    # In int32, as torch would make a copy in int64 first.
+    return rows.contiguous().view(torch.int32).sum(-1, dtype=torch.int32)
+
+
+class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
+    """The quantized segments of a unit, or of what it gathers."""
+
+    def __init__(self, segments: Sequence[CodecSegment[QuantizedPlan]], setup: CodecSetup) -> None:
+        super().__init__(segments, setup)
+        counted = [p.columns.start for p in self.parts if p.plan.dithered and not p.plan.by_content]
+        self._dither = Dither(setup, counted) if counted else None
+
+    def _prepare(self, part: Part[QuantizedPlan], gradient: torch.dtype) -> None:
+        f = part.feedback
+        self._ops.prepare_blocks(
+            part.plan.layout, gradient, f.residual_dtype, f.old_share, dithered=part.plan.dithered
+        )
+
+    def _quantize(
+        self, part: Part[QuantizedPlan], grad: Tensor, residual: Tensor | None, message: Tensor
+    ) -> None:
+        layout, average = part.plan.layout, part.feedback.old_share
+        seeds = None
+        if part.plan.by_content:
+            seeds = seeds_of(grad)
+        elif self._dither is not None and part.plan.dithered:
+            seeds = self._dither.seeds(part.columns.start, self.steps)
+        self._ops.quantize(grad, residual, message, layout=layout, average=average, dither=seeds)
+
+    def _dequantize(self, plan: QuantizedPlan, message: Tensor, out: Tensor, divisor: int) -> None:
+        self._ops.dequantize(message[None], out[None], layout=plan.layout, divisor=divisor)
+
+    def decode_sums(self, received: Tensor, rows: Tensor) -> None:
+        """See :meth:`Codec.decode_sums`: sums beyond float16's range are infinite, as the dtype's
+        own are."""
+        for part in self.parts:
+            words, elements = received[..., part.words], rows[:, part.columns]
+            self._ops.dequantize(words, elements, layout=part.plan.layout, divisor=1)
+
+    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
+        """See :meth:`Codec.decode_rows`."""
+        for part in self.parts:
+            words, elements = received[:, None, part.words], rows[:, part.columns]
+            self._ops.dequantize(words, elements, layout=part.plan.layout, divisor=1)
+            if rows.dtype == torch.float16:
+                # Within a scale's rounding of the largest number; what is not finite is NaN here.
+                largest = torch.finfo(rows.dtype).max
+                elements.clamp_(-largest, largest)
+
+    def cannot_carry(self, received: Tensor) -> Tensor | None:
+        """See :meth:`Codec.cannot_carry`: a scale says so."""
+        found = [
+            received[:, part.words][:, : part.plan.layout.scale_words].view(torch.int16)
+            > _largest_scale(self._setup.dtype, part.plan.layout.levels)
+            for part in self.parts
+        ]
+        return torch.stack([scales.any() for scales in found]).any() if found else None
+
+
+@cache
+def _largest_scale(dtype: torch.dtype, levels: int) -> int:
+    """The bits of the largest bfloat16 whose product with ``levels`` is a number of ``dtype``. (A
+    NaN's are larger, and scales have no sign.)"""
+    largest = torch.tensor(torch.finfo(dtype).max / levels, dtype=torch.float32, device="cpu")
+    return int(largest.view(torch.int32)) >> 16
+
+
+def sample_quantized(plan: QuantizedPlan, s: Sample) -> TimedSteps:
+    """Encoding and decoding ``s.grad``."""
+    layout = replace(plan.layout, numel=s.columns)
+    message, out = s.empty(ROWS, layout.words), torch.empty_like(s.grad[:1])
+    seeds = s.empty(len(s.grad)) if plan.dithered else None
+
+    def encode() -> None:
+        dither = seeds_of(s.grad) if plan.by_content else seeds
+        s.ops.quantize(s.grad, s.residual, message, layout=layout, average=s.average, dither=dither)
+
+    return (
+        encode,
+        lambda: s.ops.dequantize(message[None], out, layout=layout, divisor=ROWS),
+    )
+
+
+QUANTIZED = CodecKind(
+    name="quantized",
+    config=QuantizedConfig,
+    parameter_config=QuantizedParametersConfig,
+    plan=QuantizedPlan,
+    make_plan=plan_quantized,
+    codec=QuantizedCodec,
+    sample=sample_quantized,
+)

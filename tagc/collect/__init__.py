@@ -1,0 +1,45 @@
+"""One unit's collectives: what stands in for FSDP's, the exchanges it goes by, and what ranks must
+agree on."""
+
+from tagc.collect.agreement import agree_on, gather_by_rank, gather_merged
+from tagc.collect.copy_gatherer import CopyGatherer
+from tagc.collect.gatherer import GatherSetup, Phase, UnitGatherer
+from tagc.collect.gauge import NoiseGauge, noise_factor
+from tagc.collect.host_copy import HostCopy
+from tagc.collect.hosts import HostGroups, Hosts, RankOnHost, check_hosts
+from tagc.collect.lockstep import Lockstep
+from tagc.collect.meeting import Meeting
+from tagc.collect.message_gatherer import MessageGatherer
+from tagc.collect.reducer import UnitReducer
+from tagc.collect.rehearsal import rehearse
+from tagc.collect.replicas import ReplicaAverage
+from tagc.collect.skipped_step import copy_step_state, restore_step_state
+from tagc.collect.transport import CollectiveWork, Transport, check_backends
+
+__all__ = [
+    "CollectiveWork",
+    "CopyGatherer",
+    "GatherSetup",
+    "HostCopy",
+    "HostGroups",
+    "Hosts",
+    "Lockstep",
+    "Meeting",
+    "MessageGatherer",
+    "NoiseGauge",
+    "Phase",
+    "RankOnHost",
+    "ReplicaAverage",
+    "Transport",
+    "UnitGatherer",
+    "UnitReducer",
+    "agree_on",
+    "check_backends",
+    "check_hosts",
+    "copy_step_state",
+    "gather_by_rank",
+    "gather_merged",
+    "noise_factor",
+    "rehearse",
+    "restore_step_state",
+]

@@ -1,0 +1,66 @@
+"""What everybody else believes a unit's parameters to be: the copy that changes are added to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagc.codecs.delta import AT_A_TIME
+from tagc.collect.gatherer import GatherSetup, gather_coder
+
+
+class HostCopy:
+    """A unit's parameters as of the last exchange; the ranks of a host have one between them.
+
+    All ranks that keep a row compute it from the same messages by the same arithmetic, its owner
+    too: ``row <- round(row + q * s)`` for segments of changes, and what the message says for
+    others. So they all have the same bits.
+
+    Attributes:
+        rows: ``[H, S]`` in the dtype that FSDP gathers; row ``h`` is the shard of rank
+            ``h * R + r``, where ``r`` is this rank's place on its host.
+        own: the row of this rank's own shard.
+    """
+
+    def __init__(self, setup: GatherSetup, own: int) -> None:
+        plan, shape = setup.plan, (setup.plan.peers, setup.plan.columns)
+        self.rows = torch.zeros(shape, dtype=plan.info.dtype, device=setup.device)
+        self.own = own
+        self._columns, self._workspace = plan.columns, setup.workspace
+        self._coder = gather_coder(setup)
+        self._frozen = {segment.start for segment in plan.segments if segment.frozen}
+
+    def encode(self, shard: Tensor, message: Tensor, row: int | None = None) -> None:
+        """Write the message about ``shard`` ``[S]`` to ``message`` ``[1, words]`` int32.
+
+        Args:
+            row: of the copy; by default the own one.
+        """
+        known = self.rows[self.own if row is None else row]
+        changes = self._workspace.take("changes", (1, shard.numel()), torch.float32)
+        for codec, words in self._coder.split(message):
+            (part,) = codec.parts
+            columns = part.columns
+            if part.plan.of_changes:
+                changes[0, columns].copy_(shard[columns]).sub_(known[columns])
+                if columns.start in self._frozen:
+                    # A mask's infinities stay, which is no change: their difference would be NaN.
+                    changes[0, columns].masked_fill_(shard[columns] == known[columns], 0.0)
+                codec.encode_rows(changes, words)
+            else:
+                codec.encode_rows(shard[None], words)
+
+    def decode(self, received: Tensor, rows: Tensor) -> None:
+        """Change ``rows`` ``[n, S]`` as messages ``[n, words]`` int32 about them say."""
+        step = max(1, AT_A_TIME // max(1, self._columns))
+        for first in range(0, len(rows), step):
+            some = rows[first : first + step]
+            changes = self._workspace.take("changes", tuple(some.shape), torch.float32)
+            for codec, words in self._coder.split(received[first : first + step]):
+                (part,) = codec.parts
+                if part.plan.of_changes:
+                    codec.decode_rows(words, changes)
+                    # In float32, rounded once.
+                    some[:, part.columns].add_(changes[:, part.columns])
+                else:
+                    codec.decode_rows(words, some)

@@ -1,0 +1,91 @@
+"""The first of two levels: what the ranks of a host add up before one message a host is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from tagc.codecs import Codec, Coder
+from tagc.collect.stage import Call, Stage, StageSetup
+from tagc.collect.transport import Transport, failing_in
+
+
+class HostSum(Stage):
+    """Rank ``h * R + r`` adds up what its host has for the ranks ``r`` of all hosts: ``[H * R, S]``
+    to ``[H, S]``, a row for each of these. Ranks send each other the gradients as they are, or in
+    messages after which nothing is owed (:mod:`tagc.plan.inside`)."""
+
+    def __init__(self, setup: StageSetup, inside: Transport | None) -> None:
+        """New state.
+
+        Args:
+            inside: to the ranks of the host; None where compression is switched off.
+        """
+        super().__init__(setup)
+        unit = setup.unit
+        self._transport, self._message = inside, unit.inside
+        self._coder: Coder | None = None
+        if self._message is not None:
+            ranks = unit.info.ranks_per_host
+            everywhere = unit.peers * ranks
+            codec = replace(setup.codec, destinations=everywhere, world_size=ranks, stage=3)
+            self._coder = Coder(self._message.segments, codec)
+
+    @property
+    def transports(self) -> list[Transport]:
+        """That it goes by."""
+        return [] if self._transport is None else [self._transport]
+
+    def room(self, grad: Tensor) -> Tensor:
+        """Where the sum of ``grad`` ``[W, S]`` fits, ``[H, S]``, until the next call."""
+        shape = (self._setup.unit.peers, grad.shape[1])
+        return self._setup.workspace.take("inside_sum", shape, grad.dtype)
+
+    def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
+        """See :meth:`Stage.run`: ranks are added in their order."""
+        assert self._transport is not None
+        with (
+            failing_in(self._setup.lockstep.what, self._transport.group),
+            record_function(f"TAGC::add inside the host ({self._name})"),
+        ):
+            if self._coder is None or not call.compresses:
+                self._add(rows, out, self._transport)
+            else:
+                self._add_messages(self._coder, rows, out, self._transport)
+
+    def _add(self, grad: Tensor, total: Tensor, inside: Transport) -> None:
+        rows = grad.view(len(total), inside.size, -1)
+        scratch = rows
+        if inside.adds_itself(grad.device):
+            scratch = self._setup.workspace.take("inside_recv", tuple(rows.shape), grad.dtype)
+        for work in [inside.sum_rows(*each) for each in zip(total, rows, scratch, strict=True)]:
+            work.wait()
+            self._counters.inside_bytes += work.wire_bytes
+
+    def _add_messages(self, coder: Coder, grad: Tensor, total: Tensor, inside: Transport) -> None:
+        assert self._message is not None
+        take, words = self._setup.workspace.take, self._message.row_words
+        # [h, q]: what neighbour q says about the row that this rank adds up for host h.
+        shape = (len(total), inside.size, words)
+        messages = take("inside_send", (len(grad), words), torch.int32)
+        received = take("inside_received", shape, torch.int32)
+        coder.encode_rows(grad, messages)
+        pairs = zip(received, messages.view(shape), strict=True)
+        for work in [inside.all_to_all(*each) for each in pairs]:
+            work.wait()
+            self._counters.inside_bytes += work.wire_bytes
+        coder.decode_sums(received, total)
+
+    def memory(self) -> Iterator[tuple[str, Codec]]:
+        """See :meth:`Messages.memory`."""
+        if self._coder is not None:
+            yield from ((f"inside.{name}", codec) for name, codec in self._coder.codecs.items())
+
+    def skip(self, steps: int) -> None:
+        """See :meth:`Messages.skip`."""
+        if self._coder is not None:
+            self._coder.skip(steps)

@@ -1,0 +1,193 @@
+"""One unit's reduction, from FSDP's buffer to this rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tagc.codecs.workspace import Workspace
+from tagc.collect.flat import flat_rows
+from tagc.collect.hosts import HostGroups
+from tagc.collect.part import Part
+from tagc.collect.reducer_state import ReducerState
+from tagc.collect.reduction_check import check_reduction, refuse_others
+from tagc.collect.set_aside import set_aside
+from tagc.collect.stage import Call, ReduceNatively
+from tagc.collect.transport import Connect, Transport, failing_in
+from tagc.ops import Ops
+from tagc.plan import UnitPlan
+
+
+class UnitReducer(ReducerState):
+    """Leads the gradient buffer of one unit through the stages of its plan.
+
+    All columns travel in one message to each destination; sketches have their cells summed
+    beside it. Without anything compressed, and during the warm-up, gradients are added up as they
+    are; where every rank sends for itself, by the backend's own collective.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        ops: Ops,
+        device: torch.device,
+        workspace: Workspace,
+        seed: int,
+        *,
+        rank: int = 0,
+        hosts: HostGroups | None = None,
+        crosses: Callable[[], bool] = lambda: True,
+        connect: Connect = Transport,
+    ) -> None:
+        """New state.
+
+        Args:
+            rank: of this process, of all.
+            hosts: the groups of this rank, where ranks of a host add up first.
+            crosses: whether hosts exchange anything in this backward, if ranks of a host add up
+                first; where not, their sum waits. The same on all ranks.
+            connect: makes the transport of a group.
+        """
+        self._crosses, self._connect = crosses, connect
+        self._across = None if hosts is None else connect(hosts.across)
+        self._flat = flat_rows(plan, workspace)
+        inside = None if hosts is None else connect(hosts.inside)
+        super().__init__(plan, ops, device, workspace, seed=seed, rank=rank, inside=inside)
+
+    def release(self) -> None:
+        """Let go of the scratch buffers of the operators."""
+        self._ops.release()
+
+    def reduce(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        native: ReduceNatively | None = None,
+        reached: Set[str] | None = None,
+    ) -> None:
+        """Write this rank's shard of the sum or average of all ranks' ``inp`` to ``out``; zeros if
+        the gradient waits inside the host.
+
+        Args:
+            out: ``[S]``.
+            inp: ``[W * S]``, row ``d`` for rank ``d``; across replicas ``[S]``, and all ranks get
+                the same ``out``, which may be ``inp``.
+            op: SUM or AVG; any, if the unit has nothing to compress.
+            native: reduces units with nothing to compress, and all during the warm-up; default:
+                the backend's own reduce-scatter.
+            reached: names of the parameters whose columns these are, the same on every rank, if
+                the backward did not reach all: see :mod:`tagc.collect.part`.
+
+        Raises:
+            RuntimeError: if buffer, group or operation are not what the plan was made for, before
+                anything is sent; or if another rank does not answer in time.
+        """
+        plan = self.plan
+        part = None if reached is None else Part(plan, frozenset(reached))
+        if plan.compressed:
+            check_reduction(plan, part, out, inp, group, op)
+        on_hosts = self._adds_inside(group, op)
+        stays = on_hosts and not self._crosses()
+        # Of a part without anything compressed, room for everything would be mostly zeros.
+        whole = part is None or part.compressed or stays or (on_hosts and bool(self.waiting))
+        on_hosts = on_hosts and whole
+        warm = self.counters.all_steps >= plan.warmup_steps
+        call = Call(
+            transport=self._across if on_hosts and self._across else self._connect(group),
+            op=op,
+            divisor=plan.info.world_size if op == dist.ReduceOp.AVG else 1,
+            compresses=bool(plan.compressed) and warm and whole,
+            on_hosts=on_hosts,
+            part=0 if part is None else part.mark,
+            native=native,
+        )
+        if part is None or not whole:
+            self._run(out, inp, group, call, None, stays=stays)
+            return
+        rows, found = part.expand(inp.view(-1, out.numel())), out.new_empty(plan.columns)
+        with self._without(part, group):
+            self._run(found, rows.view(-1), group, call, part, stays=stays)
+        part.pick(found, out)
+
+    def _run(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        group: dist.ProcessGroup,
+        call: Call,
+        part: Part | None,
+        *,
+        stays: bool,
+    ) -> None:
+        """:meth:`reduce` of all columns; but for those of ``part`` they are zeros.
+
+        Args:
+            stays: whether the sum of the host's ranks waits.
+        """
+        plan, lockstep, step = self.plan, self._lockstep, self.counters.all_steps
+        words = sum(stage.words for stage in plan.stages) if call.compresses else 0
+        rows = inp.view(-1, out.numel()) if call.compresses or call.on_hosts else inp
+        if not call.on_hosts:
+            lockstep.announce([call.transport], words, step, call.part)
+        else:
+            assert self.inside is not None
+            # A micro-batch that stays inside is no other host's matter.
+            across = [] if stays else [call.transport]
+            words = 0 if stays else words
+            lockstep.announce([*self.inside.transports, *across], words, step, call.part)
+            lockstep.confirm()
+            total = self.inside.room(rows)
+            self.inside.run(rows, total, call)
+            if stays:
+                self.waiting.add(total, part)
+                out.zero_()
+                return
+            self.waiting.hand_over(total, part)
+            rows = total
+        self.counters.steps += 1
+        with failing_in(lockstep.what, group):
+            if call.compresses:
+                self._send_messages(out, rows, call)
+            else:
+                lockstep.confirm()
+                stage = self._sum if call.on_hosts or plan.for_all else self._native
+                stage.run(rows, out, call)
+
+    def _send_messages(self, out: Tensor, rows: Tensor, call: Call) -> None:
+        self.counters.compressed_steps += 1
+        step, row, shard = self.counters.compressed_steps, call.transport.rank, out
+        if self._flat is not None:
+            rows, shard = self._flat.arrange(rows), self._flat.shard_buffer(out.dtype)
+        if self.gauge is not None:
+            self.gauge.look(rows[0 if self.plan.for_all else row], step)
+        self.messages.run(rows, shard, call)
+        if self.gauge is not None:
+            self.gauge.compare(shard, step, self.plan.peers / call.divisor)
+        if self._flat is not None:
+            self._flat.restore(shard, out, row)
+
+    def _adds_inside(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> bool:
+        """Whether ranks of a host add up first: a unit with nothing compressed may be reduced in
+        any way, which is left to the backend then, the same on all ranks."""
+        if self.inside is None:
+            return False
+        if (
+            op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+            and group.size() == self.plan.info.world_size
+        ):
+            return True
+        if self.waiting:
+            refuse_others(self.plan, op, group.size())
+        return False
+
+    def _without(self, part: Part, group: dist.ProcessGroup) -> AbstractContextManager[None]:
+        """Let wait what is owed for parameters that the backward did not reach."""
+        codecs = [c for c in self.coder.codecs.values() if c.controllers]
+        missing = [c for c in codecs if part.misses(c, self.plan.segments)]
+        return set_aside(self.messages.debts(part, group.rank()), missing)

@@ -1,0 +1,75 @@
+"""What a unit's plan is checked against, before anything of a reduction is sent."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tagc.collect.part import Part
+from tagc.plan import UnitPlan
+from tagc.plan.table import as_list
+
+
+def check_reduction(
+    plan: UnitPlan,
+    part: Part | None,
+    out: Tensor,
+    inp: Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp.RedOpType,
+) -> None:
+    """Refuse buffers, group or operation that the plan was not made for.
+
+    Args:
+        part: what the backward reached; None for all parameters of the unit.
+
+    Raises:
+        RuntimeError: naming the unit, what differs, and the remedy.
+    """
+    name = plan.info.label
+    info = plan.info
+    columns = plan.buffer_columns if part is None else part.columns
+    unknown = sorted(part.names - {p.name for p in info.params}) if part is not None else []
+    if group.size() != info.world_size:
+        raise RuntimeError(
+            f"tagc: unit {name!r} was planned for {info.world_size} ranks, but FSDP "
+            f"reduces over {group.size()}; call tagc.wrap after the model is sharded for good"
+        )
+    rows = 1 if plan.for_all else info.world_size
+    if unknown or out.numel() != columns or inp.numel() != columns * rows:
+        more = f", {as_list(unknown)} among them" if unknown else ""
+        raise RuntimeError(
+            f"tagc: unit {name!r} was planned for {columns} gradient columns per rank, but FSDP "
+            f"reduces {out.numel()}{more}: requires_grad or the sharding changed after tagc.wrap. "
+            "Unfreeze and shard parameters before tagc.wrap, or remove() it and wrap again"
+        )
+    if inp.dtype != info.dtype:
+        raise RuntimeError(
+            f"tagc: unit {name!r} was planned for gradients of {info.dtype}, but FSDP "
+            f"reduces {inp.dtype}; call tagc.wrap after the model's dtypes are set for good"
+        )
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise RuntimeError(
+            f"tagc: unit {name!r} is reduced with {_name_of(op)}, but only SUM and AVG "
+            "can be compressed; with a gradient divide factor, also call "
+            "set_force_sum_reduction_for_comms(True) on the FSDP modules"
+        )
+
+
+def refuse_others(plan: UnitPlan, op: dist.ReduceOp.RedOpType, ranks: int) -> None:
+    """Refuse a reduction of another kind than that which micro-batches wait for.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"tagc: micro-batches of unit {plan.info.label!r} wait inside the host, but now it is "
+        f"reduced with {_name_of(op)} over {ranks} ranks; reduce all micro-batches of a step alike"
+    )
+
+
+def _name_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
+    """An operation in words."""
+    # An operation with a factor is an object that does not say its name.
+    kinds = dist.ReduceOp.RedOpType.__members__.items()
+    return next((name for name, kind in kinds if op == kind), str(op))

@@ -1,0 +1,89 @@
+"""A step of a unit without ranks and without memory: which operators it calls, and with what.
+
+Tensors are of device ``meta``: they have shapes, strides and an alignment, but nothing in them. So
+whatever depends on those can be found out, and compiled, before the first step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tagc.codecs.workspace import Workspace
+from tagc.collect.copy_gatherer import CopyGatherer
+from tagc.collect.gatherer import GatherSetup, Phase
+from tagc.collect.hosts import HostGroups
+from tagc.collect.message_gatherer import MessageGatherer
+from tagc.collect.reducer import UnitReducer
+from tagc.collect.transport import SilentGroup, SilentTransport
+from tagc.ops import Ops
+from tagc.plan import Plan, UnitPlan
+
+_META = torch.device("meta")
+# The first step has its own way of choosing thresholds.
+_STEPS = 2
+
+
+def rehearse(plan: Plan, ops: Ops) -> None:
+    """Call the operators of ``ops`` as the steps of a model will, on ``meta`` tensors.
+
+    Args:
+        ops: must write nothing, as :meth:`tagc.ops.implementations.DeviceOps.compiling_only` does.
+    """
+    workspace = Workspace(_META)
+    for unit in (*plan.units, *plan.replicas):
+        if unit.compressed:
+            rehearse_reductions(unit, ops, workspace, _STEPS)
+    for unit in plan.parameters:
+        if unit.compressed:
+            rehearse_gathers(unit, ops, workspace)
+
+
+def rehearse_reductions(unit: UnitPlan, ops: Ops, workspace: Workspace, steps: int) -> None:
+    """Reduce a unit's gradients so often, after its warm-up."""
+    reducer = UnitReducer(
+        unit, ops, _META, workspace, seed=0, hosts=_hosts(unit), connect=SilentTransport
+    )
+    reducer.counters.earlier_steps = unit.warmup_steps
+    out = torch.empty(unit.buffer_columns, dtype=unit.info.dtype, device=_META)
+    rows = 1 if unit.for_all else unit.info.world_size
+    for _ in range(steps):
+        inp = torch.empty(rows * unit.buffer_columns, dtype=unit.info.dtype, device=_META)
+        reducer.reduce(out, inp, _group(unit.info.world_size), dist.ReduceOp.AVG)
+
+
+def rehearse_gathers(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None:
+    """Gather a unit's parameters in a forward that is not the first one, and in its backward."""
+    setup = GatherSetup(
+        plan=unit,
+        ops=ops,
+        device=_META,
+        workspace=workspace,
+        hosts=_hosts(unit),
+        connect=SilentTransport,
+    )
+    group, info = _group(unit.info.world_size), unit.info
+    shard = torch.empty(unit.columns, dtype=info.dtype, device=_META)
+    out = torch.empty(info.world_size * unit.columns, dtype=info.dtype, device=_META)
+    if not unit.keeps_copy:
+        gatherer = MessageGatherer(setup)
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            gatherer.gather(out, shard, group, phase)
+        return
+    copies = CopyGatherer(setup, rank=0, reductions=lambda: 0, versions=lambda: 0)
+    for _ in range(2):  # the first one sends all as it is
+        copies.gather(out, shard, group, Phase.FORWARD)
+        copies.note_step(ended=True)
+
+
+def _hosts(unit: UnitPlan) -> HostGroups | None:
+    ranks = unit.info.ranks_per_host
+    if ranks == 1:
+        return None
+    return HostGroups(inside=_group(ranks), across=_group(unit.peers), _key=())
+
+
+def _group(size: int) -> Any:
+    return SilentGroup(size)

@@ -1,0 +1,66 @@
+"""Gradients across replicas: one unit's average over the ranks that hold the same shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tagc.collect.part import Part
+from tagc.collect.reducer import UnitReducer
+
+
+class ReplicaAverage:
+    """FSDP's all-reduce hook for one unit.
+
+    It runs after every reduce-scatter. In a backward that the replicas do not share
+    (``set_requires_all_reduce(False)``) the shard's gradient waits here, and FSDP adds zeros to
+    ``.grad`` instead; with the next one that they share, all of it is averaged at once, as in
+    FSDP's own hybrid sharding.
+    """
+
+    def __init__(
+        self,
+        reducer: UnitReducer,
+        group: dist.ProcessGroup,
+        shared: Callable[[], bool],
+        reached: Callable[[], Set[str] | None] = lambda: None,
+    ) -> None:
+        """New state.
+
+        Args:
+            shared: whether the replicas share the gradient of this backward; the same on all ranks.
+            reached: see :meth:`UnitReducer.reduce`; likewise.
+        """
+        self._reducer, self._group, self._shared = reducer, group, shared
+        self._reached, self._waiting = reached, reducer.waiting
+
+    @torch.no_grad()
+    def __call__(self, shard: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG) -> None:
+        """Replace ``shard`` ``[S]`` by the average over the replicas, or by zeros.
+
+        Args:
+            op: AVG, or SUM for their sum.
+        """
+        if shard.is_cuda:
+            # FSDP allocated it in another stream, and lets go of it while this one still works.
+            shard.record_stream(torch.cuda.current_stream(shard.device))
+        names = self._reached()
+        part = None if names is None else Part(self._reducer.plan, frozenset(names))
+        if not self._shared():
+            self._waiting.add(shard if part is None else part.expand(shard[None])[0], part)
+            shard.zero_()
+            return
+        if self._waiting:
+            whole = shard if part is None else part.expand(shard[None])[0]
+            self._waiting.hand_over(whole, part)
+            if part is not None:
+                part.pick(whole, shard)
+        # What owners owe is in units of the average, whatever the operation.
+        scaled = op == dist.ReduceOp.SUM and self._reducer.plan.shots is not None
+        mean = dist.ReduceOp.AVG if scaled else op
+        self._reducer.reduce(shard, shard, self._group, mean, reached=names)
+        if scaled:
+            shard.mul_(self._group.size())

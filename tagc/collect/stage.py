@@ -1,0 +1,243 @@
+"""Stages of a reduction: a collective, the ranks that it goes over, and the coder of its messages.
+
+:class:`tagc.collect.UnitReducer` leads a unit's gradients through one or two of them::
+
+    [W, S] --HostSum--> [H, S] --ReduceMessages--> [S]     or TwoShots, or Sum, or Native
+
+The first only where ranks of a host add up first; the last two send gradients as they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from tagc.codecs import STAMP_WORDS, Codec, CodecSetup, Coder
+from tagc.codecs.feedback import SegmentFeedback
+from tagc.codecs.workspace import Workspace
+from tagc.collect.counters import Counters
+from tagc.collect.exchange import Exchange
+from tagc.collect.lockstep import Lockstep
+from tagc.collect.part import Part
+from tagc.collect.set_aside import Debt
+from tagc.collect.transport import CollectiveWork, Transport
+from tagc.plan import UnitPlan
+
+ReduceNatively = Callable[[Tensor, Tensor, Transport, dist.ReduceOp.RedOpType], CollectiveWork]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One reduction on its way.
+
+    Attributes:
+        transport: to the ranks that exchange messages: all of the group, or those with this one's
+            place on the hosts.
+        op: SUM or AVG; any, for :class:`Native`.
+        divisor: of the sum.
+        compresses: whether messages are sent; else gradients are added up as they are.
+        on_hosts: whether ranks of a host add up first.
+        part: number of the part of the unit that this is about; 0 for all of it.
+        native: reduces in place of the backend.
+    """
+
+    transport: Transport
+    op: dist.ReduceOp.RedOpType
+    divisor: int
+    compresses: bool
+    on_hosts: bool = False
+    part: int = 0
+    native: ReduceNatively | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSetup:
+    """What the stages of a unit are made with.
+
+    Attributes:
+        codec: for what crosses to other hosts.
+    """
+
+    unit: UnitPlan
+    codec: CodecSetup
+    lockstep: Lockstep
+    counters: Counters
+
+    @property
+    def workspace(self) -> Workspace:
+        """Buffers that all units share."""
+        return self.codec.workspace
+
+
+class Stage(ABC):
+    """See the module."""
+
+    def __init__(self, setup: StageSetup) -> None:
+        self._setup, self._counters = setup, setup.counters
+        self._name = setup.unit.info.label
+
+    @abstractmethod
+    def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
+        """Write to ``out`` what this rank gets of the sum of all ranks' ``rows``. All ranks call
+        it together."""
+
+
+class Native(Stage):
+    """The backend's own reduce-scatter, or what the call has in its place."""
+
+    def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
+        """See :meth:`Stage.run`; ``rows`` are flat, ``[W * S]``."""
+        reduce = call.native or _reduce_scatter
+        work = reduce(out, rows, call.transport, call.op)
+        work.wait()
+        self._counters.native_bytes += work.wire_bytes
+
+
+def _reduce_scatter(
+    out: Tensor, inp: Tensor, transport: Transport, op: dist.ReduceOp.RedOpType
+) -> CollectiveWork:
+    return transport.reduce_scatter(out, inp, op)
+
+
+class Sum(Stage):
+    """A sum of gradients as they are, in their own dtype, divided afterwards."""
+
+    def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
+        """See :meth:`Stage.run`; across replicas ``out`` may be ``rows``."""
+        if self._setup.unit.for_all:
+            if out.data_ptr() != rows.data_ptr():
+                out.copy_(rows.view_as(out))
+            work = call.transport.all_reduce(out)
+        else:
+            take = self._setup.workspace.take
+            scratch = take("dense_recv", tuple(rows.shape), rows.dtype)
+            work = call.transport.sum_rows(out, rows, scratch)
+        work.wait()
+        if call.op == dist.ReduceOp.AVG:
+            out.div_(call.divisor)
+        self._counters.native_bytes += work.wire_bytes
+
+
+class Messages(Stage):
+    """A stage whose messages are about gradients that somebody adds up.
+
+    Attributes:
+        coder: of these messages.
+        owner_coder: of those in which owners hand out sums; None where they are no messages.
+    """
+
+    coder: Coder
+    owner_coder: Coder | None = None
+
+    @property
+    @abstractmethod
+    def feedbacks(self) -> Mapping[int, SegmentFeedback]:
+        """Of every segment, by its first column in the unit."""
+
+    @property
+    def owner_feedbacks(self) -> Mapping[int, SegmentFeedback]:
+        """Likewise, of sums that this rank hands out as an owner."""
+        return {}
+
+    @abstractmethod
+    def debts(self, part: Part, rank: int) -> list[Debt]:
+        """What is owed for parameters that a backward did not reach."""
+
+    @abstractmethod
+    def memory(self) -> Iterator[tuple[str, Codec]]:
+        """Codecs with the names of their states: what they remember from step to step."""
+
+    @abstractmethod
+    def skip(self, steps: int) -> None:
+        """Go on as if so many sums had been made elsewhere."""
+
+
+class MessageRows:
+    """Room for the messages that a rank makes, and for those that it gets, with their stamps."""
+
+    def __init__(self, plan: UnitPlan, setup: StageSetup) -> None:
+        self._plan, self._lockstep, self._workspace = plan, setup.lockstep, setup.workspace
+
+    def take(self, call: Call) -> tuple[Tensor, Tensor]:
+        """``[D, row_words]`` and ``[W, row_words]`` int32, until the next call."""
+        plan, take = self._plan, self._workspace.take
+        send = take("message_send", (plan.destinations, plan.row_words), torch.int32)
+        received = take("message_recv", (plan.sources, plan.row_words), torch.int32)
+        if plan.sent is None:  # the end of a message that is sent in part does not travel
+            self._lockstep.stamp(self._stamps(send), call.transport, call.part)
+        return send, received
+
+    def check(self, received: Tensor, out: Tensor) -> None:
+        """Compare the stamps of what came. See :meth:`Lockstep.check_stamps`."""
+        self._lockstep.check_stamps(self._stamps(received), out[:1])
+
+    def _stamps(self, messages: Tensor) -> Tensor:
+        words = self._plan.words
+        return messages[:, words : words + STAMP_WORDS]
+
+
+class ReduceMessages(Messages):
+    """Every rank encodes a row for each destination, and decodes the sum of what it gets: a
+    reduce-scatter, or across replicas, where all get the same message, an all-reduce."""
+
+    def __init__(self, plan: UnitPlan, setup: StageSetup) -> None:
+        """New state.
+
+        Args:
+            plan: of the messages.
+        """
+        super().__init__(setup)
+        self._plan, self._rows = plan, MessageRows(plan, setup)
+        self.coder = Coder(plan.segments, setup.codec)
+        self._begun = False
+
+    def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
+        """See :meth:`Stage.run`: ``[D, S]`` to ``[S]``."""
+        transport, plan, lockstep = call.transport, self._plan, self._setup.lockstep
+        exchange = Exchange(transport, self._setup.workspace, for_all=plan.for_all)
+        send, received = self._rows.take(call)
+        if not self._begun:
+            # Only then does a codec exchange anything before its message.
+            lockstep.confirm()
+        # Codecs that a part left out begin in the next reduction.
+        self._begun = call.part == 0
+        with record_function(f"TAGC::encode ({self._name})"):
+            self.coder.encode(rows, send, exchange)
+        with record_function(f"TAGC::exchange ({self._name})"):
+            lockstep.confirm()
+            if plan.for_all:
+                work = transport.gather(received, send)
+            else:
+                work = transport.all_to_all(received, send, plan.sent)
+            self.coder.start(exchange)
+            work.wait()
+            self.coder.wait()
+        with record_function(f"TAGC::decode ({self._name})"):
+            self.coder.decode(received, out, exchange, call.divisor)
+            self._rows.check(received, out)
+        self._counters.message_bytes += work.wire_bytes
+        self._counters.other_bytes += exchange.wire_bytes
+
+    @property
+    def feedbacks(self) -> Mapping[int, SegmentFeedback]:
+        """See :attr:`Messages.feedbacks`."""
+        return self.coder.feedbacks
+
+    def debts(self, part: Part, rank: int) -> list[Debt]:
+        """See :meth:`Messages.debts`."""
+        columns = {s.start: part.missing_columns(s) for s in self._plan.segments}
+        return [Debt(f, columns[i], columns[i]) for i, f in self.feedbacks.items()]
+
+    def memory(self) -> Iterator[tuple[str, Codec]]:
+        """See :meth:`Messages.memory`."""
+        yield from self.coder.codecs.items()
+
+    def skip(self, steps: int) -> None:
+        """See :meth:`Messages.skip`."""
+        self.coder.skip(steps)

@@ -1,0 +1,1 @@
+"""The command ``tagc``: what it reads (``cli.py``), and what it does (``commands.py``)."""

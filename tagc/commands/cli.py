@@ -1,0 +1,209 @@
+"""The ``tagc`` command: its arguments, and their help. What a subcommand does is in
+:mod:`tagc.commands.commands`, imported only to do it: ``tagc --help`` needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tagc.basics.quantities import bandwidth, count, memory, number, ranks, seconds, share
+from tagc.basics.version import __version__
+
+__all__ = ["main"]
+
+_DTYPES = ("fp32", "bf16")
+_MODEL = (
+    "a number of parameters (7e9, 7B) for a synthetic transformer; a config.json of transformers; "
+    "a safetensors file, an index of several, or their folder (only headers are read); "
+    "module:function, which is called on the meta device and returns an nn.Module or a state dict; "
+    "or a JSON file of shapes by name"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and gives the exit status: 0, or 2 for invalid input."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files and models may be no text
+            stream.reconfigure(errors="backslashreplace")
+    args = _parser().parse_args(argv)
+    return importlib.import_module("tagc.commands.commands").run(args)
+
+
+class _Command:
+    """Adds a subcommand, and then its options."""
+
+    def __init__(self, commands: Any, name: str, about: str, *examples: str) -> None:
+        lines = [f"  tagc {name} {example}".rstrip() for example in examples]
+        self.parser: argparse.ArgumentParser = commands.add_parser(
+            name,
+            help=about,
+            description=f"{about[:1].upper()}{about[1:]}.",
+            epilog="\n".join(["examples:", *lines]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def add(self, *names: str, **options: Any) -> None:
+        """An argument, whose help says what its default is."""
+        if options.get("default") not in (None, [], math.inf):
+            options["help"] += " (default: %(default)s)"
+        self.parser.add_argument(*names, **options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tagc", description="Compressed collectives for sharded training with torch's FSDP."
+    )
+    parser.add_argument("--version", action="version", version=f"tagc {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+
+    command = _Command(commands, "policies", "list the built-in policies", "", "--json")
+    _add_json(command)
+
+    command = _Command(commands, "validate", "check a policy file", "mine.yaml", "hybrid")
+    command.add("file", metavar="FILE", help="a YAML file, or the name of a built-in")
+
+    command = _Command(
+        commands, "show", "print a policy and the rules it extends", "hybrid", "mine.yaml"
+    )
+    command.add("file", metavar="FILE", help="a YAML file, or the name of a built-in")
+
+    _Command(commands, "schema", "print the JSON Schema of policy files, for editors", "")
+
+    _add_explain(commands)
+    _add_advise(commands)
+
+    command = _Command(
+        commands,
+        "bench",
+        "time the kernels on this machine beside baselines, in about a minute",
+        "",
+        "--device cpu --json results.jsonl",
+    )
+    command.add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    command.add("--json", metavar="FILE", help="append the results, one JSON object per line")
+    command.add("--plots", metavar="DIR", help="write plots (needs tagc[demo])")
+
+    command = _Command(
+        commands,
+        "doctor",
+        "compare the operators on this machine with the reference, and time them beside a copy",
+        "",
+        "--device cuda --no-timing",
+    )
+    command.add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    command.add("--ops", help="implementation: reference, cpu or triton; default: auto")
+    command.add(
+        "--all", action="store_true", help="check every kind of call on a CPU: minutes of compiling"
+    )
+    command.add("--no-timing", action="store_true", help="compare only, without timing")
+    return parser
+
+
+def _add_explain(commands: Any) -> None:
+    command = _Command(
+        commands,
+        "explain",
+        "show what a policy does to a model",
+        "7B --world 64 --ranks-per-host 8 --policy hosts",
+        "llama-70b/config.json --world 256 --ranks-per-host 8",
+        "model.safetensors.index.json --world 64 --json",
+        "my_models:make --world 16 --full",
+        "7B --world 64 --policy auto --bandwidth 100Gbit",
+    )
+    command.add("model", metavar="MODEL", help=_MODEL)
+    command.add("--params", help=argparse.SUPPRESS)  # as advise has it, to be told the right form
+    command.add("--policy", default="hybrid", help="a built-in name or a YAML file")
+    _add_ranks(command, required=False)
+    command.add("--bandwidth", type=bandwidth, help="for codec auto, such as 10Gbit")
+    command.add("--latency", type=seconds, default=0.0, help="for codec auto")
+    command.add("--full", action="store_true", help="print every parameter, also of equal blocks")
+    _add_json(command)
+
+
+def _add_advise(commands: Any) -> None:
+    command = _Command(
+        commands,
+        "advise",
+        "predict whether compression pays",
+        "--params 70B --world 64 --ranks-per-host 8 --bandwidth 100Gbit --device-memory 80GB",
+        "--model my_models:make --world 8 --bandwidth 10Gbit --step-time 1.2s",
+        "--model llama-70b/config.json --world 256 --bandwidth 10Gbit --plot step-time.png",
+    )
+    what = command.parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--params", help="parameters of a synthetic transformer, such as 7e9")
+    what.add_argument("--model", help=_MODEL)
+    _add_ranks(command)
+    command.add(
+        "--bandwidth",
+        type=bandwidth,
+        required=True,
+        help="of the link from one host to the others, such as 10Gbit or 1.25GB",
+    )
+    command.add("--latency", type=seconds, default=0.0, help="of one collective, such as 50us")
+    command.add(
+        "--inside-bandwidth",
+        type=bandwidth,
+        default=math.inf,
+        help="of a rank to others on its host, such as 450GB; default: not counted",
+    )
+    command.add("--shard-bandwidth", type=bandwidth, help="within a replica, if that is faster")
+    command.add("--step-time", type=seconds, help="compute time of a step, without communication")
+    command.add("--tokens-per-rank", type=count, help="tokens per step; use with --tflops")
+    command.add(
+        "--tflops", type=number, help="TFLOP/s that a rank reaches; use with --tokens-per-rank"
+    )
+    command.add(
+        "--overlap",
+        type=share,
+        help="share of the communication that compute can hide; default: 0 on cpu, else 1",
+    )
+    command.add(
+        "--device",
+        choices=("cpu", "gpu"),
+        default="gpu",
+        help="cpu: gloo, with codecs timed on this machine; gpu: NCCL",
+    )
+    command.add(
+        "--memory-bandwidth",
+        type=bandwidth,
+        help="of the device, such as 3TB, for a lower bound of codec time",
+    )
+    command.add(
+        "--device-memory",
+        type=memory,
+        help="memory of a rank without activations, such as 80GB; marks policies that do not fit",
+    )
+    command.add("--micro-batches", type=ranks, default=1, help="backwards per optimizer step")
+    command.add("--ops", help="implementation to time on cpu")
+    command.add("--policy", nargs="+", default=[], metavar="FILE", help="more policies to compare")
+    command.add(
+        "--plot",
+        metavar="FILE",
+        help="plot step time against bandwidth (needs tagc[demo]); PNG, SVG or PDF",
+    )
+    _add_json(command)
+
+
+def _add_json(command: _Command) -> None:
+    command.add("--json", action="store_true", help="print JSON, in bytes and seconds")
+
+
+def _add_ranks(command: _Command, *, required: bool = True) -> None:
+    command.add("--world", type=ranks, required=required, help="total number of ranks; required")
+    command.add("--replicas", type=ranks, default=1, help="replicas of the sharded model")
+    command.add("--ranks-per-host", type=ranks, default=1, help="ranks per host and network card")
+    command.add(
+        "--dtype", choices=_DTYPES, default="fp32", help="of the gradients that FSDP reduces"
+    )
+    command.add(
+        "--param-dtype", choices=_DTYPES, default="bf16", help="of the parameters that FSDP gathers"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""What the subcommands of ``tagc`` do: functions of the arguments that give an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tagc.basics.plots import PlotsUnavailableError, pyplot
+from tagc.costs.advise import Advisor, Question, report
+from tagc.costs.auto import FastestChoice, is_automatic
+from tagc.costs.codec_time import no_time
+from tagc.costs.data import advice_data, plan_data
+from tagc.costs.explain import plan_shapes
+from tagc.costs.link import Link
+from tagc.costs.models import load_model
+from tagc.costs.plot import check_format, draw
+from tagc.costs.shapes import ModelError, ModelShapes
+from tagc.policy import Policy, PolicyError, json_schema, show
+from tagc.policy import policies as listed_policies
+from tagc.selfcheck import examine
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand that the arguments name; 2 if what was given is not valid."""
+    try:
+        return _COMMANDS[args.command](args)
+    except (PolicyError, ModelError, PlotsUnavailableError) as error:
+        print(_printable(str(error)), file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `tagc explain 7B | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _printable(text: str) -> str:
+    """Text whose control characters, which a terminal would obey, are spelled out."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def _policies(args: argparse.Namespace) -> int:
+    listed = listed_policies()
+    if args.json:
+        return _print_json([{"name": name, "about": about} for name, about in listed.items()])
+    width = max(map(len, listed))
+    for name, about in listed.items():
+        print(f"{name:{width}}  {about}")
+    return 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    policy = Policy.load(args.file)
+    said = ", ".join(
+        f"{len(rules)} for {what}"
+        for what, rules in (
+            ("gradients", policy.gradients),
+            ("parameters", policy.parameters),
+            ("replicas", policy.replicas),
+        )
+        if rules
+    )
+    count = len(policy.gradients) + len(policy.parameters) + len(policy.replicas)
+    print(f"ok {policy.name}: {count} rule{'' if count == 1 else 's'} ({said})")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    print(show(args.file), end="")
+    return 0
+
+
+def _schema(args: argparse.Namespace) -> int:
+    print(json_schema(), end="")
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    argv = ["kernels", "--quick"]
+    for option in ("device", "json", "plots"):
+        value = getattr(args, option)
+        argv += [] if value is None else [f"--{option}", value]
+    return _benchmarks(argv)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here", file=sys.stderr)
+        return 2
+    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = (
+        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    )
+    wrong = bool(examine(device, args.ops, every=args.all).failures)
+    if not args.no_timing:
+        wrong |= bool(_benchmarks(["kernels", "--quick", "--device", kind]))
+    print("If anything here is wrong, paste all of this into your report.")
+    return int(wrong)
+
+
+def _benchmarks(argv: list[str]) -> int:
+    # Only here: the benchmarks import much that the other commands do without.
+    return importlib.import_module("tagc.benchmarks.suites").main(argv)
+
+
+def _print_json(data: Any) -> int:
+    print(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False))
+    return 0
+
+
+def _check_ranks(args: argparse.Namespace) -> None:
+    if args.world is None:
+        raise ModelError("give --world, the number of ranks in all")
+    if args.world % args.replicas:
+        raise ModelError(f"--world {args.world} does not divide by --replicas {args.replicas}")
+    if args.world == args.replicas:
+        raise ModelError(f"--world {args.world} of as many replicas shards nothing")
+    if args.world % args.ranks_per_host:
+        raise ModelError(
+            f"--world {args.world} is not a number of hosts with --ranks-per-host "
+            f"{args.ranks_per_host}"
+        )
+
+
+def _explain(args: argparse.Namespace) -> int:
+    if args.model in listed_policies() or args.params is not None:
+        policy = args.model if args.model in listed_policies() else args.policy
+        model = args.params or "7B"
+        raise ModelError(
+            f"the model comes first, and the policy is an option: tagc explain {model} "
+            f"--policy {policy} --world {args.world or 64}"
+        )
+    _check_ranks(args)
+    shapes, policy = load_model(args.model), Policy.load(args.policy)
+    choose = None
+    if args.bandwidth is not None:
+        per_host = args.ranks_per_host
+        link = Link(bandwidth=args.bandwidth, latency=args.latency, ranks_per_host=per_host)
+        note = "chosen by the bandwidth that was given; codec time is not included"
+        choose = FastestChoice(lambda position, direction: link, no_time, (note,))
+    elif is_automatic(policy):
+        raise ModelError(f"policy {policy.name!r} chooses by the link: give --bandwidth")
+    plan = plan_shapes(
+        shapes,
+        policy,
+        world_size=args.world,
+        replicas=args.replicas,
+        ranks_per_host=args.ranks_per_host,
+        dtype=_DTYPES[args.dtype],
+        parameter_dtype=_DTYPES[args.param_dtype],
+        choose=choose,
+    )
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if args.json:
+        return _print_json(plan_data(shapes, plan, full=args.full))
+    source = f" ({shapes.source})" if shapes.source else ""
+    print(f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks{source}")
+    print(plan.full if args.full else plan)
+    return 0
+
+
+def _advise(args: argparse.Namespace) -> int:
+    _check_ranks(args)
+    plots = None if args.plot is None else _plots(args.plot)
+    on_cpu = args.device == "cpu"
+    if args.world == args.ranks_per_host:
+        raise ModelError(f"--world {args.world} on a single host: nothing crosses its link")
+    link = Link(
+        bandwidth=args.bandwidth,
+        latency=args.latency,
+        inside=args.inside_bandwidth,
+        ranks_per_host=args.ranks_per_host,
+    )
+    within = None
+    if args.shard_bandwidth is not None:
+        within = replace(link, bandwidth=args.shard_bandwidth, ranks_per_host=1)
+    shapes = load_model(args.params or args.model)
+    question = Question(
+        shapes=shapes,
+        world_size=args.world,
+        replicas=args.replicas,
+        link=link,
+        shard_link=within,
+        compute=_compute(args, shapes),
+        overlap=args.overlap if args.overlap is not None else 0.0 if on_cpu else 1.0,
+        dtype=_DTYPES[args.dtype],
+        parameter_dtype=_DTYPES[args.param_dtype],
+        gloo=on_cpu,
+        memory_bandwidth=args.memory_bandwidth,
+        ops=args.ops,
+        device_memory=args.device_memory,
+        micro_batches=args.micro_batches,
+    )
+    names = [*listed_policies(), *args.policy]
+    advisor = Advisor(question, [Policy.load(name) for name in names])
+    if plots is not None:
+        try:
+            draw(advisor, plots, str(args.plot))
+        except OSError as error:
+            raise ModelError(f"cannot draw to {args.plot}: {error}") from None
+    if args.json:
+        return _print_json(advice_data(advisor))
+    print(report(advisor))
+    return 0
+
+
+def _plots(file: str) -> Any:
+    """matplotlib's pyplot; an error before anything takes time."""
+    found = pyplot()
+    try:
+        check_format(found, file)
+    except ValueError as error:
+        raise ModelError(f"cannot draw to {file}: {error}") from None
+    return found
+
+
+def _compute(args: argparse.Namespace, shapes: ModelShapes) -> float | None:
+    given = [args.tokens_per_rank is not None, args.tflops is not None]
+    if args.step_time is not None:
+        if any(given):
+            raise ModelError("give --step-time, or --tokens-per-rank and --tflops, not both")
+        return args.step_time
+    if not any(given):
+        return None
+    if not all(given):
+        raise ModelError("--tokens-per-rank and --tflops belong together: give both")
+    # Two operations per parameter and token forwards, four backwards.
+    return 6 * shapes.numel * args.tokens_per_rank / (args.tflops * 1e12)
+
+
+_COMMANDS = {
+    "policies": _policies,
+    "validate": _validate,
+    "show": _show,
+    "schema": _schema,
+    "bench": _bench,
+    "doctor": _doctor,
+    "explain": _explain,
+    "advise": _advise,
+}

@@ -1,0 +1,1 @@
+"""``tagc.wrap``, and the handle that it leaves on a model."""

@@ -1,0 +1,212 @@
+"""What compression did so far, as numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from tagc.collect import UnitReducer
+from tagc.plan import format_bytes
+from tagc.policy import Tuning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Counts of one rank since ``tagc.wrap``. ``str(metrics)`` is a table, :meth:`as_dict` is for
+    loggers.
+
+    Bytes are what this rank handed to collectives for other ranks: gradients in the
+    reduce-scatter, unless the name says otherwise; where ranks of a host add up first, those for
+    other hosts. Densities are fractions of the elements of
+    sparse codecs, averaged over the steps after the warm-up; NaN before.
+
+    Attributes:
+        steps: reductions per unit (the largest).
+        warming_up: reductions that still go dense before the last unit is compressed; 0 after that.
+        wire_bytes: bytes sent, all parameters.
+        compressed_wire_bytes: bytes sent for compressed parameters, index and counts included.
+        dense_bytes: what dense reduce-scatters would have sent, all parameters: as many of them, in
+            two levels where ours are.
+        compressed_dense_bytes: what it would have sent for the compressed parameters.
+        inside_wire_bytes: bytes of gradients sent to ranks of the same host, to add up with them; 0
+            where every rank sends for itself.
+        parameter_wire_bytes: bytes sent in all-gathers; 0 if the policy leaves them to FSDP.
+        parameter_dense_bytes: what FSDP's own all-gathers would have sent, likewise.
+        parameter_inside_wire_bytes: bytes of parameters sent to ranks of the same host, which hand
+            on what came from others.
+        parameter_error: Euclidean norm of what quantization changes in this rank's parameters,
+            relative to theirs, now.
+        replica_wire_bytes: bytes sent to other replicas.
+        replica_dense_bytes: what an all-reduce of the shards would have sent.
+        density_target: density that the policy asks for, averaged over elements.
+        density: fraction that this rank kept.
+        union_density: fraction of this rank's own shard that any rank kept (sketches only).
+        unresolved: groups of this rank's shard that could not be decoded (they went to the
+            residual); 0 is normal.
+        residual_norm: Euclidean norm of this rank's residual now.
+        noise_factor: root mean square of the gradients that codecs hand out, over that of dense
+            ones, averaged over compressed elements, as ranks agreed on it last; NaN where it is not
+            measured (:meth:`tagc.Compressor.keep_rates`).
+        rate_factor, norm_factor: learning rate that the policy wants, and norm of the gradients
+            that it hands out, over dense's; NaN for what it does not name (``tuning``).
+    """
+
+    steps: int
+    warming_up: int
+    wire_bytes: int
+    compressed_wire_bytes: int
+    dense_bytes: int
+    compressed_dense_bytes: int
+    inside_wire_bytes: int
+    parameter_wire_bytes: int
+    parameter_dense_bytes: int
+    parameter_inside_wire_bytes: int
+    parameter_error: float
+    replica_wire_bytes: int
+    replica_dense_bytes: int
+    density_target: float
+    density: float
+    union_density: float
+    unresolved: int
+    residual_norm: float
+    noise_factor: float
+    rate_factor: float
+    norm_factor: float
+
+    def as_dict(self) -> dict[str, float]:
+        """All of them by name, as loggers take them: ``wandb.log(metrics.as_dict())``."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [
+            ("gradients", self.wire_bytes, self.dense_bytes),
+            ("- compressed", self.compressed_wire_bytes, self.compressed_dense_bytes),
+            ("parameters", self.parameter_wire_bytes, self.parameter_dense_bytes),
+            ("replicas", self.replica_wire_bytes, self.replica_dense_bytes),
+        ]
+        lines = [f"{'steps ' + str(self.steps):<14}{'sent':>12}{'dense':>12}{'ratio':>9}"]
+        lines += [
+            f"{name:<14}{format_bytes(sent):>12}{format_bytes(dense):>12}{_ratio(dense, sent):>9}"
+            for name, sent, dense in rows
+            if dense
+        ]
+        if self.warming_up:
+            lines.append(
+                f"warming up: {self.warming_up} more reductions go dense before all is compressed"
+            )
+        inside = self.inside_wire_bytes + self.parameter_inside_wire_bytes
+        if inside:
+            lines.append(f"inside hosts: {format_bytes(inside)}")
+        if self.density_target < 1:
+            union = "" if math.isnan(self.union_density) else f", union {self.union_density:.1%}"
+            lines.append(
+                f"density {self.density:.1%} of {self.density_target:.1%} asked for{union}; "
+                f"{self.unresolved} groups unresolved"
+            )
+        lines.append(f"residual norm {self.residual_norm:.3g}")
+        if self.parameter_error:
+            lines[-1] += f"; parameters off by {self.parameter_error:.2%}"
+        if not math.isnan(self.noise_factor):
+            lines.append(f"gradients {self.noise_factor:.2f} times as large as dense ones")
+        elif not math.isnan(self.rate_factor):
+            norm = None if math.isnan(self.norm_factor) else self.norm_factor
+            lines.append(Tuning(rate_factor=self.rate_factor, norm_factor=norm).advice)
+        return "\n".join(lines)
+
+
+def _ratio(dense: float, sent: float) -> str:
+    return f"{dense / sent:.2f}x" if sent else ""
+
+
+@dataclass
+class _Selected:
+    """Elements of sparse codecs, over the steps."""
+
+    planned: float = 0
+    target: float = 0
+    selectable: float = 0
+    selected: float = 0
+    sketched: float = 0
+    union: float = 0
+    unresolved: int = 0
+
+    def add(self, reducer: UnitReducer) -> None:
+        steps, destinations = reducer.counters.compressed_steps, reducer.plan.destinations
+        for count in reducer.selection_counts():
+            self.planned += count.elements
+            self.target += count.target * count.elements
+            self.selectable += count.elements * steps * destinations
+            self.selected += count.selected
+            self.unresolved += count.unresolved
+            if count.union is not None:
+                self.sketched += count.elements * steps
+                self.union += count.union
+
+
+def collect(
+    reducers: Sequence[UnitReducer],
+    *,
+    replicas: Sequence[UnitReducer] = (),
+    parameter_bytes: tuple[int, int, int] = (0, 0, 0),
+    parameter_error: float = 0.0,
+    noise_factor: float = math.nan,
+    tuning: Tuning | None = None,
+) -> Metrics:
+    """Read the counters of all units. Waits for the device.
+
+    Args:
+        parameter_bytes: sent, what FSDP's own all-gathers would have sent, and sent inside hosts.
+        parameter_error: see :class:`Metrics`.
+        noise_factor: see :class:`Metrics`.
+        tuning: factors that the policy names.
+    """
+    selected = _Selected()
+    for reducer in (*reducers, *replicas):
+        selected.add(reducer)
+    norms = [
+        torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item()
+        for reducer in (*reducers, *replicas)
+        for residual in (*reducer.residuals.values(), *reducer.owner_residuals.values())
+    ]
+    nothing = math.nan if selected.planned else 1.0
+    return Metrics(
+        steps=max((r.counters.steps for r in reducers), default=0),
+        warming_up=max((_dense_steps_left(r) for r in (*reducers, *replicas)), default=0),
+        wire_bytes=sum(r.wire_bytes for r in reducers),
+        compressed_wire_bytes=sum(r.compressed_wire_bytes for r in reducers),
+        dense_bytes=_dense_bytes(reducers),
+        compressed_dense_bytes=_dense_bytes(reducers, compressed=True),
+        inside_wire_bytes=sum(r.counters.inside_bytes for r in reducers),
+        parameter_wire_bytes=parameter_bytes[0],
+        parameter_dense_bytes=parameter_bytes[1],
+        parameter_inside_wire_bytes=parameter_bytes[2],
+        parameter_error=parameter_error,
+        replica_wire_bytes=sum(r.wire_bytes for r in replicas),
+        replica_dense_bytes=_dense_bytes(replicas),
+        density_target=selected.target / selected.planned if selected.planned else 1.0,
+        density=selected.selected / selected.selectable if selected.selectable else nothing,
+        union_density=selected.union / selected.sketched if selected.sketched else nothing,
+        unresolved=selected.unresolved,
+        residual_norm=math.hypot(*norms),
+        noise_factor=noise_factor,
+        rate_factor=tuning.rate_factor if tuning else math.nan,
+        norm_factor=tuning.norm_factor if tuning and tuning.norm_factor else math.nan,
+    )
+
+
+def _dense_steps_left(reducer: UnitReducer) -> int:
+    done = reducer.counters.all_steps
+    return max(0, reducer.plan.warmup_steps - done) if reducer.plan.compressed else 0
+
+
+def _dense_bytes(reducers: Sequence[UnitReducer], *, compressed: bool = False) -> int:
+    total = 0
+    for reducer in reducers:
+        plan = reducer.plan
+        columns = sum(plan.dense_columns(s.params) for s in plan.compressed)
+        columns = columns if compressed else plan.buffer_columns
+        total += int(plan.dense_bytes(columns)) * reducer.counters.steps
+    return total

@@ -1,0 +1,310 @@
+"""The noise that codecs add, as a factor for learning rates: measured, agreed on, and undone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tagc.attach import Unit
+from tagc.collect import Transport, UnitReducer, noise_factor
+
+_EVERY = 16
+"""Reductions, up to which ranks agree on factors after every power of two; later after so many."""
+
+_DIVIDE = {"Adadelta", "Adafactor", "Adagrad", "Adamax", "RMSprop"}
+_DO_NOT = {"ASGD", "LBFGS", "Lion", "Muon", "Rprop", "SGD"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredUnit:
+    """A unit whose gradients are measured.
+
+    Attributes:
+        reducers: that its gradient goes through, first the one over the ranks that share the
+            parameters, then the one over replicas, where there is one.
+    """
+
+    unit: Unit
+    reducers: tuple[UnitReducer, ...]
+
+
+class Factors(Protocol):
+    """RMS of gradients relative to dense, per parameter; the same on all ranks."""
+
+    def agree(self) -> None:
+        """Exchange what was measured, if that is due. Call it on all ranks."""
+        ...
+
+    def by_parameter(self) -> dict[int, float]:
+        """Factor of every parameter that an optimizer may hold, by its id."""
+        ...
+
+
+class NoiseFactors(Factors):
+    """RMS of measured gradients relative to dense, per parameter; the same on all ranks.
+
+    All ranks exchange a few numbers for each unit after 1, 2, 4, 8 and 16 reductions, and then
+    after every 16, when somebody asks between reductions and the optimizer's step.
+    """
+
+    def __init__(self, units: Sequence[MeasuredUnit], replicas: dist.ProcessGroup | None) -> None:
+        self._units, self._replicas = units, replicas
+        for measured in units:
+            for reducer in measured.reducers:
+                if reducer.gauge is None:  # not what was loaded
+                    reducer.measure_noise()
+
+    def agree(self) -> None:
+        """See :meth:`Factors.agree`."""
+        due = [m for m in self._units if any(_is_due(r) for r in m.reducers)]
+        for group in dict.fromkeys(m.unit.group for m in due):
+            together = [m for m in due if m.unit.group is group]
+            gauges = [r.gauge for m in together for r in m.reducers if r.gauge is not None]
+            if not gauges:
+                continue
+            sums = torch.cat([gauge.sums for gauge in gauges]).to(together[0].unit.device)
+            for ranks in (group, self._replicas):
+                if ranks is not None:
+                    # In the order of ranks, so that no algorithm of the backend matters.
+                    sums = Transport(ranks).gather_values(sums)[0].sum(0)
+            rows = sums.cpu().split([len(gauge.sums) for gauge in gauges])
+            for gauge, row in zip(gauges, rows, strict=True):
+                gauge.agreed.copy_(row)
+            for reducer in (r for m in together for r in m.reducers):
+                if reducer.gauge is not None:
+                    reducer.gauge.agreed_at.fill_(reducer.counters.compressed_steps)
+
+    def by_parameter(self) -> dict[int, float]:
+        """See :meth:`Factors.by_parameter`."""
+        found: dict[int, float] = {}
+        for measured in self._units:
+            named = self._by_name(measured)
+            params = measured.unit.trainable()
+            infos = measured.unit.info.params
+            if len(params) == len(infos):
+                found |= {id(p): named[i.name] for p, i in zip(params, infos, strict=True)}
+            else:  # one flat parameter
+                weights = [math.prod(i.shape) for i in infos]
+                mean = _mean([named[i.name] for i in infos], weights)
+                found |= {id(p): mean for p in params}
+        return found
+
+    def mean(self) -> float:
+        """Over all compressed elements; NaN where there are none."""
+        named = [(measured.unit.info.params, self._by_name(measured)) for measured in self._units]
+        pairs = [
+            (factors[info.name], math.prod(info.shape))
+            for infos, factors in named
+            for info in infos
+            if factors[info.name] != 1
+        ]
+        return _mean([f for f, _ in pairs], [n for _, n in pairs]) if pairs else math.nan
+
+    @staticmethod
+    def _by_name(measured: MeasuredUnit) -> dict[str, float]:
+        named = {info.name: 1.0 for info in measured.unit.info.params}
+        for reducer in measured.reducers:
+            if reducer.gauge is None:
+                continue
+            pairs = zip(reducer.plan.compressed, reducer.gauge.agreed, strict=True)
+            for segment, squares in pairs:
+                factor = noise_factor(squares)
+                named |= {p.name: named[p.name] * factor for p in segment.params}
+        return named
+
+
+def _is_due(reducer: UnitReducer) -> bool:
+    if reducer.gauge is None:
+        return False
+    return exchange_is_due(reducer.counters.compressed_steps, int(reducer.gauge.agreed_at))
+
+
+def exchange_is_due(steps: int, agreed_at: int) -> bool:
+    """Whether ranks exchange what they measured, ``steps`` reductions having been made."""
+    return _stage(steps) != _stage(agreed_at)
+
+
+def _stage(steps: int) -> int:
+    return steps.bit_length() if steps < _EVERY else _EVERY.bit_length() + steps // _EVERY
+
+
+def _mean(factors: Sequence[float], weights: Sequence[int]) -> float:
+    """Geometric, since rates are multiplied."""
+    total = sum(weights)
+    logs = sum(w * math.log(f) for f, w in zip(factors, weights, strict=True))
+    return math.exp(logs / total) if total else 1.0
+
+
+class KeptRates:
+    """What :meth:`tagc.Compressor.keep_rates` does to an optimizer, until it is removed.
+
+    Attributes:
+        factors: of the parameter groups, in the last step.
+    """
+
+    def __init__(self, optimizer: Optimizer, noise: Factors, *, second_moment: bool | None) -> None:
+        self._optimizer, self._noise = optimizer, noise
+        self._divides = divides_by_second_moment(optimizer, second_moment)
+        if self._divides:
+            _check_rates(optimizer)
+        self._changes: list[_Change] = []
+        self._removed = False
+        self.factors = [1.0] * len(optimizer.param_groups)
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(lambda *_: self._restore()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._restore_untouched()),
+        )
+        self._step = self._restoring(optimizer.step)
+        self._step_before = vars(optimizer).get("step")
+        optimizer.step = self._step
+
+    def of(self, optimizer: Optimizer) -> bool:
+        """Whether it is this optimizer's, and not removed."""
+        return self._optimizer is optimizer and not self._removed
+
+    def remove(self) -> None:
+        """Leave the optimizer alone from now on."""
+        self._restore_untouched()
+        self._removed = True
+        for hook in self._hooks:
+            hook.remove()
+        if vars(self._optimizer).get("step") is not self._step:
+            return  # somebody wrapped it, and goes on calling it
+        if self._step_before is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._step_before
+
+    def _restoring(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step``, after which rates are the user's, even if it raises: torch calls no hook then.
+        A method, as torch's schedulers need it."""
+
+        @wraps(step)
+        def restoring(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._restore()
+
+        return MethodType(restoring, self._optimizer)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # If the last step raised, and something called it past `restoring`.
+        self._restore_untouched()
+        # Even where nothing is divided: another optimizer's step may come with other ranks first.
+        self._noise.agree()
+        if not self._divides:
+            return
+        factors = self._noise.by_parameter()
+        self.factors = []
+        for group in optimizer.param_groups:
+            # Of whole parameters: the factor is the same on ranks whose shards differ in size.
+            numels = [p.numel() for p in group["params"]]
+            factor = _mean([factors.get(id(p), 1.0) for p in group["params"]], numels)
+            self.factors.append(factor)
+            self._change(group, "lr", group["lr"] * factor)
+            if _decays_apart(optimizer, group):
+                # By the rate times this, which is to stay what it is.
+                self._change(group, "weight_decay", group["weight_decay"] / factor)
+
+    def _change(self, group: dict[str, Any], key: str, value: Any) -> None:
+        self._changes.append(_Change(group, key, group[key], value))
+        group[key] = value
+
+    def _restore(self) -> None:
+        while self._changes:
+            change = self._changes.pop()
+            change.group[change.key] = change.given
+
+    def _restore_untouched(self) -> None:
+        """Likewise, but for what somebody wrote since."""
+        self._changes = [c for c in self._changes if c.group[c.key] is c.value]
+        self._restore()
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What a parameter group has for a step under ``key``, and what it had before."""
+
+    group: dict[str, Any]
+    key: str
+    given: Any
+    value: Any
+
+
+def _check_rates(optimizer: Optimizer) -> None:
+    """Refuse optimizers that choose their rates themselves (transformers' Adafactor).
+
+    Raises:
+        ValueError: naming the group.
+    """
+    for i, group in enumerate(optimizer.param_groups):
+        if group.get("lr") is None or group.get("relative_step"):
+            raise ValueError(
+                f"parameter group {i} of {type(optimizer).__name__} has no learning rate to keep: "
+                "the optimizer chooses it itself; give it one (lr=..., relative_step=False)"
+            )
+
+
+def divides_by_second_moment(optimizer: Optimizer, said: bool | None) -> bool:
+    """Whether an optimizer's steps get smaller by the factor by which gradients get noisier.
+
+    Raises:
+        ValueError: if that is not known and nobody said it.
+    """
+    if said is not None:
+        return said
+    names = [cls.__name__ for cls in type(optimizer).__mro__]
+    if any(n in _DO_NOT for n in names):
+        return False
+    if any(n in _DIVIDE or "adam" in n.lower() for n in names):
+        return True
+    raise ValueError(
+        f"it is not known whether {names[0]} divides by the root of a gradient's mean square, as "
+        "Adam does: pass keep_rates(optimizer, second_moment=True), or False if it does not"
+    )
+
+
+def _decays_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the decay is multiplied by the rate and not by what the gradient is divided by."""
+    if "weight_decay" not in group:
+        return False
+    names = [cls.__name__.lower() for cls in type(optimizer).__mro__]
+    apart = any("adamw" in name or name == "adafactor" for name in names)
+    return bool(group.get("decoupled_weight_decay", apart))
+
+
+def clip_grad_norm(model: nn.Module, noise: Factors, max_norm: float) -> Tensor:
+    """See :meth:`tagc.Compressor.clip_grad_norm_`."""
+    noise.agree()
+    factors = noise.by_parameter()
+    # Two norms, whatever the number of segments, as each is a collective.
+    measured: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    params = [p for p in model.parameters() if p.grad is not None]
+    for p in params:
+        (measured if factors.get(id(p), 1.0) != 1.0 else others).append(p)
+    mean = _mean([factors[id(p)] for p in measured], [p.numel() for p in measured])
+    squares = []
+    for factor, some in ((mean, measured), (1.0, others)):
+        if some:
+            norm = nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])
+            full = getattr(norm, "full_tensor", None)
+            squares.append(((norm if full is None else full()) / factor) ** 2)
+    total = (
+        torch.stack(squares).sum().sqrt()
+        if squares
+        else torch.zeros((), dtype=torch.float32, device="cpu")
+    )
+    nn.utils.clip_grads_with_norm_(params, max_norm, total)
+    return total

@@ -1,0 +1,455 @@
+"""``tagc.wrap``: what stands in for FSDP's collectives is planned, made and installed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tagc.attach import (
+    FrozenValues,
+    Integration,
+    Levels,
+    OptimizerSteps,
+    ShardValues,
+    Unit,
+    check_left,
+    integration_of,
+    look_at_frozen,
+    notes_on_left,
+    sharding_groups,
+    with_specials,
+)
+from tagc.basics.progress import say
+from tagc.basics.version import __version__
+from tagc.basics.warn import warn
+from tagc.codecs import MESSAGE_FORMAT
+from tagc.codecs.workspace import Workspace
+from tagc.collect import (
+    CopyGatherer,
+    GatherSetup,
+    HostGroups,
+    Hosts,
+    MessageGatherer,
+    RankOnHost,
+    ReplicaAverage,
+    UnitGatherer,
+    UnitReducer,
+    agree_on,
+    check_backends,
+    check_hosts,
+    gather_by_rank,
+    gather_merged,
+)
+from tagc.costs import is_automatic, measured_choice
+from tagc.handle.compressor import Collectives, Compressor, attach, attached
+from tagc.handle.readiness import make_ready
+from tagc.ops import Ops, get_ops
+from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
+from tagc.policy import Policy, PolicyError
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_DISABLE = "TAGC_DISABLE"
+
+
+def wrap(
+    model: Model,
+    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy | None = None,
+    *,
+    replicas: DeviceMesh | dist.ProcessGroup | None = None,
+    hosts: Hosts = "auto",
+    ops: str | None = None,
+) -> Model:
+    """Compress the FSDP traffic that ``policy`` selects.
+
+    Call it once, on every rank, after ``fully_shard`` and before the first backward. It gathers
+    a few hundred bytes from each rank to check that all agree, and as many more for a handful of
+    frozen parameters if the policy compresses parameters. A policy with ``codec: auto`` also
+    measures the link, for a second or two.
+
+    With the environment variable ``TAGC_DISABLE=1`` (on all ranks) it only checks, and compresses
+    nothing: training has the bits of native FSDP. A loaded state is kept and saved again unchanged.
+
+    FSDP1's gradients are compressed by its communication hook; its parameters are not. A segment
+    then has as many columns as the shard with most of its elements, so a policy with several rules
+    may send more than with FSDP2. The plan says how much.
+
+    Args:
+        model: a model to which ``fully_shard`` was applied, or the outermost
+            ``FullyShardedDataParallel``, on its device; changed in place.
+        policy: name of a built-in policy (``tagc.policies()``), path of a YAML file, mapping, or
+            :class:`tagc.Policy`. By default the policy in the environment variable ``TAGC_POLICY``
+            (the same on all ranks), else ``auto``: the fastest on the measured link, of 4 bits and
+            more. On a fast link that is dense. (With FSDP1 the policy may have no rules for
+            parameters, because FSDP1 gathers them itself.)
+        replicas: the ranks that hold the same shard in other replicas of the sharded model, as a
+            1-D mesh or a group. Shard the model over ``mesh["shard"]`` only; tagc averages
+            gradients over ``mesh["replicate"]`` by the policy's rules for ``replicas``. FSDP2 only.
+        hosts: whether the ranks of a host add up their gradients first. This divides by their
+            number the bytes that leave the host and the residuals that a rank stores. They also
+            pass compressed parameters on to each other. ``"auto"``: if the ranks of a unit are on
+            at least two hosts, in equal blocks of neighbours (``plan()`` says so); an integer: that
+            many neighbours share a host (or a rack, or a site); None: every rank sends for itself.
+            FSDP2 only. With several ranks on a host, ``model.set_requires_all_reduce(False)`` keeps
+            a micro-batch's gradient inside the host.
+        ops: implementation, see :func:`tagc.ops.get_ops`. Kernels are compiled here: this takes
+            seconds the first time, and is then cached. GPU kernels then run on small inputs and are
+            compared with the reference on the CPU, bit for bit.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: if the model is not sharded, or already wrapped (as a whole or in part), or
+            has a communication hook of its own; if ``hosts`` does not fit its ranks; or if its
+            process group is a stand-in that sends nothing.
+        tagc.PolicyError: if the policy is not valid, or compresses nothing in this model, or is
+            for what FSDP1 cannot do.
+        tagc.KernelError: if the kernels for GPUs do not give the reference's results on a device.
+        RuntimeError: if the ranks disagree, or wrapping failed on another rank. (A rank whose
+            model is not sharded at all has no such group; the others then wait for the process
+            group's timeout.)
+    """
+    given = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
+    # Not of all ranks: with pipeline stages only some of them may have something to wrap.
+    groups = sharding_groups(model)
+    if given is not None:
+        groups.append(given)
+    check_backends(groups)
+
+    disabled, units, loaded, mine = _agree_on_request(model, policy, given, hosts, groups)
+    replica_group = given or units[0].replicas
+    asks = hosts is not None or loaded.parameters
+    place, frozen = mine
+    where = gather_by_rank(groups, {dist.get_rank(): place}) if asks else {}
+    seen = gather_merged(groups, frozen, ShardValues.merged) if asks else {}
+    units = with_specials(units, seen)
+    levels = agree_on(groups, {"hosts": lambda: (Levels(units, hosts, where), "")})["hosts"]
+    # Where nothing runs, nothing has to be compiled for it.
+    made_with = "reference" if disabled else ops
+    alone = all(u.info.world_size == 1 for u in units) and replica_group is None
+
+    def make() -> tuple[tuple[Plan, Collectives], str]:
+        plan = _plan(units, loaded, replica_group, levels, choose)
+        plan = replace(plan, notes=(*plan.notes, *notes_on_left(model)))
+        if not disabled and not alone:
+            plan = _with_kernels(units, plan, ops)
+        made = _make(units, plan, levels, made_with, replica_group)
+        return (plan, made), plan.fingerprint[:12]
+
+    try:
+        if not disabled:
+            levels.open()
+        choose = _chooser(units, loaded, ops, replica_group, levels)
+        plan, collectives = agree_on(groups, {"plan": make})["plan"]
+        if alone:
+            collectives.clear()
+        if not disabled:
+            _install(units, collectives, replica_group)
+        elif given is not None:
+            collectives.stand_ins = _average_natively(units, given)
+    except BaseException:
+        levels.release()
+        raise
+    for warning in plan.warnings:
+        warn(warning)
+    if loaded.tuning is not None and not alone and not disabled and dist.get_rank() == 0:
+        say(f"policy {loaded.name!r}: {loaded.tuning.advice}")
+    if alone:
+        warn("tagc.wrap does nothing at world size 1: FSDP skips the reduce-scatter")
+    if disabled:
+        warn(f"{_DISABLE}=1: tagc compresses nothing; unset it to compress")
+    attach(model, Compressor(model, plan, units, collectives, groups, disabled=disabled))
+    return model
+
+
+def _agree_on_request(
+    model: nn.Module,
+    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy | None,
+    given: dist.ProcessGroup | None,
+    hosts: Hosts,
+    groups: Sequence[dist.ProcessGroup],
+) -> tuple[bool, list[Unit], Policy, tuple[RankOnHost, FrozenValues]]:
+    """Whether compression is switched off, the model's units, the policy, and what only this rank
+    knows: where it is, and what it has of frozen parameters. Before any rank measures or plans, all
+    of them must have the same, since a collective of some hangs.
+
+    Args:
+        given: the ranks of the replicas, as the caller says.
+    """
+
+    def switched() -> tuple[bool, str]:
+        off = os.environ.get(_DISABLE, "")
+        if off not in ("", "0", "1"):
+            raise ValueError(f"{_DISABLE} is {off!r}; it must be 1, 0 or unset")
+        return off == "1", f"{_DISABLE}={int(off == '1')}"
+
+    integrations: list[Integration] = []
+    found: list[Unit] = []
+
+    def find() -> tuple[list[Unit], str]:
+        if torch.is_inference_mode_enabled():
+            raise ValueError(
+                "tagc.wrap was called in torch.inference_mode(), where it would make tensors that "
+                "training cannot write to; call it outside"
+            )
+        if attached(model) is not None:
+            raise ValueError(
+                "this model is already wrapped; call tagc.compressor(model).remove() first to "
+                "wrap it with another policy"
+            )
+        integrations.append(integration_of(model))
+        found.extend(integrations[0].find_units(model))
+        check_left(found, integrations[0].left_to_fsdp(model), averages=given is not None)
+        _check_replicas(found, given)
+        return found, integrations[0].name
+
+    about_parameters: list[bool] = []
+
+    def load() -> tuple[Policy, str]:
+        loaded = Policy.load(policy)
+        about_parameters.append(bool(loaded.parameters))
+        replicated = given is not None or found[0].replicas is not None
+        integrations[0].check_policy(loaded, replicated)
+        if loaded.replicas and not replicated:
+            raise PolicyError(
+                f"policy {loaded.name!r} has rules for replicas: pass tagc.wrap(..., "
+                'replicas=mesh["replicate"]), or take a policy without them'
+            )
+        return loaded, f"{loaded.name} ({loaded.hash[:12]})"
+
+    def check() -> tuple[RankOnHost, str]:
+        check_hosts(hosts)
+        return RankOnHost.mine(len(set(sharding_groups(model)))), repr(hosts)
+
+    def look() -> tuple[FrozenValues, str]:
+        return look_at_frozen(found) if about_parameters[0] else {}, ""
+
+    agreed = agree_on(
+        groups,
+        {
+            "version": lambda: (None, f"{__version__}, messages in format {MESSAGE_FORMAT}"),
+            "hosts": check,
+            "switch": switched,
+            "model": find,
+            "policy": load,
+            "frozen parameters": look,
+        },
+    )
+    mine = agreed["hosts"], agreed["frozen parameters"]
+    return agreed["switch"], agreed["model"], agreed["policy"], mine
+
+
+def _check_replicas(units: Sequence[Unit], given: dist.ProcessGroup | None) -> None:
+    """Refuse replicas that are said twice, or are not the same for all units."""
+    native = {id(unit.replicas): unit for unit in units}
+    if given is not None and any(unit.replicas is not None for unit in units):
+        raise ValueError(
+            "the model is sharded over a mesh with a replicated dimension (HSDP), over which tagc "
+            "averages: leave replicas out of tagc.wrap"
+        )
+    if len(native) > 1:
+        one, other = (unit.info.label for unit in list(native.values())[:2])
+        raise ValueError(
+            f"units {one!r} and {other!r} are replicated over different ranks (HSDP); give "
+            "fully_shard the same mesh for all of them, or wrap parts of the model on their own"
+        )
+
+
+def _over_replicas(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitInfo]:
+    """The all-reduce of every unit's shard."""
+    return [replace(unit.info, world_size=group.size(), per_step=1) for unit in units]
+
+
+def _plan(
+    units: Sequence[Unit],
+    policy: Policy,
+    replica_group: dist.ProcessGroup | None,
+    levels: Levels,
+    choose: Choose | None,
+) -> Plan:
+    plan = build_plan(
+        [levels.info(unit) for unit in units],
+        policy,
+        gathers=[info for unit in units if (info := levels.gather_info(unit)) is not None],
+        replicas=[] if replica_group is None else _over_replicas(units, replica_group),
+        choose=choose,
+    )
+    gloo = all(unit.device.type == "cpu" for unit in units)
+    return replace(plan, notes=(*plan.notes, *levels.notes), gloo=gloo)
+
+
+def _with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:
+    """The plan, with a note on the kernels that are ready for it, and what they need."""
+    notes = []
+    reference = False
+    if any(unit_plan.compressed for unit_plan in plan.all_units):
+        shown = dist.get_rank() == 0
+        for device in dict.fromkeys(unit.device for unit in units):
+            chosen = get_ops(device, ops)
+            reference |= chosen is get_ops(device, "reference")
+            notes.append(make_ready(plan, chosen, device, shown=shown))
+    notes = (*plan.notes, *(note for note in notes if note is not None))
+    return replace(plan, notes=notes, reference=reference)
+
+
+def _chooser(
+    units: Sequence[Unit],
+    policy: Policy,
+    ops: str | None,
+    replica_group: dist.ProcessGroup | None,
+    levels: Levels,
+) -> Choose | None:
+    if not is_automatic(policy):
+        return None
+    gathers = [unit.gather_info.dtype for unit in units if unit.gather_info is not None]
+    return measured_choice(
+        [(unit.group, unit.device) for unit in units],
+        ops,
+        policy,
+        dtype=units[0].info.dtype,
+        parameter_dtype=gathers[0] if gathers else torch.float32,
+        replicas=replica_group,
+        hosts=[levels.groups(unit) for unit in units],
+        peers=[levels.peers(unit) for unit in units],
+    )
+
+
+def _make(
+    units: Sequence[Unit],
+    plan: Plan,
+    levels: Levels,
+    ops: str | None,
+    replica_group: dist.ProcessGroup | None,
+) -> Collectives:
+    """What the plan needs, of which nothing is installed yet."""
+    if plan.replicas and any(u.replicas is None and u.has_all_reduce_hook for u in units):
+        raise ValueError(
+            "the model has an all-reduce hook of its own (set_all_reduce_hook), which averaging "
+            "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
+        )
+    workspaces = {unit.device: Workspace(unit.device) for unit in units}
+
+    def chosen(unit: Unit, unit_plan: UnitPlan) -> Ops:
+        # A unit that stays dense needs no operators, nor a warning about them.
+        return get_ops(unit.device, ops if unit_plan.compressed else "reference")
+
+    def hosts(unit: Unit, unit_plan: UnitPlan) -> HostGroups | None:
+        return levels.groups(unit) if unit_plan.info.ranks_per_host > 1 else None
+
+    def reducer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitReducer:
+        return UnitReducer(
+            unit_plan,
+            chosen(unit, unit_plan),
+            unit.device,
+            workspaces[unit.device],
+            # Units differ in their seeds, so that equal layouts do not share bad luck.
+            seed=(i * 0x9E3779B1) % 2**31,
+            rank=_place(unit, replica_group),
+            hosts=hosts(unit, unit_plan),
+            crosses=lambda: unit.all_reduces,
+        )
+
+    def reducers(plans: Sequence[UnitPlan]) -> list[UnitReducer]:
+        pairs = zip(units, plans, strict=bool(plans))
+        return [reducer(i, unit, unit_plan) for i, (unit, unit_plan) in enumerate(pairs)]
+
+    def gatherer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitGatherer:
+        _check_gather(unit, unit_plan)
+        setup = GatherSetup(
+            plan=unit_plan,
+            ops=chosen(unit, unit_plan),
+            device=unit.device,
+            workspace=workspaces[unit.device],
+            hosts=hosts(unit, unit_plan),
+        )
+        if not unit_plan.keeps_copy:
+            return MessageGatherer(setup)
+        return CopyGatherer(
+            setup,
+            rank=unit.group.rank(),
+            reductions=lambda: made.reducers[i].counters.steps,
+            versions=lambda: sum(p._version for p in unit.trainable()),
+        )
+
+    made = Collectives(levels=levels, replica_group=replica_group)
+
+    def make_reducers() -> None:
+        made.reducers += reducers(plan.units)
+        made.replica_reducers += reducers(plan.replicas)
+
+    def make_gatherers() -> None:
+        if any(unit_plan.compressed for unit_plan in plan.parameters):
+            # On every unit, so that bytes are counted of those, too, that stay as they are.
+            planned = enumerate(zip(units, plan.parameters, strict=True))
+            made.gatherers += [gatherer(i, unit, of_unit) for i, (unit, of_unit) in planned]
+
+    # Both have kernels compiled, which one rank of a host does for all: begin at either end.
+    order = (make_reducers, make_gatherers)
+    for make in order if dist.get_rank() % 2 == 0 else reversed(order):
+        make()
+    return made
+
+
+def _place(unit: Unit, replica_group: dist.ProcessGroup | None) -> int:
+    """What makes a rank round by chance in its own way. The same on tensor-parallel ranks, where
+    they have parameters that are not divided: these must stay the same on all of them."""
+    if all(param.duplicate is None for param in unit.info.params):
+        return dist.get_rank()
+    replica = 0 if replica_group is None else replica_group.rank()
+    return replica * unit.group.size() + unit.group.rank()
+
+
+def _check_gather(unit: Unit, unit_plan: UnitPlan) -> None:
+    unit.check_gather()
+    if unit_plan.compressed and unit_plan.info.dtype == torch.uint8:
+        raise ValueError(
+            f"unit {unit.info.label!r} has parameters of several dtypes, which FSDP gathers as "
+            "bytes; leave them out of the policy's rules for parameters, or give the unit a "
+            "MixedPrecisionPolicy(param_dtype=...)"
+        )
+
+
+def _install(
+    units: Sequence[Unit], collectives: Collectives, replica_group: dist.ProcessGroup | None
+) -> None:
+    c = collectives  # each of its lists is as long as that of the units, or empty
+    for unit, reducer in zip(units, c.reducers, strict=bool(c.reducers)):
+        unit.install(reducer)
+    for unit, gatherer in zip(units, c.gatherers, strict=bool(c.gatherers)):
+        unit.install_gather(gatherer)
+    pairs = zip(units, c.gatherers, strict=bool(c.gatherers))
+    copying = [(unit, g) for unit, g in pairs if isinstance(g, CopyGatherer)]
+    if copying:
+        c.steps = OptimizerSteps(copying)
+    if replica_group is not None:
+        for unit, reducer in zip(units, c.replica_reducers, strict=True):
+            _install_average(unit, reducer, replica_group)
+
+
+def _average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitReducer]:
+    """Average over replicas, which FSDP knows nothing of, by the backend's all-reduce."""
+    made = []
+    infos = [unit.info for unit in units]
+    plan = build_plan(infos, Policy.load("dense"), replicas=_over_replicas(units, group))
+    for unit, unit_plan in zip(units, plan.replicas, strict=True):
+        workspace, ops = Workspace(unit.device), get_ops(unit.device, "reference")
+        made.append(UnitReducer(unit_plan, ops, unit.device, workspace, seed=0))
+        _install_average(unit, made[-1], group)
+    return made
+
+
+def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
+    # FSDP's own hybrid sharding sees to the backwards that replicas do not share itself.
+    native = unit.replicas is not None
+    average = ReplicaAverage(
+        reducer, group, lambda: native or unit.all_reduces, lambda: unit.reached
+    )
+    unit.install_all_reduce(average)

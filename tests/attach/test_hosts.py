@@ -1,0 +1,308 @@
+"""``tagc.wrap(..., hosts=…)``: what a model does with several ranks on a host."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import tagc
+from parity.model import loss_of as token_loss
+from support.block_net import net
+from support.block_net import sharded as by_blocks
+from support.distributed import on_ranks
+from support.failing import fails
+from support.gathering import INT8, gathering, gradients_on_grid
+from support.marks import slow
+from support.small_net import loss_of, sharded
+from support.states import POLICIES, run, wrapped
+from tagc.collect import hosts
+
+QUANTIZED = POLICIES["quantized residual"]
+
+
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def auto(rank: int, names: str, **options: Any) -> Any:
+    """Ranks on hosts with such names."""
+    with patch.object(hosts, "host_identity", lambda: names[rank]):
+        return wrapped(QUANTIZED, **options)
+
+
+@on_ranks(4)
+def test_hosts_are_found(rank: int, world_size: int) -> None:
+    model = auto(rank, "aabb")
+    plan = tagc.compressor(model).plan()
+    assert {unit.info.ranks_per_host for unit in plan.units} == {2}
+    assert "hosts: two levels, 2 hosts of 2 ranks (found by the hosts' names)" in plan.notes
+    assert "gradients of 4 units in two levels" in str(plan)
+    for reducer in tagc.compressor(model).reducers:
+        assert all(residual.shape[0] == 2 for residual in reducer.residuals.values())
+
+    flat = auto(rank, "aaab")
+    plan = tagc.compressor(flat).plan()
+    assert {unit.info.ranks_per_host for unit in plan.units} == {1}
+    why = "hosts have different numbers of ranks: 3, 1"
+    assert f"hosts: every rank sends for itself ({why})" in plan.notes
+    before = groups()
+    with patch.dict("os.environ", TAGC_DISABLE="1"), pytest.warns(UserWarning, match="DISABLE"):
+        off = auto(rank, "aabb")
+    assert groups() == before
+    run(off, rank, range(1))
+    assert tagc.compressor(off).wire_bytes == 0
+
+
+@on_ranks(4)
+def test_what_hosts_round_by_chance_is_right_on_average(rank: int, world_size: int) -> None:
+    """The same gradient again and again: the mean of what comes out comes nearer to dense's."""
+    model, dense = wrapped(POLICIES["quantized dithered"], hosts=2), sharded()
+    loss_of(dense, rank, 0).backward()
+    exact = [p.grad.to_local() for p in dense.parameters()]
+    total = [torch.zeros_like(grad) for grad in exact]
+    steps, alone = 64, 0.0
+    for _ in range(steps):
+        loss_of(model, rank, 0).backward()
+        for t, p, g in zip(total, model.parameters(), exact, strict=True):
+            t.add_(p.grad.to_local())
+            alone += (p.grad.to_local() - g).square().sum() / steps
+        model.zero_grad()
+    off = sum((t / steps - g).square().sum() for t, g in zip(total, exact, strict=True))
+    # A sixty-fourth of a step's square if steps round independently, give or take: few large
+    # elements decide. Rounded to nearest, it would be all of it.
+    assert 0 < off < alone / 16
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "policy", [slow("quantized residual"), "packed", "sketch", slow("matrix lead")]
+)
+def test_bytes_are_what_the_plan_says(rank: int, world_size: int, policy: str) -> None:
+    model = wrapped(POLICIES[policy], hosts=2)
+    compressor = tagc.compressor(model)
+    run(model, rank, range(4))
+    steps, plan = 4, compressor.plan()
+    first = 0
+    for reducer in compressor.reducers:
+        # Sketches agree once on their first thresholds: a float a segment and host.
+        first += 4 * 2 * sum(bool(s.codec.cells) for s in reducer.plan.compressed)
+    planned = sum(unit.wire_bytes(s) for unit in plan.units for s in unit.segments)
+    assert compressor.wire_bytes == steps * planned + first
+    metrics = compressor.metrics()
+    assert metrics.inside_wire_bytes == steps * sum(unit.inside_bytes for unit in plan.units)
+    # Half of a buffer of 4 rows goes to the neighbour, a row of its sum to the other host.
+    columns = sum(unit.columns for unit in plan.units)
+    assert metrics.inside_wire_bytes == steps * 2 * columns * 4
+    assert metrics.dense_bytes == steps * columns * 4
+    stored = sum(r.numel() for reducer in compressor.reducers for r in reducer.residuals.values())
+    assert stored == 2 * sum(s.columns for unit in plan.units for s in unit.compressed)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("keep", [False, True])
+def test_parameters_come_by_way_of_neighbours(rank: int, world_size: int, keep: bool) -> None:
+    """The same bits as without hosts; a third of what goes to all ranks goes to other hosts."""
+    codec = {"kind": "quantized", "bits": 8, "block": 32, "keep_for_backward": keep}
+    # Some units have nothing compressed.
+    policy = gathering(codec, name="first.*.weight")
+    with gradients_on_grid():
+        flat, on_hosts = wrapped(policy, hosts=None), wrapped(policy, hosts=2)
+    mine, theirs = tagc.compressor(on_hosts), tagc.compressor(flat)
+    for step in range(2):
+        one, other = (loss_of(model, rank, step) for model in (flat, on_hosts))
+        assert torch.equal(one, other)
+        one.backward()
+        other.backward()
+        for p, q in zip(flat.parameters(), on_hosts.parameters(), strict=True):
+            # Of the same parameters in backward, too.
+            assert torch.equal(q.grad.to_local(), p.grad.to_local())
+            assert p.grad.to_local().any() or not p.grad.to_local().numel()
+    with torch.no_grad():
+        assert torch.equal(loss_of(flat, rank, 3), loss_of(on_hosts, rank, 3))
+    plan = mine.plan()
+    steps = 2 * sum(u.wire_bytes(s) for u in plan.parameters for s in u.segments)
+    evaluation = mine.parameter_wire_bytes - steps
+    assert 3 * mine.parameter_wire_bytes == theirs.parameter_wire_bytes
+    assert evaluation > 0
+    metrics = mine.metrics()
+    # One message goes to the other host, then two to the neighbour.
+    assert metrics.parameter_inside_wire_bytes == 2 * metrics.parameter_wire_bytes
+    assert 3 * metrics.parameter_dense_bytes == theirs.metrics().parameter_dense_bytes
+    inside = 2 * sum(unit.inside_bytes for unit in plan.parameters)
+    assert metrics.parameter_inside_wire_bytes == inside + 2 * evaluation
+    assert "parameters of 4 units in two levels" in str(plan)
+
+
+@on_ranks(4)
+def test_micro_batches_stay_inside(rank: int, world_size: int) -> None:
+    """Three of them cost other hosts as much as one, and give the same gradient as three that
+    cross, but for what is owed (see the parity matrix): here with nothing compressed."""
+    policy = {"schema": 1, "gradients": [{"when": {}, "codec": {"kind": "dense"}}]}
+    with gradients_on_grid():
+        one, other = wrapped(policy, hosts=2), wrapped(policy, hosts=2)
+    for micro in range(3):
+        one.set_requires_all_reduce(micro == 2)
+        for model in (one, other):
+            loss_of(model, rank, micro).backward()
+        if micro < 2:
+            assert not any(p.grad.to_local().any() for p in one.parameters())
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+    crossing, always = tagc.compressor(one).metrics(), tagc.compressor(other).metrics()
+    assert 3 * crossing.wire_bytes == always.wire_bytes
+    assert crossing.inside_wire_bytes == always.inside_wire_bytes
+    assert (crossing.steps, always.steps) == (1, 3)
+
+
+@on_ranks(4)
+def test_a_unit_with_nothing_compressed_may_leave_parameters_unused(
+    rank: int, world_size: int
+) -> None:
+    """As without hosts: what FSDP reduces of such a unit is what there is."""
+    rule = {"when": {"name": "blocks.*.up.weight"}, "codec": {"kind": "quantized", "bits": 8}}
+    policy = {"schema": 1, "gradients": [rule]}
+    native = by_blocks(net(extra=True))
+    with gradients_on_grid():
+        model, flat = (wrapped(policy, by_blocks(net(extra=True)), hosts=h) for h in (2, None))
+    for each in (native, model, flat):
+        token_loss(each, rank, 0).backward()
+    each_of = (m.parameters() for m in (native, flat))
+    for (name, p), q, other in zip(model.named_parameters(), *each_of, strict=True):
+        if "blocks" in name:
+            continue
+        assert (p.grad is None) == (q.grad is None) == ("extra" in name)
+        if p.grad is not None:
+            assert torch.equal(p.grad.to_local(), other.grad.to_local())
+
+
+@on_ranks(4)
+def test_what_waits_cannot_be_saved(rank: int, world_size: int) -> None:
+    model = wrapped(QUANTIZED, hosts=2)
+    compressor = tagc.compressor(model)
+    before = compressor.state_dict()
+    model.set_requires_all_reduce(False)
+    loss_of(model, rank, 0).backward()
+    kind, said = fails(compressor.state_dict)
+    assert kind == "RuntimeError"
+    assert "micro-batches that wait for the last one" in said
+    assert "drop_waiting()" in said
+    # Another state knows nothing of them.
+    compressor.load_state_dict(before)
+    compressor.state_dict()
+    loss_of(model, rank, 0).backward()
+    compressor.drop_waiting()
+    after = compressor.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before if "residual" in name)
+
+
+@on_ranks(4)
+def test_what_is_gathered_again_inside_a_host(rank: int, world_size: int) -> None:
+    """``reshard_after_forward=2``: the backward gathers from the neighbour alone."""
+    model = wrapped(gathering(INT8), sharded(reshard_after_forward=2), hosts=2)
+    compressor = tagc.compressor(model)
+    run(model, rank, range(2))
+    planned = 2 * sum(u.wire_bytes(s) for u in compressor.plan().parameters for s in u.segments)
+    assert compressor.parameter_wire_bytes == planned
+    forward = 2 * sum(unit.inside_bytes for unit in compressor.plan().parameters)
+    assert compressor.metrics().parameter_inside_wire_bytes > forward
+
+
+@pytest.mark.some(1)
+@on_ranks(4)
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_the_link_decides_on_hosts(rank: int, world_size: int, disabled: str) -> None:
+    """The links between hosts and inside them are measured; switched off, there are no groups to
+    measure, and a plan is made all the same."""
+    with patch.dict("os.environ", TAGC_DISABLE=disabled), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rule = {"when": {"name": "*.weight"}, "codec": {"kind": "auto"}}
+        policy = {"schema": 1, "gradients": [rule]}
+        model = tagc.wrap(sharded(), policy, hosts=2, ops="reference")
+    plan = tagc.compressor(model).plan()
+    assert {unit.info.ranks_per_host for unit in plan.units} == {2}
+    said = str(plan)
+    assert ("measured over 2 ranks, one of each host" in said) == (disabled == "0")
+    assert ("measured over 2 ranks of a host" in said) == (disabled == "0")
+    run(model, rank, range(1))
+
+
+@on_ranks(4)
+def test_a_state_of_another_layout_needs_all_ranks(rank: int, world_size: int) -> None:
+    flat, on_hosts = wrapped(QUANTIZED, hosts=None), wrapped(QUANTIZED, hosts=2)
+    run(flat, rank, range(1))
+    state = tagc.compressor(flat).state_dict()
+    kind, said = fails(lambda: tagc.compressor(on_hosts).load_state_dict(state))
+    assert kind == "StateError"
+    assert "ranks lay on hosts in another way than now" in said, said
+    assert "tagc.compressor(model).load(folder)" in said
+
+
+@on_ranks(4)
+def test_groups_are_released_and_used_again(rank: int, world_size: int) -> None:
+    before = groups()
+    one, other = wrapped(QUANTIZED, hosts=2), wrapped(QUANTIZED, hosts=2)
+    assert groups() == before + 2
+    handle = tagc.compressor(one)
+    handle.remove()
+    handle.remove()  # nothing more
+    run(other, rank, range(1))
+    assert groups() == before + 2
+    tagc.compressor(other).remove()
+    assert groups() == before
+    run(wrapped(QUANTIZED, hosts=2), rank, range(2))
+    assert groups() == before + 2
+
+
+@on_ranks(5)
+def test_not_all_processes_need_take_part(rank: int, world_size: int) -> None:
+    """The last one has no part in the model, and calls nothing."""
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3])
+    if rank == 4:
+        return
+    before = groups()
+    for _ in range(2):
+        model = wrapped(QUANTIZED, sharded(mesh=mesh), hosts=2)
+        run(model, rank, range(2))
+        assert tagc.compressor(model).metrics().inside_wire_bytes > 0
+        tagc.compressor(model).remove()
+        # torch would give new ones the names of those.
+        assert groups() == before + 2
+
+
+@on_ranks(4)
+def test_a_plan_that_fails_leaves_no_groups(rank: int, world_size: int) -> None:
+    before = groups()
+    policy = {"schema": 1, "gradients": [{"when": {"name": "nobody"}, "codec": {"kind": "packed"}}]}
+    kind, said = fails(lambda: wrapped(policy, hosts=2))
+    assert kind == "PolicyError", said
+    assert groups() == before
+
+
+@on_ranks(4)
+def test_ranks_that_disagree(rank: int, world_size: int) -> None:
+    kind, said = fails(lambda: wrapped(QUANTIZED, hosts=2 if rank else None))
+    assert kind == "RuntimeError"
+    assert "tagc hosts differs between ranks: rank 0 has None, rank 1 has 2" in said
+    for wrong, why in ((3, "does not divide"), (4, "single host"), ("2", "it must be 'auto'")):
+        kind, said = fails(lambda wrong=wrong: wrapped(QUANTIZED, hosts=wrong))
+        assert kind == "ValueError"
+        assert why in said
+
+
+@on_ranks(4)
+def test_fsdp1_has_no_rows_for_hosts(rank: int, world_size: int) -> None:
+    from support.fsdp1_net import sharded as sharded_by_fsdp1
+
+    kind, said = fails(lambda: wrapped(QUANTIZED, sharded_by_fsdp1(), hosts=2))
+    assert kind == "ValueError"
+    assert "use FSDP2 (fully_shard), or give hosts=None" in said
+    with patch.object(hosts, "host_identity", lambda: "aabb"[rank]):
+        model = wrapped(QUANTIZED, sharded_by_fsdp1())
+    assert "FSDP1 has no rows for hosts" in str(tagc.compressor(model).plan())

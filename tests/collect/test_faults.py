@@ -1,0 +1,309 @@
+"""What goes wrong in a run: ranks that stop or differ, gradients that are not finite, skipped
+steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import tagc
+from parity.model import loss_of
+from support.block_net import net, sharded, wrap
+from support.distributed import on_ranks
+from support.exact import EXACT
+from support.failing import fails
+from support.marks import slow
+from support.paths import EXAMPLES
+from support.small_net import local_grads, local_weights
+
+CODECS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"kind": "dense", "wire": "bfloat16"},
+    "quantized": {"kind": "quantized", "bits": 4, "block": 32},
+    "packed": {"kind": "packed", "density": 0.3},
+    "sketch": {"kind": "sketch", "density": 0.3},
+    "sketch shared": {"kind": "sketch", "density": 0.9, "support": "shared", "symbol": "int32x1"},
+}
+by_codec = pytest.mark.parametrize("codec", CODECS)
+WITH_RESIDUAL = [name for name in CODECS if name != "bfloat16"]
+
+
+def policy(codec: str, *directions: str) -> dict[str, Any]:
+    feedback = {"kind": "none" if codec == "bfloat16" else "residual"}
+    rule = {"when": {"name": "*"}, "codec": CODECS[codec], "feedback": feedback}
+    return {"schema": 1} | {direction: [rule] for direction in directions or ("gradients",)}
+
+
+def residuals(model: Any) -> list[Tensor]:
+    found = (r.residuals for r in tagc.compressor(model).reducers)
+    return [residual.clone() for by_column in found for residual in by_column.values()]
+
+
+# Ranks that stop
+
+
+def impatient(seconds: float = 1.0) -> DeviceMesh:
+    """All ranks, in a group of their own that soon gives up."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=seconds))
+    return DeviceMesh.from_group(group, "cpu")
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("chosen", ["dense", "sketch"])
+def test_a_rank_that_stops_answering(rank: int, world_size: int, chosen: str) -> None:
+    spec = "dense" if chosen == "dense" else policy(chosen)
+    wrap(sharded(net()), spec)  # compiles kernels, before anybody is impatient
+    mesh = impatient()
+    model = wrap(sharded(net(), mesh=mesh, reshard_after_forward=False), spec)
+    loss = loss_of(model, rank, 0)
+    if rank == 1:
+        return
+    kind, said = fails(loss.backward)
+    assert kind == "RuntimeError"
+    assert "tagc: the reduction of gradients of unit 'blocks.1' failed on rank" in said, said
+    assert "another rank failed or stopped" in said
+
+
+@on_ranks(2)
+def test_a_rank_that_stops_before_gathering_parameters(rank: int, world_size: int) -> None:
+    spec = {
+        "schema": 1,
+        "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
+        "parameters": [{"when": {"name": "*.weight"}, "codec": CODECS["quantized"] | {"bits": 8}}],
+    }
+    wrap(sharded(net()), spec)
+    model = wrap(sharded(net(), mesh=impatient()), spec)
+    if rank == 1:
+        return
+    kind, said = fails(lambda: loss_of(model, rank, 0))
+    assert kind == "RuntimeError"
+    assert "tagc: the gathering of parameters of unit '(root)' failed on rank 0 of 2" in said, said
+
+
+@on_ranks(3)
+def test_a_rank_whose_model_is_not_sharded(rank: int, world_size: int) -> None:
+    """It has no group to tell; the others learn of it as of one that stopped."""
+    mesh = impatient()
+    model = net() if rank == 1 else sharded(net(), mesh=mesh)
+    kind, said = fails(lambda: wrap(model))
+    if rank == 1:
+        assert kind == "ValueError"
+        assert "not sharded" in said
+    else:
+        assert kind == "RuntimeError"
+        assert "tagc: comparing ranks in tagc.wrap failed on rank" in said, said
+
+
+# Ranks that differ
+
+
+@on_ranks(3)
+def test_another_version_on_one_rank(rank: int, world_size: int) -> None:
+    with patch("tagc.handle.wrapper.__version__", "0.0.0" if rank == 1 else tagc.__version__):
+        kind, said = fails(lambda: wrap(sharded(net())))
+    assert kind == "RuntimeError"
+    assert "tagc version differs between ranks: rank 0 has" in said
+    assert "rank 1 has 0.0.0" in said
+
+
+@on_ranks(3)
+def test_one_rank_wraps_again(rank: int, world_size: int) -> None:
+    wrapped, other = wrap(sharded(net())), sharded(net())
+    kind, said = fails(lambda: wrap(wrapped if rank == 1 else other))
+    assert "this model is already wrapped" in said
+    assert kind == ("ValueError" if rank == 1 else "RuntimeError")
+    assert rank == 1 or "tagc.wrap failed on rank 1" in said
+    # And nobody is worse off.
+    loss_of(wrapped, rank, 0).backward()
+    wrap(sharded(net()))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("bad", "how"), [(3, "policy"), (0, "ops"), (3, "model")])
+def test_an_error_in_some_groups_of_replicas(
+    rank: int, world_size: int, bad: int, how: str
+) -> None:
+    """The rank across shares no group with the one that fails."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(net(), mesh=mesh["shard"])
+    here = rank == bad
+    spec: Any = "mlp-onli" if here and how == "policy" else policy("quantized", "gradients")
+    ops = "cqu" if here and how == "ops" else None
+    if here and how == "model":
+        model.requires_grad_(False)
+    kind, said = fails(lambda: wrap(model, spec, replicas=mesh["replicate"], ops=ops))
+    if here:
+        assert kind in ("PolicyError", "ValueError"), said
+    else:
+        assert kind == "RuntimeError", said
+        assert "tagc.wrap failed on rank" in said
+    wrap(sharded(net(), mesh=mesh["shard"]), replicas=mesh["replicate"])
+
+
+# Gradients that are not finite
+
+
+@pytest.mark.some(2)
+@on_ranks(3)
+@by_codec
+def test_every_owner_learns_of_a_loss_that_overflows(
+    rank: int, world_size: int, codec: str
+) -> None:
+    model = wrap(sharded(net()), policy(codec))
+    for step in range(4):
+        factor = math.inf if step == 2 and rank == 0 else 1.0
+        (loss_of(model, rank, step) * factor).backward()
+        # (A rank may own nothing of a small parameter.)
+        grads = [g for g in local_grads(model).values() if g.numel()]
+        assert all(bool(g.isfinite().all()) == (step != 2) for g in grads)
+        assert all(bool(r.isfinite().all()) for r in residuals(model))
+        model.zero_grad()
+
+
+@pytest.mark.some(2)
+@on_ranks(4)
+@pytest.mark.parametrize("codec", [name for name in CODECS if "shared" not in name])
+def test_every_replica_learns_of_a_loss_that_overflows(
+    rank: int, world_size: int, codec: str
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    spec = policy(codec, "gradients", "replicas")
+    model = wrap(sharded(net(), mesh=mesh["shard"]), spec, replicas=mesh["replicate"])
+    for step in range(3):
+        factor = math.inf if step == 1 and rank == 2 else 1.0
+        (loss_of(model, rank, step) * factor).backward()
+        grads = [g for g in local_grads(model).values() if g.numel()]
+        assert all(bool(g.isfinite().all()) == (step != 1) for g in grads)
+        assert all(bool(r.isfinite().all()) for r in residuals(model))
+        model.zero_grad()
+
+
+# Skipped steps and loss scales
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(
+    "codec", [c if c in ("quantized", "sketch") else slow(c) for c in WITH_RESIDUAL]
+)
+def test_residuals_follow_the_loss_scale(rank: int, world_size: int, codec: str) -> None:
+    """Scales are powers of two, so unscaled gradients have the bits of a run without a scale."""
+    scales = (1.0, 1.0, 4.0, 4.0, 0.5, 1.0)
+    runs = []
+    for scaled in (False, True):
+        model = wrap(sharded(net()), policy(codec))
+        grads, last = [], 1.0
+        for step, scale in enumerate(scales if scaled else (1.0,) * len(scales)):
+            tagc.compressor(model).scale_residuals(scale / last)
+            last = scale
+            (scale * loss_of(model, rank, step)).backward()
+            grads.append({name: g / scale for name, g in local_grads(model).items()})
+            model.zero_grad()
+        runs.append(grads)
+    torch.testing.assert_close(runs[1], runs[0], **EXACT)
+
+
+@on_ranks(2)
+def test_bad_factors(rank: int, world_size: int) -> None:
+    model = wrap(sharded(net()), policy("quantized"))
+    for factor in (0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="positive and finite"):
+            tagc.compressor(model).scale_residuals(factor)
+    head = {"when": {"name": "head.*"}, "codec": CODECS["quantized"]}
+    other = wrap(sharded(net()), {"schema": 1, "gradients": [head]})
+    with pytest.raises(ValueError, match="not of this model's residuals"):
+        tagc.compressor(model).restore_residuals(tagc.compressor(other).copy_residuals())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", WITH_RESIDUAL)
+def test_a_skipped_step_leaves_what_was_owed(rank: int, world_size: int, codec: str) -> None:
+    model = wrap(sharded(net()), policy(codec))
+    compressor = tagc.compressor(model)
+    loss_of(model, rank, 0).backward()
+    copy, owed = compressor.copy_residuals(), residuals(model)
+    factor = math.nan if rank == 0 else 1.0
+    (loss_of(model, rank, 1) * factor).backward()
+    if rank != 0:
+        # It sent, in vain.
+        assert any(not torch.equal(o, r) for o, r in zip(owed, residuals(model), strict=True))
+    later, after = compressor.copy_residuals(), residuals(model)
+    for no, yes in ((False, True), (torch.zeros(()), torch.ones(()))):
+        compressor.restore_residuals(later)
+        compressor.restore_residuals(copy, where=no)
+        torch.testing.assert_close(residuals(model), after, **EXACT)
+        compressor.restore_residuals(copy, where=yes)
+        torch.testing.assert_close(residuals(model), owed, **EXACT)
+
+
+def loss_scaling() -> Any:
+    sys.path.insert(0, str(EXAMPLES))
+    import loss_scaling  # pyright: ignore[reportMissingImports]
+
+    return loss_scaling
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["exact", slow("quantized"), slow("packed")])
+def test_a_loss_scaler_end_to_end(rank: int, world_size: int, codec: str) -> None:
+    """The example's loop, with a scale that overflows at first, beside native FSDP."""
+    exact = {"kind": "sketch", "density": 1.0, "symbol": "int32x1"}
+    mixed = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    spec = policy("quantized") if codec == "exact" else policy(codec)
+    if codec == "exact":
+        spec["gradients"][0]["codec"] = exact
+    results, scales = [], []
+    for compressed in (False, True):
+        model = sharded(net(), mp_policy=mixed)
+        # 'dense' owes nothing, so the same loop is the native one.
+        wrap(model, spec if compressed else "dense")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+        seen = []
+        for step in range(14):
+            losses = [partial(loss_of, model, rank, step % 3)]
+            loss_scaling().train(model, optimizer, scaler, losses)
+            seen.append(scaler.get_scale())
+        scales.append(seen)
+        results.append(local_weights(model))
+        assert all(bool(r.isfinite().all()) for r in residuals(model))
+    skipped = [sum(b < a for a, b in zip([2.0**20, *s], s, strict=False)) for s in scales]
+    assert skipped[0] >= 2
+    assert any(b > a for a, b in zip(scales[0], scales[0][1:], strict=False))
+    everyones: list[Any] = [None] * world_size
+    dist.all_gather_object(everyones, scales)
+    assert all(other == scales for other in everyones)
+    start = local_weights(sharded(net()))
+    for name, weight in results[1].items():
+        assert bool(weight.isfinite().all())
+        if codec == "exact":
+            assert scales[1] == scales[0]
+            torch.testing.assert_close(weight, results[0][name], rtol=0.02, atol=2e-3)
+        assert not weight.numel() or not torch.equal(weight, start[name])
+
+
+@pytest.mark.slow
+def test_the_example_runs(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        str(EXAMPLES / "loss_scaling.py"),
+    ]  # fmt: skip
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[1].rstrip(",")) for line in done.stdout.splitlines()]
+    assert losses[-1] < losses[0] / 2

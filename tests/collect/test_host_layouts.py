@@ -1,0 +1,102 @@
+"""Who shares a host: decided from what ranks say, the same way on all of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tagc.collect.hosts import (
+    Hosts,
+    RankOnHost,
+    check_hosts,
+    found_layout,
+    host_identity,
+    layout_of,
+)
+
+
+def on(names: str, groups: str = "", **more: Any) -> dict[int, RankOnHost]:
+    """A rank for each letter, which names its host."""
+    return {
+        rank: RankOnHost(name, everywhere=int(groups[rank]) if groups else 1, **more)
+        for rank, name in enumerate(names)
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks_per_host", "why"),
+    [
+        ("aabb", 2, "found"),
+        ("bbaacc", 2, "found"),
+        ("aaaabbbb", 4, "found"),
+        ("aaaa", 1, "one host"),
+        ("abcd", 1, "host of its own"),
+        ("abab", 1, "not neighbours"),
+        ("abba", 1, "not neighbours"),
+        ("aaab", 1, "different numbers of ranks: 3, 1"),
+        ("aabbb", 1, "different numbers of ranks: 2, 3"),
+        ("aab", 1, "different numbers of ranks: 2, 1"),
+    ],
+)
+def test_hosts_are_equal_blocks_of_neighbours(names: str, ranks_per_host: int, why: str) -> None:
+    layout = found_layout([*names])
+    assert layout.ranks_per_host == ranks_per_host
+    assert why in layout.why
+    assert layout_of(range(len(names)), on(names), "auto", len(names)) == layout
+
+
+def test_only_ranks_of_the_group_count() -> None:
+    said = on("aabbaabb")
+    assert layout_of([0, 2, 4, 6], said, "auto", 8).ranks_per_host == 1
+    assert layout_of([0, 1, 2, 3], said, "auto", 8).ranks_per_host == 2
+    assert layout_of([0, 1, 6, 7], said, "auto", 8).ranks_per_host == 2
+
+
+def test_none_and_a_single_rank_are_flat() -> None:
+    assert layout_of([0, 1, 2, 3], {}, None, 4).ranks_per_host == 1
+    assert layout_of([3], {}, "auto", 4).ranks_per_host == 1
+    assert layout_of([3], {}, 2, 4).ranks_per_host == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said", "why"),
+    [
+        ([2, 3, 0, 1], on("aabb"), "ascending order"),
+        ([0, 1, 2, 3], on("aabb", groups="1121"), "different numbers of process groups"),
+        ([0, 1, 4, 5], on("aabbcc", shardings=2), "several groups of a part"),
+        ([0, 1, 4, 5], on("aabbcc", splits=True), "device_id"),
+    ],
+)
+def test_what_groups_cannot_be_made_of(
+    ranks: list[int], said: dict[int, RankOnHost], why: str
+) -> None:
+    """Found by themselves, hosts are left out then; asked for, that is an error."""
+    layout = layout_of(ranks, said, "auto", len(said))
+    assert layout.ranks_per_host == 1
+    assert why in layout.why
+    with pytest.raises(ValueError, match=why):
+        layout_of(ranks, said, 2, len(said))
+
+
+@pytest.mark.parametrize(("hosts", "why"), [(3, "does not divide the 4 ranks"), (4, "single host")])
+def test_hosts_that_do_not_fit(hosts: int, why: str) -> None:
+    with pytest.raises(ValueError, match=rf"hosts={hosts}.*{why}.*hosts=None"):
+        layout_of([0, 1, 2, 3], on("aabb"), hosts, 4)
+
+
+@pytest.mark.parametrize("hosts", [0, -2, True, 2.0, "2", "all"])
+def test_what_hosts_can_be(hosts: Hosts) -> None:
+    with pytest.raises(ValueError, match=r"it must be 'auto', None, or the number of ranks"):
+        check_hosts(hosts)
+
+
+def test_a_host_is_its_name_and_its_boot() -> None:
+    said = "from tagc.collect.hosts import host_identity; print(host_identity())"
+    other = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == host_identity()
+    with patch("socket.gethostname", lambda: "elsewhere"):
+        assert host_identity() != other.stdout.strip()

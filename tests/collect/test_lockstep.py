@@ -1,0 +1,162 @@
+"""Ranks that are not at the same collective: an error on all of them that names both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import tagc
+from support.block_net import wrap
+from support.distributed import on_ranks
+from support.failing import fails
+from support.units import codec_plan
+from tagc.codecs.workspace import Workspace
+from tagc.collect import Transport, UnitReducer, lockstep
+from tagc.ops import get_ops
+
+QUANTIZED = {"when": {"name": "*"}, "codec": {"kind": "quantized", "bits": 8, "block": 32}}
+PACKED = {"when": {"name": "*"}, "codec": {"kind": "packed", "density": 0.3}}
+SKETCH = {"when": {"name": "*"}, "codec": {"kind": "sketch", "density": 0.3}}
+POLICIES: dict[str, dict[str, Any]] = {
+    "8 bits": {"schema": 1, "gradients": [QUANTIZED], "parameters": [QUANTIZED]},
+    "packed": {"schema": 1, "gradients": [PACKED]},
+    "sketch": {"schema": 1, "gradients": [SKETCH]},
+    "hybrid": {"schema": 1, "gradients": [PACKED], "parameters": [QUANTIZED]},
+}
+
+
+class Skipping(nn.Module):
+    """Three blocks, of which any can be left out; the first is as large as the second."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        sizes = [(16, 16), (16, 16), (16, last)]
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(*size), nn.Tanh()) for size in sizes)
+
+    def forward(self, x: Tensor, skipped: int | None) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if i != skipped:
+                x = block(x)
+        return x.square().sum()
+
+
+def skipping(policy: Any, last: int = 16) -> Any:
+    torch.manual_seed(1)
+    model = Skipping(last)
+    for block in model.blocks:
+        fully_shard(block)
+    return wrap(fully_shard(model), policy)
+
+
+@pytest.mark.some(4)
+@on_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("name", "skipped", "last"),
+    [
+        ("8 bits", 0, 40),
+        ("8 bits", 1, 16),
+        ("hybrid", 1, 40),
+        ("packed", 0, 40),
+        ("sketch", 1, 16),
+    ],
+)
+def test_a_rank_that_leaves_out_a_unit(
+    rank: int, world_size: int, name: str, skipped: int, last: int
+) -> None:
+    """One rank in this step, another one in the next: never a result with another unit's message,
+    and never a crash of the process."""
+    model = skipping(POLICIES[name], last)
+    x = torch.randn(4, 16)
+    model(x, None).backward()
+
+    def steps() -> None:
+        for leaves_out in (1, 0):
+            model(x, skipped if rank == leaves_out else None).backward()
+
+    kind, said = fails(steps)
+    assert kind == "DesyncError", said
+    assert "ranks are at different collectives" in said, said
+    # Whether in forward or in backward: the one that was left out, and the next.
+    assert f"unit 'blocks.{skipped}'" in said
+    assert said.count("of unit") == 2
+    assert "some ranks leave out" in said
+    assert "the gathering of parameters" in said
+
+
+@on_ranks(2)
+def test_a_rank_that_is_a_step_behind(rank: int, world_size: int) -> None:
+    """As after a load of states of different steps."""
+    model = skipping(POLICIES["8 bits"])
+    x = torch.randn(4, 16)
+    model(x, None).backward()
+    if rank == 1:
+        for reducer in tagc.compressor(model).reducers:
+            reducer.counters.steps += 1
+    kind, said = fails(lambda: model(x, None).backward())
+    assert kind == "DesyncError", said
+    assert "(step 1, " in said
+    assert "(step 2, " in said
+
+
+def reducer(label: str) -> UnitReducer:
+    cpu = torch.device("cpu")
+    plan = codec_plan(2, {"kind": "quantized"}, {"kind": "residual"})
+    plan = replace(plan, info=replace(plan.info, name=label))
+    return UnitReducer(plan, get_ops(cpu), cpu, Workspace(cpu), seed=1)
+
+
+@on_ranks(2)
+def test_a_stamp_tells_of_other_parts_of_a_unit(rank: int, world_size: int) -> None:
+    """Messages have the same size, whatever a backward reached."""
+    group = dist.group.WORLD
+    assert group is not None
+    with patch.object(Transport, "by_messages", return_value=False):
+        unit = reducer("a")
+
+        def reduce(name: str) -> None:
+            columns = {"a.weight": 911, "c.weight": 303}[name]
+            out, inp = torch.empty(columns), torch.ones(2 * columns)
+            unit.reduce(out, inp, group, dist.ReduceOp.SUM, reached={name})
+
+        for name in ("a.weight", "c.weight", "a.weight"):
+            reduce(name)
+        kind, said = fails(lambda: reduce("a.weight" if rank == 0 else "c.weight"))
+        assert kind == "RuntimeError", said
+        assert "got a message of another unit" in said
+
+
+@on_ranks(2)
+def test_without_messages_a_stamp_tells(rank: int, world_size: int) -> None:
+    """Collectives of equal sizes take what they get, as NCCL's would."""
+    group = dist.group.WORLD
+    assert group is not None
+    with patch.object(Transport, "by_messages", return_value=False):
+        a, b = reducer("a"), reducer("b")
+        shard, buffer = torch.empty(a.plan.columns), torch.randn(2 * a.plan.columns)
+        for _ in range(3):
+            for each in (a, b):
+                each.reduce(shard, buffer, group, dist.ReduceOp.SUM)
+        first, second = (a, b) if rank == 0 else (b, a)
+        for each in (first, second):
+            kind, said = fails(
+                lambda each=each: each.reduce(shard, buffer, group, dist.ReduceOp.SUM)
+            )
+            assert kind == "RuntimeError", said
+            assert "got a message of another unit" in said
+            assert f"of unit '{'a' if each is a else 'b'}'" in said
+
+
+def test_long_names_are_cut_at_the_front() -> None:
+    label = "model." + "deep." * 20 + "éµblock"
+    made = lockstep.Lockstep("replicas", label, torch.device("cpu"))
+    header = torch.cat((torch.tensor([3, 70, 0]), made._name))
+    told = lockstep._told(header)
+    assert told.startswith("the average over replicas of unit '...")
+    assert told.endswith("deep.éµblock' (step 3, 70 words)")

@@ -1,0 +1,248 @@
+"""Units do not wait for each other: what a unit waits for, it has started itself.
+
+On a GPU the three parts of a reduction run on FSDP's reduce-scatter stream, beside the backward,
+those of a gather on its all-gather stream, and a wait is the stream's, not the host's; here the
+order of the parts and the waits are noted, on gloo.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import tagc
+from support import fsdp1_net
+from support.distributed import run_ranks
+from support.small_net import loss_of, sharded
+from tagc.collect import CollectiveWork, UnitReducer
+from tagc.collect.gatherer import UnitGatherer
+
+CODECS: dict[str, dict[str, Any]] = {
+    "quantized": {"kind": "quantized", "bits": 4, "block": 32},
+    "packed": {"kind": "packed", "density": 0.3},
+    # Its counts are in flight until the unit's next step.
+    "sketch": {"kind": "sketch", "density": 0.3, "symbol": "int8x4"},
+}
+
+
+QUANTIZED = CODECS["quantized"]
+DENSE = {"when": {}, "codec": {"kind": "dense"}}
+REDUCES, GATHERS = (
+    ("encode", "exchange", "decode"),
+    ("encode parameters", "gather parameters", "decode parameters"),
+)
+INSIDE, SHARES = "add inside the host", "share parameters inside the host"
+# Other ways that traffic takes under FSDP2: ranks, four of them on two hosts; codecs; what a unit
+# does at once, without another in between. (The root compresses nothing, and has only what is
+# inside of hosts.)
+WAYS: dict[str, tuple[int, dict[str, Any], set[tuple[str, ...]]]] = {
+    "parameters": (
+        2,
+        {"gradients": QUANTIZED, "parameters": QUANTIZED | {"bits": 8}},
+        {REDUCES, GATHERS},
+    ),
+    "hosts": (4, {"gradients": QUANTIZED}, {(INSIDE,), (INSIDE, *REDUCES)}),
+    "inside": (
+        4, {"gradients": QUANTIZED, "inside": "int8"}, {(INSIDE,), (INSIDE, *REDUCES)}
+    ),
+    "delta": (
+        4,
+        {"gradients": QUANTIZED, "parameters": QUANTIZED | {"kind": "delta"}},
+        {(INSIDE,), (INSIDE, *REDUCES), (*GATHERS, SHARES), (SHARES,)},
+    ),
+    "parameters of hosts": (
+        4,
+        {"gradients": QUANTIZED, "parameters": QUANTIZED | {"bits": 8}},
+        {(INSIDE,), (INSIDE, *REDUCES), GATHERS},
+    ),
+    "sketches of hosts": (4, {"gradients": CODECS["sketch"]}, {(INSIDE,), (INSIDE, *REDUCES)}),
+    "replicas in one shot": (2, {"replicas": QUANTIZED}, {REDUCES}),
+    "replicas in two shots": (3, {"replicas": QUANTIZED}, {(*REDUCES, "second shot")}),
+}  # fmt: skip
+
+
+class Notes:
+    """What happens on a rank, in order.
+
+    Attributes:
+        parts: (what, unit) of every part of a reduction or a gather that began or ended.
+        calls: (unit, its parts) of every reduction or gather that had any, in the order of the
+            first part.
+        foreign: (waiting, started by) where a unit waited for a collective that another one had
+            started, or itself in the other direction.
+        waits: all that were waited for.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[str, str]] = []
+        self.calls: list[tuple[str, list[str]]] = []
+        self.foreign: list[tuple[str, str]] = []
+        self.waits = 0
+        self._current = self._last = "", 0
+        self._count = 0
+        self._started: dict[int, str] = {}
+        # Else a new one could get the name of one that is gone.
+        self._kept: list[CollectiveWork] = []
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        what, _, unit = name.removesuffix(")").removeprefix("TAGC::").partition(" (")
+        self.parts.append((what, unit))
+        if self._last != self._current:
+            self.calls.append((self._current[0], []))
+        self._last = self._current
+        self.calls[-1][1].append(what)
+        yield
+        self.parts.append((f"{what} ends", unit))
+
+    def noting(self, original: Any) -> Any:
+        """``original``, a reduction or a gather of a unit; one may begin inside of another."""
+
+        def call(unit: Any, *args: Any, **how: Any) -> None:
+            outer, self._count = self._current, self._count + 1
+            self._current = f"{unit.plan.direction} {unit.plan.info.label}", self._count
+            try:
+                original(unit, *args, **how)
+            finally:
+                self._current = outer
+
+        return call
+
+    def started(self, work: CollectiveWork) -> None:
+        self._started[id(work)] = self._current[0]
+        self._kept.append(work)
+
+    def waited(self, work: CollectiveWork) -> None:
+        self.waits += 1
+        if self._started[id(work)] != self._current[0]:
+            self.foreign.append((self._current[0], self._started[id(work)]))
+
+    def finish(self) -> None:
+        """Let go of the collectives, which no process can hand to another."""
+        self._kept.clear()
+
+
+@contextmanager
+def noting(mixed_up: bool = False) -> Iterator[Notes]:
+    """Inside, what happens is noted; ``mixed_up``: as if all waited for the first collective."""
+    notes, last = Notes(), []
+    made, wait = CollectiveWork.__init__, CollectiveWork.wait
+
+    def make(work: CollectiveWork, *args: Any, **kwargs: Any) -> None:
+        made(work, *args, **kwargs)
+        notes.started(work)
+        last.append(work)
+
+    def waits(work: CollectiveWork) -> None:
+        notes.waited(last[0] if mixed_up else work)
+        wait(work)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # Such small units pay with no codec.
+        warnings.simplefilter("ignore", UserWarning)
+        for module in ("stage", "two_shots", "host_sum", "message_gatherer", "copy_gatherer"):
+            patch.setattr(f"tagc.collect.{module}.record_function", notes.part)
+        patch.setattr(UnitReducer, "reduce", notes.noting(UnitReducer.reduce))
+        patch.setattr(UnitGatherer, "gather", notes.noting(UnitGatherer.gather))
+        patch.setattr(CollectiveWork, "__init__", make)
+        patch.setattr(CollectiveWork, "wait", waits)
+        yield notes
+    notes.finish()
+
+
+def policy(**codecs: Any) -> dict[str, Any]:
+    """Codecs of the weights, by direction; other keys as they are."""
+    when, made = {"name": ["first*weight", "second*weight"]}, {"schema": 1, "gradients": [DENSE]}
+    for key, codec in codecs.items():
+        owing = {"feedback": {"kind": "residual"}} if key in ("gradients", "replicas") else {}
+        made[key] = [{"when": when, "codec": codec} | owing] if isinstance(codec, dict) else codec
+    return made
+
+
+def noted(rank: int, codec: dict[str, Any], mixed_up: bool) -> Notes:
+    with noting(mixed_up) as notes:
+        model = sharded()
+        tagc.wrap(model, policy(gradients=codec))
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+    return notes
+
+
+def noted_on_ways(rank: int, way: str, mixed_up: bool = False) -> Notes:
+    with noting(mixed_up) as notes:
+        options = {}
+        ranks, codecs, _ = WAYS[way]
+        if "replicas" in codecs:
+            # FSDP2's own hybrid sharding.
+            mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("copies", "shards"))
+            options = {"mesh": mesh}
+        model = sharded(**options)
+        tagc.wrap(model, policy(**codecs), hosts=2 if ranks == 4 else None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return notes
+
+
+def noted_on_fsdp1(rank: int, codec: dict[str, Any], mixed_up: bool) -> Notes:
+    with noting(mixed_up) as notes:
+        model = fsdp1_net.sharded()
+        tagc.wrap(model, policy(gradients=codec))
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+    return notes
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("trained", [noted, noted_on_fsdp1], ids=["FSDP2", "FSDP1"])
+def test_a_unit_waits_for_its_own_collectives_only(trained, codec):
+    for notes in run_ranks(trained, 2, CODECS[codec], False):
+        assert notes.waits
+        assert notes.foreign == []
+        ways = ["encode", "encode ends", "exchange", "exchange ends", "decode", "decode ends"]
+        units = [unit for _, unit in notes.parts[:: len(ways)]]
+        # One after the other on their one stream, in the order of the backward.
+        assert notes.parts == [(way, unit) for unit in units for way in ways]
+        assert units == ["second", "first.2", "first"] * 3
+
+
+def test_a_wait_for_another_unit_would_be_seen():
+    for trained in (noted, noted_on_fsdp1):
+        for notes in run_ranks(trained, 2, CODECS["quantized"], True):
+            assert notes.foreign
+    for notes in run_ranks(noted_on_ways, 4, "delta", True):
+        assert notes.foreign
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_on_other_ways_as_well(way):
+    ranks, _, at_once = WAYS[way]
+    for notes in run_ranks(noted_on_ways, ranks, way):
+        assert notes.waits
+        assert notes.foreign == []
+        assert {tuple(parts) for _, parts in notes.calls} == at_once
+        # Nothing begins before what began earlier has ended.
+        begins, ends = notes.parts[::2], notes.parts[1::2]
+        assert ends == [(f"{what} ends", unit) for what, unit in begins]
+
+
+def test_a_block_is_gathered_before_the_reduction_that_it_need_not_wait_for():
+    """FSDP asks for the next block's parameters first, and gets them on another stream."""
+    for notes in run_ranks(noted_on_ways, 2, "parameters"):
+        of_a_step = [unit for unit, _ in notes.calls[: len(notes.calls) // 3]]
+        assert of_a_step == [
+            # forward
+            "parameters first", "parameters first.2", "parameters second",
+            # backward
+            "parameters second", "parameters first", "gradients second",
+            "parameters first.2", "gradients first.2", "gradients first",
+        ]  # fmt: skip
+        assert notes.calls == notes.calls[: len(of_a_step)] * 3

@@ -1,0 +1,261 @@
+"""Backwards that reach a part of a unit: nothing is lost, and what is owed for the rest waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support.distributed import on_ranks
+from support.exact import EXACT
+from support.host_reducers import host_reducer, in_two_levels
+from support.units import codec_plan, gathered, matrix_plan, on_grid, plan_of, unit_reducer
+from tagc.codecs.feedback import SegmentFeedback
+from tagc.collect import ReplicaAverage, UnitReducer
+from tagc.collect.lockstep import DesyncError
+from tagc.collect.part import Part
+from tagc.plan import UnitPlan, in_two_shots
+from tagc.policy import Policy
+
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+A, B, C, D = (f"{name}.weight" for name in "abcd")
+# Parameters that each backward reaches: some, others, all, dense ones alone.
+BACKWARDS = [{A, B}, {C}, {A, B, C, D}, {D}, {A}, {B, C, D}]
+
+ALL = [
+    {"kind": "quantized", "bits": 4, "block": 32},
+    {"kind": "packed", "density": 0.3, "bits": 4},
+    {"kind": "packed", "density": 0.3, "bits": 4},
+    {"kind": "sketch", "density": 0.3},
+    {"kind": "sketch", "density": 0.3, "support": "shared"},
+]
+
+
+def reduce_part(reducer: UnitReducer, buffer: Tensor, reached: set[str], op: Any = SUM) -> Tensor:
+    """What FSDP would hand over of ``buffer`` ``[W, S]``, and what comes out, in the plan's columns
+    and zero elsewhere."""
+    part, group = Part(reducer.plan, frozenset(reached)), dist.group.WORLD
+    assert group is not None
+    missing = part.missing_mask(buffer.device)
+    inp = buffer[:, ~missing]
+    out = torch.full((inp.shape[1],), torch.nan, dtype=buffer.dtype)
+    whole = not missing.any()
+    reducer.reduce(out, inp.reshape(-1), group, op, reached=None if whole else reached)
+    found = torch.zeros(buffer.shape[1], dtype=buffer.dtype)
+    found[~missing] = out
+    return found
+
+
+def only(buffers: Tensor, plan: UnitPlan, reached: set[str]) -> Tensor:
+    """The buffers, zero for parameters that were not reached."""
+    missing = Part(plan, frozenset(reached)).missing_mask(buffers.device)
+    return buffers.masked_fill(missing, 0)
+
+
+def owed(reducer: UnitReducer) -> Tensor:
+    """``[D, S]`` float64."""
+    plan = reducer.plan
+    total = torch.zeros(plan.destinations, plan.columns, dtype=torch.float64)
+    for segment in plan.compressed:
+        total[:, segment.start : segment.stop] = reducer.residuals[segment.start]
+    return total
+
+
+def states(feedbacks: Mapping[int, SegmentFeedback]) -> dict[int, Tensor]:
+    return {i: f.owner_state.clone() for i, f in feedbacks.items() if f.owner_state is not None}
+
+
+@pytest.mark.some(4)
+@on_ranks(2, 3)
+@pytest.mark.parametrize("codec", ALL, ids=lambda c: "-".join(map(str, c.values())))
+def test_nothing_is_lost_and_the_rest_waits(
+    rank: int, world_size: int, codec: dict[str, Any]
+) -> None:
+    """On a grid, to the bit; what backwards do not reach is owed as before."""
+    plan = codec_plan(world_size, codec, {"kind": "residual"})
+    reducer = unit_reducer(plan)
+    came_in = torch.zeros(plan.columns, dtype=torch.float64)
+    handed_out = torch.zeros(plan.columns, dtype=torch.float64)
+    for step, reached in enumerate(BACKWARDS * 2):
+        buffers = only(on_grid(world_size, plan.columns, step), plan, reached)
+        missing = Part(plan, frozenset(reached)).missing_mask(buffers.device)
+        before = owed(reducer)
+        found = reduce_part(reducer, buffers[rank], reached)
+        assert found.isfinite().all()
+        came_in += buffers[:, rank].double().sum(0)
+        handed_out += found.double()
+        torch.testing.assert_close(owed(reducer)[:, missing], before[:, missing], **EXACT)
+        debts = gathered(owed(reducer))[:, rank].sum(0)
+        off = (handed_out + debts - came_in).abs()
+        assert not off.any(), (step, reached, off.max())
+        if step > 1:
+            assert debts.any()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "feedback",
+    [{"kind": "residual", "lead": 0.4}, {"kind": "average", "dtype": "int8"}],
+    ids=["lead", "average-int8"],
+)
+def test_what_owners_keep_waits_too(rank: int, world_size: int, feedback: dict[str, Any]) -> None:
+    plan = codec_plan(2, ALL[0], feedback)
+    reducer, other = unit_reducer(plan), unit_reducer(plan)
+    buffers = on_grid(2, plan.columns, 0)
+    for made in (reducer, other):
+        reduce_part(made, buffers[rank], {A, B, C, D})
+    kept, debts = states(reducer.feedbacks), owed(reducer)
+    again = only(on_grid(2, plan.columns, 1), plan, {A})
+    found = reduce_part(reducer, again[rank], {A})
+    missing = Part(plan, frozenset({A})).missing_mask(again.device)
+    torch.testing.assert_close(owed(reducer)[:, missing], debts[:, missing], **EXACT)
+    for i, state in states(reducer.feedbacks).items():
+        segment = next(s for s in plan.segments if s.start == i)
+        same = segment.params[0].name != A
+        assert torch.equal(state, kept[i]) == same
+    # Those that were reached get what they would have got with zeros for the rest.
+    full = reduce_part(other, again[rank], {A, B, C, D})
+    torch.testing.assert_close(found[~missing], full[~missing], **EXACT)
+
+
+@on_ranks(2, 3)
+def test_codec_matrix(rank: int, world_size: int) -> None:
+    """Of stacked and neighbouring matrices of one segment, one is reached."""
+    plan = matrix_plan(world_size, {"kind": "matrix"}, {"kind": "residual"})
+    reducer = unit_reducer(plan)
+    reduce_part(
+        reducer, on_grid(world_size, plan.columns, 0)[rank], {p.name for p in plan.info.params}
+    )
+    for step, reached in enumerate([{"c1.weight"}, {"a.weight", "c2.weight"}, {"b.weight"}], 1):
+        buffers = only(on_grid(world_size, plan.columns, step), plan, reached)
+        missing = Part(plan, frozenset(reached)).missing_mask(buffers.device)
+        before = owed(reducer)
+        found = reduce_part(reducer, buffers[rank], reached)
+        after = owed(reducer)
+        torch.testing.assert_close(after[:, missing], before[:, missing], **EXACT)
+        change = gathered(after - before)[:, rank].sum(0)
+        off = (found.double() + change - buffers[:, rank].double().sum(0)).abs()
+        bound = 2.0**-22 * (world_size + 1) * (buffers.abs().max() + before.abs().max())
+        assert bool((off <= bound).all()), off.max()
+
+
+@on_ranks(2, 3)
+def test_dense_parameters_alone_are_not_sent_in_a_message(rank: int, world_size: int) -> None:
+    plan = codec_plan(world_size, ALL[0], {"kind": "residual"})
+    reducer = unit_reducer(plan)
+    buffers = only(on_grid(world_size, plan.columns, 0), plan, {B, D})
+    found = reduce_part(reducer, buffers[rank], {B, D}, AVG)
+    torch.testing.assert_close(found, buffers[:, rank].mean(0), rtol=2.0**-23, atol=0)
+    assert reducer.wire_bytes == (world_size - 1) * 4 * (30 + 5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ALL[1:4:2], ids=["packed", "sketch"])
+def test_thresholds_do_not_follow_the_zeros(
+    rank: int, world_size: int, codec: dict[str, Any]
+) -> None:
+    """Where a backward reaches nothing that the codec selects from, first or in between."""
+    rules = {
+        "schema": 1,
+        "gradients": [
+            {"when": {"name": "a.*"}, "codec": codec},
+            {"when": {"name": "c.*"}, "codec": ALL[0]},
+        ],
+    }
+    plan = plan_of(2, torch.float32, Policy.load(rules))
+    disturbed, quiet = unit_reducer(plan), unit_reducer(plan)
+    for step in range(4):
+        zeros = torch.zeros(2, plan.columns)
+        reduce_part(disturbed, zeros, {B, C})
+        buffer = on_grid(2, plan.columns, step)[rank]
+        one, other = (reduce_part(made, buffer, {A, B, C, D}) for made in (disturbed, quiet))
+        mine = slice(0, 911)
+        torch.testing.assert_close(one[mine], other[mine], **EXACT)
+
+
+@on_ranks(2, 3)
+def test_ranks_that_reach_different_parameters_are_told(rank: int, world_size: int) -> None:
+    """Of equal sizes, too."""
+    plan = matrix_plan(world_size, {"kind": "matrix"}, {"kind": "none"})
+    for mine, others in (({"c0.weight"}, {"c1.weight"}), ({"b.weight"}, {"a.weight"})):
+        reducer = unit_reducer(plan)
+        buffer = on_grid(world_size, plan.columns, 0)[rank]
+        with pytest.raises(DesyncError, match="some of its parameters only"):
+            reduce_part(reducer, buffer, mine if rank == 0 else others)
+
+
+@on_ranks(2)
+def test_parameters_that_are_not_in_the_plan_are_named(rank: int, world_size: int) -> None:
+    reducer = unit_reducer(codec_plan(2, ALL[0]))
+    group = dist.group.WORLD
+    assert group is not None
+    out, inp = torch.zeros(7), torch.zeros(14)
+    with pytest.raises(RuntimeError, match=r"e\.weight among them: requires_grad"):
+        reducer.reduce(out, inp, group, AVG, reached={"e.weight"})
+
+
+@on_ranks(4)
+def test_on_hosts_micro_batches_wait_for_their_parameters(rank: int, world_size: int) -> None:
+    """What a micro-batch brought waits until a backward crosses that reaches it."""
+    crosses = [True]
+    plan = in_two_levels(codec_plan(4, ALL[0]), ALL[0])
+    with host_reducer(rank, plan, crosses=lambda: crosses[0]) as reducer:
+        came_in = torch.zeros(4, plan.columns, dtype=torch.float64)
+        handed_out = torch.zeros(plan.columns, dtype=torch.float64)
+        waits = [True, False, True, True, True, False]
+        for step, (reached, stays) in enumerate(zip(BACKWARDS * 2, waits * 2, strict=True)):
+            buffers = only(on_grid(4, plan.columns, step), plan, reached)
+            crosses[0] = not stays
+            found = reduce_part(reducer, buffers[rank], reached)
+            assert not (stays and found.any())
+            came_in += buffers.double().sum(0)
+            handed_out += found.double()
+            if step == 1:
+                assert reducer.waiting  # for `a` and `b`
+        crosses[0] = True
+        handed_out += reduce_part(reducer, torch.zeros(4, plan.columns), {A, B, C, D}).double()
+        assert not reducer.waiting
+        # Rank h * 2 + r has the rows of the ranks r of all hosts.
+        debts = gathered(owed(reducer))  # [4, H, S]
+        mine = sum(debts[other, rank // 2] for other in range(4) if other % 2 == rank % 2)
+        assert not (handed_out + mine - came_in[rank]).any()
+
+
+@pytest.mark.some(2)
+@on_ranks(3)
+@pytest.mark.parametrize("shots", [1, 2])
+@pytest.mark.parametrize("waits", [False, True], ids=["", "waiting"])
+def test_across_replicas(rank: int, world_size: int, shots: int, waits: bool) -> None:
+    plan = codec_plan(3, ALL[0], {"kind": "residual"}, direction="replicas")
+    reducer = unit_reducer(in_two_shots(plan) if shots == 2 else replace(plan, shots=None))
+    shared, reached = [True], [set[str]()]
+    group = dist.group.WORLD
+    assert group is not None
+    average = ReplicaAverage(reducer, group, lambda: shared[0], lambda: reached[0])
+    came_in = torch.zeros(plan.columns, dtype=torch.float64)
+    handed_out = torch.zeros(plan.columns, dtype=torch.float64)
+
+    def backward(names: set[str], buffers: Tensor, *, stays: bool) -> None:
+        missing = Part(plan, frozenset(names)).missing_mask(buffers.device)
+        reached[0], shared[0] = names, not stays
+        shard = buffers[rank, 0, ~missing].clone()
+        average(shard, SUM)
+        for other in gathered(shard):
+            torch.testing.assert_close(other, shard, **EXACT)
+        handed_out[~missing] += shard.double()
+
+    for step, names in enumerate(BACKWARDS):
+        buffers = only(on_grid(3, plan.columns, step), plan, names)
+        came_in += buffers[:, 0].double().sum(0)
+        backward(names, buffers, stays=waits and step % 2 == 0)
+    # Everything is handed out in the end, but for what is too small for codes.
+    zeros = torch.zeros(3, 1, plan.columns)
+    for _ in range(8):
+        backward({A, B, C, D}, zeros, stays=False)
+    off = (handed_out - came_in).abs()
+    assert bool((off <= 2.0**-20 * came_in.abs().max()).all()), off.max()

@@ -1,0 +1,189 @@
+"""A rehearsal calls the operators that a step calls, and compiles all that a step launches."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tagc
+from benchmarks.compiled import compiling
+from support.distributed import run_ranks
+from support.marks import slow
+from support.small_net import loss_of, sharded
+from tagc.codecs.workspace import Workspace
+from tagc.collect import UnitReducer, rehearse
+from tagc.ops import Ops, compiles_ahead, get_ops, reference
+from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.selfcheck import Call, Recorder
+from tagc.selfcheck.calls import OPERATORS
+
+WEIGHTS = {"name": ["first*weight", "second*weight", "head.weight"]}
+RESIDUAL = {"kind": "residual"}
+RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
+    "packed": ({"kind": "packed", "density": 0.3}, RESIDUAL, None),
+    "quantized": (
+        {"kind": "quantized", "bits": 4, "block": 32},
+        RESIDUAL | {"dtype": "int8"},
+        {"kind": "quantized", "bits": 8},
+    ),
+    "dithered": (
+        {"kind": "quantized", "bits": 4, "block": 32, "rounding": "stochastic"},
+        {"kind": "none"},
+        {"kind": "delta", "bits": 4, "rounding": "stochastic"},
+    ),
+    "average": ({"kind": "quantized", "bits": 4}, {"kind": "average"}, None),
+    "matrix": ({"kind": "matrix", "bits": 1}, RESIDUAL, {"kind": "delta", "bits": 2}),
+    "groups": ({"kind": "matrix", "group": 8}, RESIDUAL | {"dtype": "bfloat16"}, None),
+    "sketch": ({"kind": "sketch", "density": 0.3, "symbol": "int8x4"}, RESIDUAL, None),
+    "shared sketch": (
+        {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"},
+        RESIDUAL,
+        None,
+    ),
+    "delta": ({"kind": "quantized", "bits": 4}, RESIDUAL, {"kind": "delta", "bits": 4}),
+}
+
+
+def policy(name: str) -> dict[str, Any]:
+    gradients, feedback, parameters = RULES[name]
+    rules = [{"when": WEIGHTS, "codec": gradients, "feedback": feedback}]
+    made: dict[str, Any] = {"schema": 1, "gradients": rules}
+    if parameters is not None:
+        made["parameters"] = [{"when": WEIGHTS, "codec": parameters}]
+    return made
+
+
+def idle() -> Ops:
+    """Operators that do nothing; some return something."""
+
+    def peel(cells: Tensor, index: Tensor, seed: Tensor, *, layout: Any) -> tuple[Tensor, Tensor]:
+        symbols = cells.new_empty(layout.groups)
+        return symbols, symbols.bool()
+
+    def nothing(name: str) -> Any:
+        given = getattr(get_ops("cpu", "reference"), name)
+
+        def idles(*args: Any, **kwargs: Any) -> None: ...
+
+        idles.__wrapped__ = given  # for its signature
+        return idles
+
+    operators = {name: nothing(name) for name in OPERATORS} | {"peel": peel}
+    prepare = dict.fromkeys(
+        (name for name in reference.__all__ if name.startswith("prepare")),
+        lambda *sizes, **options: None,
+    )
+    return cast(Ops, SimpleNamespace(**operators, **prepare))
+
+
+def called(rank: int, policy: Any, hosts: int | None = None) -> tuple[set[Call], set[Call]]:
+    """In three steps of training, and in the rehearsal of their plan."""
+    model = sharded()
+    recorder = Recorder(get_ops("cpu", "reference"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tagc.handle.wrapper.get_ops", lambda device, name=None: recorder)
+        with warnings.catch_warnings():
+            # Such small segments pay with no codec.
+            warnings.simplefilter("ignore", UserWarning)
+            tagc.wrap(model, policy, hosts=hosts)
+    recorder.calls.clear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = set(recorder.calls)
+    rehearsed = Recorder(idle())
+    compressor = tagc.compressor(model)
+    assert compressor is not None
+    rehearse(compressor.plan(), rehearsed.ops)
+    dist.barrier()
+    return trained, set(rehearsed.calls)
+
+
+@pytest.mark.some(4)
+@pytest.mark.parametrize("name", RULES)
+def test_a_rehearsal_calls_what_training_calls(name):
+    for trained, rehearsed in run_ranks(called, 2, policy(name)):
+        assert len(trained) >= 2
+        assert trained == rehearsed
+
+
+def test_a_rehearsal_calls_what_ranks_of_a_host_call():
+    inside = policy("packed") | {"inside": "int8"}
+    for trained, rehearsed in run_ranks(called, 4, inside, 2):
+        assert {call.operator for call in trained} >= {"quantize", "dequantize", "pack"}
+        assert trained == rehearsed
+
+
+def launched(step: Any) -> set[tuple[str, str]]:
+    """Kernels that a step would launch, as they are compiled."""
+    with compiling(90) as found:
+        step()
+    return {(k.name, k.ptx) for k in found}
+
+
+class _Done:
+    def wait(self) -> None: ...
+
+
+class _Exchange:
+    """Of two ranks, that sends nothing."""
+
+    row, takes_leftovers, wire_bytes = 0, True, 0
+
+    def gather(self, values: Tensor) -> Tensor:
+        return values.expand(2, *values.shape)
+
+    def sum_cells(self, cells: Tensor) -> tuple[_Done, Tensor]:
+        return _Done(), torch.empty(cells.shape[1], dtype=cells.dtype)
+
+    def sum_counts(self, counts: Tensor) -> _Done:
+        return _Done()
+
+
+@pytest.mark.parametrize("name", ["packed", "sketch", slow("groups")])
+def test_what_a_rehearsal_compiles_is_all_that_a_step_launches(name):
+    """Kernels differ by what is aligned: rows and messages of all segments lie as they will."""
+    gradients, feedback, _ = RULES[name]
+    shapes = {"first.weight": (32, 64), "bias": (32,), "second.weight": (16, 64)}
+    params = tuple(
+        UnitParam(name=param, shape=shape, columns=math.prod(shape) // 2)
+        for param, shape in shapes.items()
+    )
+    info = UnitInfo(name="unit", world_size=2, dtype=torch.bfloat16, params=params)
+    rule = {"when": WEIGHTS, "codec": gradients, "feedback": feedback}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        plan = build_plan([info], tagc.Policy.load({"schema": 1, "gradients": [rule]}))
+    (unit,) = plan.units
+    ops = get_ops("cuda", "triton")
+    reducer = UnitReducer(unit, ops, torch.device("cpu"), Workspace(torch.device("cpu")), seed=0)
+    send = torch.empty(2, unit.row_words, dtype=torch.int32)
+    grad = torch.empty(2, unit.columns, dtype=torch.bfloat16)
+
+    assert compiles_ahead(ops)
+
+    def rehearsal() -> None:
+        with ops.compiling_only():
+            rehearse(plan, ops)
+
+    def step() -> None:
+        exchange: Any = _Exchange()
+        for _ in range(2):  # the first one steers no thresholds
+            reducer.coder.encode(grad, send, exchange)
+            for codec in reducer.coder.codecs.values():
+                codec.start(exchange)
+                codec.wait()
+            reducer.coder.decode(send, grad[0], exchange, 2)
+
+    compiled = launched(rehearsal)
+    assert compiled == launched(step)
+    assert len(compiled) >= 5

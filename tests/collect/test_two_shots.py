@@ -1,0 +1,213 @@
+"""An average over replicas in two shots: conserved, alike on all copies, and no more bytes than
+planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support.distributed import on_ranks
+from support.exact import EXACT
+from support.units import codec_plan, gathered, matrix_plan, on_grid, reduce, unit_reducer
+from tagc.codecs.workspace import Workspace
+from tagc.collect import UnitReducer, rehearse
+from tagc.ops import get_ops
+from tagc.plan import Plan, UnitPlan, in_two_shots, slices_of
+from tagc.selfcheck import Recorder
+
+CODECS: dict[str, dict[str, Any]] = {
+    "quantized": {"kind": "quantized", "bits": 4, "block": 32},
+    "matrix": {"kind": "matrix"},
+    "groups": {"kind": "matrix", "group": 8},
+}
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+
+def planned(copies: int, codec: str, feedback: str = "residual", **more: Any) -> UnitPlan:
+    """A unit with two compressed segments and two dense ones, averaged over replicas."""
+    make = codec_plan if codec == "quantized" else matrix_plan
+    return in_two_shots(
+        make(copies, CODECS[codec], {"kind": feedback, **more}, direction="replicas")
+    )
+
+
+def owed(reducer: UnitReducer) -> Tensor:
+    """Of every element of the shard, what this rank owes of its own, and as an owner: ``[2, S]``
+    float64."""
+    plan, owner = reducer.plan, dist.get_rank()
+    total = torch.zeros(2, plan.columns, dtype=torch.float64)
+    for segment in plan.compressed:
+        own, of_sum = (r[segment.start] for r in (reducer.residuals, reducer.owner_residuals))
+        for piece in slices_of(plan, segment):
+            columns = slice(piece.start, piece.start + piece.length)
+            at = slice(piece.column, piece.column + piece.length)
+            total[0, columns] = own[piece.row, at].double()
+            if piece.row == owner:
+                total[1, columns] = of_sum[0, at].double()
+    return total
+
+
+@pytest.mark.some(3)
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("codec", ["quantized", "matrix"])
+def test_nothing_is_lost(rank: int, world_size: int, codec: str) -> None:
+    """What was handed out, what ranks owe, and what owners owe of the sums, is what came in: to the
+    bit on a grid, but for codec `matrix`, where residuals round. All copies get the same bits, in
+    as many bytes as planned."""
+    plan = planned(world_size, codec)
+    reducer = unit_reducer(plan)
+    came_in = torch.zeros(plan.columns, dtype=torch.float64)
+    size = torch.zeros(plan.columns, dtype=torch.float64)
+    handed_out = torch.zeros(plan.columns, dtype=torch.float64)
+    for step in range(5):
+        buffers = on_grid(world_size, plan.columns, step)[:, 0]
+        came_in += buffers.double().sum(0)
+        size += 4 * buffers.double().abs().sum(0)
+        out = reduce(reducer, buffers[rank], SUM)
+        handed_out += out.double()
+        for other in gathered(out):
+            torch.testing.assert_close(other, out, **EXACT)
+        debts = gathered(owed(reducer)).sum(0)  # [2, S]
+        off = (handed_out + debts.sum(0) - came_in).abs()
+        if codec == "matrix":
+            # Codes stand for no more than twice what there is, and each of the ranks, and the
+            # owner, rounds a residual, and the owner sums.
+            assert bool((off <= 2.0**-24 * 3 * (world_size + 1) * size.max()).all())
+        else:
+            assert not off.any()
+        assert bool(debts.any(1).all())
+    assert reducer.wire_bytes == 5 * sum(map(plan.wire_bytes, plan.segments))
+
+
+@on_ranks(3)
+def test_the_average_of_what_one_shot_adds_up(rank: int, world_size: int) -> None:
+    """Blocks are the segment's own, so that owners add up what everybody would in one shot: what
+    is dense comes out the same to the bit, and what is not after another rounding, no further off
+    than half a step of 8 bits. In bfloat16 likewise, from sums in float32."""
+    for dtype in (torch.float32, torch.bfloat16):
+        codec = CODECS["quantized"] | {"bits": 8}
+        one = codec_plan(3, codec, {"kind": "none"}, dtype, direction="replicas")
+        one = replace(one, shots=None)
+        grad = on_grid(3, one.columns, 5)[rank, 0].to(dtype)
+        whole, sliced = (
+            reduce(unit_reducer(plan), grad, AVG).float() for plan in (one, in_two_shots(one))
+        )
+        for segment in one.dense:
+            here = slice(segment.start, segment.stop)
+            torch.testing.assert_close(sliced[here], whole[here], **EXACT)
+        for segment in one.compressed:
+            here = slice(segment.start, segment.stop)
+            size, off = in_blocks(whole[here].abs()), in_blocks((sliced - whole)[here].abs())
+            step = size.amax(1, keepdim=True) / 127 * (1 + 2**-7)
+            assert bool((off <= step / 2 + size * 2 * torch.finfo(dtype).eps).all())
+            assert off.any()
+
+
+def in_blocks(elements: Tensor) -> Tensor:
+    """``[blocks, 32]``, filled up with zeros."""
+    return torch.nn.functional.pad(elements, (0, -len(elements) % 32)).view(-1, 32)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("codec", ["quantized", "groups"])
+def test_what_is_not_finite_is_seen_by_all_copies(rank: int, world_size: int, codec: str) -> None:
+    """In the same block or row, and nowhere else; and never in what anybody owes."""
+    plan = planned(world_size, codec)
+    reducer = unit_reducer(plan)
+    fine = on_grid(world_size, plan.columns, 1)[rank, 0]
+    broken = fine.clone()
+    first, norm = plan.compressed[0].start, plan.dense[0].start
+    if rank == 1:
+        broken[first + 40] = torch.inf
+        broken[norm] = torch.nan
+    for grad, finite in ((fine, True), (broken, False), (fine, True)):
+        out = reduce(reducer, grad, AVG)
+        for other in gathered(out):
+            torch.testing.assert_close(other, out, equal_nan=True, **EXACT)
+        lost = ~out.isfinite()
+        length = 32 if codec == "quantized" else 70
+        block = first + 40 // length * length
+        expected = torch.zeros_like(lost)
+        if not finite:
+            expected[block : block + length] = expected[norm] = True
+        torch.testing.assert_close(lost, expected)
+        assert bool(owed(reducer).isfinite().all())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "feedback",
+    [
+        {"kind": "none"},
+        {"kind": "residual", "dtype": "int8"},
+        {"kind": "average", "beta": 0.5, "reset_steps": 3, "dtype": "bfloat16"},
+        {"kind": "residual", "lead": 0.5},
+    ],
+)
+def test_every_feedback_goes_on_from_its_state(
+    rank: int, world_size: int, feedback: dict[str, Any]
+) -> None:
+    """What a reducer tells, given to another one, makes it go on with the same bits; and owners
+    keep a slice each of what all copies would keep whole in one shot."""
+    kind, more = feedback["kind"], {k: v for k, v in feedback.items() if k != "kind"}
+    plan = planned(world_size, "quantized", kind, **more)
+    reducer, other = unit_reducer(plan), unit_reducer(plan)
+    for step in range(4):
+        reduce(reducer, on_grid(world_size, plan.columns, step)[rank, 0], AVG)
+    other.load_state(reducer.state())
+    with other.open_residuals() as own, other.open_owner_residuals() as of_sums:
+        for mine, theirs in (
+            (own, reducer.residuals),
+            (of_sums, reducer.owner_residuals),
+            (other.owner_states, reducer.owner_states),
+        ):
+            assert mine.keys() == theirs.keys()
+            for start, stored in mine.items():
+                stored.copy_(theirs[start])
+                assert stored.any()
+        stored = (*own.values(), *of_sums.values(), *other.owner_states.values())
+    assert bool(own) == bool(of_sums) == (kind != "none")
+    assert bool(other.owner_states) == ("lead" in feedback)
+    if feedback.get("dtype") != "int8":
+        planned_bytes = sum(map(plan.stored_bytes, plan.segments))
+        assert planned_bytes == sum(t.numel() * t.element_size() for t in stored)
+    for step in range(4, 7):
+        grad = on_grid(world_size, plan.columns, step)[rank, 0]
+        torch.testing.assert_close(reduce(reducer, grad), reduce(other, grad), **EXACT)
+
+
+@on_ranks(2)
+def test_the_warm_up_is_one_all_reduce(rank: int, world_size: int) -> None:
+    codec = CODECS["matrix"] | {"warmup_steps": 2}
+    plan = in_two_shots(matrix_plan(2, codec, direction="replicas"))
+    reducer = unit_reducer(plan)
+    for step in range(3):
+        buffers = on_grid(world_size, plan.columns, step)[:, 0]
+        out = reduce(reducer, buffers[rank], AVG)
+        assert torch.equal(out, buffers.mean(0)) == (step < 2)
+    dense, compressed = plan.dense_bytes(plan.columns), sum(map(plan.wire_bytes, plan.segments))
+    assert reducer.wire_bytes == 2 * dense + compressed
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["quantized", "matrix"])
+def test_a_rehearsal_calls_what_steps_call(rank: int, world_size: int, codec: str) -> None:
+    """So that whatever they launch is compiled before the first one."""
+    plan, cpu = planned(world_size, codec), torch.device("cpu")
+    trained, rehearsed = (Recorder(get_ops(cpu, "reference")) for _ in range(2))
+    reducer = UnitReducer(plan, trained.ops, cpu, Workspace(cpu), seed=0)
+    trained.calls.clear()
+    for step in range(2):
+        reduce(reducer, on_grid(world_size, plan.columns, step)[rank, 0])
+    rehearse(
+        cast(Plan, SimpleNamespace(units=(), parameters=(), replicas=(plan,), gloo=True)),
+        rehearsed.ops,
+    )
+    assert set(rehearsed.calls) == set(trained.calls)
+    assert len(trained.calls) >= 4
