@@ -20,13 +20,8 @@ def counted_bytes() -> Iterator[list[int]]:
     counts: list[int] = []
 
     def send(sent: Tensor, **options: Any) -> Any:
-<<<<<<< HEAD
-        # Headers are not counted by those whose counts are compared either.
-        if options["tag"] != transport.HEADER_TAG:
-=======
         # The counts to compare with leave out headers, too.
-        if options["tag"] != exchange.HEADER_TAG:
->>>>>>> english
+        if options["tag"] != transport.HEADER_TAG:
             counts.append(sent.numel() * sent.element_size())
         return dist.isend(sent, **options)
 
