@@ -12,8 +12,8 @@ Every rank owns a shard of every parameter, as in FSDP2. A training step has thr
    *residual* and adds to its next gradient (LoCo, arXiv 2407.04480).
 
 Read `train_step` first, then `Unit`, `Segment` and the functions at the top. The library computes
-the same bits (`tests/attach/test_one_page.py` checks that). It also overlaps exchanges with compute,
-frees parameters between uses, takes other dtypes and sizes, and saves residuals.
+the same bits (`tests/attach/test_one_page.py` checks that). It also overlaps exchanges with
+compute, frees parameters between uses, takes other dtypes and sizes, and saves residuals.
 """
 
 from collections.abc import Callable, Sequence
