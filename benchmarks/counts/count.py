@@ -1,95 +1,140 @@
-"""The count of one operator on one machine: its record."""
+"""The count of one operator on one machine: its record.
+
+The operator runs without launching anything: kernels are compiled, and torch's own calls (zeros,
+copies) are noted and not executed. Its tensors are never touched, so that the system gives them
+addresses and no memory.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import importlib
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..compiled import Launch
+from ..compiled import Launch, compiling
 from ..records import Record
-from .ask import ask
+from .cases import Case
 from .estimate import copy_seconds, moved, seconds
-from .follow import Followed, follow
+from .follow import follow
 from .instructions import executed
 from .machines import Machine, occupancy
-from .work import Asked, Work
+from .operators import OPERATORS, Operator
 
 
-def count(work: Work, machine: Machine, asked: Asked | None = None) -> Record:
+class _Noted(TorchDispatchMode):
+    """Notes the bytes that torch's kernels would move instead of running them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        parameters = func._schema.arguments
+        written = [i for i, a in enumerate(parameters) if a.alias_info and a.alias_info.is_write]
+        if not written:
+            return func(*args, **kwargs)
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        self.moved.append(sum(x.numel() * x.element_size() for x in tensors))
+        at = written[0]
+        return args[at] if at < len(args) else kwargs[parameters[at].name]
+
+
+def count(case: Case, machine: Machine) -> Record:
     """Count one operator.
 
     Returns:
-        the work's fields; by kernel, launches, programs, registers, occupancy, bytes, instructions
+        the case's fields; by kernel, launches, programs, registers, occupancy, bytes, instructions
         per element and what bounds it; and the sums. Seconds are estimates, not measurements.
     """
-    asked = ask(work, machine.arch) if asked is None else asked
+    ops = importlib.import_module("tagc.triton_kernels.ops")
+    operator = OPERATORS[case.op](ops, case)
+    launched: list[Launch] = []
+    try:
+        with compiling(machine.arch, launched.append), _Noted() as torchs:
+            operator.call()
+    finally:
+        ops.release()
+    _check_names(operator, launched)
     kernels: dict[str, Record] = {}
-    total: dict[str, float] = {"bytes": 0.0, "atomics": 0.0, "instructions": 0.0}
-    pipes: defaultdict[str, float] = defaultdict(float)
-    took = 0.0
-    for number, launch in enumerate(asked.launches):
-        key = (work, number)
-        # The same on all machines.
-        if key not in _FOLLOWED or launch.kernel.name != _FOLLOWED[key][0]:
-            _FOLLOWED[key] = (launch.kernel.name, follow(launch, asked.hints, asked.results))
-        one = count_launch(launch, _FOLLOWED[key][1], machine)
+    total = Counter[str]()
+    pipes = Counter[str]()
+    for launch in launched:
+        one = count_launch(launch, operator, machine)
+        pipes.update(one.pop("all_pipes"))
+        total.update({k: one[k] for k in ("bytes", "atomics", "instructions", "seconds")})
         name = launch.kernel.name.removesuffix("_kernel")
-        took += one["seconds"]
-        for pipe, times in one.pop("all_pipes").items():
-            pipes[pipe] += times
-        total = {k: v + one[k] for k, v in total.items()}
         if name in kernels:
             _add(kernels[name], one)
         else:
             kernels[name] = {"launches": 1, **one}
-    copied = sum(asked.torch)
-    took += copy_seconds(machine, copied)
-    floor = copy_seconds(machine, asked.floor)
-    launches = len(asked.launches) + len(asked.torch)
+    copied = sum(torchs.moved)
+    took = total["seconds"] + copy_seconds(machine, copied)
+    launches = len(launched) + len(torchs.moved)
     return {
         "suite": "counts",
         "machine": machine.name,
         "arch": machine.arch,
         "triton": triton.__version__,
-        "case": work.name,
-        **{k: v for k, v in asdict(work).items() if v is not None},
-        "note": asked.note,
+        "case": case.name,
+        **{k: v for k, v in asdict(case).items() if v is not None},
+        "note": operator.note,
         "launches": launches,
-        "torch_launches": len(asked.torch),
-        "floor_bytes": int(asked.floor),
+        "torch_launches": len(torchs.moved),
+        "floor_bytes": int(operator.floor),
         "bytes": int(total["bytes"] + copied),
         "atomics": int(total["atomics"]),
-        "per_element": round(total["instructions"] * 32 / work.numel, 3),
-        "pipes": {k: round(v * 32 / work.numel, 3) for k, v in sorted(pipes.items()) if v},
+        "per_element": round(total["instructions"] * 32 / case.numel, 3),
+        "pipes": {k: round(v * 32 / case.numel, 3) for k, v in sorted(pipes.items()) if v},
         "microseconds": round(took * 1e6, 1),
         "launch_microseconds": round(launches * machine.launch * 1e6, 1),
-        "share_of_copy": round(floor / took, 3),
-        "kernels": {name: _rounded(k, work.numel, took) for name, k in kernels.items()},
+        "share_of_copy": round(copy_seconds(machine, operator.floor) / took, 3),
+        "kernels": {name: _rounded(k, case.numel, took) for name, k in kernels.items()},
     }
 
 
-_FOLLOWED: dict[tuple[Work, int], tuple[str, Followed]] = {}
+def _check_names(operator: Operator, launched: list[Launch]) -> None:
+    """Every hint must have its argument, and every result its function; else it was renamed.
+
+    Raises:
+        ValueError: if one has not.
+    """
+    there = {x for launch in launched for x in launch.arguments}
+    for launch in launched:
+        for name in (*launch.arguments, *launch.function.fn.__globals__):
+            there.add(f"{launch.function.__name__}.{name}")
+    if lost := sorted((operator.hints.keys() | operator.results.keys()) - there):
+        raise ValueError(
+            f"no kernel that is launched has {' or '.join(lost)}: was it renamed? see "
+            "benchmarks/counts/operators.py"
+        )
 
 
-def count_launch(launch: Launch, followed: Followed, machine: Machine) -> Record:
+def count_launch(launch: Launch, operator: Operator, machine: Machine) -> Record:
     """One launch: bytes, atomics, instructions, seconds and what bounds them."""
-    opcodes, pipes = executed(launch.kernel, followed)
-    sizes = {name: _bytes(x) for name, x in launch.arguments.items() if isinstance(x, torch.Tensor)}
+    kernel = launch.kernel
+    followed = follow(launch, operator.hints, operator.results)
+    pipes, instructions = executed(kernel, followed.executions)
+    sizes = {name: _bytes(x) for name, x in launch.arguments.items() if isinstance(x, Tensor)}
     x, y, z = launch.grid
     what = moved(followed.accesses, sizes, y * z, machine.cache)
-    instructions = sum(opcodes.values())
     times = seconds(machine, pipes, instructions, what, x * y * z)
     bound = max(times, key=lambda k: times[k])
+    held = occupancy(machine, registers=kernel.registers, shared=kernel.shared, warps=kernel.warps)
     return {
         "programs": x * y * z,
-        "warps": launch.kernel.warps,
-        "registers": launch.kernel.registers,
-        "shared": launch.kernel.shared,
-        "occupancy": round(_occupancy(launch, machine), 3),
+        "warps": kernel.warps,
+        "registers": kernel.registers,
+        "shared": kernel.shared,
+        "occupancy": round(held, 3),
         "bytes": what.memory,
         "sectors": what.sectors,
         "atomics": what.atomics,
@@ -98,11 +143,6 @@ def count_launch(launch: Launch, followed: Followed, machine: Machine) -> Record
         "seconds": times[bound],
         "bound": bound,
     }
-
-
-def _occupancy(launch: Launch, machine: Machine) -> float:
-    k = launch.kernel
-    return occupancy(machine, registers=k.registers, shared=k.shared, warps=k.warps)
 
 
 def _bytes(x: torch.Tensor) -> int:
@@ -121,7 +161,7 @@ def _add(kernel: Record, one: Record) -> None:
         kernel[key] += one[key]
 
 
-def _rounded(kernel: Record, numel: int, took: float) -> dict[str, Any]:
+def _rounded(kernel: Record, numel: int, took: float) -> Record:
     kernel["per_element"] = round(kernel.pop("instructions") * 32 / numel, 3)
     kernel["microseconds"] = round(kernel["seconds"] * 1e6, 2)
     kernel["share_of_time"] = round(kernel.pop("seconds") / took, 3)

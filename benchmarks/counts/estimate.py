@@ -69,12 +69,10 @@ def moved(
                 dense[access.name, access.kind] += moves
             else:
                 memory += moves
-        elif access.apart in ("masked", "listed"):
+        elif access.apart == "listed":
             # Of all sectors, those that have at least one of the runs.
-            share = access.share
-            if access.apart == "listed":
-                all_lanes = lanes[access.name, access.kind, access.apart]
-                share = min(1.0, all_lanes * size / max(1, sizes[access.name]))
+            all_lanes = lanes[access.name, access.kind, access.apart]
+            share = min(1.0, all_lanes * size / max(1, sizes[access.name]))
             runs = max(1.0, _SECTOR / run)
             touched = 1 - (1 - share) ** runs if share < 1 else 1.0
             moves = made * size / max(share, 1e-9) * touched * both

@@ -24,9 +24,9 @@ import torch
 
 from ..compiled import Launch
 from .language import Access, Call, Hint, Language, Result
-from .lines import name_of, ours, places
+from .lines import name_of, places
 from .sass import Chain
-from .values import Pointer, Value, ask_chances, forget_turns, value
+from .values import Pointer, Value, ask_chances, value
 
 # How often the programs of a launch are halved at most.
 _HALVED = 6
@@ -115,7 +115,6 @@ def _program(
     arguments = {
         name: _argument(name, x, name in constants) for name, x in launch.arguments.items()
     }
-    forget_turns()
     ask_chances(language.goes_on)
     tracer = _Tracer(language)
     before = sys.gettrace()
@@ -215,7 +214,12 @@ def _bound(
         else:
             scope[name] = x
     scope["range"] = language._range
+    scope[_OURS] = True
     return called
+
+
+# What the scope of a kernel has, and no other.
+_OURS = "__kernel__"
 
 
 class _Tracer:
@@ -229,7 +233,7 @@ class _Tracer:
         self._at: list[tuple[str, int]] = []
 
     def call(self, frame: Any, event: str, _: Any) -> Any:
-        if not ours(frame.f_code.co_filename):
+        if _OURS not in frame.f_globals:
             return None
         self._stack.append(frame)
         self._at.append((name_of(frame.f_code.co_filename), -1))
@@ -244,9 +248,8 @@ class _Tracer:
             place = places(file).get(frame.f_lineno)
             if place is None:
                 return self._local
-            head = place.loops and place.line == place.loops[-1] != frame.f_lineno
             at = (name_of(file), place.line)
-            if head:
+            if place.head:
                 # Counted with the body; but the next execution of the body's first line is new.
                 self._at[-1] = (at[0], -1)
             elif at != self._at[-1]:

@@ -68,9 +68,9 @@ class Access:
         kind: ``load``, ``store`` or ``atomic``.
         lanes: elements.
         runs: bytes that lie together.
-        apart: what is known of the places: ``no``, they are; ``masked``, they are, but not which of
-            them; ``rising``, they follow each other without a gap; ``listed``, they lie apart, in
-            ascending order; ``hashed``, they lie apart.
+        apart: what is known of the places: ``no``, they are; ``rising``, they follow each other
+            without a gap; ``listed``, they lie apart, in ascending order; ``hashed``, they lie
+            apart.
         unique: of the bytes, those that are not the same as another lane's.
     """
 
@@ -188,10 +188,7 @@ class Language:
         shape = self._access("atomic", pointer, mask, value(content).shape)
         return Value(shape=shape, dtype=pointer.element)
 
-    _atomic_add = _atomic_or = _atomic_and = _atomic_xor = _atomic_max = _atomic_min = _atomic
-
-    def _atomic_cas(self, pointer: Pointer, compared: Any, content: Any, **_: Any) -> Value:
-        return self._atomic(pointer, content)
+    _atomic_add = _atomic_or = _atomic_and = _atomic
 
     def _access(
         self, kind: str, pointer: Pointer, mask: Any, shape: tuple[int, ...] = ()
@@ -214,8 +211,6 @@ class Language:
             unique = float(np.unique(places).size)
         apart = "no" if offset.known is not None else "rising"
         apart = "hashed" if offset.hashed else "listed" if offset.listed else apart
-        if offset.known is not None and mask.known is None and mask.share < 1:
-            apart = "masked"
         self.note(
             Access(
                 kind=kind, name=pointer.name, size=size, lanes=lanes * share,
@@ -248,8 +243,6 @@ class Language:
     def _div_rn(self, x: Any, y: Any) -> Value:
         return combine(operator.truediv, x, y)
 
-    _fdiv = _div_rn
-
     def _fma(self, x: Any, y: Any, z: Any) -> Value:
         return combine(lambda a, b, c: a * b + c, x, y, z)
 
@@ -258,11 +251,7 @@ class Language:
 
     def _full(self, shape: Any, content: Any, dtype: Any) -> Value:
         shape = tuple(int(_plain(s)) for s in shape)
-        one = value(content)
-        if one.known is None:
-            return Value(shape=shape, dtype=dtype, share=one.share)
-        known = np.broadcast_to(one.known.reshape(-1)[:1].reshape((1,) * len(shape)), shape)
-        return Value(shape=shape, known=known, dtype=dtype)
+        return Value(shape=shape, known=np.full(shape, value(content).number), dtype=dtype)
 
     def _zeros_like(self, x: Value) -> Value:
         return self._zeros(x.shape, x.dtype)
@@ -270,8 +259,6 @@ class Language:
     def _reshape(self, x: Value, *shape: Any) -> Value:
         shape = shape[0] if len(shape) == 1 else shape
         return x.reshaped([_plain(s) for s in shape])
-
-    _view = _reshape
 
     def _broadcast_to(self, x: Any, *shape: Any) -> Value:
         shape = shape[0] if len(shape) == 1 else shape
@@ -297,86 +284,41 @@ class Language:
     def _join(self, x: Value, y: Value) -> Value:
         return Value(shape=(*x.shape, 2), dtype=x.dtype, share=max(x.share, y.share))
 
-    def _split(self, x: Value) -> tuple[Value, Value]:
-        one = Value(shape=x.shape[:-1], dtype=x.dtype, share=x.share)
-        return one, one
-
     def _gather(self, x: Value, index: Value, axis: Any) -> Value:
         return Value(shape=index.shape, dtype=x.dtype, share=x.share, hashed=x.hashed,
                      listed=x.listed)  # fmt: skip
 
-    def _histogram(self, x: Value, bins: Any, mask: Any = None) -> Value:
-        return Value(shape=(int(_plain(bins)),), dtype=_dtype("int32"))
-
-    def _fold(self, how: Callable[..., Any], x: Value, axis: Any, keep_dims: bool = False) -> Value:
-        axis = None if axis is None else int(_plain(axis))
-        shape = (
-            ()
-            if axis is None
-            else tuple(n for i, n in enumerate(x.shape) if i != axis % len(x.shape))
-        )
-        if keep_dims:
-            shape = tuple(1 if axis in (None, i) else n for i, n in enumerate(x.shape))
+    def _fold(self, how: Callable[..., Any], x: Value, axis: Any) -> Value:
+        axis = int(_plain(axis))
+        shape = tuple(n for i, n in enumerate(x.shape) if i != axis % len(x.shape))
         if x.known is not None:
-            known = how(np.broadcast_to(x.known, x.shape), axis=axis, keepdims=keep_dims)
+            known = how(np.broadcast_to(x.known, x.shape), axis=axis)
             return Value(shape=shape, known=np.asarray(known), dtype=x.dtype)
         if x.share == 0:
             return Value(shape=shape, known=np.zeros(shape, np.int64), dtype=x.dtype)
         return Value(shape=shape, dtype=x.dtype, hashed=x.hashed, listed=x.listed)
 
-    def _sum(self, x: Value, axis: Any = None, keep_dims: bool = False, **_: Any) -> Value:
+    def _sum(self, x: Value, axis: Any) -> Value:
         if x.counted and x.bits is not None and len(x.shape) == 1 and not x.bits.taken:
             return value(32 * x.bits.density * x.shape[0], x.dtype)
-        return self._fold(np.sum, x, axis, keep_dims)
+        return self._fold(np.sum, x, axis)
 
-    def _max(self, x: Value, axis: Any = None, keep_dims: bool = False, **_: Any) -> Any:
+    def _max(self, x: Value, axis: Any) -> Any:
         if x.bits is not None and x.share > 0 and len(x.shape) == 1:
             return Value(shape=(), dtype=x.dtype, chance=x.bits.fullest(x.shape[0]))
-        return self._fold(np.max, x, axis, keep_dims)
+        return self._fold(np.max, x, axis)
 
-    def _min(self, x: Value, axis: Any = None, keep_dims: bool = False, **_: Any) -> Value:
-        return self._fold(np.min, x, axis, keep_dims)
+    def _min(self, x: Value, axis: Any) -> Value:
+        return self._fold(np.min, x, axis)
 
-    def _xor_sum(self, x: Value, axis: Any = None, keep_dims: bool = False, **_: Any) -> Value:
-        return Value(shape=self._fold(np.sum, x, axis, keep_dims).shape, dtype=x.dtype)
-
-    def _argmax(self, x: Value, axis: Any, **_: Any) -> Value:
-        return Value(shape=self._fold(np.max, x, axis).shape, dtype=_dtype("int32"))
-
-    _argmin = _argmax
-
-    def _reduce(self, x: Any, axis: Any, combine_fn: Any, **_: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(self._reduce(one, axis, combine_fn) for one in x)
-        return Value(shape=self._fold(np.sum, x, axis).shape, dtype=x.dtype)
-
-    def _associative_scan(self, x: Any, axis: Any, combine_fn: Any, **_: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(self._associative_scan(one, axis, combine_fn) for one in x)
-        return Value(shape=x.shape, dtype=x.dtype)
-
-    def _cumsum(self, x: Value, axis: Any = 0, **_: Any) -> Value:
+    def _cumsum(self, x: Value, axis: Any) -> Value:
         return Value(shape=x.shape, dtype=x.dtype)
 
     def _debug_barrier(self) -> None:
         pass
 
-    def _device_assert(self, *_: Any, **__: Any) -> None:
-        pass
-
     def _static_assert(self, *_: Any, **__: Any) -> None:
         pass
-
-    def _multiple_of(self, x: Any, *_: Any) -> Any:
-        return x
-
-    _max_contiguous = _assume = _multiple_of
-
-    def _inline_asm_elementwise(
-        self, asm: str, constraints: str, args: Any, dtype: Any, is_pure: Any, pack: Any
-    ) -> Value:
-        shape = common_shape(*(value(a).shape for a in args))
-        return Value(shape=shape, dtype=dtype, share=min(_share(a) for a in args))
 
 
 _FUNCTIONS = [
@@ -388,8 +330,6 @@ _FUNCTIONS = [
 
 def _plain(x: Any) -> Any:
     """A Python number."""
-    if isinstance(x, Value):
-        return x.number
     return getattr(x, "value", x)
 
 

@@ -6,37 +6,30 @@ Only loops that run on the device count, not ``tl.static_range``, which Triton u
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
+
+from triton import __file__ as triton
 
 from .sass import Chain
 
-# The folder of the kernels; frames elsewhere, in Triton's own library, are left out of chains.
-_FOLDER = "triton_kernels"
+_LIBRARY = str(Path(triton).parent)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Of a line: where its statement begins, and the loops around it, by their first lines."""
+class Place(NamedTuple):
+    """Of a line.
+
+    Attributes:
+        line: where its statement begins.
+        loops: around it.
+        head: whether it is a loop's head. What that becomes is executed with the loop's first
+            statement, but for the first time, so ``line`` is that statement's.
+    """
 
     line: int
-    loops: tuple[int, ...] = ()
-
-
-@cache
-def ours(file: str) -> bool:
-    """Whether a file has kernels of ours."""
-    return Path(file).parent.name == _FOLDER or file in _MORE
-
-
-_MORE: set[str] = set()
-
-
-def add_file(file: str) -> None:
-    """Take this file for one with kernels, too."""
-    _MORE.add(file)
-    ours.cache_clear()
+    loops: int = 0
+    head: bool = False
 
 
 @cache
@@ -44,26 +37,22 @@ def places(file: str) -> dict[int, Place]:
     """Of all lines of functions of a file."""
     found: dict[int, Place] = {}
 
-    def visit(body: list[ast.stmt], loops: tuple[int, ...]) -> None:
+    def visit(body: list[ast.stmt], loops: int) -> None:
         for node in body:
-            inner = loops
-            last = node.end_lineno or node.lineno
-            place = Place(node.lineno, loops)
+            inner, place, last = loops, Place(node.lineno, loops), node.end_lineno or node.lineno
             if isinstance(node, ast.For | ast.While) and not _static(node):
-                inner = (*loops, node.body[0].lineno)
-                # What a loop's head becomes is executed with its body, but for the first time.
-                place = Place(node.body[0].lineno, inner)
-            if isinstance(node, ast.For | ast.While | ast.If | ast.FunctionDef | ast.With):
+                inner += 1
+                place = Place(node.body[0].lineno, inner, head=True)
+            if isinstance(node, ast.For | ast.While | ast.If | ast.FunctionDef):
                 last = max(node.lineno, node.body[0].lineno - 1)
+                visit(node.body, inner)
+            if isinstance(node, ast.For | ast.While | ast.If):
+                visit(node.orelse, inner)
             if not isinstance(node, ast.FunctionDef):
                 for line in range(node.lineno, last + 1):
-                    found[line] = place
-            for name in ("body", "orelse"):
-                some = getattr(node, name, None)
-                if isinstance(some, list):
-                    visit(some, inner)
+                    found.setdefault(line, place)
 
-    visit(ast.parse(Path(file).read_text()).body, ())
+    visit(ast.parse(Path(file).read_text()).body, 0)
     return found
 
 
@@ -79,16 +68,17 @@ def name_of(file: str) -> str:
 
 
 @cache
-def statements(chain: Chain) -> tuple[Chain, tuple[tuple[int, int], ...]]:
-    """A chain with every line's statement (0 for none), without frames that are not ours; and the
-    loops around, each as the frame's position in the chain and the loop's line."""
+def statements(chain: Chain) -> tuple[Chain, int]:
+    """A chain with every line's statement, without frames of Triton's own library; and how many
+    loops are around it."""
     short: list[tuple[str, int]] = []
-    loops: list[tuple[int, int]] = []
+    loops = 0
     for file, line in chain:
-        if not ours(file):
-            continue
-        # The head of a function is no statement: what comes of it may be executed at any time.
-        place = places(file).get(line, Place(0))
-        loops += [(len(short), loop) for loop in place.loops]
-        short.append((name_of(file), place.line))
-    return tuple(short), tuple(loops)
+        if not file.startswith(_LIBRARY):
+            # The head of a function is no statement: what comes of it may be executed at any time.
+            place = places(file).get(line, Place(0))
+            loops += place.loops
+            short.append((name_of(file), place.line))
+    while short and not short[-1][1]:
+        short.pop()
+    return tuple(short), loops

@@ -1,8 +1,10 @@
-"""What GPUs can do in a clock and in a second, for :mod:`.estimate`.
+"""What GPUs can do in a clock and in a second, for :mod:`.estimate`, and which unit of a
+multiprocessor (pipe) executes an instruction.
 
 Each number's source stands beside it. Rates of pipes are warp instructions per clock of one
 multiprocessor: the lanes of the CUDA C++ Programming Guide's table of instruction throughput (13.0,
 section "Arithmetic Instructions", "results per clock cycle per multiprocessor"), divided by 32.
+Which pipe an opcode takes is after that table and Nsight Compute's documentation ("Pipelines").
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ class Machine:
     launch: float = 1.5e-6
 
 
-def _rates(float32: float, **other: float) -> Mapping[str, float]:
+def _rates(float32: float) -> Mapping[str, float]:
     return MappingProxyType(
         {
             "fma": float32 / 32,
             "imul": 64 / 32,  # 32-bit integer multiply: 64 in 8.0, 9.0 and 10.0
             "alu": 64 / 32,  # 32-bit integer add, compare, logic, shift: 64 in 8.0, 9.0, 10.0
-            "fp64": 64 / 32 if other.get("fp64") is None else other["fp64"] / 32,
+            "fp64": 64 / 32,
             "xu": 16 / 32,  # popcount, reciprocal, most conversions: 16
             "uniform": 64 / 32,  # one datapath a scheduler, every other clock (Turing tuning guide)
             "branch": 64 / 32,  # not in the guide; a scheduler starts one every other clock at most
@@ -94,7 +96,7 @@ B200 = Machine(
     rates=_rates(128),  # 128 in 10.0
     shared=228 << 10,
 )  # fmt: skip
-MACHINES = {machine.name: machine for machine in (A100, H100, B200)}
+MACHINES = (A100, H100, B200)
 
 
 def occupancy(machine: Machine, *, registers: int, shared: int, warps: int) -> float:
@@ -110,3 +112,49 @@ def occupancy(machine: Machine, *, registers: int, shared: int, warps: int) -> f
     by_shared = machine.shared // (shared + 1024)
     programs = min(by_registers, by_shared, machine.blocks, machine.warps // warps)
     return programs * warps / machine.warps
+
+
+_BY_NAME = {
+    "fma": "FFMA FADD FMUL FFMA32I FADD32I FMUL32I HADD2 HMUL2 HFMA2 "
+    "FFMA2 FADD2 FMUL2",
+    # Integer multiplication takes the half of the FMA lanes that can.
+    "imul": "IMAD IMUL IDP XMAD",
+    "alu": "IADD3 IADD LOP3 LOP SHF SHL SHR SHFR LEA ISETP SEL PRMT MOV MOV32I FSETP FSEL FMNMX "
+    "FMNMX3 FCHK FSWZADD IMNMX VIMNMX VIMNMX3 VIADDMNMX VIADD VABSDIFF VABSDIFF4 SGXT BMSK PLOP3 "
+    "P2R R2P LEPC "
+    "HSETP2 HMNMX2 ICMP IABS I2FP F2FP FCMP CS2R ISCADD IADD32I LOP32I VOTE VOTEU CSEL ISET "
+    "CREDUX",
+    "fp64": "DADD DMUL DFMA DSETP DMNMX",
+    # Conversions, popcounts and approximate functions.
+    "xu": "MUFU I2F F2I F2F I2I FRND POPC FLO BREV I2IP",
+    "branch": "BRA BRX JMP EXIT RET CALL BSSY BSYNC BREAK WARPSYNC YIELD KILL BMOV BPT NANOSLEEP",
+    "shuffle": "SHFL REDUX MATCH",
+    "shared": "LDS STS LDSM STSM ATOMS LDL STL",
+    "global": "LDG STG LD ST LDGSTS LDGDEPBAR DEPBAR CCTL",
+    "atomic": "ATOM ATOMG RED REDG",
+    "barrier": "BAR MEMBAR ERRBAR CGAERRBAR FENCE SYNCS",
+    "other": "NOP S2R LDC S2UR LDCU PMTRIG R2UR ACQBULK ELECT CCTLL PREEXIT",
+}  # fmt: skip
+_PIPE = {name: pipe for pipe, names in _BY_NAME.items() for name in names.split()}
+# Of sm_100: two float32 operations of a thread at once.
+_PAIRS = ("FADD2", "FMUL2", "FFMA2")
+
+
+def pipe_of(opcode: str) -> str:
+    """The pipe of an opcode with modifiers; ``IMAD.MOV.U32`` is ``imul``, as it takes its lanes.
+
+    Raises:
+        ValueError: for an opcode that is not in the table, so that none is counted as free.
+    """
+    name = opcode.split(".")[0]
+    if name in _PIPE:
+        return _PIPE[name]
+    # A uniform instruction is executed once for a warp.
+    if name.startswith("U"):
+        return "uniform"
+    raise ValueError(f"no pipe is known for {opcode}: add it to benchmarks/counts/machines.py")
+
+
+def passes(opcode: str) -> int:
+    """How often an instruction goes through its pipe: twice, where it does two operations."""
+    return 2 if opcode.startswith(_PAIRS) else 1

@@ -1,15 +1,12 @@
 """The operators that are counted, with the layouts that the codecs plan, and what is known of
-their data.
-
-Every function makes an operator's tensors, fills in an :class:`.work.Asked`, and returns the call.
-"""
+their data. Every function makes an operator's tensors; they take addresses and no memory."""
 
 from __future__ import annotations
 
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,85 +19,125 @@ from tagc.ops.packed import PackedLayout, plan_packed
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 
-from .language import Call, Hint
+from .cases import Case
+from .language import Call, Hint, Result
 from .peeling import simulate
 from .values import binomial_at_most, value
-from .work import Asked, Work
 
 # Thresholds keep a little less than the capacity, which is what trimming looks at.
 _KEPT = 0.95
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """An operator with its arguments.
+
+    Attributes:
+        call: calls it.
+        floor: bytes that any implementation moves.
+        hints: what arguments of kernels hold, by the name of an argument, or by
+            ``kernel.argument``.
+        results: what is known of device functions, by ``kernel.function``.
+        note: what is assumed of the input.
+    """
+
+    call: Callable[[], object]
+    floor: float
+    hints: dict[str, Hint] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
+    note: str = ""
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def _sizes(work: Work) -> tuple[int, int, int, int]:
+def _sizes(case: Case) -> tuple[int, int, int, int]:
     """Rows, elements of a row; bytes of an element of the gradient, and of the residual, twice."""
-    n = work.numel // work.rows
-    left = 0 if work.residual is None else 2 * _DTYPES[work.residual].itemsize
-    return work.rows, n, _DTYPES[work.gradient].itemsize, left
+    left = 0 if case.residual is None else 2 * getattr(torch, case.residual).itemsize
+    return case.rows, case.numel // case.rows, getattr(torch, case.gradient).itemsize, left
 
 
-def _gradient(work: Work) -> tuple[Tensor, Tensor | None]:
-    R, n, _, _ = _sizes(work)
-    x = _empty(R, n, dtype=_DTYPES[work.gradient])
-    return x, None if work.residual is None else _empty(R, n, dtype=_DTYPES[work.residual])
+def _rows(case: Case, dtype: str | None, rows: int | None = None) -> Any:
+    """Of the gradient or the residual; None for no dtype."""
+    R, n, _, _ = _sizes(case)
+    return dtype and _empty(rows or R, n, dtype=getattr(torch, dtype))
 
 
-def _quantize(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
-    R, n, each, left = _sizes(work)
-    layout = BlockLayout(numel=n, bits=work.bits, block=work.block)
-    x, residual = _gradient(work)
-    message = _empty(R, layout.words)
-    asked.floor = R * (n * (each + left) + 4 * layout.words)
-    seeds = _empty(R) if work.dithered else None
-    return lambda: ops.quantize(
-        x, residual, message, layout=layout, average=work.average, dither=seeds
+def _sending(case: Case, words: int) -> float:
+    """Bytes of reading the gradient, updating the residual, and writing so many words a row."""
+    R, n, each, left = _sizes(case)
+    return R * (n * (each + left) + 4 * words)
+
+
+def _receiving(case: Case, words: int) -> float:
+    """Bytes of reading so many words a row, and writing their sum."""
+    R, n, each, _ = _sizes(case)
+    return n * each + 4 * R * words
+
+
+def _quantize(ops: Any, case: Case) -> Operator:
+    R, n, _, _ = _sizes(case)
+    layout = BlockLayout(numel=n, bits=case.bits, block=case.block)
+    x, residual = _rows(case, case.gradient), _rows(case, case.residual)
+    message, seeds = _empty(R, layout.words), _empty(R) if case.dithered else None
+    return Operator(
+        call=lambda: ops.quantize(
+            x, residual, message, layout=layout, average=case.average, dither=seeds
+        ),
+        floor=_sending(case, layout.words),
     )
 
 
-def _dequantize(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
-    R, n, each, _ = _sizes(work)
-    layout = BlockLayout(numel=n, bits=work.bits, block=work.block)
-    message, out = _empty(1, R, layout.words), _empty(1, n, dtype=_DTYPES[work.gradient])
-    asked.floor = n * each + 4 * R * layout.words
-    return lambda: ops.dequantize(message, out, layout=layout, divisor=R)
+def _dequantize(ops: Any, case: Case) -> Operator:
+    R, n, _, _ = _sizes(case)
+    layout = BlockLayout(numel=n, bits=case.bits, block=case.block)
+    message, out = _empty(1, R, layout.words), _rows(case, case.gradient, 1)
+    return Operator(
+        call=lambda: ops.dequantize(message, out, layout=layout, divisor=R),
+        floor=_receiving(case, layout.words),
+    )
 
 
 # Of a layer of a 7B model: as many columns; rows follow.
 _COLUMNS = 4096
 
 
-def _matrix_layout(work: Work) -> MatrixLayout:
-    _, n, _, _ = _sizes(work)
-    columns = min(_COLUMNS, n)
-    return MatrixLayout(rows=n // columns, columns=columns, bits=work.bits, group=work.group)
+def _matrix_layout(case: Case) -> MatrixLayout:
+    rows = case.numel // case.rows // _COLUMNS
+    return MatrixLayout(rows=rows, columns=_COLUMNS, bits=case.bits, group=case.group)
 
 
-def _quantize_matrix(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
-    R, n, each, left = _sizes(work)
-    layout = _matrix_layout(work)
-    x, residual = _gradient(work)
-    message = _empty(R, layout.words)
-    asked.floor = R * (n * (each + left) + 4 * layout.words)
-    return lambda: ops.quantize_matrix(x, residual, message, layout=layout, average=work.average)
+def _quantize_matrix(ops: Any, case: Case) -> Operator:
+    layout = _matrix_layout(case)
+    x, residual = _rows(case, case.gradient), _rows(case, case.residual)
+    message = _empty(case.rows, layout.words)
+    return Operator(
+        call=lambda: ops.quantize_matrix(x, residual, message, layout=layout, average=case.average),
+        floor=_sending(case, layout.words),
+    )
 
 
-def _dequantize_matrix(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
-    R, n, each, _ = _sizes(work)
-    layout = _matrix_layout(work)
-    message, out = _empty(1, R, layout.words), _empty(1, n, dtype=_DTYPES[work.gradient])
-    asked.floor = n * each + 4 * R * layout.words
-    return lambda: ops.dequantize_matrix(message, out, layout=layout, divisor=R)
+def _dequantize_matrix(ops: Any, case: Case) -> Operator:
+    layout = _matrix_layout(case)
+    message, out = _empty(1, case.rows, layout.words), _rows(case, case.gradient, 1)
+    return Operator(
+        call=lambda: ops.dequantize_matrix(message, out, layout=layout, divisor=case.rows),
+        floor=_receiving(case, layout.words),
+    )
 
 
-def _packed_layout(work: Work) -> PackedLayout:
-    _, n, _, _ = _sizes(work)
-    assert work.density is not None
-    capacity = capacity_for(work.density, -(-n // work.group))
-    return plan_packed(n, capacity=capacity, group=work.group, bits=work.bits, block=work.block)
+def _packed_layout(case: Case) -> tuple[PackedLayout, int]:
+    """And the groups that are kept."""
+    _, n, _, _ = _sizes(case)
+    assert case.density is not None
+    capacity = capacity_for(case.density, -(-n // case.group))
+    layout = plan_packed(n, capacity=capacity, group=case.group, bits=case.bits, block=case.block)
+    return layout, int(_KEPT * capacity)
+
+
+def _bits(kept: int, groups: int) -> Hint:
+    return Hint(share=min(1.0, kept / groups), bits=True)
 
 
 def _selecting(layout: PackedLayout | SketchLayout, kept: int) -> dict[str, Hint]:
@@ -108,40 +145,35 @@ def _selecting(layout: PackedLayout | SketchLayout, kept: int) -> dict[str, Hint
     return {"counts": Hint(number=lambda _: kept), "count_kernel.index": _bits(kept, layout.groups)}
 
 
-def _bits(kept: int, groups: int) -> Hint:
-    return Hint(share=min(1.0, kept / groups), bits=True)
+def _above(layout: PackedLayout | SketchLayout, kept: int) -> str:
+    return f"{100 * kept / layout.groups:.3g}% of the groups above the threshold, evenly"
 
 
-def _of_high(layout: PackedLayout, kept: int) -> Hint:
-    return _bits(kept, 32 * max(1, layout.high_words))
+def _pack(ops: Any, case: Case) -> Operator:
+    layout, kept = _packed_layout(case)
+    x, residual = _rows(case, case.gradient), _rows(case, case.residual)
+    message, counts = _empty(case.rows, layout.words), _empty(case.rows, 4)
+    threshold = _empty(case.rows, dtype=torch.float32)
+    return Operator(
+        call=lambda: ops.pack(x, residual, threshold, message, counts, layout=layout),
+        floor=_sending(case, layout.words),
+        hints=_selecting(layout, kept)
+        | {
+            "total": Hint(number=lambda _: kept),
+            "bitmap": _bits(kept, layout.groups),
+            "keys": Hint(listed=True),
+        },
+        note=_above(layout, kept),
+    )
 
 
-def _pack(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
-    R, n, each, left = _sizes(work)
-    layout = _packed_layout(work)
-    x, residual = _gradient(work)
-    message, counts = _empty(R, layout.words), _empty(R, 4)
-    threshold = _empty(R, dtype=torch.float32)
-    asked.floor = R * (n * (each + left) + 4 * layout.words)
-    kept = int(_KEPT * layout.capacity)
-    asked.hints = _selecting(layout, kept) | {
-        "total": Hint(number=lambda _: kept),
-        "bitmap": _bits(kept, layout.groups),
-        "keys": Hint(listed=True),
-    }
-    asked.note = f"{100 * kept / layout.groups:.3g}% of the groups above the threshold, evenly"
-    return lambda: ops.pack(x, residual, threshold, message, counts, layout=layout)
-
-
-def _unpack(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
-    R, n, each, _ = _sizes(work)
-    layout = _packed_layout(work)
-    message, out = _empty(R, layout.words), _empty(n, dtype=_DTYPES[work.gradient])
-    asked.floor = n * each + 4 * R * layout.words
-    kept = int(_KEPT * layout.capacity)
-    asked.hints = {"bitmap": _bits(kept, layout.groups)}
+def _unpack(ops: Any, case: Case) -> Operator:
+    R, n, _, _ = _sizes(case)
+    layout, kept = _packed_layout(case)
+    message, out = _empty(R, layout.words), _empty(n, dtype=getattr(torch, case.gradient))
+    hints = {"bitmap": _bits(kept, layout.groups)}
     if layout.low_bits:
-        asked.hints = dict(asked.hints) | {"read_kernel.high": _of_high(layout, kept)}
+        hints["read_kernel.high"] = _bits(kept, 32 * max(1, layout.high_words))
     turns, slots = _turns(layout, kept)
 
     def start(call: Call) -> Any:
@@ -150,9 +182,13 @@ def _unpack(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
         # So many slots that messages and tiles together take as many turns as expected.
         return replace(call.result, place=math.floor(turns * before) * slots)
 
-    asked.results = {"unpack_kernel.run_start": start}
-    asked.note = f"{100 * kept / layout.groups:.3g}% of the groups in every message, evenly"
-    return lambda: ops.unpack(message, out, layout=layout, divisor=R)
+    return Operator(
+        call=lambda: ops.unpack(message, out, layout=layout, divisor=R),
+        floor=_receiving(case, layout.words),
+        hints=hints,
+        results={"unpack_kernel.run_start": start},
+        note=f"{100 * kept / layout.groups:.3g}% of the groups in every message, evenly",
+    )
 
 
 def _turns(layout: PackedLayout, kept: int) -> tuple[float, int]:
@@ -167,64 +203,68 @@ def _turns(layout: PackedLayout, kept: int) -> tuple[float, int]:
     return turns, slots
 
 
-def _select(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
-    R, n, each, _ = _sizes(work)
-    layout = _packed_layout(work)
-    x, _ = _gradient(work)
-    bitmap, counts = _empty(R, layout.bitmap_words), _empty(R, 4)
-    threshold = _empty(R, dtype=torch.float32)
-    asked.floor = R * (n * each + 4 * layout.bitmap_words)
-    kept = int(_KEPT * layout.capacity)
-    asked.hints = _selecting(layout, kept)
-    asked.note = f"{100 * kept / layout.groups:.3g}% of the groups above the threshold, evenly"
-    return lambda: ops.select(x, threshold, bitmap, counts, layout=layout)
+def _select(ops: Any, case: Case) -> Operator:
+    layout, kept = _packed_layout(case)
+    x = _rows(case, case.gradient)
+    bitmap, counts = _empty(case.rows, layout.bitmap_words), _empty(case.rows, 4)
+    threshold = _empty(case.rows, dtype=torch.float32)
+    return Operator(
+        call=lambda: ops.select(x, threshold, bitmap, counts, layout=layout),
+        floor=_sending(case, layout.bitmap_words),
+        hints=_selecting(layout, kept),
+        note=_above(layout, kept),
+    )
 
 
-def _sketch_layout(work: Work) -> tuple[SketchLayout, int]:
-    R, n, _, _ = _sizes(work)
-    assert work.density is not None
-    assert work.symbol is not None
-    symbol = SYMBOLS[work.symbol]
-    capacity = capacity_for(work.density, -(-n // symbol.lanes))
+def _sketch_layout(case: Case) -> tuple[SketchLayout, int]:
+    """And the groups that a rank has room for."""
+    R, n, _, _ = _sizes(case)
+    assert case.density is not None
+    assert case.symbol is not None
+    symbol = SYMBOLS[case.symbol]
+    capacity = capacity_for(case.density, -(-n // symbol.lanes))
     return plan_layout(n, symbol, R * capacity), capacity
 
 
-def _encode(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
-    R, n, each, left = _sizes(work)
-    layout, capacity = _sketch_layout(work)
-    x, residual = _gradient(work)
+def _encode(ops: Any, case: Case) -> Operator:
+    R = case.rows
+    layout, capacity = _sketch_layout(case)
+    x, residual = _rows(case, case.gradient), _rows(case, case.residual)
     index, counts = _empty(R, layout.index_words), _empty(R, 4)
-    cells = _empty(R, layout.cells)
+    cells, seed = _empty(R, layout.cells), _empty(1)
     scales = _empty(2, R, dtype=torch.float32)
-    seed = _empty(1)
-    asked.floor = R * (n * (each + left) + 4 * layout.index_words + 4 * layout.cells)
     kept = int(_KEPT * capacity)
-    asked.hints = _selecting(layout, kept)
+    hints = _selecting(layout, kept)
     if not importlib.import_module("tagc.triton_kernels.direct").in_one_pass(layout, residual):
-        asked.hints |= {
-            "emit_kernel.index": _bits(kept, layout.groups),
-            "emit_kernel.stash": Hint(listed=True),
-        }
-    asked.note = f"{100 * kept / layout.groups:.3g}% of the groups above the threshold, evenly"
-    return lambda: ops.encode(
-        x, residual, scales[0], scales[1], seed, index, cells, counts,
-        layout=layout, levels=layout.symbol.levels(R), capacity=capacity,
+        hints["emit_kernel.index"] = _bits(kept, layout.groups)
+        hints["emit_kernel.stash"] = Hint(listed=True)
+    return Operator(
+        call=lambda: ops.encode(
+            x, residual, scales[0], scales[1], seed, index, cells, counts,
+            layout=layout, levels=layout.symbol.levels(R), capacity=capacity,
+        ),
+        floor=_sending(case, layout.index_words + layout.cells),
+        hints=hints,
+        note=_above(layout, kept),
     )  # fmt: skip
 
 
-def _union(work: Work, layout: SketchLayout, capacity: int, asked: Asked) -> int:
-    """Hints for what peels; the keys: no group is kept by two ranks, so the table is as full as
-    planned."""
-    keys = min(layout.groups, int(_KEPT * capacity) * work.rows)
-    asked.hints = {"union": _bits(keys, layout.groups)}
-    asked.note = f"{100 * keys / layout.groups:.3g}% of the groups in the union, evenly"
-    if not layout.direct:
-        _peeling(layout, keys, asked)
-    return keys
+def _union(
+    case: Case, layout: SketchLayout, capacity: int
+) -> tuple[dict[str, Hint], dict[str, Result], str]:
+    """Hints, results and a note for what peels: no group is kept by two ranks, so the table is as
+    full as planned."""
+    keys = min(layout.groups, int(_KEPT * capacity) * case.rows)
+    hints = {"union": _bits(keys, layout.groups)}
+    note = f"{100 * keys / layout.groups:.3g}% of the groups in the union, evenly"
+    if layout.direct:
+        return hints, {}, note
+    more, results, how = _peeling(layout, keys)
+    return hints | more, results, f"{note}: {how}"
 
 
-def _peeling(layout: SketchLayout, keys: int, asked: Asked) -> None:
-    """Hints and results for what peels, as :mod:`.peeling` simulates it."""
+def _peeling(layout: SketchLayout, keys: int) -> tuple[dict[str, Hint], dict[str, Result], str]:
+    """As :mod:`.peeling` simulates it."""
     peel = importlib.import_module("tagc.triton_kernels.peel")
     table = importlib.import_module("tagc.triton_kernels.table")
     stash = importlib.import_module("tagc.triton_kernels.stash")
@@ -238,14 +278,10 @@ def _peeling(layout: SketchLayout, keys: int, asked: Asked) -> None:
     # the other cells of a key, those that then hold one.
     ours = found.recovered / found.taken
     freed = 1 - found.sizes[0] / found.taken
-    asked.hints = dict(asked.hints) | {
+    hints = {
         "pending": Hint(number=lambda at: round(found.sizes[at] / found.scale)),
         "entry": Hint(share=ours),
         "peel_kernel.stash": Hint(hashed=True),
-        "finish_kernel.lists": Hint(hashed=True),
-        # Symbols and bits of keys: one at a time. Nothing is left over.
-        "peel_kernel.marks": Hint(),
-        "finish_kernel.marks": Hint(),
     }
 
     def number(call: Call) -> Any:
@@ -260,72 +296,84 @@ def _peeling(layout: SketchLayout, keys: int, asked: Asked) -> None:
     def removed(call: Call) -> Any:
         return replace(call.result, share=freed / layout.hashes)
 
-    asked.results = {
+    results = {
         "peel_kernel._number": number,
         "peel_kernel.cell_at": other,
         "peel_kernel._remove": removed,
         # Nothing is left for it.
         "finish_kernel._number": lambda call: value(0),
     }
-    asked.note += (
-        f": {keys} keys, peeled from {found.sizes[0] / found.scale:.0f} cells on, "
+    note = (
+        f"{keys} keys, peeled from {found.sizes[0] / found.scale:.0f} cells on, "
         f"{found.taken / found.recovered:.3g} cells a key"
     )
+    return hints, results, note
 
 
-def _decode(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
-    R, n, each, _ = _sizes(work)
-    layout, capacity = _sketch_layout(work)
+def _decode(ops: Any, case: Case) -> Operator:
+    R, n, _, _ = _sizes(case)
+    layout, capacity = _sketch_layout(case)
     index, cells = _empty(R, layout.index_words), _empty(layout.cells)
     step, seed, stats = _empty(1, dtype=torch.float32), _empty(1), _empty(2)
-    out = _empty(n, dtype=_DTYPES[work.gradient])
-    residual = None if work.residual is None else _empty(n, dtype=_DTYPES[work.residual])
-    asked.floor = n * each + 4 * R * layout.index_words + 4 * layout.cells
-    _union(work, layout, capacity, asked)
+    out = _empty(n, dtype=getattr(torch, case.gradient))
+    residual = case.residual and _empty(n, dtype=getattr(torch, case.residual))
+    hints, results, note = _union(case, layout, capacity)
     if not layout.direct:
         # Nothing is left over.
-        nothing = Hint(share=0.0, bits=True)
-        asked.hints = dict(asked.hints) | {"estimate_kernel.marks": nothing}
+        hints["estimate_kernel.marks"] = Hint(share=0.0, bits=True)
         if residual is not None:
-            asked.hints = dict(asked.hints) | {"clear_kernel.marks": nothing}
-    return lambda: ops.decode(
-        index, cells, step, seed, out, residual, stats, layout=layout, divisor=R
+            hints["clear_kernel.marks"] = Hint(share=0.0, bits=True)
+    return Operator(
+        call=lambda: ops.decode(
+            index, cells, step, seed, out, residual, stats, layout=layout, divisor=R
+        ),
+        floor=_receiving(case, layout.index_words) + 4 * layout.cells,
+        hints=hints,
+        results=results,
+        note=note,
     )
 
 
-def _insert(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
-    layout, capacity = _sketch_layout(work)
-    symbols = _empty(layout.groups)
+def _insert(ops: Any, case: Case) -> Operator:
+    layout, capacity = _sketch_layout(case)
+    symbols, cells = _empty(layout.groups), _empty(layout.cells)
     index, seed = _empty(layout.words), _empty(1)
-    cells = _empty(layout.cells)
-    # Of the symbols, the sectors that have one.
-    keys = min(layout.groups, int(_KEPT * capacity) * work.rows)
+    keys = min(layout.groups, int(_KEPT * capacity) * case.rows)
     share = keys / layout.groups
-    asked.hints = {"index": _bits(keys, layout.groups), "stash": Hint(listed=True)}
-    asked.note = f"{100 * share:.3g}% of the groups, evenly: {keys} keys"
-    asked.floor = 4 * (layout.words + layout.cells + layout.groups * (1 - (1 - share) ** 8))
-    return lambda: ops.insert(symbols, index, seed, cells, layout=layout)
+    # Of the symbols, the sectors that have one.
+    floor = 4 * (layout.words + layout.cells + layout.groups * (1 - (1 - share) ** 8))
+    return Operator(
+        call=lambda: ops.insert(symbols, index, seed, cells, layout=layout),
+        floor=floor,
+        hints={"index": _bits(keys, layout.groups), "stash": Hint(listed=True)},
+        note=f"{100 * share:.3g}% of the groups, evenly: {keys} keys",
+    )
 
 
-def _peel(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
-    layout, capacity = _sketch_layout(work)
-    cells = _empty(layout.cells)
-    index, seed = _empty(layout.words), _empty(1)
-    _union(work, layout, capacity, asked)
-    asked.hints = dict(asked.hints) | {"expand_kernel.marks": Hint(share=0.0)}
-    asked.floor = 4 * (layout.words + layout.cells) + 5 * layout.groups
-    return lambda: ops.peel(cells, index, seed, layout=layout)
+def _peel(ops: Any, case: Case) -> Operator:
+    layout, capacity = _sketch_layout(case)
+    cells, index, seed = _empty(layout.cells), _empty(layout.words), _empty(1)
+    hints, results, note = _union(case, layout, capacity)
+    return Operator(
+        call=lambda: ops.peel(cells, index, seed, layout=layout),
+        floor=4 * (layout.words + layout.cells) + 5 * layout.groups,
+        hints=hints | {"expand_kernel.marks": Hint(share=0.0)},
+        results=results,
+        note=note,
+    )
 
 
-def _undo_lag(ops: Any, work: Work, asked: Asked) -> Callable[[], object]:
-    _, n, each, _ = _sizes(work)
+def _undo_lag(ops: Any, case: Case) -> Operator:
+    n = case.numel
     decoded, sent, weights = (_empty(size, dtype=torch.float32) for size in (n, n, 2))
-    out = _empty(n, dtype=_DTYPES[work.gradient])
-    asked.floor = n * (3 * 4 + each)
-    return lambda: ops.undo_lag(decoded, sent, out, weights)
+    out = _empty(n, dtype=getattr(torch, case.gradient))
+    return Operator(
+        call=lambda: ops.undo_lag(decoded, sent, out, weights),
+        floor=n * (3 * 4 + out.element_size()),
+    )
 
 
-OPERATORS: dict[str, Callable[[Any, Work, Asked], Callable[[], object]]] = {
+OPERATORS: dict[str, Callable[[Any, Case], Operator]] = {
     "quantize": _quantize, "dequantize": _dequantize,
     "quantize_matrix": _quantize_matrix, "dequantize_matrix": _dequantize_matrix,
     "pack": _pack, "unpack": _unpack, "select": _select,

@@ -2,135 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from ..records import Record, markdown
-from .compare import key
 
 CAVEAT = (
     "Counted from machine code, not measured. Shares are of a copy that moves the bytes that any "
     "implementation must, and leave out latency, bank conflicts, cache misses, uneven programs and "
-    "the time of launches, which has a column of its own."
+    "the time of launches."
 )
-
-
-def table(records: Iterable[Record]) -> str:
-    """One row for every operator, its shares on every machine; then its kernels on one. Where two
-    files have records of the same, the first file beside the second."""
-    records = list(records)
-    first: dict[tuple[str, ...], Record] = {}
-    last: dict[tuple[str, ...], Record] = {}
-    for record in records:
-        first.setdefault(key(record), record)
-        last.pop(key(record), None)  # in the order of the second file
-        last[key(record)] = record
-    if len(last) < len(records):
-        return beside(last.values(), (r for k, r in first.items() if r is not last[k]))
-    counted = [r for r in records if "share_of_copy" in r]
-    machines = list(dict.fromkeys(r["machine"] for r in counted))
-    if not counted:
-        return "nothing was counted"
-    parts = [CAVEAT, _operators(counted, machines)]
-    shown = "H100" if "H100" in machines else machines[0]
-    parts += [f"By kernel, {shown}:", _kernels([r for r in counted if r["machine"] == shown])]
-    steps = [r for r in records if "policy" in r]
-    if steps:
-        parts += [_STEPS.format(**steps[0]), _policies(steps)]
-    return "\n\n".join(parts)
-
-
-def _operators(records: Sequence[Record], machines: Sequence[str]) -> str:
-    cases: dict[str, dict[str, Record]] = {}
-    for record in records:
-        cases.setdefault(record["case"], {})[record["machine"]] = record
-    shown = "H100" if "H100" in machines else machines[0]
-    head = ["operator", *(f"share on {m}" for m in machines), "bytes / must", "instructions",
-            "launches", "their µs", "atomics"]  # fmt: skip
-    rows = []
-    for case, by_machine in cases.items():
-        one = by_machine.get(shown) or next(iter(by_machine.values()))
-        shares = [
-            f"{100 * by_machine[m]['share_of_copy']:.0f}%" if m in by_machine else ""
-            for m in machines
-        ]
-        ratio = one["bytes"] / one["floor_bytes"]
-        rows.append(
-            [case, *shares, f"{ratio:.2f}", f"{one['per_element']:.1f}", one["launches"],
-             f"{one['launch_microseconds']:.0f}", _short(one["atomics"])]
-        )  # fmt: skip
-    return markdown(head, rows)
-
-
-def _kernels(records: Sequence[Record]) -> str:
-    head = ["operator", "kernel", "launches", "programs", "registers", "occupancy", "MB",
-            "atomics", "instructions", "µs", "bound by", "share of time"]  # fmt: skip
-    rows = []
-    for record in records:
-        for name, k in record["kernels"].items():
-            rows.append(
-                [record["case"], name, k["launches"], k["programs"], k["registers"],
-                 f"{100 * k['occupancy']:.0f}%", f"{k['bytes'] / 1e6:.0f}", _short(k["atomics"]),
-                 f"{k['per_element']:.2f}", f"{k['microseconds']:.0f}", k["bound"],
-                 f"{100 * k['share_of_time']:.0f}%"]
-            )  # fmt: skip
-    return markdown(head, rows)
-
-
-def beside(records: Iterable[Record], before: Iterable[Record]) -> str:
-    """What every operator and every policy's step was before, and is now, on H100.
-
-    A kernel that takes a tenth of the operator's time or more is named with what bounds it.
-    """
-    records, old = list(records), list(before)
-    counts = {r["case"]: r for r in old if r.get("machine") == "H100"}
-    rows = []
-    for now in (r for r in records if r.get("machine") == "H100"):
-        was = counts.get(now["case"])
-        bounds = [
-            f"{name}: {k['bound']}" for name, k in now["kernels"].items()
-            if k["share_of_time"] >= _WORTH_NAMING
-        ]  # fmt: skip
-        row: list[object] = [now["case"]]
-        for said in (
-            lambda r: f"{100 * r['share_of_copy']:.0f}%", lambda r: f"{r['per_element']:.1f}",
-            lambda r: f"{r['bytes'] / r['floor_bytes']:.2f}", lambda r: str(r["launches"]),
-        ):  # fmt: skip
-            row += ["" if was is None else said(was), said(now)]
-        rows.append([*row, ", ".join(bounds)])
-    head = ["operator", "share before", "now", "instructions before", "now", "bytes / must before",
-            "now", "launches before", "now", "bound by, now"]  # fmt: skip
-    parts = [CAVEAT, markdown(head, rows)]
-    policies = {r["policy"]: r for r in old if "policy" in r}
-    steps = [r for r in records if "policy" in r]
-    if policies and steps:
-        found = [
-            [r["policy"], *(p.get(k, "") for k in ("launches_per_block", "launches_per_step")
-                            for p in (policies.get(r["policy"], {}), r))]
-            for r in steps
-        ]  # fmt: skip
-        head = ["policy", "launches of a block before", "now", "of a step before", "now"]
-        parts += [_STEPS.format(**steps[0]), markdown(head, found)]
-    return "\n\n".join(parts)
-
-
-_WORTH_NAMING = 0.1
-_STEPS = (
+STEPS = (
     "Launches of a step of a model of {parameters:.2g} parameters in {blocks} blocks, bfloat16, on "
     "{ranks} ranks, by the codecs; torch's own kernels among them:"
 )
+_WORTH_NAMING = 0.1
 
 
-def _policies(records: Sequence[Record]) -> str:
-    head = ["policy", "launches of a block", "of them torch's", "of a step"]
+def table(records: Iterable[Record]) -> str:
+    """What each operator moves and executes. Where two files have records of the same, the first
+    file's stand beside the second's; else the shares on all machines, and what each kernel does."""
+    before: dict[tuple[str, ...], Record] = {}
+    now: dict[tuple[str, ...], Record] = {}
+    for record in records:
+        key = key_of(record)
+        if key in now:
+            before[key] = now.pop(key)  # so that rows are in the second file's order
+        now[key] = record
+    cases = [r for r in now.values() if r.get("machine") == "H100"]
+    steps = [r for r in now.values() if "policy" in r]
+    parts = [CAVEAT]
+    if before:
+        parts.append(_beside(cases, before))
+    else:
+        parts += [_shares(cases, now), "By kernel, H100:", _kernels(cases)]
+    if steps:
+        parts += [STEPS.format(**steps[0]), _launches(steps, before)]
+    return "\n\n".join(parts)
+
+
+def key_of(record: Record) -> tuple[str, ...]:
+    """What a record is about."""
+    if "policy" in record:
+        return ("step", record["policy"])
+    return (record["machine"], record["case"])
+
+
+def _share(record: Record | None) -> str:
+    return "" if record is None else f"{100 * record['share_of_copy']:.0f}%"
+
+
+def _instructions(record: Record) -> str:
+    return f"{record['per_element']:.1f}"
+
+
+def _ratio(record: Record) -> str:
+    return f"{record['bytes'] / record['floor_bytes']:.2f}"
+
+
+def _beside(cases: Iterable[Record], before: dict[tuple[str, ...], Record]) -> str:
+    """Before and now; a kernel that takes a tenth of the operator's time or more is named with
+    what bounds it."""
+    said: tuple[Callable[[Record], object], ...] = (
+        _share, _instructions, _ratio, lambda r: r["launches"],
+    )  # fmt: skip
+    rows = []
+    for now in cases:
+        was = before.get(key_of(now))
+        row: list[object] = [now["case"]]
+        for say in said:
+            row += ["" if was is None else say(was), say(now)]
+        bounds = (
+            f"{name}: {k['bound']}" for name, k in now["kernels"].items()
+            if k["share_of_time"] >= _WORTH_NAMING
+        )  # fmt: skip
+        rows.append([*row, ", ".join(bounds)])
+    head = ["operator", "share before", "now", "instructions before", "now", "bytes / must before",
+            "now", "launches before", "now", "bound by, now"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def _shares(cases: Iterable[Record], now: dict[tuple[str, ...], Record]) -> str:
+    machines = ("A100", "H100", "B200")
+    head = ["operator", *(f"share on {m}" for m in machines), "bytes / must", "instructions",
+            "launches"]  # fmt: skip
     return markdown(
         head,
         (
-            [r["policy"], r["launches_per_block"], r["kernels_per_block"].get("torch", 0),
-             r["launches_per_step"]]
-            for r in records
+            [r["case"], *(_share(now.get((m, r["case"]))) for m in machines), _ratio(r),
+             _instructions(r), r["launches"]]
+            for r in cases
         ),
     )  # fmt: skip
 
 
-def _short(n: int) -> str:
-    return f"{n / 1e6:.1f} M" if n >= 1e5 else str(n)
+def _kernels(cases: Iterable[Record]) -> str:
+    head = ["operator", "kernel", "launches", "registers", "occupancy", "MB", "instructions", "µs",
+            "bound by", "share of time"]  # fmt: skip
+    return markdown(
+        head,
+        (
+            [r["case"], name, k["launches"], k["registers"], f"{100 * k['occupancy']:.0f}%",
+             f"{k['bytes'] / 1e6:.0f}", f"{k['per_element']:.2f}", f"{k['microseconds']:.0f}",
+             k["bound"], f"{100 * k['share_of_time']:.0f}%"]
+            for r in cases
+            for name, k in r["kernels"].items()
+        ),
+    )  # fmt: skip
+
+
+def _launches(steps: Iterable[Record], before: dict[tuple[str, ...], Record]) -> str:
+    head = ["policy", "launches of a block", "of a step"]
+    counted = ("launches_per_block", "launches_per_step")
+    if not before:
+        return markdown(head, ([r["policy"], *(r[k] for k in counted)] for r in steps))
+    head = ["policy", "launches of a block before", "now", "of a step before", "now"]
+    return markdown(
+        head,
+        (
+            [r["policy"], *(p.get(k, "") for k in counted for p in (before.get(key_of(r), {}), r))]
+            for r in steps
+        ),
+    )

@@ -241,8 +241,6 @@ def combine(how: Callable[..., Any], *operands: Any, dtype: Any = None) -> Value
         share = min(1.0, max(shares))
     elif how is operator.eq and any(v.known is not None and not v.known.any() for v in values):
         share = 1 - min(shares) if min(shares) < 1 else 1.0
-    elif how is operator.lt and len(unknown) == 1 and unknown[0].listed and _negative(values[-1]):
-        share = 0.0  # a place in a list is not negative, but -1 where it is done with
     elif (
         how in (operator.lt, operator.le) and values[-1].known is not None and _positive(values[-1])
     ):
@@ -347,40 +345,27 @@ def ask_chances(asked: Callable[[tuple[str, int], float], bool]) -> None:
     _CHANCES[:] = [asked]
 
 
-# What a condition that memory decides is taken to be, by its place; a loop's, once true.
-_TURNS: dict[tuple[str, int], int] = {}
-
-
-def forget_turns() -> None:
-    """A new program begins."""
-    _TURNS.clear()
-
-
 def _assumed() -> bool:
     frame = _caller()
     file, line = frame.f_code.co_filename, frame.f_lineno
-    kind = branches(file).get(line, "work")
-    if kind == "while":
-        _TURNS[file, line] = _TURNS.get((file, line), 0) + 1
-        return _TURNS[file, line] % 2 == 1
-    return kind == "work"
+    if line not in branches(file):
+        raise UnknownError(f"what is in memory decides, at {_where()}")
+    return branches(file)[line]
 
 
 @cache
-def branches(file: str) -> dict[int, str]:
-    """What the branch at a line of a kernel's file does: ``leave`` the kernel and nothing else,
-    ``while``, or ``work``; or it is ``seldom`` taken, which a comment of its line says."""
-    found: dict[int, str] = {}
+def branches(file: str) -> dict[int, bool]:
+    """Whether the branch at a line of a kernel's file is taken, whatever is in memory: not where
+    all that it does is to leave the kernel, nor where the line says that it is ``# seldom``."""
+    found: dict[int, bool] = {}
     text = Path(file).read_text()
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.If | ast.While):
+        if isinstance(node, ast.If):
             leaves = all(isinstance(x, ast.Return) for x in node.body)
-            kind = "while" if isinstance(node, ast.While) else "leave" if leaves else "work"
-            if lines[node.test.lineno - 1].endswith("# seldom"):
-                kind = "seldom"
+            seldom = lines[node.test.lineno - 1].endswith("# seldom")
             for line in range(node.test.lineno, (node.test.end_lineno or node.test.lineno) + 1):
-                found[line] = kind
+                found[line] = not leaves and not seldom
     return found
 
 

@@ -14,19 +14,15 @@ import triton
 import triton.language as tl
 
 from benchmarks.compiled import Launch, compiling
-from benchmarks.counts.ask import ask
-from benchmarks.counts.compare import all_worse, worse
-from benchmarks.counts.count import count_launch
-from benchmarks.counts.follow import follow
+from benchmarks.counts import count as counter
+from benchmarks.counts.cases import Case
+from benchmarks.counts.count import count, count_launch
 from benchmarks.counts.language import Hint
-from benchmarks.counts.lines import add_file
 from benchmarks.counts.machines import H100
-from benchmarks.counts.operators import OPERATORS
-from benchmarks.counts.work import Asked, Work
+from benchmarks.counts.operators import Operator
 from benchmarks.records import Record
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("counts")]
-add_file(__file__)
 N = 1 << 20
 jit: Any = triton.jit
 scalar: Any = importlib.import_module("tagc.triton_kernels.scalar")
@@ -81,13 +77,6 @@ def halves(x, out, n, half, BLOCK: tl.constexpr):
 
 
 @jit
-def chosen(x, bitmap, out, n, BLOCK: tl.constexpr):
-    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = tl.load(bitmap + j, mask=j < n, other=0) != 0
-    tl.store(out + j, tl.load(x + j, mask=there, other=0), mask=there)
-
-
-@jit
 def rarely(x, out, n, BLOCK: tl.constexpr):
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.sum(tl.load(x + j, mask=j < n, other=0), 0) > 9:  # pyright: ignore[reportOperatorIssue]  # seldom
@@ -126,11 +115,19 @@ def stashed(bitmap, stash, out, n, BLOCK: tl.constexpr):
 
 def counted(kernel: Any, *arguments: Any, hints: dict[str, Hint] | None = None) -> Record:
     """One launch with a program for 1024 elements."""
+
+    def call() -> None:
+        kernel[(N // 1024,)](*arguments, BLOCK=1024, num_warps=4, enable_fp_fusion=False)
+
+    return launched(Operator(call=call, floor=1.0, hints=hints or {}))
+
+
+def launched(operator: Operator) -> Record:
     launches: list[Launch] = []
     with compiling(90, launches.append):
-        kernel[(N // 1024,)](*arguments, BLOCK=1024, num_warps=4, enable_fp_fusion=False)
+        operator.call()
     (launch,) = launches
-    return count_launch(launch, follow(launch, hints or {}), H100)
+    return count_launch(launch, operator, H100)
 
 
 def ints(numel: int = N) -> torch.Tensor:
@@ -180,14 +177,6 @@ def test_programs_that_differ_are_found():
     assert part["instructions"] < whole["instructions"] / 2
 
 
-def test_of_few_lanes_the_sectors_count():
-    share = 0.05
-    hints = {"bitmap": Hint(share=share)}
-    one = counted(chosen, ints(), ints(), ints(), N, hints=hints)
-    touched = 1 - (1 - share) ** 8
-    assert one["sectors"] == pytest.approx(4 * N * (1 + 2 * touched))
-
-
 def test_what_is_seldom_is_not_counted():
     assert counted(rarely, ints(), ints(), N)["bytes"] == 4 * N
 
@@ -209,60 +198,30 @@ def test_a_loop_over_bits_has_a_turn_for_each_of_the_fullest_word(kernel: Any, s
 def test_what_is_stashed_is_worked_off():
     """Each bit once, 32 at a time, and nothing is left."""
     hints = {"bitmap": Hint(share=0.05, bits=True), "stash": Hint(listed=True)}
-    launches: list[Launch] = []
-    with compiling(90, launches.append):
+
+    def call() -> None:
         stashed[(1,)](
             ints(1024), ints(), ints(), 1024, BLOCK=32, num_warps=1, enable_fp_fusion=False
         )
-    one = count_launch(launches[0], follow(launches[0], hints), H100)
+
+    one = launched(Operator(call=call, floor=1.0, hints=hints))
     assert one["atomics"] == pytest.approx(32 * 1024 * 0.05, rel=0.02)
     steps = 32 * 1024 * 0.05 / 32
     assert one["all_pipes"]["atomic"] == pytest.approx(steps, abs=2)
 
 
-def test_a_hint_without_its_argument_is_an_error(monkeypatch):
+@pytest.mark.parametrize(("hint", "result"), [("y", "hashed._mixed"), ("hashed.x", "hashed._mix")])
+def test_a_hint_without_its_argument_is_an_error(monkeypatch, hint: str, result: str):
     """As one that was renamed would be."""
-
-    def launched(said: dict[str, Any]) -> Any:
-        def operator(ops: Any, work: Work, asked: Asked) -> Any:
-            for field, names in said.items():
-                setattr(asked, field, dict.fromkeys(names, Hint()))
-            return lambda: hashed[(1,)](
-                ints(), ints(), N, BLOCK=1024, num_warps=4, enable_fp_fusion=False
-            )
-
-        return operator
-
-    def asked(said: dict[str, Any]) -> Asked:
-        monkeypatch.setitem(OPERATORS, "select", launched(said))
-        return ask(Work(op="select"), 90)
-
-    assert asked({"hints": ["x", "hashed.out"], "results": ["hashed._mixed"]}).launches
-    for field, name in (("hints", "y"), ("hints", "plain.x"), ("results", "hashed._mixes"),
-                        ("results", "_mixed")):  # fmt: skip
-        with pytest.raises(ValueError, match=f"no kernel that is launched has {name}: "):
-            asked({field: [name]})
-
-
-def test_a_slower_kernel_is_noticed():
-    """Planted: twice the launches, more instructions, more bytes."""
-
-    def of(kernel: Record, launches: int = 1) -> Record:
-        return {
-            "machine": "H100", "case": "planted", "triton": triton.__version__,
-            "launches": launches, "bytes": kernel["bytes"], "atomics": kernel["atomics"],
-            "per_element": kernel["instructions"] * 32 / N, "share_of_copy": 0.5,
-            "kernels": {"k": {k: kernel[k] for k in ("registers", "occupancy")}},
-        }  # fmt: skip
-
-    fast = counted(plain, ints(), ints(), N)
-    twice = counted(repeated, ints(2 * N), ints(), N, 2)
-    assert worse(of(fast), of(fast)) == []
-    assert [line.split()[2] for line in worse(of(fast, 2), of(fast))] == ["launches"]
-    assert {line.split()[2] for line in worse(of(twice), of(fast))} >= {"bytes", "per_element"}
-    assert "atomics" in str(worse(of(counted(hashed, ints(), ints(), N)), of(fast)))
-    full = of(fast | {"registers": 2 * fast["registers"], "occupancy": fast["occupancy"] / 2})
-    assert [line.split()[2:4] for line in worse(full, of(fast))] == [["k:", "registers"]]
-    late = of(fast) | {"share_of_copy": 0.45}
-    assert [line.split()[2] for line in worse(late, of(fast))] == ["share_of_copy"]
-    assert all_worse([of(fast)], []) == ["H100 planted: not in the record"]
+    operator = Operator(
+        call=lambda: hashed[(1,)](
+            ints(), ints(), N, BLOCK=1024, num_warps=4, enable_fp_fusion=False
+        ),
+        floor=1.0,
+        hints={"x": Hint(), hint: Hint()},
+        results={result: lambda call: call.result},
+    )
+    monkeypatch.setitem(counter.OPERATORS, "select", lambda ops, case: operator)
+    lost = "y" if hint == "y" else result
+    with pytest.raises(ValueError, match=f"no kernel that is launched has {lost}: "):
+        count(Case(op="select"), H100)
