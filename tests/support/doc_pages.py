@@ -156,14 +156,14 @@ def _run(block: Block, names: dict[str, Any]) -> None:
 
 
 def _file_of(block: Block) -> str | None:
-    """``tagc/codecs/float8/plan.py``, where the text says that the block is this new file."""
+    """``tagc/codecs/float8.py``, where the text says that the block is this new file."""
     said = block.before.lstrip().removeprefix("`").partition("`")[0]
     new = said.startswith("tagc/") and said.endswith(".py") and not (ROOT / said).exists()
     return said if new else None
 
 
 def _module(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return path.removesuffix(".py").replace("/", ".")
 
 
 @contextlib.contextmanager
@@ -177,9 +177,6 @@ def _surroundings(folder: Path, found: list[Block]) -> Iterator[None]:
         dist.barrier()
     files = [path for path in map(_file_of, found) if path is not None]
     modules = {_module(path): ModuleType(_module(path)) for path in files} | _stand_ins()
-    for path in files:
-        if path.endswith("/__init__.py"):
-            modules[_module(path)].__path__ = []
     before = Path.cwd()
     sys.modules.update(modules)
     with contextlib.ExitStack() as stack:
