@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tagc.codecs import CodecSetup, kind_of
+from tagc.codecs import CodecSetup, Coder
 from tagc.codecs.feedback.share import EVERY, FIRST
-from tagc.codecs.registry import make_codecs
 from tagc.codecs.workspace import Workspace
+from tagc.collect.exchange import Exchange
+from tagc.collect.transport import SilentGroup, SilentTransport
 from tagc.costs.explain import plan_shapes
 from tagc.costs.shapes import ModelShapes, synthetic
 from tagc.plan import UnitPlan
@@ -51,34 +52,6 @@ class _Kernels(TorchDispatchMode):
         if not view and not allocates and func._schema.name not in ("aten::detach", "aten::alias"):
             self._found["torch"] += 1
         return func(*args, **(kwargs or {}))
-
-
-class _Done:
-    wire_bytes = 0
-
-    def wait(self) -> None:
-        pass
-
-
-class _Alone:
-    """An exchange that sends nothing."""
-
-    row, takes_leftovers, wire_bytes = 0, True, 0
-
-    def add_inside(self, grad: Tensor) -> Tensor:
-        return grad
-
-    def send(self, received: Tensor, message: Tensor) -> _Done:
-        return _Done()
-
-    def sum_cells(self, cells: Tensor) -> tuple[_Done, Tensor]:
-        return _Done(), cells[0]
-
-    def sum_counts(self, counts: Tensor) -> _Done:
-        return _Done()
-
-    def gather(self, values: Tensor) -> Tensor:
-        return values.new_empty(RANKS, *values.shape)
 
 
 def count_step(policy: str, shapes: ModelShapes | None = None) -> Record:
@@ -132,48 +105,45 @@ def _launches(unit: UnitPlan) -> Counter[str]:
 
     if not unit.compressed:
         return found
-    run_unit = _gather if unit.direction == "parameters" else _reduce
+    gathers = unit.direction == "parameters"
     setup = CodecSetup(
-        destinations=1 if unit.direction == "parameters" else unit.info.world_size,
-        world_size=unit.info.world_size, dtype=unit.info.dtype, ops=ops, device=_META,
-        workspace=Workspace(_META),
+        destinations=1 if gathers else unit.info.world_size, world_size=unit.info.world_size,
+        dtype=unit.info.dtype, ops=ops, device=_META, workspace=Workspace(_META),
     )  # fmt: skip
+    coder = Coder(unit.segments, setup, apart=gathers)
     with mock.patch.object(JITFunction, "run", run), _Kernels(found):
         try:
-            run_unit(unit, setup, found)
+            (_gather if gathers else _reduce)(unit, coder, setup, found)
         finally:
             ops.release()
     return found
 
 
-def _reduce(unit: UnitPlan, setup: CodecSetup, found: Counter[str]) -> None:
-    codecs = make_codecs(unit.segments, setup)
-    columns = unit.segments[-1].stop
-    grad = torch.empty(setup.destinations, columns, dtype=setup.dtype, device=_META)
-    out = torch.empty(columns, dtype=setup.dtype, device=_META)
-    exchange = _Alone()
+def _messages(n: int, unit: UnitPlan) -> Tensor:
+    return torch.empty(n, unit.row_words, dtype=torch.int32, device=_META)
+
+
+def _reduce(unit: UnitPlan, coder: Coder, setup: CodecSetup, found: Counter[str]) -> None:
+    ranks: Any = SilentGroup(RANKS)
+    exchange = Exchange(SilentTransport(ranks), setup.workspace, for_all=False)
+    grad = torch.empty(setup.destinations, unit.columns, dtype=setup.dtype, device=_META)
+    out = torch.empty(unit.columns, dtype=setup.dtype, device=_META)
     for step in range(FIRST + EVERY):
         if step == FIRST:
             found.clear()
-        for codec in codecs.values():
-            message = torch.empty(setup.destinations, codec.words, dtype=torch.int32, device=_META)
-            received = torch.empty(setup.world_size, codec.words, dtype=torch.int32, device=_META)
-            codec.encode(grad, message, exchange)
-            codec.start(exchange)
-            codec.wait()
-            codec.decode(received, out, exchange, setup.world_size)
+        coder.encode(grad, _messages(setup.destinations, unit), exchange)
+        coder.start(exchange)
+        coder.wait()
+        coder.decode(_messages(setup.world_size, unit), out, exchange, setup.world_size)
 
 
-def _gather(unit: UnitPlan, setup: CodecSetup, found: Counter[str]) -> None:
-    rows = torch.empty(setup.world_size, unit.segments[-1].stop, dtype=setup.dtype, device=_META)
+def _gather(unit: UnitPlan, coder: Coder, setup: CodecSetup, found: Counter[str]) -> None:
+    rows = torch.empty(setup.world_size, unit.columns, dtype=setup.dtype, device=_META)
     if unit.keeps_copy:
         rows = rows.float()
-    made = [(segment, kind_of(segment.codec).codec([segment], setup)) for segment in unit.segments]
     found.clear()
-    for _, codec in made:
-        message = torch.empty(setup.world_size, codec.words, dtype=torch.int32, device=_META)
-        codec.encode_rows(rows[:1], message[:1])
-        codec.decode_rows(message, rows)
+    coder.encode_rows(rows[:1], _messages(1, unit))
+    coder.decode_rows(_messages(setup.world_size, unit), rows)
     times = 1 if unit.keeps_copy else unit.exchanges
     for name in found:
         found[name] *= times * EVERY
