@@ -1,5 +1,4 @@
-"""One unit's collectives: what stands in for FSDP's, the exchanges it goes by, and what ranks must
-agree on."""
+"""The core: compressed collectives of one unit, over transports, and what ranks must agree on."""
 
 from tagc.collect.agreement import agree_on, gather_by_rank, gather_merged
 from tagc.collect.copy_gatherer import CopyGatherer

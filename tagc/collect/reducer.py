@@ -177,10 +177,8 @@ class UnitReducer(ReducerState):
         any way, which is left to the backend then, the same on all ranks."""
         if self.inside is None:
             return False
-        if (
-            op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-            and group.size() == self.plan.info.world_size
-        ):
+        known = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        if known and group.size() == self.plan.info.world_size:
             return True
         if self.waiting:
             refuse_others(self.plan, op, group.size())
