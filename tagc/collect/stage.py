@@ -164,14 +164,17 @@ class MessageRows:
     def __init__(self, plan: UnitPlan, setup: StageSetup) -> None:
         self._plan, self._lockstep, self._workspace = plan, setup.lockstep, setup.workspace
 
-    def take(self, call: Call) -> tuple[Tensor, Tensor]:
+    def take(self) -> tuple[Tensor, Tensor]:
         """``[D, row_words]`` and ``[W, row_words]`` int32, until the next call."""
         plan, take = self._plan, self._workspace.take
         send = take("message_send", (plan.destinations, plan.row_words), torch.int32)
         received = take("message_recv", (plan.sources, plan.row_words), torch.int32)
-        if plan.sent is None:  # the end of a message that is sent in part does not travel
-            self._lockstep.stamp(self._stamps(send), call.transport, call.part)
         return send, received
+
+    def stamp(self, send: Tensor, call: Call) -> None:
+        """Say in messages whose they are. See :meth:`Lockstep.stamp`."""
+        if self._plan.sent is None:  # the end of a message that is sent in part does not travel
+            self._lockstep.stamp(self._stamps(send), call.transport, call.part)
 
     def check(self, received: Tensor, out: Tensor) -> None:
         """Compare the stamps of what came. See :meth:`Lockstep.check_stamps`."""
@@ -201,7 +204,8 @@ class ReduceMessages(Messages):
         """See :meth:`Stage.run`: ``[D, S]`` to ``[S]``."""
         transport, plan, lockstep = call.transport, self._plan, self._setup.lockstep
         exchange = Exchange(transport, self._setup.workspace, for_all=plan.for_all)
-        send, received = self._rows.take(call)
+        send, received = self._rows.take()
+        self._rows.stamp(send, call)
         if not self._begun:
             # Only then does a codec exchange anything before its message.
             lockstep.confirm()

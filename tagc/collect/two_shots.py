@@ -46,7 +46,8 @@ class TwoShots(Messages):
         total = take("slice_sum", (self._plan.columns,), torch.float32)
         self._reduce.run(self._slices.arrange(rows), total, call)
         with record_function(f"TAGC::second shot ({self._name})"):
-            send, received = self._rows.take(call)
+            # Ranks that agreed in the first shot are together in the second: it has no stamps.
+            send, received = self._rows.take()
             self.owner_coder.encode_rows(total[None], send)
             work = call.transport.gather(received, send)
             work.wait()
@@ -54,7 +55,6 @@ class TwoShots(Messages):
             slices = self._slices.room(torch.float32)
             self.owner_coder.decode_rows(received, slices)
             self._slices.restore(slices, out)
-            self._rows.check(received, out)
 
     @property
     def feedbacks(self) -> Mapping[int, SegmentFeedback]:

@@ -16,10 +16,11 @@ import tagc
 from support.block_net import wrap
 from support.distributed import on_ranks
 from support.failing import fails
-from support.units import codec_plan
+from support.units import codec_plan, plan_of
 from tagc.codecs.workspace import Workspace
 from tagc.collect import Transport, UnitReducer, lockstep
 from tagc.ops import get_ops
+from tagc.policy import Policy
 
 QUANTIZED = {"when": {"name": "*"}, "codec": {"kind": "quantized", "bits": 8, "block": 32}}
 PACKED = {"when": {"name": "*"}, "codec": {"kind": "packed", "density": 0.3}}
@@ -151,6 +152,27 @@ def test_without_messages_a_stamp_tells(rank: int, world_size: int) -> None:
             assert kind == "RuntimeError", said
             assert "got a message of another unit" in said
             assert f"of unit '{'a' if each is a else 'b'}'" in said
+
+
+SKETCH_AND_BITS = [
+    {"when": {"name": ["a.*"]}, "codec": {"kind": "sketch", "density": 0.3, "symbol": "int8x4"}},
+    {"when": {"name": ["c.*"]}, "codec": {"kind": "quantized"}},
+]
+
+
+@on_ranks(2)
+def test_a_sketch_that_a_part_left_out_begins_together(rank: int, world_size: int) -> None:
+    """Before its first message a sketch gathers thresholds: not while others are elsewhere."""
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    assert group is not None
+    rules = Policy.load({"schema": 1, "gradients": SKETCH_AND_BITS})
+    plan = plan_of(2, torch.float32, rules)
+    sketch = UnitReducer(plan, get_ops(cpu), cpu, Workspace(cpu), seed=1)
+    sketch.reduce(torch.empty(303), torch.ones(606), group, dist.ReduceOp.SUM, reached={"c.weight"})
+    unit = sketch if rank == 0 else reducer("other")
+    shard, buffer = torch.empty(plan.columns), torch.randn(2 * plan.columns)
+    kind, said = fails(lambda: unit.reduce(shard, buffer, group, dist.ReduceOp.SUM))
+    assert kind == "DesyncError", said
 
 
 def test_long_names_are_cut_at_the_front() -> None:
