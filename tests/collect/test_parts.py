@@ -189,6 +189,19 @@ def test_ranks_that_reach_different_parameters_are_told(rank: int, world_size: i
             reduce_part(reducer, buffer, mine if rank == 0 else others)
 
 
+@on_ranks(4)
+def test_on_hosts_they_are_told(rank: int, world_size: int) -> None:
+    """Where neighbours differ, and where hosts do."""
+    plan = in_two_levels(codec_plan(4, ALL[0]), ALL[0])
+    for differs in (rank % 2, rank // 2):
+        buffer = on_grid(4, plan.columns, 0)[rank]
+        with (
+            host_reducer(rank, plan) as reducer,
+            pytest.raises(DesyncError, match="some of its parameters only"),
+        ):
+            reduce_part(reducer, buffer, {A} if differs else {C})
+
+
 @on_ranks(2)
 def test_parameters_that_are_not_in_the_plan_are_named(rank: int, world_size: int) -> None:
     reducer = unit_reducer(codec_plan(2, ALL[0]))
