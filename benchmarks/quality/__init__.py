@@ -46,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--quick", action="store_true", help="3 methods, 2 ranks, a small model, 100 steps: minutes"
-    )
+    add("--quick", action="store_true", help="3 methods, 2 ranks, a small model, 100 steps")
     add("--methods", help="names from benchmarks/quality/methods.py, separated by ';'")
     add("--steps", type=int, nargs="+", default=[1500], help="lengths of training in steps")
     add("--seeds", type=int, default=3, help="the first sweeps the rates, others use the best")

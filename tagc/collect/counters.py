@@ -28,6 +28,7 @@ class Stateful(Protocol):
         ...
 
 
+# In the order that checkpoints have.
 _COUNTS = (
     "steps",
     "compressed_steps",

@@ -1,5 +1,4 @@
-"""Exchanges: how the messages of a stage reach those who decode them, and what codecs send
-besides."""
+"""What codecs send besides their messages, and the all-gather of messages on one or two levels."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from tagc.collect.transport import CollectiveWork, Transport
 
 
 class Exchange:
-    """Of one reduction, over one transport. See :class:`tagc.codecs.Exchange`.
+    """The exchange of one reduction, over one transport. See :class:`tagc.codecs.Exchange`.
 
     Attributes:
         wire_bytes: sent so far, messages not counted.

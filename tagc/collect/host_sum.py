@@ -15,9 +15,10 @@ from tagc.collect.transport import Transport, failing_in
 
 
 class HostSum(Stage):
-    """Rank ``h * R + r`` adds up what its host has for the ranks ``r`` of all hosts: ``[H * R, S]``
-    to ``[H, S]``, a row for each of these. Ranks send each other the gradients as they are, or in
-    messages after which nothing is owed (:mod:`tagc.plan.inside`)."""
+    """Rank ``h * R + r`` adds up its host's gradients for the ranks ``r`` of all hosts:
+    ``[H * R, S]`` to ``[H, S]``, one row for each of these ranks. The ranks of a host send each
+    other gradients as they are, or in messages without error feedback
+    (:mod:`tagc.plan.inside`)."""
 
     def __init__(self, setup: StageSetup, inside: Transport | None) -> None:
         """New state.
@@ -37,7 +38,7 @@ class HostSum(Stage):
 
     @property
     def transports(self) -> list[Transport]:
-        """That it goes by."""
+        """The transport to the ranks of the host; none where compression is switched off."""
         return [] if self._transport is None else [self._transport]
 
     def room(self, grad: Tensor) -> Tensor:

@@ -25,9 +25,9 @@ from tagc.plan import UnitPlan
 class UnitReducer(ReducerState):
     """Leads the gradient buffer of one unit through the stages of its plan.
 
-    All columns travel in one message to each destination; sketches have their cells summed
-    beside it. Without anything compressed, and during the warm-up, gradients are added up as they
-    are; where every rank sends for itself, by the backend's own collective.
+    One message to each destination carries all columns. The cells of sketches are summed beside it.
+    A unit with nothing to compress, and any unit during its warm-up, is added up as it is: by the
+    backend's own collective, unless ranks of a host add up first.
     """
 
     def __init__(
@@ -57,10 +57,6 @@ class UnitReducer(ReducerState):
         self._flat = flat_rows(plan, workspace)
         inside = None if hosts is None else connect(hosts.inside)
         super().__init__(plan, ops, device, workspace, seed=seed, rank=rank, inside=inside)
-
-    def release(self) -> None:
-        """Let go of the scratch buffers of the operators."""
-        self._ops.release()
 
     def reduce(
         self,

@@ -47,7 +47,7 @@ class ReducerState:
         inside: Transport | None,
     ) -> None:
         self.plan = plan
-        self._ops, self._device, self._transport_inside = ops, device, inside
+        self._transport_inside = inside
         self._lockstep = Lockstep(plan.direction, plan.info.label, device)
         first = plan.stages[0]
         self._codec_setup = CodecSetup(
@@ -72,10 +72,7 @@ class ReducerState:
         on_hosts = plan.info.ranks_per_host > 1
         self.counters = Counters(earlier_steps=earlier_steps, on_hosts=on_hosts)
         setup = StageSetup(
-            unit=plan,
-            codec=self._codec_setup,
-            lockstep=self._lockstep,
-            counters=self.counters,
+            unit=plan, codec=self._codec_setup, lockstep=self._lockstep, counters=self.counters
         )
         self._sum, self._native = Sum(setup), Native(setup)
         one_shot = plan.shots is None
@@ -91,7 +88,9 @@ class ReducerState:
     def measure_noise(self) -> None:
         """Measure from now on how much larger gradients come out than densely, where anything is
         compressed."""
-        self.gauge = NoiseGauge(self.plan, self._device) if self.plan.compressed else None
+        self.gauge = (
+            NoiseGauge(self.plan, self._codec_setup.device) if self.plan.compressed else None
+        )
 
     @property
     def coder(self) -> Coder:
@@ -126,8 +125,8 @@ class ReducerState:
 
     @property
     def owner_feedbacks(self) -> Mapping[int, SegmentFeedback]:
-        """Likewise, of sums that this rank hands out in the second of two shots; empty where there
-        is none."""
+        """The same for the sums that this rank sends out in the second of two shots; empty without
+        one."""
         return self.messages.owner_feedbacks
 
     @property
@@ -182,7 +181,7 @@ class ReducerState:
 
     def release(self) -> None:
         """Let go of the scratch buffers of the operators."""
-        self._ops.release()
+        self._codec_setup.ops.release()
 
     def state(self, *, noise: bool | None = None) -> dict[str, Tensor]:
         """What the next reduction and the counters depend on, beside the residuals; names and
@@ -217,7 +216,7 @@ class ReducerState:
         yield "", self.counters
         yield from self.memory()
         if noise and self.plan.compressed:
-            yield "", self.gauge or NoiseGauge(self.plan, self._device)
+            yield "", self.gauge or NoiseGauge(self.plan, self._codec_setup.device)
 
 
 def _read(feedbacks: Mapping[int, SegmentFeedback]) -> dict[int, Tensor]:

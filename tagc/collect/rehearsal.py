@@ -1,7 +1,7 @@
-"""A step of a unit without ranks and without memory: which operators it calls, and with what.
+"""Steps of a unit without ranks and without memory, which show the operators that it calls.
 
-Tensors are of device ``meta``: they have shapes, strides and an alignment, but nothing in them. So
-whatever depends on those can be found out, and compiled, before the first step.
+Tensors are on device ``meta``: they have shapes, strides and an alignment, but no contents. That is
+enough to compile everything that a step launches before the first step.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ def rehearse(plan: Plan, ops: Ops) -> None:
     workspace = Workspace(_META)
     for unit in (*plan.units, *plan.replicas):
         if unit.compressed:
-            rehearse_reductions(unit, ops, workspace, _STEPS)
+            _rehearse_reductions(unit, ops, workspace)
     for unit in plan.parameters:
         if unit.compressed:
-            rehearse_gathers(unit, ops, workspace)
+            _rehearse_gathers(unit, ops, workspace)
 
 
-def rehearse_reductions(unit: UnitPlan, ops: Ops, workspace: Workspace, steps: int) -> None:
-    """Reduce a unit's gradients so often, after its warm-up."""
+def _rehearse_reductions(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None:
+    """Reduce a unit's gradients, as after its warm-up."""
     reducer = UnitReducer(
         unit, ops, _META, workspace, seed=0, hosts=_hosts(unit), connect=SilentTransport
     )
     reducer.counters.earlier_steps = unit.warmup_steps
     out = torch.empty(unit.buffer_columns, dtype=unit.info.dtype, device=_META)
     rows = 1 if unit.for_all else unit.info.world_size
-    for _ in range(steps):
+    for _ in range(_STEPS):
         inp = torch.empty(rows * unit.buffer_columns, dtype=unit.info.dtype, device=_META)
         reducer.reduce(out, inp, _group(unit.info.world_size), dist.ReduceOp.AVG)
 
 
-def rehearse_gathers(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None:
+def _rehearse_gathers(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None:
     """Gather a unit's parameters in a forward that is not the first one, and in its backward."""
     setup = GatherSetup(
         plan=unit,

@@ -4,7 +4,8 @@
 
     [W, S] --HostSum--> [H, S] --ReduceMessages--> [S]     or TwoShots, or Sum, or Native
 
-The first only where ranks of a host add up first; the last two send gradients as they are.
+``HostSum`` is there only if ranks of a host add up first. ``Sum`` and ``Native`` send gradients as
+they are.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ ReduceNatively = Callable[[Tensor, Tensor, Transport, dist.ReduceOp.RedOpType], 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One reduction on its way.
+    """What the stages of one reduction need to know.
 
     Attributes:
-        transport: to the ranks that exchange messages: all of the group, or those with this one's
-            place on the hosts.
+        transport: between the ranks that exchange messages: the whole group, or the ranks with
+            this one's place on each host.
         op: SUM or AVG; any, for :class:`Native`.
         divisor: of the sum.
-        compresses: whether messages are sent; else gradients are added up as they are.
+        compresses: whether messages are sent; otherwise gradients are added up as they are.
         on_hosts: whether ranks of a host add up first.
-        part: number of the part of the unit that this is about; 0 for all of it.
-        native: reduces in place of the backend.
+        part: number of the part of the unit that the backward reached; 0 for the whole unit.
+        native: replaces the backend's reduce-scatter; see :class:`Native`.
     """
 
     transport: Transport
@@ -61,7 +62,7 @@ class StageSetup:
     """What the stages of a unit are made with.
 
     Attributes:
-        codec: for what crosses to other hosts.
+        codec: setup of the codecs whose messages go to other hosts.
     """
 
     unit: UnitPlan
@@ -76,7 +77,7 @@ class StageSetup:
 
 
 class Stage(ABC):
-    """See the module."""
+    """One collective of a reduction, and the coder of its messages, if it has any."""
 
     def __init__(self, setup: StageSetup) -> None:
         self._setup, self._counters = setup, setup.counters
@@ -84,25 +85,21 @@ class Stage(ABC):
 
     @abstractmethod
     def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
-        """Write to ``out`` what this rank gets of the sum of all ranks' ``rows``. All ranks call
-        it together."""
+        """Write this rank's part of the sum of all ranks' ``rows`` to ``out``. All ranks call it
+        together."""
 
 
 class Native(Stage):
-    """The backend's own reduce-scatter, or what the call has in its place."""
+    """The backend's own reduce-scatter, or the call's replacement for it."""
 
     def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
         """See :meth:`Stage.run`; ``rows`` are flat, ``[W * S]``."""
-        reduce = call.native or _reduce_scatter
-        work = reduce(out, rows, call.transport, call.op)
+        if call.native is None:
+            work = call.transport.reduce_scatter(out, rows, call.op)
+        else:
+            work = call.native(out, rows, call.transport, call.op)
         work.wait()
         self._counters.native_bytes += work.wire_bytes
-
-
-def _reduce_scatter(
-    out: Tensor, inp: Tensor, transport: Transport, op: dist.ReduceOp.RedOpType
-) -> CollectiveWork:
-    return transport.reduce_scatter(out, inp, op)
 
 
 class Sum(Stage):
@@ -112,7 +109,7 @@ class Sum(Stage):
         """See :meth:`Stage.run`; across replicas ``out`` may be ``rows``."""
         if self._setup.unit.for_all:
             if out.data_ptr() != rows.data_ptr():
-                out.copy_(rows.view_as(out))
+                out.copy_(rows)
             work = call.transport.all_reduce(out)
         else:
             take = self._setup.workspace.take
@@ -125,11 +122,11 @@ class Sum(Stage):
 
 
 class Messages(Stage):
-    """A stage whose messages are about gradients that somebody adds up.
+    """A stage that sends gradients in messages.
 
     Attributes:
-        coder: of these messages.
-        owner_coder: of those in which owners hand out sums; None where they are no messages.
+        coder: of the gradients' messages.
+        owner_coder: of the messages in which owners send out sums; None if there are none.
     """
 
     coder: Coder
@@ -142,16 +139,16 @@ class Messages(Stage):
 
     @property
     def owner_feedbacks(self) -> Mapping[int, SegmentFeedback]:
-        """Likewise, of sums that this rank hands out as an owner."""
+        """The same for the sums that this rank sends out as an owner."""
         return {}
 
     @abstractmethod
     def debts(self, part: Part, rank: int) -> list[Debt]:
-        """What is owed for parameters that a backward did not reach."""
+        """What this rank owes for the parameters that the backward did not reach."""
 
     @abstractmethod
     def memory(self) -> Iterator[tuple[str, Codec]]:
-        """Codecs with the names of their states: what they remember from step to step."""
+        """The codecs that keep a state from step to step, by the name of that state."""
 
     @abstractmethod
     def skip(self, steps: int) -> None:
@@ -159,7 +156,7 @@ class Messages(Stage):
 
 
 class MessageRows:
-    """Room for the messages that a rank makes, and for those that it gets, with their stamps."""
+    """Buffers for the messages that a rank sends and receives, and the stamps in them."""
 
     def __init__(self, plan: UnitPlan, setup: StageSetup) -> None:
         self._plan, self._lockstep, self._workspace = plan, setup.lockstep, setup.workspace
@@ -172,12 +169,12 @@ class MessageRows:
         return send, received
 
     def stamp(self, send: Tensor, call: Call) -> None:
-        """Say in messages whose they are. See :meth:`Lockstep.stamp`."""
+        """Mark messages with unit, step and part. See :meth:`Lockstep.stamp`."""
         if self._plan.sent is None:  # the end of a message that is sent in part does not travel
             self._lockstep.stamp(self._stamps(send), call.transport, call.part)
 
     def check(self, received: Tensor, out: Tensor) -> None:
-        """Compare the stamps of what came. See :meth:`Lockstep.check_stamps`."""
+        """Compare the stamps of received messages. See :meth:`Lockstep.check_stamps`."""
         self._lockstep.check_stamps(self._stamps(received), out[:1])
 
     def _stamps(self, messages: Tensor) -> Tensor:
@@ -186,8 +183,8 @@ class MessageRows:
 
 
 class ReduceMessages(Messages):
-    """Every rank encodes a row for each destination, and decodes the sum of what it gets: a
-    reduce-scatter, or across replicas, where all get the same message, an all-reduce."""
+    """Every rank encodes a row for each destination, and decodes the sum of the messages that it
+    gets: a reduce-scatter; across replicas an all-reduce, with one message for all."""
 
     def __init__(self, plan: UnitPlan, setup: StageSetup) -> None:
         """New state.

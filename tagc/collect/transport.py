@@ -195,7 +195,7 @@ class Transport:
 
 
 class SilentGroup:
-    """Stands for a group of ranks where nothing is sent: for rehearsals, and to count."""
+    """Stands for a process group in rehearsals, where nothing is sent."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -210,8 +210,7 @@ class SilentGroup:
 
 
 class SilentTransport(Transport):
-    """Collectives without an effect, of the bytes that they would have sent: for the meta
-    device."""
+    """Sends nothing, and counts the bytes that it would have sent. For the meta device."""
 
     def by_messages(self, device: torch.device) -> bool:
         """See :meth:`Transport.by_messages`: as on a GPU."""

@@ -19,10 +19,10 @@ from tagc.plan import UnitPlan
 
 
 class TwoShots(Messages):
-    """``[1, S]`` to ``[S]`` by way of slices ``[N, C]``, of which each of ``N`` replicas owns one.
+    """``[1, S]`` to ``[S]`` through slices ``[N, C]``. Each of the ``N`` replicas owns one slice.
 
-    The owner takes the values that its own message carries, as everybody does: all replicas end
-    with the same bits. What the message leaves out is in the owner's residual, ``[1, C]``.
+    The owner, too, uses the values in its own message, so all replicas end with the same bits. Its
+    residual ``[1, C]`` keeps what the message leaves out.
     """
 
     owner_coder: Coder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tagc.attach import Levels, OptimizerSteps, Unit
+from tagc.attach import Unit
 from tagc.basics.warn import warn
 from tagc.checkpoint import (
     OneRank,
@@ -25,56 +24,13 @@ from tagc.checkpoint import (
     to_state_dict,
 )
 from tagc.collect import UnitGatherer, UnitReducer, copy_step_state, restore_step_state
-from tagc.collect.waiting import Waiting
+from tagc.handle.collectives import Collectives
 from tagc.handle.metrics import Metrics, collect
 from tagc.handle.noise import KeptRates, MeasuredUnit, NoiseFactors, clip_grad_norm
 from tagc.plan import Plan
 
 # On the model itself, so that both are garbage together.
 _ATTRIBUTE = "_tagc_compressor"
-
-
-@dataclass
-class Collectives:
-    """What replaces FSDP's collectives, in the order of the units; gatherers and replica reducers
-    are empty where the policy leaves them. And the groups that tagc made for it, what tells
-    gatherers of an optimizer's steps, and the ranks that hold the same shard in other replicas.
-    Where compression is switched off, ``stand_ins`` average over these."""
-
-    reducers: list[UnitReducer] = field(default_factory=list)
-    gatherers: list[UnitGatherer] = field(default_factory=list)
-    replica_reducers: list[UnitReducer] = field(default_factory=list)
-    levels: Levels | None = None
-    steps: OptimizerSteps | None = None
-    replica_group: dist.ProcessGroup | None = None
-    stand_ins: list[UnitReducer] = field(default_factory=list)
-
-    @property
-    def waiting(self) -> list[Waiting]:
-        """Where micro-batches wait."""
-        return [reducer.waiting for reducer in (*self.all_reducers, *self.stand_ins)]
-
-    @property
-    def replica(self) -> int:
-        """Of the sharded model that this rank is in, from 0."""
-        return 0 if self.replica_group is None else self.replica_group.rank()
-
-    @property
-    def all_reducers(self) -> list[UnitReducer]:
-        """In the reduce-scatter and across replicas."""
-        return [*self.reducers, *self.replica_reducers]
-
-    def clear(self) -> None:
-        """Drop it all, with the scratch buffers of the operators and the groups."""
-        if self.levels is not None:
-            self.levels.release()
-        if self.steps is not None:
-            self.steps.close()
-        for part in (*self.all_reducers, *self.gatherers):
-            part.release()
-        self.reducers.clear()
-        self.gatherers.clear()
-        self.replica_reducers.clear()
 
 
 class Compressor:

@@ -16,7 +16,6 @@ from tagc.attach import (
     FrozenValues,
     Integration,
     Levels,
-    OptimizerSteps,
     ShardValues,
     Unit,
     check_left,
@@ -30,17 +29,9 @@ from tagc.basics.progress import say
 from tagc.basics.version import __version__
 from tagc.basics.warn import warn
 from tagc.codecs import MESSAGE_FORMAT
-from tagc.codecs.workspace import Workspace
 from tagc.collect import (
-    CopyGatherer,
-    GatherSetup,
-    HostGroups,
     Hosts,
-    MessageGatherer,
     RankOnHost,
-    ReplicaAverage,
-    UnitGatherer,
-    UnitReducer,
     agree_on,
     check_backends,
     check_hosts,
@@ -48,10 +39,17 @@ from tagc.collect import (
     gather_merged,
 )
 from tagc.costs import is_automatic, measured_choice
-from tagc.handle.compressor import Collectives, Compressor, attach, attached
+from tagc.handle.collectives import (
+    Collectives,
+    average_natively,
+    install,
+    make_collectives,
+    over_replicas,
+)
+from tagc.handle.compressor import Compressor, attach, attached
 from tagc.handle.readiness import make_ready
-from tagc.ops import Ops, get_ops
-from tagc.plan import Choose, Plan, UnitInfo, UnitPlan, build_plan
+from tagc.ops import get_ops
+from tagc.plan import Choose, Plan, build_plan
 from tagc.policy import Policy, PolicyError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -141,7 +139,7 @@ def wrap(
         plan = replace(plan, notes=(*plan.notes, *notes_on_left(model)))
         if not disabled and not alone:
             plan = _with_kernels(units, plan, ops)
-        made = _make(units, plan, levels, made_with, replica_group)
+        made = make_collectives(units, plan, levels, made_with, replica_group)
         return (plan, made), plan.fingerprint[:12]
 
     try:
@@ -152,9 +150,9 @@ def wrap(
         if alone:
             collectives.clear()
         if not disabled:
-            _install(units, collectives, replica_group)
+            install(units, collectives, replica_group)
         elif given is not None:
-            collectives.stand_ins = _average_natively(units, given)
+            collectives.stand_ins = average_natively(units, given)
     except BaseException:
         levels.release()
         raise
@@ -263,11 +261,6 @@ def _check_replicas(units: Sequence[Unit], given: dist.ProcessGroup | None) -> N
         )
 
 
-def _over_replicas(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitInfo]:
-    """The all-reduce of every unit's shard."""
-    return [replace(unit.info, world_size=group.size(), per_step=1) for unit in units]
-
-
 def _plan(
     units: Sequence[Unit],
     policy: Policy,
@@ -279,7 +272,7 @@ def _plan(
         [levels.info(unit) for unit in units],
         policy,
         gathers=[info for unit in units if (info := levels.gather_info(unit)) is not None],
-        replicas=[] if replica_group is None else _over_replicas(units, replica_group),
+        replicas=[] if replica_group is None else over_replicas(units, replica_group),
         choose=choose,
     )
     gloo = all(unit.device.type == "cpu" for unit in units)
@@ -320,136 +313,3 @@ def _chooser(
         hosts=[levels.groups(unit) for unit in units],
         peers=[levels.peers(unit) for unit in units],
     )
-
-
-def _make(
-    units: Sequence[Unit],
-    plan: Plan,
-    levels: Levels,
-    ops: str | None,
-    replica_group: dist.ProcessGroup | None,
-) -> Collectives:
-    """What the plan needs, of which nothing is installed yet."""
-    if plan.replicas and any(u.replicas is None and u.has_all_reduce_hook for u in units):
-        raise ValueError(
-            "the model has an all-reduce hook of its own (set_all_reduce_hook), which averaging "
-            "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
-        )
-    workspaces = {unit.device: Workspace(unit.device) for unit in units}
-
-    def chosen(unit: Unit, unit_plan: UnitPlan) -> Ops:
-        # A unit that stays dense needs no operators, nor a warning about them.
-        return get_ops(unit.device, ops if unit_plan.compressed else "reference")
-
-    def hosts(unit: Unit, unit_plan: UnitPlan) -> HostGroups | None:
-        return levels.groups(unit) if unit_plan.info.ranks_per_host > 1 else None
-
-    def reducer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitReducer:
-        return UnitReducer(
-            unit_plan,
-            chosen(unit, unit_plan),
-            unit.device,
-            workspaces[unit.device],
-            # Units differ in their seeds, so that equal layouts do not share bad luck.
-            seed=(i * 0x9E3779B1) % 2**31,
-            rank=_place(unit, replica_group),
-            hosts=hosts(unit, unit_plan),
-            crosses=lambda: unit.all_reduces,
-        )
-
-    def reducers(plans: Sequence[UnitPlan]) -> list[UnitReducer]:
-        pairs = zip(units, plans, strict=bool(plans))
-        return [reducer(i, unit, unit_plan) for i, (unit, unit_plan) in enumerate(pairs)]
-
-    def gatherer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitGatherer:
-        _check_gather(unit, unit_plan)
-        setup = GatherSetup(
-            plan=unit_plan,
-            ops=chosen(unit, unit_plan),
-            device=unit.device,
-            workspace=workspaces[unit.device],
-            hosts=hosts(unit, unit_plan),
-        )
-        if not unit_plan.keeps_copy:
-            return MessageGatherer(setup)
-        return CopyGatherer(
-            setup,
-            rank=unit.group.rank(),
-            reductions=lambda: made.reducers[i].counters.steps,
-            versions=lambda: sum(p._version for p in unit.trainable()),
-        )
-
-    made = Collectives(levels=levels, replica_group=replica_group)
-
-    def make_reducers() -> None:
-        made.reducers += reducers(plan.units)
-        made.replica_reducers += reducers(plan.replicas)
-
-    def make_gatherers() -> None:
-        if any(unit_plan.compressed for unit_plan in plan.parameters):
-            # On every unit, so that bytes are counted of those, too, that stay as they are.
-            planned = enumerate(zip(units, plan.parameters, strict=True))
-            made.gatherers += [gatherer(i, unit, of_unit) for i, (unit, of_unit) in planned]
-
-    # Both have kernels compiled, which one rank of a host does for all: begin at either end.
-    order = (make_reducers, make_gatherers)
-    for make in order if dist.get_rank() % 2 == 0 else reversed(order):
-        make()
-    return made
-
-
-def _place(unit: Unit, replica_group: dist.ProcessGroup | None) -> int:
-    """What makes a rank round by chance in its own way. The same on tensor-parallel ranks, where
-    they have parameters that are not divided: these must stay the same on all of them."""
-    if all(param.duplicate is None for param in unit.info.params):
-        return dist.get_rank()
-    replica = 0 if replica_group is None else replica_group.rank()
-    return replica * unit.group.size() + unit.group.rank()
-
-
-def _check_gather(unit: Unit, unit_plan: UnitPlan) -> None:
-    unit.check_gather()
-    if unit_plan.compressed and unit_plan.info.dtype == torch.uint8:
-        raise ValueError(
-            f"unit {unit.info.label!r} has parameters of several dtypes, which FSDP gathers as "
-            "bytes; leave them out of the policy's rules for parameters, or give the unit a "
-            "MixedPrecisionPolicy(param_dtype=...)"
-        )
-
-
-def _install(
-    units: Sequence[Unit], collectives: Collectives, replica_group: dist.ProcessGroup | None
-) -> None:
-    c = collectives  # each of its lists is as long as that of the units, or empty
-    for unit, reducer in zip(units, c.reducers, strict=bool(c.reducers)):
-        unit.install(reducer)
-    for unit, gatherer in zip(units, c.gatherers, strict=bool(c.gatherers)):
-        unit.install_gather(gatherer)
-    pairs = zip(units, c.gatherers, strict=bool(c.gatherers))
-    copying = [(unit, g) for unit, g in pairs if isinstance(g, CopyGatherer)]
-    if copying:
-        c.steps = OptimizerSteps(copying)
-    if replica_group is not None:
-        for unit, reducer in zip(units, c.replica_reducers, strict=True):
-            _install_average(unit, reducer, replica_group)
-
-
-def _average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitReducer]:
-    """Average over replicas, which FSDP knows nothing of, by the backend's all-reduce."""
-    made = []
-    infos = [unit.info for unit in units]
-    plan = build_plan(infos, Policy.load("dense"), replicas=_over_replicas(units, group))
-    for unit, unit_plan in zip(units, plan.replicas, strict=True):
-        workspace, ops = Workspace(unit.device), get_ops(unit.device, "reference")
-        made.append(UnitReducer(unit_plan, ops, unit.device, workspace, seed=0))
-        _install_average(unit, made[-1], group)
-    return made
-
-
-def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
-    # FSDP's own hybrid sharding sees to the backwards that replicas do not share itself.
-    native = unit.replicas is not None
-    average = ReplicaAverage(
-        reducer, group, lambda: native or unit.all_reduces, lambda: unit.reached
-    )
-    unit.install_all_reduce(average)

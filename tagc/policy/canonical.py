@@ -47,7 +47,7 @@ def canonical(
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-# Of every configuration the keys that the form has; a later one is not among them, see above.
+# The keys that version 1 of the form has of each configuration, at their default, too.
 _KEYS: dict[type[Strict], tuple[str, ...]] = {
     When: ("role", "name", "layers", "min_numel", "max_numel"),
     FeedbackConfig: ("kind", "dtype", "beta", "reset_steps", "lead"),
@@ -76,6 +76,9 @@ def _rule(rule: Rule | ParameterRule) -> dict[str, Any]:
 def _part(part: Strict) -> dict[str, Any]:
     kind = next(kind for kind in type(part).__mro__ if kind in _KEYS)
     said = {key: getattr(part, key) for key in _KEYS[kind]} | _REMOVED.get(kind, {})
+    for key, field in type(part).model_fields.items():
+        if key not in said and getattr(part, key) != field.default:
+            said[key] = getattr(part, key)
     if isinstance(part, MatrixConfig):
         said["level"] = float(part.level)  # its default is an int
     return said

@@ -88,7 +88,8 @@ def called(rank: int, policy: Any, hosts: int | None = None) -> tuple[set[Call],
     model = sharded()
     recorder = Recorder(get_ops("cpu", "reference"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tagc.handle.wrapper.get_ops", lambda device, name=None: recorder)
+        for module in ("collectives", "wrapper"):
+            patch.setattr(f"tagc.handle.{module}.get_ops", lambda device, name=None: recorder)
         with warnings.catch_warnings():
             # Such small segments pay with no codec.
             warnings.simplefilter("ignore", UserWarning)

@@ -17,6 +17,7 @@ from tagc.codecs.dense import DenseConfig
 from tagc.codecs.quantized import QuantizedPlan
 from tagc.plan import Plan
 from tagc.policy import Policy, json_schema
+from tagc.policy.canonical import _part
 
 # What policies only say; the one schema that there is.
 SAID = {
@@ -135,3 +136,14 @@ def test_names_in_the_code_do_not() -> None:
     later = Later(layout=renamed, feedback=codec.feedback)
     object.__setattr__(segment, "codec", later)
     assert Plan(plan.policy, (unit,)).fingerprint == plan.fingerprint
+
+
+class LaterConfig(DenseConfig):
+    """A configuration with a key that version 1 of the form does not know."""
+
+    later: int = 3
+
+
+def test_a_later_key_counts_unless_it_has_its_default() -> None:
+    assert _part(LaterConfig()) == _part(DenseConfig())
+    assert _part(LaterConfig(later=4)) == _part(DenseConfig()) | {"later": 4}

@@ -1,0 +1,206 @@
+"""The collectives that replace FSDP's: made from a plan, and installed on a model's units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from tagc.attach import Levels, OptimizerSteps, Unit
+from tagc.codecs.workspace import Workspace
+from tagc.collect import (
+    CopyGatherer,
+    GatherSetup,
+    HostGroups,
+    MessageGatherer,
+    ReplicaAverage,
+    UnitGatherer,
+    UnitReducer,
+)
+from tagc.collect.waiting import Waiting
+from tagc.ops import Ops, get_ops
+from tagc.plan import Plan, UnitInfo, UnitPlan, build_plan
+from tagc.policy import Policy
+
+
+@dataclass
+class Collectives:
+    """What replaces FSDP's collectives, in the order of the units; gatherers and replica reducers
+    are empty where the policy leaves them. And the groups that tagc made for it, what tells
+    gatherers of an optimizer's steps, and the ranks that hold the same shard in other replicas.
+    Where compression is switched off, ``stand_ins`` average over these."""
+
+    reducers: list[UnitReducer] = field(default_factory=list)
+    gatherers: list[UnitGatherer] = field(default_factory=list)
+    replica_reducers: list[UnitReducer] = field(default_factory=list)
+    levels: Levels | None = None
+    steps: OptimizerSteps | None = None
+    replica_group: dist.ProcessGroup | None = None
+    stand_ins: list[UnitReducer] = field(default_factory=list)
+
+    @property
+    def waiting(self) -> list[Waiting]:
+        """Where micro-batches wait."""
+        return [reducer.waiting for reducer in (*self.all_reducers, *self.stand_ins)]
+
+    @property
+    def replica(self) -> int:
+        """Of the sharded model that this rank is in, from 0."""
+        return 0 if self.replica_group is None else self.replica_group.rank()
+
+    @property
+    def all_reducers(self) -> list[UnitReducer]:
+        """In the reduce-scatter and across replicas."""
+        return [*self.reducers, *self.replica_reducers]
+
+    def clear(self) -> None:
+        """Drop it all, with the scratch buffers of the operators and the groups."""
+        if self.levels is not None:
+            self.levels.release()
+        if self.steps is not None:
+            self.steps.close()
+        for part in (*self.all_reducers, *self.gatherers):
+            part.release()
+        self.reducers.clear()
+        self.gatherers.clear()
+        self.replica_reducers.clear()
+
+
+def over_replicas(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitInfo]:
+    """The all-reduce of every unit's shard."""
+    return [replace(unit.info, world_size=group.size(), per_step=1) for unit in units]
+
+
+def make_collectives(
+    units: Sequence[Unit],
+    plan: Plan,
+    levels: Levels,
+    ops: str | None,
+    replica_group: dist.ProcessGroup | None,
+) -> Collectives:
+    """What the plan needs, of which nothing is installed yet."""
+    if plan.replicas and any(u.replicas is None and u.has_all_reduce_hook for u in units):
+        raise ValueError(
+            "the model has an all-reduce hook of its own (set_all_reduce_hook), which averaging "
+            "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
+        )
+    workspaces = {unit.device: Workspace(unit.device) for unit in units}
+
+    def chosen(unit: Unit, unit_plan: UnitPlan) -> Ops:
+        # A unit that stays dense needs no operators, nor a warning about them.
+        return get_ops(unit.device, ops if unit_plan.compressed else "reference")
+
+    def hosts(unit: Unit, unit_plan: UnitPlan) -> HostGroups | None:
+        return levels.groups(unit) if unit_plan.info.ranks_per_host > 1 else None
+
+    def reducer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitReducer:
+        return UnitReducer(
+            unit_plan,
+            chosen(unit, unit_plan),
+            unit.device,
+            workspaces[unit.device],
+            # Units differ in their seeds, so that equal layouts do not share bad luck.
+            seed=(i * 0x9E3779B1) % 2**31,
+            rank=_place(unit, replica_group),
+            hosts=hosts(unit, unit_plan),
+            crosses=lambda: unit.all_reduces,
+        )
+
+    def reducers(plans: Sequence[UnitPlan]) -> list[UnitReducer]:
+        pairs = zip(units, plans, strict=bool(plans))
+        return [reducer(i, unit, unit_plan) for i, (unit, unit_plan) in enumerate(pairs)]
+
+    def gatherer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitGatherer:
+        _check_gather(unit, unit_plan)
+        setup = GatherSetup(
+            plan=unit_plan,
+            ops=chosen(unit, unit_plan),
+            device=unit.device,
+            workspace=workspaces[unit.device],
+            hosts=hosts(unit, unit_plan),
+        )
+        if not unit_plan.keeps_copy:
+            return MessageGatherer(setup)
+        return CopyGatherer(
+            setup,
+            rank=unit.group.rank(),
+            reductions=lambda: made.reducers[i].counters.steps,
+            versions=lambda: sum(p._version for p in unit.trainable()),
+        )
+
+    made = Collectives(levels=levels, replica_group=replica_group)
+
+    def make_reducers() -> None:
+        made.reducers += reducers(plan.units)
+        made.replica_reducers += reducers(plan.replicas)
+
+    def make_gatherers() -> None:
+        if any(unit_plan.compressed for unit_plan in plan.parameters):
+            # On every unit, so that bytes are counted of those, too, that stay as they are.
+            planned = enumerate(zip(units, plan.parameters, strict=True))
+            made.gatherers += [gatherer(i, unit, of_unit) for i, (unit, of_unit) in planned]
+
+    # Both have kernels compiled, which one rank of a host does for all: begin at either end.
+    order = (make_reducers, make_gatherers)
+    for make in order if dist.get_rank() % 2 == 0 else reversed(order):
+        make()
+    return made
+
+
+def _place(unit: Unit, replica_group: dist.ProcessGroup | None) -> int:
+    """What makes a rank round by chance in its own way. The same on tensor-parallel ranks, where
+    they have parameters that are not divided: these must stay the same on all of them."""
+    if all(param.duplicate is None for param in unit.info.params):
+        return dist.get_rank()
+    replica = 0 if replica_group is None else replica_group.rank()
+    return replica * unit.group.size() + unit.group.rank()
+
+
+def _check_gather(unit: Unit, unit_plan: UnitPlan) -> None:
+    unit.check_gather()
+    if unit_plan.compressed and unit_plan.info.dtype == torch.uint8:
+        raise ValueError(
+            f"unit {unit.info.label!r} has parameters of several dtypes, which FSDP gathers as "
+            "bytes; leave them out of the policy's rules for parameters, or give the unit a "
+            "MixedPrecisionPolicy(param_dtype=...)"
+        )
+
+
+def install(
+    units: Sequence[Unit], collectives: Collectives, replica_group: dist.ProcessGroup | None
+) -> None:
+    c = collectives  # each of its lists is as long as that of the units, or empty
+    for unit, reducer in zip(units, c.reducers, strict=bool(c.reducers)):
+        unit.install(reducer)
+    for unit, gatherer in zip(units, c.gatherers, strict=bool(c.gatherers)):
+        unit.install_gather(gatherer)
+    pairs = zip(units, c.gatherers, strict=bool(c.gatherers))
+    copying = [(unit, g) for unit, g in pairs if isinstance(g, CopyGatherer)]
+    if copying:
+        c.steps = OptimizerSteps(copying)
+    if replica_group is not None:
+        for unit, reducer in zip(units, c.replica_reducers, strict=True):
+            _install_average(unit, reducer, replica_group)
+
+
+def average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitReducer]:
+    """Average over replicas, which FSDP knows nothing of, by the backend's all-reduce."""
+    made = []
+    infos = [unit.info for unit in units]
+    plan = build_plan(infos, Policy.load("dense"), replicas=over_replicas(units, group))
+    for unit, unit_plan in zip(units, plan.replicas, strict=True):
+        workspace, ops = Workspace(unit.device), get_ops(unit.device, "reference")
+        made.append(UnitReducer(unit_plan, ops, unit.device, workspace, seed=0))
+        _install_average(unit, made[-1], group)
+    return made
+
+
+def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
+    # FSDP's own hybrid sharding sees to the backwards that replicas do not share itself.
+    native = unit.replicas is not None
+    average = ReplicaAverage(
+        reducer, group, lambda: native or unit.all_reduces, lambda: unit.reached
+    )
+    unit.install_all_reduce(average)
