@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
-from support.marks import slow
 from support.small_net import local_weights, sharded
 from support.states import POLICIES, shared_folder, wrapped
 from tagc.ops import reference
@@ -91,12 +90,10 @@ def test_what_is_made_by_default_is_seen() -> None:
     assert torch.ones(3).device.type == "cpu"
 
 
-QUICK = ("quantized dithered", "inside", "matrix lead", "packed shared", "sketch", "changes")
-
-
+@pytest.mark.some(4)
 @on_ranks(2)
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
-@pytest.mark.parametrize("policy", [name if name in QUICK else slow(name) for name in POLICIES])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_with_another_default_device(
     rank: int, world_size: int, policy: str, ops: str
 ) -> None:

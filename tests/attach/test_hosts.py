@@ -66,7 +66,7 @@ def test_what_hosts_round_by_chance_is_right_on_average(rank: int, world_size: i
     loss_of(dense, rank, 0).backward()
     exact = [p.grad.to_local() for p in dense.parameters()]
     total = [torch.zeros_like(grad) for grad in exact]
-    steps, alone = 64, 0.0
+    steps, alone = 24, 0.0
     for _ in range(steps):
         loss_of(model, rank, 0).backward()
         for t, p, g in zip(total, model.parameters(), exact, strict=True):
@@ -74,9 +74,9 @@ def test_what_hosts_round_by_chance_is_right_on_average(rank: int, world_size: i
             alone += (p.grad.to_local() - g).square().sum() / steps
         model.zero_grad()
     off = sum((t / steps - g).square().sum() for t, g in zip(total, exact, strict=True))
-    # A sixty-fourth of a step's square if steps round independently, give or take: few large
+    # A twenty-fourth of a step's square if steps round independently, give or take: few large
     # elements decide. Rounded to nearest, it would be all of it.
-    assert 0 < off < alone / 16
+    assert 0 < off < alone / 6
 
 
 @on_ranks(4)

@@ -77,7 +77,7 @@ def test_three_ranks_resume(rank: int, world_size: int, saver: str, policy: str)
 @pytest.mark.parametrize(
     ("policy", "saver"),
     [
-        ("changes", "safetensors"),
+        slow("changes", "safetensors"),
         ("inside", "dcp"),
         slow("sketch shared", "dcp"),
         slow("parameters", "safetensors"),

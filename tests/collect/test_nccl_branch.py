@@ -121,6 +121,7 @@ def documented(policy: str, way: str) -> str:
     return line.strip("| ").split(" | ")[1 + WAYS.index(way)]
 
 
+@pytest.mark.some(8)
 @on_ranks(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", POLICIES)

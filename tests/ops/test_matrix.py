@@ -89,7 +89,7 @@ def test_quotients_round_as_the_contract_says(ops):
 def test_rows_longer_than_a_table(ops):
     """Which are summed in chunks of words."""
     rng = np.random.default_rng(7)
-    for bits, group, columns in ((1, 1, 4097), (2, 1, 9000), (1, 8, 7003)):
+    for bits, group, columns in ((1, 1, 4097), (2, 1, 4200), (1, 8, 4103)):
         case = make_case((2, columns), 1, (bits, group, F32, BF16), rng, level=1.0, spoilt=False)
         assert case.layout.row_words > case.layout.word_lanes
         message, _ = quantize(ops, case)

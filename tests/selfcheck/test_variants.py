@@ -61,7 +61,7 @@ def calls_of(policy: str, ranks: int) -> Recorder:
 
 # The numbers of ranks decide whether sketches are direct, how many columns a program has, and how
 # many messages it reads at a time.
-@pytest.mark.parametrize("ranks", [2, 8, 12, 64])
+@pytest.mark.parametrize("ranks", [slow(2), 8, slow(12), slow(64)])
 def test_what_a_large_model_launches_is_checked(ranks):
     for policy in set(tagc.policies()) - {"auto", "dense"}:
         with noting_launches() as launched:

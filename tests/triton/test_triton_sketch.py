@@ -76,18 +76,24 @@ for mode in MODES:
             check(problem(next(symbols), F32, BF16, n, mode), device, divisor=2)
 
 
-@case("a support")
-def _(device):
-    for symbol, grad, residual, n, mode in (
-        ("int8x4", F32, F32, 4099, "usual"), ("int8x4", BF16, BF16, 2051, "room for all"),
-        ("int16x2", F16, None, 1031, "overflow"), ("int32x1", F32, BF16, 2600, "nothing fits"),
-        ("int32x1", BF16, F32, 700, "usual"), ("int8x4", F32, BF16, 33, "usual"),
-    ):  # fmt: skip
+for row in (
+    ("int8x4", F32, F32, 4099, "usual"), ("int8x4", BF16, BF16, 2051, "room for all"),
+    ("int16x2", F16, None, 1031, "overflow"), ("int32x1", F32, BF16, 2600, "nothing fits"),
+    ("int32x1", BF16, F32, 700, "usual"), ("int8x4", F32, BF16, 33, "usual"),
+):  # fmt: skip
+
+    @case(f"a support of {row[3]} in {row[0]}")
+    def _(device, row=row):
+        symbol, grad, residual, n, mode = row
         p = share(problem(symbol, grad, residual, n, mode, hashes=4))
         done = check(p, device)
         assert p.support is not None
         kept = sum(len(oracle.bits_of(row.numpy(), p.layout.groups)) for row in p.support)
         assert done["counts"][:, 2].sum() == kept
+
+
+@case("an aligned support")
+def _(device):
     check(share(problem("int8x4", F32, F32, 1024, "usual")), device, aligned=True)
 
 
