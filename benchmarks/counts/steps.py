@@ -120,7 +120,7 @@ def _launches(unit: UnitPlan) -> Counter[str]:
 
 
 def _messages(n: int, unit: UnitPlan) -> Tensor:
-    return torch.empty(n, unit.row_words, dtype=torch.int32, device=_META)
+    return torch.empty(n, unit.messages.row_words, dtype=torch.int32, device=_META)
 
 
 def _reduce(unit: UnitPlan, coder: Coder, setup: CodecSetup, found: Counter[str]) -> None:

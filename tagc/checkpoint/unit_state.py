@@ -94,6 +94,6 @@ class UnitState:
             yield residuals, None
         else:  # one for each host: of the shard of the rank with this one's place there
             R = plan.info.ranks_per_host
-            for host in range(plan.destinations):
+            for host in range(plan.messages.made):
                 rows = {i: rows[host : host + 1] for i, rows in residuals.items()}
                 yield rows, host * R + self.shard % R

@@ -110,9 +110,9 @@ class DeltaPlan(CodecPlan):
         """Those of the code."""
         return self.code.words
 
-    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+    def scratch_bytes(self, destinations: int, sources: int) -> int:
         """Those of the code."""
-        return self.code.scratch_bytes(destinations, sources, reference=reference)
+        return self.code.scratch_bytes(destinations, sources)
 
     def word_shares(self, columns: Sequence[float]) -> list[float]:
         """See :meth:`CodecPlan.word_shares`."""

@@ -62,7 +62,7 @@ class DensePlan(CodecPlan):
         """Elements of 2 bytes share words."""
         return -(-self.numel * self.wire.itemsize // 4)
 
-    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
+    def scratch_bytes(self, destinations: int, sources: int) -> int:
         """See :meth:`CodecPlan.scratch_bytes`: the sum in float32, and its average."""
         return 2 * max(4, self.wire.itemsize) * self.numel
 
@@ -70,7 +70,7 @@ class DensePlan(CodecPlan):
         """See :meth:`CodecPlan.widened_bytes`."""
         return 4 * sources * self.numel if self.wire.itemsize < 4 else 0
 
-    def sums_bytes(self, rows: int, ranks: int, *, reference: bool) -> int:
+    def sums_bytes(self, rows: int, ranks: int) -> int:
         """See :meth:`CodecPlan.sums_bytes`: the sums in float32, beside what torch widens."""
         return max(4, self.wire.itemsize) * rows * self.numel + self.widened_bytes(rows * ranks)
 

@@ -89,14 +89,9 @@ class MatrixPlan(CodecPlan):
         twice the element that they are sent for."""
         return 1.0
 
-    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: the reference's of one matrix; else what is kept for
-        runs of matrices, each size of its own."""
-        if reference:
-            # A row is summed as a table, of which a narrow matrix fills little.
-            table = max(m.rows * max(0, m.places * m.word_lanes - m.codes) for m in self.layouts)
-            each = max(56 * destinations, 28 * sources) * max(m.numel for m in self.layouts)
-            return each + 7 * destinations * table
+    def scratch_bytes(self, destinations: int, sources: int) -> int:
+        """See :meth:`CodecPlan.scratch_bytes`: what is kept for runs of matrices, each size of its
+        own."""
         # Sums and scales of columns where a message is made; as it is read, scales of rows, and of
         # as many columns as its words have places for.
         return sum(

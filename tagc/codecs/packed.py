@@ -73,10 +73,8 @@ class PackedPlan(SelectingPlan):
         for several steps and is then sent may exceed more.)"""
         return 1 / self.layout.values.levels + 2**-8
 
-    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: the reference's of one row; else keys and values."""
-        if reference:
-            return 72 * self.layout.groups * self.layout.group
+    def scratch_bytes(self, destinations: int, sources: int) -> int:
+        """See :meth:`CodecPlan.scratch_bytes`: keys and values."""
         return 4 * max(1, sources) * self.layout.capacity * (1 + self.layout.group)
 
     @property

@@ -117,14 +117,9 @@ class CodecPlan:
         owed = None if self.feedback is None else ErrorFeedback(dtype=self.feedback.dtype)
         return replace(self, feedback=owed, warmup_steps=0)
 
-    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
-        """At most, what operators take for a moment beside their arguments, to encode for so many
-        destinations or to decode what came from so many sources.
-
-        Args:
-            reference: whether they are the eager reference, whose numbers here were measured
-                (``tests/attach/test_moments.py``).
-        """
+    def scratch_bytes(self, destinations: int, sources: int) -> int:
+        """At most, what the CPU's operators take for a moment beside their arguments, to encode for
+        so many destinations or to decode what came from so many sources."""
         return 0
 
     def widened_bytes(self, sources: int) -> int:
@@ -132,9 +127,9 @@ class CodecPlan:
         makes float32 of all of it first. The library's own operators do not."""
         return 0
 
-    def sums_bytes(self, rows: int, ranks: int, *, reference: bool) -> int:
+    def sums_bytes(self, rows: int, ranks: int) -> int:
         """As :meth:`scratch_bytes`, where ranks of a host add up so many rows at once."""
-        return self.scratch_bytes(rows * ranks, rows * ranks, reference=reference)
+        return self.scratch_bytes(rows * ranks, rows * ranks)
 
     def used_words(self, columns: int) -> int:
         """Words that matter to an owner whose shard fills only the first ``columns`` of the

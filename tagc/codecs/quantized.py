@@ -115,12 +115,6 @@ class QuantizedPlan(CodecPlan):
         a scale's rounding."""
         return 1 / self.layout.levels + 2**-8
 
-    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: codes as int64, and the rest in float32."""
-        padded = self.layout.blocks * self.layout.block
-        each = 49 if self.dithered else 41
-        return padded * max(each * destinations, 16 * sources) if reference else 0
-
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
         """See :meth:`CodecPlan.cut`: between blocks, which are the segment's own."""
         length = -(-self.layout.blocks // owners) * self.layout.block

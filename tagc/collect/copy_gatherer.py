@@ -150,7 +150,7 @@ class CopyGatherer(UnitGatherer):
         return work.wire_bytes
 
     def _send_change(self, inp: Tensor, exchange: Broadcast, group: dist.ProcessGroup) -> None:
-        words, take = self.plan.row_words, self._workspace.take
+        words, take = self.plan.messages.row_words, self._workspace.take
         send = take("parameters_send", (1, words), torch.int32)
         received = take("parameters_recv", (self.plan.peers, words), torch.int32)
         self._lockstep.announce(exchange.transports, words)

@@ -56,7 +56,7 @@ def gather_coder(setup: GatherSetup) -> Coder:
     plan = setup.plan
     made_for = CodecSetup(
         destinations=1,
-        world_size=plan.sources,
+        world_size=plan.messages.read,
         dtype=plan.info.dtype,
         ops=setup.ops,
         device=setup.device,

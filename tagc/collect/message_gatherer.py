@@ -46,7 +46,7 @@ class MessageGatherer(UnitGatherer):
         self._forward_message: Tensor | None = None
         self._has_forward_message = False
         if plan.reuses_forward_message:
-            shape = (plan.info.world_size, plan.row_words)
+            shape = (plan.info.world_size, plan.messages.row_words)
             self._forward_message = torch.empty(shape, dtype=torch.int32, device=setup.device)
 
     def _gather(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
@@ -59,7 +59,7 @@ class MessageGatherer(UnitGatherer):
         if kept is not None and (reads_kept or phase is Phase.FORWARD):
             received = kept
         else:
-            shape = (self.plan.info.world_size, self.plan.row_words)
+            shape = (self.plan.info.world_size, self.plan.messages.row_words)
             received = self._workspace.take("parameters_recv", shape, torch.int32)
         # Before anything is decoded: `inp` is this rank's row of `rows`.
         changed = self._differs(inp, received[group.rank()]) if reads_kept else None
@@ -117,12 +117,16 @@ class MessageGatherer(UnitGatherer):
 
     def _differs(self, inp: Tensor, message: Tensor) -> Tensor:
         """Whether ``inp`` ``[S]`` has another message than ``[words]``; boolean, ``[]``."""
-        now = self._workspace.take("parameters_send", (1, self.plan.row_words), torch.int32)
+        now = self._workspace.take(
+            "parameters_send", (1, self.plan.messages.row_words), torch.int32
+        )
         self._encode(inp, now)
         return self._coder.differ(now[0], message)
 
     def _exchange(self, received: Tensor, inp: Tensor, exchange: Broadcast) -> None:
-        send = self._workspace.take("parameters_send", (1, self.plan.row_words), torch.int32)
+        send = self._workspace.take(
+            "parameters_send", (1, self.plan.messages.row_words), torch.int32
+        )
         with record_function(f"TAGC::encode parameters ({self._name})"):
             self._encode(inp, send)
         with record_function(f"TAGC::gather parameters ({self._name})"):

@@ -127,7 +127,7 @@ class UnitReducer(ReducerState):
             stays: whether the sum of the host's ranks waits.
         """
         plan, lockstep, step = self.plan, self._lockstep, self.counters.all_steps
-        words = sum(stage.words for stage in plan.stages) if call.compresses else 0
+        words = plan.words if call.compresses else 0
         rows = inp.view(-1, out.numel()) if call.compresses or call.on_hosts else inp
         if not call.on_hosts:
             lockstep.announce([call.transport], words, step, call.part)

@@ -49,10 +49,9 @@ class ReducerState:
         self.plan = plan
         self._transport_inside = inside
         self._lockstep = Lockstep(plan.direction, plan.info.label, device)
-        first = plan.stages[0]
         self._codec_setup = CodecSetup(
-            destinations=first.destinations,
-            world_size=first.sources,
+            destinations=plan.messages.made,
+            world_size=plan.messages.read,
             dtype=plan.info.dtype,
             ops=ops,
             device=device,
@@ -75,8 +74,9 @@ class ReducerState:
             unit=plan, codec=self._codec_setup, lockstep=self._lockstep, counters=self.counters
         )
         self._sum, self._native = Sum(setup), Native(setup)
-        one_shot = plan.shots is None
-        self.messages: Messages = ReduceMessages(plan, setup) if one_shot else TwoShots(setup)
+        self.messages: Messages = (
+            ReduceMessages(plan.messages, setup) if plan.shots is None else TwoShots(setup)
+        )
         self.inside = HostSum(setup, self._transport_inside) if on_hosts else None
         compressed_before = max(0, earlier_steps - plan.warmup_steps)
         self.messages.skip(compressed_before)
@@ -109,8 +109,10 @@ class ReducerState:
         columns = sum(self.plan.dense_columns(s.params) for s in self.plan.compressed)
         if not columns:
             return 0
-        words = sum(map(self.plan.sent_words, self.plan.compressed))
-        all_words = sum(map(self.plan.sent_words, self.plan.segments))
+        messages = self.plan.messages
+        by_segment = [(s, messages.words_of(s)) for s in messages.segments]
+        words = sum(n for segment, n in by_segment if segment.compressed)
+        all_words = sum(n for _, n in by_segment)
         sent = self.counters
         return (
             int(sent.native_bytes * columns // self.plan.buffer_columns)

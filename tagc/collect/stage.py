@@ -28,7 +28,7 @@ from tagc.collect.lockstep import Lockstep
 from tagc.collect.part import Part
 from tagc.collect.set_aside import Debt
 from tagc.collect.transport import CollectiveWork, Transport
-from tagc.plan import UnitPlan
+from tagc.plan import MessagePlan, UnitPlan
 
 ReduceNatively = Callable[[Tensor, Tensor, Transport, dist.ReduceOp.RedOpType], CollectiveWork]
 
@@ -158,14 +158,14 @@ class Messages(Stage):
 class MessageRows:
     """Buffers for the messages that a rank sends and receives, and the stamps in them."""
 
-    def __init__(self, plan: UnitPlan, setup: StageSetup) -> None:
+    def __init__(self, plan: MessagePlan, setup: StageSetup) -> None:
         self._plan, self._lockstep, self._workspace = plan, setup.lockstep, setup.workspace
 
     def take(self) -> tuple[Tensor, Tensor]:
         """``[D, row_words]`` and ``[W, row_words]`` int32, until the next call."""
         plan, take = self._plan, self._workspace.take
-        send = take("message_send", (plan.destinations, plan.row_words), torch.int32)
-        received = take("message_recv", (plan.sources, plan.row_words), torch.int32)
+        send = take("message_send", (plan.made, plan.row_words), torch.int32)
+        received = take("message_recv", (plan.read, plan.row_words), torch.int32)
         return send, received
 
     def stamp(self, send: Tensor, call: Call) -> None:
@@ -186,7 +186,7 @@ class ReduceMessages(Messages):
     """Every rank encodes a row for each destination, and decodes the sum of the messages that it
     gets: a reduce-scatter; across replicas an all-reduce, with one message for all."""
 
-    def __init__(self, plan: UnitPlan, setup: StageSetup) -> None:
+    def __init__(self, plan: MessagePlan, setup: StageSetup) -> None:
         """New state.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from tagc.plan import UnitPlan
+from tagc.plan import StagePlan, UnitPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,68 +34,31 @@ class Traffic:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         return Traffic(**sums)
 
-    def times(self, repeats: int) -> Traffic:
-        """The same so often."""
-        return Traffic(**{f.name: repeats * getattr(self, f.name) for f in fields(self)})
-
 
 def traffic(unit: UnitPlan, micro_batches: int = 1) -> Traffic:
-    """What a rank sends of a unit in a step of so many backwards: gradients leave a host in the
-    last one only, if those of a host add up, and those of replicas likewise
-    (``set_requires_all_reduce(False)``); parameters are sent in each, but for changes."""
-    once = _traffic(unit)
-    if not _once_a_step(unit):
-        return once.times(micro_batches)
-    more = Traffic(collectives=_inside_collectives(unit), inside=once.inside)
-    return once + more.times(micro_batches - 1)
+    """What a rank sends of a unit in a step of so many backwards. A stage that runs in the last one
+    only: gradients between hosts and over replicas (``set_requires_all_reduce(False)``), and
+    changes of parameters."""
+    total = Traffic()
+    for stage in unit.route:
+        for _ in range(micro_batches if stage.each_backward else 1):
+            total += _of_stage(stage)
+    return total
 
 
-def codings(unit: UnitPlan, micro_batches: int) -> int:
-    """How often a unit's messages are encoded in a step of so many backwards, relative to one."""
-    return 1 if _once_a_step(unit) else micro_batches
-
-
-def _once_a_step(unit: UnitPlan) -> bool:
-    if unit.direction == "parameters":
-        return unit.keeps_copy
-    return unit.direction == "replicas" or unit.info.ranks_per_host > 1
-
-
-def _inside_collectives(unit: UnitPlan) -> int:
-    """Collectives among the ranks of a host, in one backward with its forward."""
-    if unit.info.ranks_per_host == 1:
-        return 0
-    hands_on_messages = unit.compressed and not unit.keeps_copy
-    return unit.exchanges if hands_on_messages else unit.info.per_step
-
-
-def _traffic(unit: UnitPlan) -> Traffic:
-    W, repeats = unit.info.world_size, unit.info.per_step
-    if W == 1:
+def _of_stage(stage: StagePlan) -> Traffic:
+    sent, counts, starts = stage.bytes, stage.count_bytes, stage.starts
+    if stage.ranks == 1:
         return Traffic()
-    if not unit.compressed:
-        dense = unit.dense_bytes(unit.buffer_columns)
-        if unit.info.ranks_per_host > 1:
-            collectives = repeats + _inside_collectives(unit)
-            return Traffic(collectives=collectives, across=dense, inside=unit.inside_bytes)
-        if unit.direction == "gradients":
-            return Traffic(collectives=1, reduced=dense)
-        if unit.direction == "parameters":
-            return Traffic(collectives=repeats, gathered=dense)
-        return Traffic(collectives=repeats, ring=dense)
-    if unit.shots is not None:
-        return sum(map(_traffic, unit.stages), Traffic())
-    W, exchanges = unit.peers, unit.exchanges
-    messages = 4.0 * (W - 1) * sum(map(unit.sent_words, unit.segments)) * exchanges
-    summed = [s.codec for s in unit.segments if s.codec.cells]
-    cells = 4.0 * sum(codec.cells for codec in summed)
-    counts = 4.0 * 2 * (W - 1) / W * unit.destinations * sum(codec.counts for codec in summed)
-    collectives = exchanges + bool(summed) + any(codec.counts for codec in summed)
-    if unit.info.ranks_per_host > 1:
-        sent = messages + (W - 1) * cells + counts
-        collectives += _inside_collectives(unit)
-        return Traffic(collectives=collectives, across=sent, inside=unit.inside_bytes)
-    if unit.direction == "gradients":
+    if stage.level == "inside":
+        return Traffic(collectives=starts, inside=sent)
+    if stage.level == "across":
+        return Traffic(collectives=starts, across=sent + counts)
+    if stage.collective == "reduce-scatter":
+        return Traffic(collectives=starts, reduced=sent)
+    if stage.collective == "all-to-all":
         # Cells go by all-to-all on gloo; NCCL's ring is no worse.
-        return Traffic(collectives=collectives, ring=counts, all_to_all=messages + (W - 1) * cells)
-    return Traffic(collectives=collectives, ring=messages + 2 * (W - 1) / W * cells + counts)
+        return Traffic(collectives=starts, ring=counts, all_to_all=sent)
+    if stage.collective == "all-gather" and stage.messages is None:
+        return Traffic(collectives=starts, gathered=sent)
+    return Traffic(collectives=starts, ring=sent + counts)

@@ -134,7 +134,7 @@ class _Selected:
     unresolved: int = 0
 
     def add(self, reducer: UnitReducer) -> None:
-        steps, destinations = reducer.counters.compressed_steps, reducer.plan.destinations
+        steps, destinations = reducer.counters.compressed_steps, reducer.plan.messages.made
         for count in reducer.selection_counts():
             self.planned += count.elements
             self.target += count.target * count.elements

@@ -282,15 +282,13 @@ def _plan(
 def _with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:
     """The plan, with a note on the kernels that are ready for it, and what they need."""
     notes = []
-    reference = False
     if any(unit_plan.compressed for unit_plan in plan.all_units):
         shown = dist.get_rank() == 0
         for device in dict.fromkeys(unit.device for unit in units):
             chosen = get_ops(device, ops)
-            reference |= chosen is get_ops(device, "reference")
             notes.append(make_ready(plan, chosen, device, shown=shown))
     notes = (*plan.notes, *(note for note in notes if note is not None))
-    return replace(plan, notes=notes, reference=reference)
+    return replace(plan, notes=notes)
 
 
 def _chooser(

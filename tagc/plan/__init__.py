@@ -5,10 +5,12 @@ from tagc.plan.build import build_plan
 from tagc.plan.choice import AUTO_BITS, Choice, Choose, resolve_auto
 from tagc.plan.inside import config_inside
 from tagc.plan.memory import Memory, buffers_of
+from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.plan import Plan
+from tagc.plan.stages import StagePlan
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.two_shots import in_two_shots, slices_of
-from tagc.plan.unit_plan import Direction, Segment, TwoShots, UnitPlan
+from tagc.plan.unit_plan import Direction, TwoShots, UnitPlan
 from tagc.plan.units import FlatBuffer, UnitInfo, UnitParam
 
 __all__ = [
@@ -19,8 +21,10 @@ __all__ = [
     "Direction",
     "FlatBuffer",
     "Memory",
+    "MessagePlan",
     "Plan",
     "Segment",
+    "StagePlan",
     "TwoShots",
     "UnitInfo",
     "UnitParam",

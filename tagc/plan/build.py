@@ -21,11 +21,12 @@ from tagc.plan.checks import (
 )
 from tagc.plan.choice import AUTO_BITS, Choose, resolve_auto
 from tagc.plan.inside import plan_inside, without_effect
+from tagc.plan.messages import Segment
 from tagc.plan.param_slices import columns_of
 from tagc.plan.plan import Plan
 from tagc.plan.table import as_list
 from tagc.plan.two_shots import about_shots, in_fewest_bytes
-from tagc.plan.unit_plan import Direction, Segment, UnitPlan
+from tagc.plan.unit_plan import Direction, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import ParameterRule, Policy, PolicyError, Rule, When, first_match
 from tagc.policy.configs import AutoConfig

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from tagc.codecs import CodecPlan
@@ -27,7 +28,8 @@ from tagc.codecs.packed import PackedPlan
 from tagc.codecs.quantized import QuantizedPlan
 from tagc.codecs.sketch.plan import SketchPlan
 from tagc.ops.blocks import BlockLayout
-from tagc.plan.unit_plan import Segment, TwoShots, UnitPlan
+from tagc.plan.messages import MessagePlan, Segment
+from tagc.plan.unit_plan import TwoShots, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
 
 
@@ -37,18 +39,20 @@ def canonical(units: Iterable[UnitPlan]) -> str:
 
 
 def _top(unit: UnitPlan) -> list[Any]:
-    said = [unit.direction, _info(unit.info), _segments(unit)]
+    said = [unit.direction, _info(unit.info), _segments(unit.segments)]
     if unit.shots is not None:
-        said.append(_shots(unit.shots))
+        said.append(_shots(unit.info, unit.shots))
     if unit.inside is not None:
-        said.append(_stage(unit.inside))
+        inside = replace(unit.info, world_size=unit.info.ranks_per_host, ranks_per_host=1)
+        said.append(_stage(inside, unit.inside, "gradients"))
     return said
 
 
-def _shots(shots: TwoShots) -> dict[str, Any]:
+def _shots(info: UnitInfo, shots: TwoShots) -> dict[str, Any]:
+    info = replace(info, params=())
     return {
-        "reduce": _stage(shots.reduce),
-        "gather": _stage(shots.gather),
+        "reduce": _stage(info, shots.reduce, "gradients"),
+        "gather": _stage(info, shots.gather, "parameters"),
         "cuts": [
             [{"columns": cut.columns, "length": cut.length} for cut in of_segment]
             for of_segment in shots.cuts
@@ -56,12 +60,12 @@ def _shots(shots: TwoShots) -> dict[str, Any]:
     }
 
 
-def _stage(unit: UnitPlan) -> dict[str, Any]:
-    """A part of a unit's exchange, which has no parts itself."""
+def _stage(info: UnitInfo, messages: MessagePlan, direction: str) -> dict[str, Any]:
+    """Messages of a stage, in the form of a unit without stages."""
     return {
-        "info": _info(unit.info),
-        "segments": _segments(unit),
-        "direction": unit.direction,
+        "info": _info(info),
+        "segments": _segments(messages.segments),
+        "direction": direction,
         "shots": None,
         "inside": None,
     }
@@ -90,8 +94,8 @@ def _param(param: UnitParam) -> dict[str, Any]:
     }
 
 
-def _segments(unit: UnitPlan) -> list[dict[str, Any]]:
-    return [_segment(segment) for segment in unit.segments]
+def _segments(segments: Iterable[Segment]) -> list[dict[str, Any]]:
+    return [_segment(segment) for segment in segments]
 
 
 def _segment(segment: Segment) -> dict[str, Any]:

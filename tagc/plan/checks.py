@@ -51,7 +51,11 @@ def in_levels(units: Sequence[UnitPlan]) -> Iterator[str]:
         what, others = f"{mine[0].direction} of {len(mine)} units in two levels", hosts - 1
         if mine[0].direction == "gradients":
             forms = dict.fromkeys(
-                s.codec.name for u in mine if u.inside is not None for s in u.inside.compressed
+                s.codec.name
+                for u in mine
+                if u.inside is not None
+                for s in u.inside.segments
+                if s.compressed
             )
             form = f" as {' and '.join(forms)}" if forms else ""
             yield (

@@ -15,7 +15,8 @@ from typing import get_args
 from tagc.codecs import CodecConfig, PlanRequest, plan_codec
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.quantized import QuantizedConfig
-from tagc.plan.unit_plan import Segment, UnitPlan
+from tagc.plan.messages import MessagePlan, Segment
+from tagc.plan.unit_plan import UnitPlan
 from tagc.policy import Inside
 
 _CONFIGS: dict[Inside, CodecConfig] = {
@@ -62,6 +63,7 @@ def plan_inside(unit: UnitPlan, inside: Inside) -> UnitPlan:
         config = config_inside(inside if segment.compressed else "native")
         return replace(segment, codec=plan_codec(config, request))
 
-    info = replace(unit.info, world_size=unit.info.ranks_per_host, ranks_per_host=1)
-    message = UnitPlan(info=info, segments=tuple(map(of_host, unit.segments)))
+    W = unit.info.world_size
+    segments = tuple(map(of_host, unit.segments))
+    message = MessagePlan(segments=segments, made=W, read=W, rows=unit.peers)
     return replace(unit, inside=message)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from tagc.codecs.delta import AT_A_TIME
+from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.param_slices import is_whole
+from tagc.plan.stages import StagePlan
 from tagc.plan.table import format_bytes
-from tagc.plan.unit_plan import Segment, UnitPlan
+from tagc.plan.unit_plan import UnitPlan
 
 Buffer = tuple[str, torch.dtype, int]
 """Name, dtype and elements."""
@@ -24,7 +26,8 @@ class Memory:
         stored: between steps: residuals, what owners keep, kept messages and copies.
         buffers: allocated in the first step, and kept for all units.
         moment: at most, for a moment, in the largest segment: what operators and feedback take
-            beside their arguments. (The scratch of the kernels for GPUs is not counted.)
+            beside their arguments on a CPU. (The eager reference takes more. The scratch of the
+            kernels for GPUs is not counted.)
         waiting: more, while micro-batches wait inside hosts (``set_requires_all_reduce(False)``).
     """
 
@@ -53,12 +56,11 @@ class Memory:
         )
 
 
-def memory_of(units: Sequence[UnitPlan], *, gloo: bool, reference: bool = False) -> Memory:
+def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
     """What units need, in all directions.
 
     Args:
         gloo: whether the backend is gloo on a CPU, which adds up in buffers of its own.
-        reference: whether operators are the eager reference.
     """
     largest: dict[tuple[str, torch.dtype], int] = {}
     for unit in units:
@@ -67,7 +69,7 @@ def memory_of(units: Sequence[UnitPlan], *, gloo: bool, reference: bool = False)
     return Memory(
         stored=sum(unit.stored_bytes(s) for unit in units for s in unit.segments),
         buffers=sum(numel * dtype.itemsize for (_, dtype), numel in largest.items()),
-        moment=max((_moment(unit, reference=reference) for unit in units), default=0),
+        moment=max(map(_moment, units), default=0),
         waiting=sum(map(_waiting, units)),
     )
 
@@ -75,51 +77,50 @@ def memory_of(units: Sequence[UnitPlan], *, gloo: bool, reference: bool = False)
 def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
     """The buffers of one unit after its warm-up, by the names that
     :class:`tagc.codecs.workspace.Workspace` has them under; those of the warm-up, if it has one."""
-    if unit.info.world_size == 1:
+    info, dtype, columns = unit.info, unit.info.dtype, unit.buffer_columns
+    if info.world_size == 1:
         return
-    if unit.direction == "parameters":
-        if unit.compressed:
-            yield from _of_parameters(unit)
-        return
-    H, S, R = unit.peers, unit.buffer_columns, unit.info.ranks_per_host
-    dtype = unit.info.dtype
-    if R > 1 and unit.direction == "gradients":
-        yield "inside_sum", dtype, H * S
-        if unit.inside is not None:
-            yield "inside_send", torch.int32, H * R * unit.inside.row_words
-            yield "inside_received", torch.int32, H * R * unit.inside.row_words
-        if gloo and (unit.inside is None or unit.warmup_steps):
-            yield "inside_recv", dtype, H * R * S
-        if not unit.compressed or unit.warmup_steps:
-            yield "dense_recv", dtype, H * S
-    if not unit.compressed:
-        return
+    for stage in unit.route:
+        if unit.direction == "parameters":
+            if stage.messages is not None:
+                yield from _of_parameters(unit)
+        elif stage.level == "inside":
+            yield "inside_sum", dtype, stage.rows * columns
+            if stage.messages is not None:
+                yield "inside_send", torch.int32, stage.messages.made * stage.messages.row_words
+                yield "inside_received", torch.int32, stage.messages.read * stage.messages.row_words
+            if gloo and (stage.messages is None or unit.warmup_steps):
+                yield "inside_recv", dtype, stage.rows * stage.ranks * columns
+        else:
+            if stage.level == "across" and (stage.messages is None or unit.warmup_steps):
+                yield "dense_recv", dtype, stage.ranks * columns
+            if stage.messages is not None:
+                yield from _of_messages(stage.messages)
     if unit.shots is not None:
-        for shot in unit.stages:
-            yield "message_send", torch.int32, shot.destinations * shot.row_words
-            yield "message_recv", torch.int32, shot.sources * shot.row_words
-        slices = unit.info.world_size * unit.shots.reduce.columns
+        slices = info.world_size * unit.shots.reduce.columns
         yield "slices", dtype, slices
         yield "slices", torch.float32, slices
         yield "slice_sum", torch.float32, unit.shots.reduce.columns
-        return
-    yield "message_send", torch.int32, unit.destinations * unit.row_words
-    yield "message_recv", torch.int32, unit.sources * unit.row_words
-    cells = sum(s.codec.cells for s in unit.segments)
-    if cells:
-        yield "cells_send", torch.int32, unit.destinations * cells
-    if cells and not unit.for_all:
-        yield "cells_sum", torch.int32, cells
-        yield "cells_recv", torch.int32, unit.destinations * cells
-    if unit.info.flat is not None and not is_whole(unit.info, unit.segments[0].params):
-        yield "flat_grad", dtype, unit.info.world_size * unit.columns
+    if unit.compressed and info.flat is not None and not is_whole(info, unit.segments[0].params):
+        yield "flat_grad", dtype, info.world_size * unit.columns
         yield "flat_shard", dtype, unit.columns
 
 
+def _of_messages(messages: MessagePlan) -> Iterator[Buffer]:
+    yield "message_send", torch.int32, messages.made * messages.row_words
+    yield "message_recv", torch.int32, messages.read * messages.row_words
+    if messages.cells:
+        yield "cells_send", torch.int32, messages.made * messages.cells
+        if not messages.for_all:
+            yield "cells_sum", torch.int32, messages.cells
+            yield "cells_recv", torch.int32, messages.made * messages.cells
+
+
 def _of_parameters(unit: UnitPlan) -> Iterator[Buffer]:
-    yield "parameters_send", torch.int32, unit.row_words
+    messages = unit.messages
+    yield "parameters_send", torch.int32, messages.row_words
     if not unit.reuses_forward_message:
-        yield "parameters_recv", torch.int32, unit.sources * unit.row_words
+        yield "parameters_recv", torch.int32, messages.read * messages.row_words
     if unit.keeps_copy:
         rows = min(unit.peers, max(1, AT_A_TIME // max(1, unit.columns)))
         yield "changes", torch.float32, rows * unit.columns
@@ -127,48 +128,37 @@ def _of_parameters(unit: UnitPlan) -> Iterator[Buffer]:
 
 def _waiting(unit: UnitPlan) -> int:
     """The sum of a host's ranks, in float32."""
-    on_hosts = unit.direction == "gradients" and unit.info.ranks_per_host > 1
-    return 4 * unit.peers * unit.buffer_columns if on_hosts else 0
+    inside = (stage for stage in unit.route if stage.level == "inside")
+    return sum(4 * s.rows * s.columns for s in inside if unit.direction == "gradients")
 
 
-def _moment(unit: UnitPlan, *, reference: bool) -> int:
-    """At most, of the segments, one after the other."""
-    if not unit.compressed or unit.info.world_size == 1:
+def _moment(unit: UnitPlan) -> int:
+    """At most, of the segments of every stage, one after the other."""
+    if unit.info.world_size == 1:
         return 0
-    found = max(
-        _moment_of(part, segment, reference=reference)
-        for part in unit.stages
-        for segment in part.segments
+    found = (
+        _moment_of(unit, stage, stage.messages, segment)
+        for stage in unit.route
+        if stage.messages is not None
+        for segment in stage.messages.segments
     )
-    if unit.inside is None:
-        return found
-    inside = [
-        s.codec.sums_bytes(unit.peers, unit.info.ranks_per_host, reference=reference)
-        + _widened(unit, s, unit.info.world_size, reference=reference)
-        for s in unit.inside.segments
-    ]
-    return max(found, *inside)
+    return max(found, default=0)
 
 
-def _widened(unit: UnitPlan, segment: Segment, rows: int, *, reference: bool) -> int:
-    """What the CPU's operators make of float16 before they encode it."""
-    widens = unit.info.dtype == torch.float16 and segment.compressed and not reference
-    return 4 * rows * segment.columns if widens else 0
-
-
-def _moment_of(unit: UnitPlan, segment: Segment, *, reference: bool) -> int:
-    codec, feedback, D = segment.codec, segment.codec.feedback, unit.destinations
-    found = codec.scratch_bytes(D, unit.sources, reference=reference)
-    if unit.direction != "parameters":  # of which nothing is added up
-        found += codec.widened_bytes(unit.sources)
-    found += _widened(unit, segment, D, reference=reference)
+def _moment_of(unit: UnitPlan, stage: StagePlan, messages: MessagePlan, segment: Segment) -> int:
+    codec, feedback, dtype = segment.codec, segment.codec.feedback, unit.info.dtype
+    half = dtype == torch.float16
+    # The CPU's operators encode float16 from a copy in float32.
+    found = 4 * messages.made * segment.columns if half and segment.compressed else 0
+    if stage.level == "inside" and unit.direction == "gradients":
+        return found + codec.sums_bytes(stage.rows, stage.ranks)
+    found += codec.scratch_bytes(messages.made, messages.read)
+    adds_up = messages.rows == 1
+    if adds_up:
+        found += codec.widened_bytes(messages.read)
     if feedback is not None:
-        if feedback.dtype == torch.int8 and reference:
-            # It is stored as the codec `quantized` would send it.
-            found = max(found, 41 * D * segment.columns)
-        found += feedback.scratch_bytes(D, segment.columns, unit.info.dtype, reference=reference)
-    owns = feedback is not None and feedback.owner_state is not None
-    ranged = unit.info.dtype == torch.float16 and unit.direction != "parameters"
-    if ranged and codec.compressed and not owns:
-        found += 17 * segment.columns  # to keep a sum inside the range
+        found += feedback.scratch_bytes(messages.made, segment.columns, dtype)
+    if half and adds_up and codec.compressed and (feedback is None or not feedback.owner_state):
+        # The sum in float32, two masks of its finite values and one of others, and a result.
+        found += 17 * segment.columns
     return found

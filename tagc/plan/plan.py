@@ -10,9 +10,10 @@ from functools import cached_property
 from tagc.plan.alike import merged
 from tagc.plan.canonical import canonical
 from tagc.plan.memory import Memory, memory_of
+from tagc.plan.messages import Segment
 from tagc.plan.row import Row
 from tagc.plan.table import as_text
-from tagc.plan.unit_plan import Segment, UnitPlan
+from tagc.plan.unit_plan import UnitPlan
 from tagc.plan.units import UnitParam
 from tagc.policy import ParamInfo, Policy, first_match, nearest_miss
 
@@ -30,7 +31,6 @@ class Plan:
         notes: what ``codec: auto`` was decided by, and how; what else a user should know.
         warnings: what speaks against this plan.
         gloo: whether it is for gloo on CPUs.
-        reference: whether operators are the eager reference, which takes more memory.
     """
 
     policy: Policy
@@ -40,12 +40,11 @@ class Plan:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     gloo: bool = False
-    reference: bool = False
 
     @property
     def memory(self) -> Memory:
         """That a rank needs, beside FSDP's own."""
-        return memory_of(self.all_units, gloo=self.gloo, reference=self.reference)
+        return memory_of(self.all_units, gloo=self.gloo)
 
     @property
     def all_units(self) -> tuple[UnitPlan, ...]:

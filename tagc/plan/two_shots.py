@@ -23,9 +23,10 @@ from dataclasses import replace
 import torch
 
 from tagc.codecs import Cut
+from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.param_slices import ParamSlice
 from tagc.plan.table import as_list, format_bytes
-from tagc.plan.unit_plan import Direction, Segment, TwoShots, UnitPlan
+from tagc.plan.unit_plan import TwoShots, UnitPlan
 
 
 def in_fewest_bytes(unit: UnitPlan) -> UnitPlan:
@@ -56,14 +57,12 @@ def in_two_shots(unit: UnitPlan) -> UnitPlan:
         cuts.append(of_segment)
         slices.append(replace(segment, start=start, stop=stop, params=(), codec=codec))
         start = stop
-    info = replace(unit.info, params=())
-
-    def shot(direction: Direction, segments: Sequence[Segment]) -> UnitPlan:
-        return UnitPlan(info=info, segments=tuple(segments), direction=direction)
-
+    owners = unit.info.world_size
     sums = [replace(segment, codec=segment.codec.of_sums()) for segment in slices]
     shots = TwoShots(
-        reduce=shot("gradients", slices), gather=shot("parameters", sums), cuts=tuple(cuts)
+        reduce=MessagePlan(segments=tuple(slices), made=owners, read=owners),
+        gather=MessagePlan(segments=tuple(sums), made=1, read=owners, rows=owners, for_all=True),
+        cuts=tuple(cuts),
     )
     return replace(unit, shots=shots)
 
@@ -131,7 +130,8 @@ def about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
 
 def _words(unit: UnitPlan) -> int:
     """Words of a step's messages, without padding."""
-    return sum(segment.codec.words for stage in unit.stages for segment in stage.segments)
+    messages = [stage.messages for stage in unit.route if stage.messages is not None]
+    return sum(segment.codec.words for found in messages for segment in found.segments)
 
 
 def _wire_bytes(unit: UnitPlan) -> float:

@@ -9,48 +9,19 @@ parameters (see :mod:`tagc.plan.param_slices`), all parameters that share a rule
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Literal
 
-from tagc.codecs import CodecPlan, Cut, in_message_order, row_words
-from tagc.plan.param_slices import filled_columns
+import torch
+
+from tagc.codecs import CodecPlan, Cut
+from tagc.plan.messages import MessagePlan, Segment, sent_spans
+from tagc.plan.stages import Collective, StagePlan
 from tagc.plan.units import UnitInfo, UnitParam
 
 Direction = Literal["gradients", "parameters", "replicas"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Columns ``start`` to ``stop`` of a unit, which travel by one codec.
-
-    Attributes:
-        role: of its parameters; ``mixed`` in a flat buffer, where they need not share one.
-    """
-
-    start: int
-    stop: int
-    params: tuple[UnitParam, ...]
-    role: str
-    rule: int | None
-    codec: CodecPlan
-
-    @property
-    def columns(self) -> int:
-        """Elements of the segment in one shard."""
-        return self.stop - self.start
-
-    @property
-    def compressed(self) -> bool:
-        """Whether anything but the buffer itself travels."""
-        return self.codec.compressed
-
-    @property
-    def frozen(self) -> bool:
-        """Whether none of its parameters has a gradient."""
-        return all(param.frozen for param in self.params)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +31,14 @@ class TwoShots:
     all. See :mod:`tagc.plan.two_shots`.
 
     Attributes:
-        reduce: the first shot, ``[N, C]`` to ``[C]``: a reduce-scatter of slices, as one of
-            gradients is.
-        gather: the second one, ``[C]`` to ``[N, C]``: an all-gather, as one of parameters is.
+        reduce: messages of the first shot, ``[N, C]`` to ``[C]``: a reduce-scatter of slices.
+        gather: those of the second one, ``[C]`` to ``[N, C]``: an all-gather.
         cuts: of each segment of the unit; in both, the slices of a segment are one, of as many
             columns as its cuts have slices long.
     """
 
-    reduce: UnitPlan
-    gather: UnitPlan
+    reduce: MessagePlan
+    gather: MessagePlan
     cuts: tuple[tuple[Cut, ...], ...]
 
 
@@ -87,12 +57,102 @@ class UnitPlan:
     segments: tuple[Segment, ...]
     direction: Direction = "gradients"
     shots: TwoShots | None = None
-    inside: UnitPlan | None = None
+    inside: MessagePlan | None = None
 
     @cached_property
-    def stages(self) -> tuple[UnitPlan, ...]:
-        """The exchanges of messages that follow each other in a step."""
-        return (self,) if self.shots is None else (self.shots.reduce, self.shots.gather)
+    def messages(self) -> MessagePlan:
+        """Of the first stage that sends messages to other hosts."""
+        if self.shots is not None:
+            return self.shots.reduce
+        W, H, copies = self.info.world_size, self.peers, self.keeps_copy
+        gathers = self.direction == "parameters"
+        return MessagePlan(
+            segments=self.segments,
+            made=1 if self.for_all else H,
+            read=W if gathers and not copies else H,
+            rows=(2 * H if copies else W) if gathers else 1,
+            for_all=self.for_all,
+            sent=sent_spans(self.info, self.segments),
+        )
+
+    @cached_property
+    def route(self) -> tuple[StagePlan, ...]:
+        """The collectives that carry the unit in a step, one after another."""
+        if self.direction == "gradients":
+            return self._reduction()
+        return self._gather() if self.direction == "parameters" else self._average()
+
+    def _reduction(self) -> tuple[StagePlan, ...]:
+        on_hosts = self.info.ranks_per_host > 1
+        across = StagePlan(
+            collective="all-to-all" if self.compressed else "reduce-scatter",
+            level="across" if on_hosts else "flat",
+            ranks=self.peers,
+            columns=self.buffer_columns,
+            dtype=self.info.dtype,
+            each_backward=not on_hosts,
+            messages=self.messages if self.compressed else None,
+        )
+        inside = StagePlan(
+            collective="reduce-scatter",
+            level="inside",
+            ranks=self.info.ranks_per_host,
+            columns=self.buffer_columns,
+            dtype=self.info.dtype,
+            rows=self.peers,
+            messages=self.inside,
+        )
+        return (inside, across) if on_hosts else (across,)
+
+    def _gather(self) -> tuple[StagePlan, ...]:
+        on_hosts = self.info.ranks_per_host > 1
+        across = StagePlan(
+            collective="all-gather",
+            level="across" if on_hosts else "flat",
+            ranks=self.peers,
+            columns=self.buffer_columns,
+            dtype=self.info.dtype,
+            repeats=self.exchanges,
+            decodes=1 if self.keeps_copy else self.info.per_step,
+            each_backward=not self.keeps_copy,
+            messages=self.messages if self.compressed else None,
+        )
+        # Ranks of a host hand messages on, or rows of the copy that they have.
+        hand_on = self.compressed and not self.keeps_copy
+        inside = StagePlan(
+            collective="all-gather",
+            level="inside",
+            ranks=self.info.ranks_per_host,
+            columns=self.messages.row_words if hand_on else self.buffer_columns,
+            dtype=torch.int32 if hand_on else self.info.dtype,
+            rows=self.peers,
+            repeats=self.exchanges if hand_on else self.info.per_step,
+        )
+        return (across, inside) if on_hosts else (across,)
+
+    def _average(self) -> tuple[StagePlan, ...]:
+        def stage(collective: Collective, messages: MessagePlan | None = None) -> StagePlan:
+            return StagePlan(
+                collective=collective,
+                level="flat",
+                ranks=self.info.world_size,
+                columns=self.buffer_columns,
+                dtype=self.info.dtype,
+                each_backward=False,
+                messages=messages,
+            )
+
+        if not self.compressed:
+            return (stage("all-reduce"),)
+        if self.shots is None:
+            return (stage("all-gather", self.messages),)
+        return stage("all-to-all", self.shots.reduce), stage("all-gather", self.shots.gather)
+
+    @property
+    def words(self) -> int:
+        """int32 words of all segments in the messages of every stage but those inside hosts."""
+        shots = () if self.shots is None else (self.shots.gather,)
+        return sum(messages.words for messages in (self.messages, *shots))
 
     @cached_property
     def columns(self) -> int:
@@ -116,17 +176,6 @@ class UnitPlan:
     def for_all(self) -> bool:
         """Whether all ranks get the same message, and decode the same."""
         return self.direction != "gradients"
-
-    @cached_property
-    def destinations(self) -> int:
-        """Messages that a rank makes: one for all, or one to every owner that it sends to."""
-        return 1 if self.for_all else self.sources
-
-    @cached_property
-    def sources(self) -> int:
-        """Messages that a rank decodes."""
-        everybodys = self.direction == "parameters" and not self.keeps_copy
-        return self.info.world_size if everybodys else self.peers
 
     @cached_property
     def peers(self) -> int:
@@ -154,57 +203,6 @@ class UnitPlan:
         return max((s.codec.warmup_steps for s in self.segments), default=0)
 
     @cached_property
-    def words(self) -> int:
-        """int32 words of the segments in the unit's message to one destination."""
-        return sum(s.codec.room for s in self.segments)
-
-    @cached_property
-    def row_words(self) -> int:
-        """Words of a message with its stamp and padding: from one to the next."""
-        return row_words(self.words)
-
-    @cached_property
-    def sent(self) -> tuple[slice, ...] | None:
-        """Words of the message to each owner that are sent; None for all of them.
-
-        In a flat buffer an owner may have nothing of the first segments, or of the last, and of
-        dense ones less than another.
-        """
-        if self.info.flat is None:
-            return None
-        spans = [(self.words, 0)] * self.info.world_size
-        at = 0
-        for segment in self.message:
-            for row, columns in enumerate(filled_columns(self.info, segment.params)):
-                used = segment.codec.used_words(columns)
-                if used:
-                    spans[row] = (min(spans[row][0], at), at + used)
-            at += segment.codec.room
-        return tuple(slice(min(start, stop), stop) for start, stop in spans)
-
-    @cached_property
-    def message(self) -> tuple[Segment, ...]:
-        """The segments in the order in which their words follow each other in a message."""
-        return tuple(chain.from_iterable(in_message_order(self.segments)))
-
-    def sent_words(self, segment: Segment) -> float:
-        """Words of a segment in a message, padding included; in a flat buffer, on average over
-        all owners."""
-        if self.sent is None:
-            return self._words_of(segment)
-        before = self.message[: self.message.index(segment)]
-        start = sum(s.codec.room for s in before)
-        stop = start + segment.codec.room
-        parts = (min(stop, span.stop) - max(start, span.start) for span in self.sent)
-        return sum(max(0, words) for words in parts) / self.info.world_size
-
-    def _words_of(self, segment: Segment) -> int:
-        """Words of a segment in a message. The end, stamp and padding, counts as the largest's."""
-        largest = max(self.segments, key=lambda s: s.codec.room)
-        rest = self.row_words - self.words if segment is largest else 0
-        return segment.codec.room + rest
-
-    @cached_property
     def keeps_copy(self) -> bool:
         """Whether ranks keep the unit's parameters, all of them, to add changes to."""
         return any(s.codec.of_changes for s in self.segments)
@@ -217,7 +215,7 @@ class UnitPlan:
 
     @property
     def exchanges(self) -> int:
-        """Messages of this unit that a rank sends in a step, for every destination."""
+        """All-gathers that a rank takes part in, in a step of one backward."""
         return 1 if self.reuses_forward_message or self.keeps_copy else self.info.per_step
 
     def dense_bytes(self, columns: float) -> float:
@@ -232,43 +230,24 @@ class UnitPlan:
     def inside_bytes(self) -> int:
         """Bytes that a rank sends to those of its own host: of gradients in a backward, to add up
         with them; of parameters in a step, to hand on what came from other hosts."""
-        others = self.info.ranks_per_host - 1
-        row = self.buffer_columns * self.info.dtype.itemsize
-        if self.inside is not None:
-            row = 4 * self.inside.row_words
-        if self.direction == "parameters":
-            hands_on_messages = self.compressed and not self.keeps_copy
-            message = 4 * self.row_words * self.exchanges
-            row = message if hands_on_messages else row * self.info.per_step
-        return others * self.peers * row
+        return int(sum(stage.bytes for stage in self.route if stage.level == "inside"))
 
     def wire_bytes(self, segment: Segment) -> float:
-        """Bytes that a rank sends in a step for a segment, its share of the counts included."""
+        """Bytes that a rank sends in a step for a segment, its share of the counts included; where
+        ranks of a host work together, those to other hosts."""
         if not self.compressed:
             return self.dense_bytes(self.dense_columns(segment.params))
-        if self.shots is not None:
-            return sum(part.wire_bytes(of) for part, of in self._slices_of(segment))
-        W = self.peers
-        words = (W - 1) * self.sent_words(segment) * self.exchanges
-        reduced = 2 * (W - 1) / W
-        words += (reduced if self.for_all else W - 1) * segment.codec.cells
-        words += reduced * self.destinations * segment.codec.counts
-        return 4 * words
+        i = self.segments.index(segment)
+        return sum(stage.bytes_of(i) for stage in self.route if stage.level != "inside")
 
     def stored_bytes(self, segment: Segment) -> int:
         """Bytes that a rank stores for a segment between steps: residual, what it keeps as an
         owner, the forward's message, the copy."""
-        if self.shots is not None:
-            return sum(part.stored_bytes(of) for part, of in self._slices_of(segment))
-        feedback = segment.codec.feedback
-        residual = feedback.row_bytes(segment.columns) if feedback else 0
-        owned = feedback.owner_bytes * segment.columns if feedback else 0
-        message = 4 * self._words_of(segment) * self.sources
-        message = message if self.reuses_forward_message else 0
-        copy = self.peers * segment.columns * self.info.dtype.itemsize if self.keeps_copy else 0
-        return self.destinations * residual + owned + message + copy
-
-    def _slices_of(self, segment: Segment) -> Iterator[tuple[UnitPlan, Segment]]:
-        """What a segment is in either shot."""
         i = self.segments.index(segment)
-        return ((part, part.segments[i]) for part in self.stages)
+        found = [stage.messages for stage in self.route if stage.messages is not None]
+        stored = sum(messages.stored_bytes(messages.segments[i]) for messages in found)
+        if self.reuses_forward_message:
+            stored += 4 * int(self.messages.words_of(segment)) * self.messages.read
+        if self.keeps_copy:
+            stored += self.peers * segment.columns * self.info.dtype.itemsize
+        return stored

@@ -50,22 +50,20 @@ SLACK = 6000
     ],
     ids=str,
 )
-def test_the_reference_takes_no_more(
+def test_a_reduction_takes_no_more(
     rank: int, world_size: int, codec: dict[str, Any], feedback: dict[str, Any], dtype: torch.dtype
 ) -> None:
     plan = (matrix_plan if codec["kind"] == "matrix" else codec_plan)(
         world_size, codec, feedback, dtype
     )
-    reducer = unit_reducer(plan)
+    reducer = unit_reducer(plan, "cpu")
     buffers = [normal(world_size, plan.columns, step)[rank].to(dtype) for step in range(3)]
     for buffer in buffers:
         taken = peak_of(lambda buffer=buffer: reduce(reducer, buffer))
     # What the test's own function makes: a copy of the buffer, and the shard.
     taken -= (world_size + 1) * plan.columns * dtype.itemsize
-    said = memory_of([plan], gloo=True, reference=True).moment
+    said = memory_of([plan], gloo=True).moment
     assert taken <= said + SLACK, (taken, said)
-    assert said <= 2.2 * (taken + SLACK), (taken, said)
-    assert memory_of([plan], gloo=True).moment < said or codec["kind"] == "dense"
 
 
 @on_ranks(4)
@@ -101,7 +99,7 @@ def test_sums_inside_a_host_take_no_more(dtype: torch.dtype) -> None:
     received = torch.zeros(5, 3, plan.words, dtype=torch.int32)
     rows = torch.empty(5, 1000, dtype=dtype)
     taken = peak_of(lambda: codec.decode_sums(received, rows))
-    assert taken + plan.widened_bytes(15) == plan.sums_bytes(5, 3, reference=False)
+    assert taken + plan.widened_bytes(15) == plan.sums_bytes(5, 3)
 
 
 @dataclass

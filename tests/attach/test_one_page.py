@@ -72,7 +72,7 @@ def by_library(policy: Any, steps: int) -> Iterator[Step]:
     padding = sum(
         4
         * (dist.get_world_size() - 1)
-        * (unit.row_words - sum(s.codec.words for s in unit.segments))
+        * (unit.messages.row_words - sum(s.codec.words for s in unit.segments))
         for unit in plan.all_units
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

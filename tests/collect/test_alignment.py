@@ -16,7 +16,7 @@ from support.distributed import on_ranks
 from support.paths import ROOT
 from support.small_net import loss_of, sharded
 from tagc.collect.transport import HEADER_TAG
-from tagc.plan import UnitPlan
+from tagc.plan import MessagePlan, UnitPlan
 
 ALIGNED = 16
 POLICIES = sorted({path.stem for path in (ROOT / "policies").glob("*.yaml")} - {"auto"})
@@ -47,9 +47,8 @@ RANKS: dict[str, dict[str, Any]] = {
 }
 
 
-def messages(unit: UnitPlan) -> list[UnitPlan]:
-    inside = [] if unit.inside is None else [unit.inside]
-    return [*unit.stages, *inside] if unit.compressed else []
+def messages(unit: UnitPlan) -> list[MessagePlan]:
+    return [stage.messages for stage in unit.route if stage.messages is not None]
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -60,7 +60,7 @@ def only(buffers: Tensor, plan: UnitPlan, reached: set[str]) -> Tensor:
 def owed(reducer: UnitReducer) -> Tensor:
     """``[D, S]`` float64."""
     plan = reducer.plan
-    total = torch.zeros(plan.destinations, plan.columns, dtype=torch.float64)
+    total = torch.zeros(plan.messages.made, plan.columns, dtype=torch.float64)
     for segment in plan.compressed:
         total[:, segment.start : segment.stop] = reducer.residuals[segment.start]
     return total

@@ -167,7 +167,7 @@ def test_what_a_rehearsal_compiles_is_all_that_a_step_launches(name):
     (unit,) = plan.units
     ops = get_ops("cuda", "triton")
     reducer = UnitReducer(unit, ops, torch.device("cpu"), Workspace(torch.device("cpu")), seed=0)
-    send = torch.empty(2, unit.row_words, dtype=torch.int32)
+    send = torch.empty(2, unit.messages.row_words, dtype=torch.int32)
     grad = torch.empty(2, unit.columns, dtype=torch.bfloat16)
 
     assert compiles_ahead(ops)

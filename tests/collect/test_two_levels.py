@@ -35,7 +35,7 @@ def test_two_levels_conserve_what_one_does(rank: int, world_size: int, codec: st
     hosts = world_size // RANKS_PER_HOST
     flat = codec_plan(world_size, CODECS[codec], {"kind": "residual"})
     plan = in_two_levels(flat, CODECS[codec])
-    assert (plan.destinations, plan.sources) == (hosts, hosts)
+    assert (plan.messages.made, plan.messages.read) == (hosts, hosts)
     with host_reducer(rank, plan) as reducer:
         conserves(reducer, rank, world_size)
 
@@ -86,7 +86,7 @@ def check_conserved(
 ) -> None:
     span = slice(segment.start, segment.stop)
     residual = reducer.residuals[segment.start]
-    assert residual.shape == (reducer.plan.destinations, segment.columns)
+    assert residual.shape == (reducer.plan.messages.made, segment.columns)
     # Of this rank's shard those of the same place on every host owe something.
     everyones = gathered(residual).double()  # [rank, host, columns]
     owed = everyones[rank % RANKS_PER_HOST :: RANKS_PER_HOST, rank // RANKS_PER_HOST].sum(0)

@@ -31,6 +31,7 @@ SAID = {
 LEFT_OUT = {
     "UnitInfo.native",
     *(f"UnitParam.{name}" for name in ("local", "box", "duplicate", "frozen", "special")),
+    *(f"MessagePlan.{name}" for name in ("made", "read", "rows", "for_all", "sent")),
 }
 PLANS = dict(plans())
 

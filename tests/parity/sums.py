@@ -102,11 +102,12 @@ def owes(wrapped: Any, how: Divisors) -> list[Tensor]:
     compressor = tagc.compressor(wrapped)
     for reducer in (*compressor.reducers, *compressor.replica_reducers):
         plan = reducer.plan
-        rows = torch.zeros(plan.destinations, plan.buffer_columns, dtype=torch.float64)
+        count = 1 if plan.for_all else plan.peers
+        rows = torch.zeros(count, plan.buffer_columns, dtype=torch.float64)
         for segment in plan.compressed:
             residual = reducer.residuals[segment.start]
             seen = torch.zeros_like(residual, dtype=torch.bool)
-            for row in range(plan.destinations):
+            for row in range(count):
                 for column, start, length in spans(plan, segment, row):
                     here = slice(column, column + length)
                     rows[row, start : start + length] = residual[row, here]
@@ -119,8 +120,9 @@ def owes(wrapped: Any, how: Divisors) -> list[Tensor]:
 def planned(plan: UnitPlan) -> Tensor:
     """Which elements of FSDP's rows ``[W, S]`` are the plan's: FSDP1 reduces the gradients of
     frozen parameters, too, and then drops them."""
-    mask = torch.zeros(plan.destinations, plan.buffer_columns, dtype=torch.float64)
-    for row in range(plan.destinations):
+    count = 1 if plan.for_all else plan.peers
+    mask = torch.zeros(count, plan.buffer_columns, dtype=torch.float64)
+    for row in range(count):
         for segment in plan.segments:
             for _, start, length in spans(plan, segment, row):
                 mask[row, start : start + length] = 1
@@ -193,7 +195,7 @@ def check_steps(wrapped: Any, how: Divisors, owed: Sequence[Tensor]) -> None:
             half = sketch.quantization_steps[j, row].item() / 2
             # Thresholds are sizes of elements, and steps a small part of them.
             assert 2 * half <= 2**-14 * sketch.controllers[0].threshold[j, row].item()
-            most = reducer.plan.sources * half / math.prod(how(W))
+            most = reducer.plan.peers * half / math.prod(how(W))
             for _, start, length in spans(reducer.plan, segment, own):
                 columns = owed[i][start : start + length]
                 assert bool((columns.abs() <= most * (1 + 2**-20)).all())

@@ -102,10 +102,10 @@ def test_only_what_an_owner_has_is_sent() -> None:
     unit = block_plan()
     quantized = unit.compressed[0].codec.words
     room = -(-quantized // 4) * 4
-    spans = [(span.start, span.stop) for span in unit.sent or ()]
+    spans = [(span.start, span.stop) for span in unit.messages.sent or ()]
     # Rows: all of wq; bias and norm; half of fc1 each.
     assert spans == [(0, quantized), (room, room + 400), (0, quantized), (0, quantized)]
-    words = [unit.sent_words(segment) for segment in unit.segments]
+    words = [unit.messages.words_of(segment) for segment in unit.segments]
     assert words == [3 * quantized / 4, 100]
     sent = sum(unit.wire_bytes(segment) for segment in unit.segments)
     assert sent == pytest.approx(4 * 3 / 4 * (3 * quantized + 400))

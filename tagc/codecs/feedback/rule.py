@@ -63,23 +63,17 @@ class FeedbackRule:
         """Stored for an element of the own shard."""
         return 0 if self.owner_state is None else 4
 
-    def scratch_bytes(
-        self, destinations: int, columns: int, dtype: torch.dtype, *, reference: bool
-    ) -> int:
-        """Taken for a moment, at most: a residual in 8 bits is opened in float32; what the owner
-        makes of a sum.
+    def scratch_bytes(self, destinations: int, columns: int, dtype: torch.dtype) -> int:
+        """Taken for a moment on a CPU, at most: a residual in 8 bits is opened in float32; what the
+        owner makes of a sum.
 
         Args:
             dtype: of the gradients.
-            reference: whether its operators are the reference's.
         """
         opened = 4 * destinations * columns if self.dtype == torch.int8 else 0
         # A buffer in float32 for narrower dtypes; for float16 a mask of its range, with what is
         # kept inside of it.
         each = {torch.float32: 0, torch.bfloat16: 4, torch.float16: 13}[dtype]
-        if reference:
-            # Or a mask, the sum with zeros there, and what is handed out.
-            each = max(each, {torch.float32: 13, torch.bfloat16: 17, torch.float16: 17}[dtype])
         return max(opened, 0 if self.owner_state is None else each * columns)
 
     @property

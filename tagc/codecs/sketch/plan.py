@@ -39,12 +39,9 @@ class SketchPlan(SelectingPlan):
         waited for several steps and is then sent may exceed more.)"""
         return min(1.0, 2.0 ** -self.symbol.step_shift(self.levels)) + 2**-8
 
-    def scratch_bytes(self, destinations: int, sources: int, *, reference: bool) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: the reference's of one row; else the cells of each
-        key, and a table of cells."""
+    def scratch_bytes(self, destinations: int, sources: int) -> int:
+        """See :meth:`CodecPlan.scratch_bytes`: the cells of each key, and a table of cells."""
         layout = self.layout
-        if reference:
-            return 96 * layout.groups * self.symbol.lanes
         kept = 4 * self.capacity * (1 + self.symbol.lanes)
         return max(kept, layout.keys * (4 * layout.hashes + 24) + 24 * layout.cells)
 
