@@ -177,16 +177,14 @@ class Transport:
     ) -> list[Any]:
         """An all-to-all by messages, every receive posted before the first send."""
         # Each rank begins with its neighbour, so that no rank is everybody's first.
-        others = [(self.rank + i) % self.size for i in range(1, self.size)]
-        group = self.group
-        works = [
-            dist.irecv(out[r], group=group, group_src=r, tag=tag) for r in others if out[r].numel()
-        ]
-        works += [
-            dist.isend(sent[r], group=group, group_dst=r, tag=tag)
-            for r in others
-            if sent[r].numel()
-        ]
+        others = (*range(self.rank + 1, self.size), *range(self.rank))
+        works = []
+        for r in others:
+            if out[r].numel():
+                works.append(dist.irecv(out[r], group=self.group, group_src=r, tag=tag))
+        for r in others:
+            if sent[r].numel():
+                works.append(dist.isend(sent[r], group=self.group, group_dst=r, tag=tag))
         out[self.rank].copy_(sent[self.rank])
         return works
 

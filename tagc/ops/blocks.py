@@ -21,6 +21,7 @@ so packing needs no shuffles on a CPU and coalesces on a GPU. Example with ``bit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -56,27 +57,27 @@ class BlockLayout:
                 f"block must be a power of two in [{MIN_BLOCK}, {MAX_BLOCK}], got {self.block}"
             )
 
-    @property
+    @cached_property
     def levels(self) -> int:
         """Largest code."""
         return (1 << (self.bits - 1)) - 1
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Blocks, the last one padded."""
         return -(-self.numel // self.block)
 
-    @property
+    @cached_property
     def scale_words(self) -> int:
         """int32 words of the scales."""
         return -(-self.blocks // 2)
 
-    @property
+    @cached_property
     def block_words(self) -> int:
         """int32 words of one block's codes."""
         return self.block * self.bits // 32
 
-    @property
+    @cached_property
     def words(self) -> int:
         """int32 words of a message."""
         return self.scale_words + self.blocks * self.block_words

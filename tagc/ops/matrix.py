@@ -43,6 +43,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol, Self
 
 import torch
@@ -121,32 +122,32 @@ class MatrixLayout:
         for i in range(self.count):
             yield slice(i * numel, (i + 1) * numel), slice(i * words, (i + 1) * words)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of all of them."""
         return self.count * self.rows * self.columns
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bits of a code."""
         return self.bits if self.group == 1 else GROUP_WIDTH
 
-    @property
+    @cached_property
     def codes(self) -> int:
         """Codes of a row."""
         return -(-self.columns // self.group)
 
-    @property
+    @cached_property
     def row_words(self) -> int:
         """int32 words of a row's codes."""
         return -(-self.codes // self.places)
 
-    @property
+    @cached_property
     def places(self) -> int:
         """Codes of a word, a power of two."""
         return 32 // self.width
 
-    @property
+    @cached_property
     def word_lanes(self) -> int:
         """Words of a row that are added to side by side.
 
@@ -158,22 +159,22 @@ class MatrixLayout:
         """
         return SPAN // (self.places * self.group)
 
-    @property
+    @cached_property
     def head(self) -> tuple[int, int, int]:
         """int32 words of a matrix's base, of its columns' scales and of its rows'."""
         return 1, -(-self.columns // 8), -(-self.rows // 4)
 
-    @property
+    @cached_property
     def words(self) -> int:
         """int32 words of all messages."""
         return self.count * (sum(self.head) + self.rows * self.row_words) if self.rows else 0
 
-    @property
+    @cached_property
     def distance(self) -> float:
         """What the row's fit is multiplied by."""
         return self.level * _DISTANCE[self.bits]
 
-    @property
+    @cached_property
     def fitted(self) -> bool:
         """Whether all codes stand for values of one size, which is fitted to each row."""
         return self.bits == 1

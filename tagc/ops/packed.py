@@ -53,12 +53,12 @@ class PackedLayout:
     low_bits: int
     values: BlockLayout
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Groups in the shard; the last one may be partly padding."""
         return -(-self.numel // self.group)
 
-    @property
+    @cached_property
     def bitmap_words(self) -> int:
         """Words of a bitmap over the groups, whether or not it travels."""
         return -(-self.groups // 32)
@@ -76,12 +76,12 @@ class PackedLayout:
         highest = max(0, self.groups - 1) >> self.low_bits
         return -(-(self.capacity + highest) // 32)
 
-    @property
+    @cached_property
     def index_words(self) -> int:
         """Words of the index: low parts, then high bitmap (or the bitmap alone)."""
         return self.low_words + self.high_words
 
-    @property
+    @cached_property
     def words(self) -> int:
         """int32 words of a message."""
         return HEADER + self.index_words + self.values.words

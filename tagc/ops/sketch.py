@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -57,27 +58,27 @@ class SketchLayout:
     hashes: int
     partition: int
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Groups in the shard; the last one may be partly padding."""
         return -(-self.numel // self.symbol.lanes)
 
-    @property
+    @cached_property
     def words(self) -> int:
         """32-bit words of the bitmap, one bit per group."""
         return -(-self.groups // 32)
 
-    @property
+    @cached_property
     def index_words(self) -> int:
         """Words that travel as the index: the bitmap, then one poison word (non-finite input)."""
         return self.words + 1
 
-    @property
+    @cached_property
     def cells(self) -> int:
         """32-bit cells of the table."""
         return self.hashes * self.partition
 
-    @property
+    @cached_property
     def direct(self) -> bool:
         """Whether key ``k`` owns cell ``k`` alone (no hashing, no peeling)."""
         return self.hashes == 1

@@ -15,6 +15,7 @@ Worked example (``int8x4``): q = (-1, 2, 0, 0) is v = -1 + 2*256 = 511; adding (
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Symbol:
     bits: int
     headroom: int
 
-    @property
+    @cached_property
     def qmax(self) -> int:
         """Largest lane sum that decodes exactly."""
         return (1 << (self.bits - 1)) - 1

@@ -148,7 +148,7 @@ class UnitPlan:
             return (stage("all-gather", self.messages),)
         return stage("all-to-all", self.shots.reduce), stage("all-gather", self.shots.gather)
 
-    @property
+    @cached_property
     def words(self) -> int:
         """int32 words of all segments in the messages of every stage but those inside hosts."""
         shots = () if self.shots is None else (self.shots.gather,)
@@ -159,7 +159,7 @@ class UnitPlan:
         """Elements of one shard of the unit, as the segments arrange it."""
         return self.segments[-1].stop if self.segments else 0
 
-    @property
+    @cached_property
     def buffer_columns(self) -> int:
         """Elements of one shard of FSDP's own buffer."""
         return self.columns if self.info.flat is None else self.info.flat.columns
@@ -172,7 +172,7 @@ class UnitPlan:
         numel, total = (sum(math.prod(p.shape) for p in ps) for ps in (params, self.info.params))
         return self.info.flat.columns * numel / max(1, total)
 
-    @property
+    @cached_property
     def for_all(self) -> bool:
         """Whether all ranks get the same message, and decode the same."""
         return self.direction != "gradients"
@@ -213,7 +213,7 @@ class UnitPlan:
         wanted = any(s.codec.reuses_forward_message for s in self.segments)
         return wanted and self.info.per_step > 1 and not self.keeps_copy
 
-    @property
+    @cached_property
     def exchanges(self) -> int:
         """All-gathers that a rank takes part in, in a step of one backward."""
         return 1 if self.reuses_forward_message or self.keeps_copy else self.info.per_step
@@ -226,7 +226,7 @@ class UnitPlan:
             return 2 * others / self.peers * columns * self.info.dtype.itemsize
         return others * columns * self.info.dtype.itemsize * self.info.per_step
 
-    @property
+    @cached_property
     def inside_bytes(self) -> int:
         """Bytes that a rank sends to those of its own host: of gradients in a backward, to add up
         with them; of parameters in a step, to hand on what came from other hosts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -84,7 +85,7 @@ class UnitInfo:
     flat: FlatBuffer | None = None
     native: str = field(default="", repr=False)
 
-    @property
+    @cached_property
     def label(self) -> str:
         """For people: the root module has no name."""
         return self.name or "(root)"
