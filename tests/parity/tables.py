@@ -22,12 +22,13 @@ def table(outcomes: Mapping[Case, Outcome], default_dtype: str = "float32") -> s
     lines += ["# Parity with native FSDP", ""]
     lines.append(
         f"{len(outcomes)} combinations: {counts['passed']} passed, {counts['refused']} refused "
-        f"with a message, {counts['failed']} failed. Printed by `{_command(default_dtype)}`, torch "
-        f"{torch.__version__.split('+')[0]}, CPU and gloo. What passing means, and how a case is "
-        "run, is in [tests/parity](../tests/parity/__init__.py): `dense` has the bits of native "
-        "FSDP (on hosts of two ranks, which add up in another order, its sums within their "
-        "rounding), and with every other policy the gradients handed out and what ranks still owe "
-        "add up to the native gradients. Options and policies have the names there."
+        f"with a message, {counts['failed']} failed. Printed by `{_command(default_dtype)}` with "
+        f"torch {torch.__version__.split('+')[0]} on CPU and gloo. A case with policy `dense` "
+        "passes if it has the bits of native FSDP. (On hosts of two ranks, sums are added in "
+        "another order, and must agree within their rounding.) With every other policy, the "
+        "gradients handed out plus the residuals of all ranks must add up to the native gradients. "
+        "[tests/parity](../tests/parity/__init__.py) has the details, and explains the names of "
+        "options and policies."
     )
     said: dict[str, None] = {}
     for api in APIS:
