@@ -1,4 +1,4 @@
-"""Measures the codecs' noise as a factor per parameter, and corrects learning rates and clipping."""
+"""Measures the codecs' noise as a factor per parameter; corrects learning rates and clipping."""
 
 from __future__ import annotations
 
