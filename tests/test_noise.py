@@ -135,9 +135,7 @@ def test_factors_are_the_same_on_all_ranks_and_resume(rank: int, world_size: int
     with shared_folder() as folder:
         first.compressor.save(folder)
         second = Run(MEASURED)
-        with pytest.warns(
-            UserWarning, match=r"called compressor.keep_rates\(optimizer\), call it"
-        ):
+        with pytest.warns(UserWarning, match=r"called compressor.keep_rates\(optimizer\), call it"):
             second.compressor.load(folder)
         # After loading or before: the factors are those of the run that saved.
         second.compressor.keep_rates(second.optimizer)
