@@ -29,7 +29,7 @@ def shifted(x: Tensor, device: torch.device) -> Tensor:
 
 
 def beside_others(x: Tensor, device: torch.device, *, before: int) -> Tensor:
-    """A copy of a message within wider rows, after ``before`` words; a plain copy of other tensors."""
+    """A copy of a message within wider rows, after ``before`` words; of others, a plain copy."""
     if x.dtype != torch.int32 or x.ndim < 2:
         return copied(x, device)
     # The distance between rows is a multiple of 2 words, but not of 4 words (16 bytes).
