@@ -121,8 +121,8 @@ def find_units(model: nn.Module) -> list[Unit]:
         _check(name, module)
         if module is root and module._is_root is False:
             raise ValueError(
-                f"{_said(name)} is a part of a larger FSDP1 model, which has one hook for all of "
-                "it; call tagc.wrap with the whole model"
+                f"{_said(name)} is part of a larger FSDP1 model, which has only one hook; call "
+                "tagc.wrap with the whole model"
             )
         if module._handle is not None:
             units.append(_unit(name, module, root))
@@ -141,7 +141,7 @@ def check_policy(policy: Policy, replicas: bool) -> None:
     if policy.parameters:
         raise PolicyError(
             f"policy {policy.name!r} has rules for parameters, but the model uses FSDP1 "
-            "(FullyShardedDataParallel), whose all-gather cannot be replaced; take a policy for "
+            "(FullyShardedDataParallel), whose all-gather cannot be replaced; use a policy for "
             "gradients only, such as 'loco-4bit' (MixedPrecision(param_dtype=torch.bfloat16) "
             "halves the all-gather), or shard the model with fully_shard"
         )
@@ -162,8 +162,8 @@ def _check(name: str, module: Any) -> None:
     if module._comm_hook is not None:
         hook = getattr(module._comm_hook, "__name__", repr(module._comm_hook))
         raise ValueError(
-            f"{_said(name)} has a communication hook of its own ({hook}, by register_comm_hook); "
-            "FSDP1 has one for all of a model, and tagc needs it: leave yours out"
+            f"{_said(name)} has its own communication hook ({hook}, by register_comm_hook). "
+            "FSDP1 has one hook per model, and tagc needs it: remove yours"
         )
     strategy = module.sharding_strategy
     if strategy in _HYBRID:

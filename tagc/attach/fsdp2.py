@@ -380,7 +380,7 @@ def _own_gather(group: Any) -> str:
     for param in group.fsdp_params:
         local = param._sharded_local_tensor
         if hasattr(local, "fsdp_pre_all_gather"):
-            return f"parameters of type {type(local).__name__} have an all-gather of their own"
+            return f"parameters of type {type(local).__name__} have their own all-gather"
     return ""
 
 
@@ -392,7 +392,7 @@ def _in_one_dimension(name: str, info: Any) -> str:
     replicate, shard = dims[info.replicate_mesh_dim], dims[info.shard_mesh_dim]
     return (
         f"{name or 'the root module'!r} is sharded and replicated over a mesh of ({sizes}) (HSDP), "
-        "and this torch lets nobody replace its all-reduce. Two lines to change:\n"
+        "and this version of torch cannot replace its all-reduce. Change two lines:\n"
         f'    fully_shard(module, mesh=mesh["{shard}"])\n'
         f'    tagc.wrap(model, ..., replicas=mesh["{replicate}"])'
     )
@@ -408,8 +408,8 @@ def _check_own(name: str, comm: Any, kind: str) -> None:
     if not _is_own(comm):
         raise ValueError(
             f"{name or 'the root module'!r} has its own {kind}, {type(comm).__name__} (from "
-            f"set_custom_{kind.replace('-', '_')}), which tagc would replace; leave it out, or "
-            "do not wrap the model"
+            f"set_custom_{kind.replace('-', '_')}), which tagc would replace; remove it, or do "
+            "not wrap the model"
         )
 
 

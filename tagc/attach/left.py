@@ -24,12 +24,12 @@ def check_left(units: Sequence[Unit], left: Mapping[str, str], *, averages: bool
     if not units:
         raise ValueError(
             f"tagc can compress no unit of this model: {_listed(left)}. Torch replaces collectives "
-            "only of modules with one parameter group: apply fully_shard to the children on their "
-            "own, or train without tagc.wrap"
+            "only of modules with one parameter group: apply fully_shard to each child "
+            "separately, or train without tagc.wrap"
         )
     if averages and left:
         raise ValueError(
-            f"replicas=... leaves the average over replicas to tagc, which cannot reach "
+            f"with replicas=..., tagc averages over replicas, but it cannot reach "
             f"{_listed(left)}: shard over a mesh with a replicated dimension (HSDP), and leave "
             "replicas out of tagc.wrap"
         )

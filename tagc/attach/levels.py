@@ -92,6 +92,6 @@ def _layout(unit: Unit, hosts: Hosts, said: Mapping[int, RankOnHost]) -> HostLay
     if hosts != "auto":
         raise ValueError(
             f"hosts={hosts}: FSDP1 cuts parameters anywhere, which leaves no rows for hosts; use "
-            "FSDP2 (fully_shard), or give hosts=None"
+            "FSDP2 (fully_shard), or pass hosts=None"
         )
     return HostLayout(ranks_per_host=1, why="FSDP1 has no rows for hosts")

@@ -74,8 +74,8 @@ class CheckpointFolder:
         names = [name.removeprefix(start) for name in saved if name.startswith(start)]
         if not names:
             raise StateError(
-                f"{folder}: nothing in this checkpoint is called {key!r}; pass load(..., key=...) "
-                f"the key of the compressor in the state dict that was saved. {DENSE}"
+                f"{folder}: nothing in this checkpoint is called {key!r}; pass the compressor's "
+                f"key in the saved state dict, load(..., key=...). {DENSE}"
             )
         self._names = {
             rank: {name: start + full for name, full in own.items()}
@@ -170,6 +170,6 @@ class _Unpickler(pickle.Unpickler):
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
             return getattr(torch, global_name)
         raise StateError(
-            f"the checkpoint's index names {module_name}.{global_name}, which is not in an index "
-            "that torch writes: nothing of it was loaded"
+            f"the checkpoint's index names {module_name}.{global_name}, which torch does not "
+            "write to an index: nothing was loaded"
         )

@@ -32,8 +32,8 @@ _ABOUT = (
 # The former name; such states are still read.
 _FORMER_ABOUT = "about_if_missing_load_by_tagc_Compressor_load"
 DENSE = (
-    "If it is of dense training, without tagc, there is nothing to load: leave this out, and "
-    "training goes on with residuals of zero"
+    "If it is from training without tagc, there is nothing to load: leave this out, and training "
+    "continues with zero residuals"
 )
 """What to do with a checkpoint that has no state."""
 

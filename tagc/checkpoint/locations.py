@@ -224,6 +224,6 @@ def _check(place: ParamLocation) -> None:
     if whole != param.columns:
         raise ValueError(
             f"the residual of {param.name} cannot be saved: its shards have {param.columns} "
-            f"elements, where {place.shards} shards of {list(param.own.shape)} have {whole}. "
-            "Divide it by the placements Shard and Replicate only, or give it codec dense"
+            f"elements, but {place.shards} shards of {list(param.own.shape)} have {whole}. "
+            "Use only the placements Shard and Replicate for it, or codec dense"
         )

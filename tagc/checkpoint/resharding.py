@@ -182,8 +182,8 @@ def _without_owners(
     (Each element had one owner, so the first copy of each shard takes it.)"""
     if source.alone and holders:
         raise StateError(
-            f"{source.where}: it has what its rank owed as an owner in two shots, where now all "
-            "replicas send each other everything: load what all ranks saved, with "
+            f"{source.where}: it has the residual of an owner in two shots, but now all replicas "
+            "send each other everything: load the states of all ranks with "
             "tagc.compressor(model).load(folder)"
         )
     copies = max((_turn(holders, rank, place)[1] for rank, _, place in holders), default=1)
@@ -222,8 +222,8 @@ def _check_hosts(
         if owed != owes:
             raise StateError(
                 f"{source.where}: saved where ranks lay on hosts in another way than now. Load "
-                "what all ranks saved, with tagc.compressor(model).load(folder), or wrap the model "
-                "with the hosts=... of the saved run"
+                "the states of all ranks with tagc.compressor(model).load(folder), or wrap the "
+                "model with the hosts=... of the saved run"
             )
 
 
@@ -239,7 +239,7 @@ def _check_parallel(
         if had != has:
             raise StateError(
                 f"{source.where}: saved where tensor parallelism gave this rank another part of "
-                f"{name} than now. Load what all ranks saved, with "
+                f"{name} than now. Load the states of all ranks with "
                 "tagc.compressor(model).load(folder)"
             )
 
@@ -247,7 +247,7 @@ def _check_parallel(
 def _not_mine(source: Source, covered: int, name: str, place: ParamLocation) -> str:
     return (
         f"{source.where}: it has {covered} of the {place.numel} elements of {name}, the others are "
-        "another rank's: load what all ranks saved, with tagc.compressor(model).load(folder)"
+        "another rank's: load the states of all ranks with tagc.compressor(model).load(folder)"
     )
 
 

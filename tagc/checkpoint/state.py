@@ -115,7 +115,7 @@ class State:
                     f"({saved.policy_hash[:12]}), but the model is wrapped with {here.policy!r} "
                     f"({here.policy_hash[:12]}). Wrap it with the policy of the checkpoint, or "
                     f"load(..., force=True), which keeps the residuals of all parameters that "
-                    "still have one and says what is dropped"
+                    "still have one, and warns about the others"
                 )
             needed = [here.rank] if source.alone else everyone
             if all(r in headers and headers[r].is_laid_out_as(everyone[r][0]) for r in needed):
@@ -123,8 +123,8 @@ class State:
             merge = plan_merge(source, self._holders(source, holdings, here), here.rank)
             if merge.dropped and not force:
                 raise StateError(
-                    f"{source.where}: {_spell_names(merge.dropped)} would be dropped, for which "
-                    "the model has no residual, or one of another shape; load(..., force=True) "
+                    f"{source.where}: {_spell_names(merge.dropped)} would be dropped: the model "
+                    "has no residual for them, or one of another shape; load(..., force=True) "
                     "loads the rest"
                 )
             if source.alone:
@@ -144,8 +144,8 @@ class State:
             waiting.drop()
         if merge is not None and merge.dropped:
             warn(
-                f"{source.where}: dropped {_spell_names(merge.dropped)}, for which the model has "
-                "no residual, or one of another shape"
+                f"{source.where}: dropped {_spell_names(merge.dropped)}: the model has no "
+                "residual for them, or one of another shape"
             )
 
     def _holdings(self) -> dict[str, ParamLocation]:

@@ -93,7 +93,7 @@ def make_collectives(
     """
     if plan.replicas and any(u.replicas is None and u.has_all_reduce_hook for u in units):
         raise ValueError(
-            "the model has an all-reduce hook of its own (set_all_reduce_hook), which averaging "
+            "the model has its own all-reduce hook (set_all_reduce_hook), which averaging "
             "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
         )
     workspaces = {unit.device: Workspace(unit.device) for unit in units}

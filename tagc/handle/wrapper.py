@@ -260,7 +260,7 @@ def _check_replicas(units: Sequence[Unit], given: dist.ProcessGroup | None) -> N
         one, other = (unit.info.label for unit in list(native.values())[:2])
         raise ValueError(
             f"units {one!r} and {other!r} are replicated over different ranks (HSDP); give "
-            "fully_shard the same mesh for all of them, or wrap parts of the model on their own"
+            "fully_shard the same mesh for all of them, or wrap parts of the model separately"
         )
 
 

@@ -60,7 +60,7 @@ def load_residuals(model: nn.Module, find: Callable[[], Path]) -> bool:
     else:
         handle.refresh()  # the trainer has loaded weights, by no optimizer
         warn(
-            f"{folder} does not exist, as in a checkpoint of training without tagc: residuals stay "
-            "as they are, which is zero before the first step"
+            f"{folder} does not exist, as in a checkpoint of training without tagc: residuals "
+            "keep their values, which are zero before the first step"
         )
     return found

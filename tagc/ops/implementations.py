@@ -54,7 +54,7 @@ def compiles_ahead(ops: Ops) -> TypeGuard[DeviceOps]:
 @cache
 def _warn_reference(why: str) -> None:
     warn(
-        f"tagc runs its eager reference, which is exact, but slow and with host synchronization "
+        f"tagc runs its eager reference, which is exact but slow, and synchronizes with the host "
         f"in decode: {why}"
     )
 
@@ -101,9 +101,9 @@ def get_ops(device: torch.device | str, name: str | None = None) -> Ops:
 def _against_triton(device: torch.device) -> str | None:
     """Why the Triton kernels cannot run on a device; None if they can."""
     if importlib.util.find_spec("triton") is None:
-        return "its kernels for GPUs need the package triton, which is not installed"
+        return "its GPU kernels need the package triton, which is not installed"
     if torch.version.hip is not None:
-        return "its kernels for GPUs are for NVIDIA's, and were never compiled for AMD's"
+        return "its GPU kernels are for NVIDIA, and were never compiled for AMD"
     if device.type == "cuda" and torch.cuda.is_available():
         found = torch.cuda.get_device_capability(device)
         if found < _LEAST_CAPABILITY:

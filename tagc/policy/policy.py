@@ -60,12 +60,12 @@ def _as_rules(value: object) -> tuple[object, ...]:
 def _check_replicas(rule: Rule) -> Rule:
     if rule.codec.shares_support:
         raise ValueError(
-            "codec.support 'shared' is the choice of a shard's owner, and replicas have none"
+            "codec.support 'shared' is chosen by a shard's owner, and replicas have none"
         )
     if rule.feedback.lead == "measured":
         raise ValueError(
-            "feedback.lead 'measured' differs from rank to rank, and replicas must stay alike; "
-            "name a number"
+            "feedback.lead 'measured' differs from rank to rank, and replicas must stay equal; "
+            "give a number"
         )
     return rule
 
