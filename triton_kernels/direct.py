@@ -5,7 +5,7 @@ in the residual; nothing is listed, cleared or read twice. :mod:`.trim` restores
 its cell and its residual. It clears the cells of dropped groups, and puts their x back.
 
 This restores the bits of x, except for elements of 2**24 steps and more, and for -0. If groups may
-be dropped, groups with such elements are postponed: the residual keeps their x, and trimming sends
+be dropped, groups with such elements are put off: the residual keeps their x, and trimming sends
 those that stay. A bfloat16 residual cannot restore x, so :mod:`.emit` sends its groups.
 
 Worked example (int8x4, step 0.5, levels 3, capacity 1): for the groups (1, 0, 0, 0) and (2, 0, 0,

@@ -19,7 +19,7 @@ by element.
 If every group has its own cell (a direct sketch), the pass also writes the cells, and the residual
 keeps the quantization error (:mod:`.symbols`), so that nothing is left to do, see :mod:`.direct`.
 If groups may be dropped again, groups whose x the cell and the residual could not restore to the
-bit are postponed: they keep x, their cell is 0, and they are counted.
+bit are put off: they keep x, their cell is 0, and they are counted.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def select(
             may.
         support: ``[W, words]``, given marks.
         direct: cells to write; the residual is then None or float32.
-        put_off: ``[W]`` int32, given if groups may be dropped: with cells, the number of postponed
-            groups is added.
+        put_off: ``[W]`` int32, given if groups may be dropped: with cells, the number of groups put
+            off is added.
     """
     if poison is not None:
         poison.zero_()

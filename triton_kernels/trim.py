@@ -16,7 +16,7 @@ word, and takes its lowest set bit until none is left. Most groups agree in thei
 histogram has copies, between which programs alternate; otherwise all of them would wait for a few
 addresses. A dropped group writes x to a bfloat16 residual; a float32 residual already holds x since
 the selection. In a direct sketch made by the dense pass, the residual holds the quantization error:
-there x is restored, and postponed groups are sent, see :mod:`.direct`.
+there x is restored, and groups that were put off are sent, see :mod:`.direct`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WARPS = 2
 # The target for the number of programs of all rows together.
 _PROGRAMS = 1024
 # Copies of the first histogram, and the starts in a row's buffer of the second and third histogram,
-# the number of postponed groups, and the counts of ties, one per program.
+# the number of groups put off, and the counts of ties, one per program.
 _COPIES = constant(8)
 _SECOND = constant(8 * 2048)
 _THIRD = constant(8 * 2048 + 1024)
@@ -146,7 +146,7 @@ def drop_kernel(
     grad_stride, residual_stride, index_stride, counts_stride, histogram_stride, cells_stride,
     LANES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    # Whether groups may have been postponed.
+    # Whether groups may have been put off.
     SENDS: tl.constexpr = cells is not None and residual is not None
     d = tl.program_id(1).to(tl.int64)
     p = tl.program_id(0)
@@ -227,7 +227,7 @@ def drop_kernel(
             word = tl.where(late > 0, stays, 0)
             for _ in range(tl.max(popcount(word), 0)):
                 key = w * 32 + lowest_bit(word)
-                # Send postponed groups, and send again others whose cell is 0.
+                # Send groups that were put off, and again others whose cell is 0.
                 again = tl.load(cells + key, mask=word != 0, other=1) == 0
                 x, j, inside = load_groups(grad, residual, key, again, n, LANES)
                 symbol, left = send(x, unit, levels, LANES)
@@ -241,7 +241,7 @@ def drop_kernel(
 
 
 def cleared_histograms(grad: Tensor, index: Tensor, layout: Hashable) -> Tensor:
-    """The counters of :func:`trim`. The selection counts postponed groups in :func:`put_off_of`."""
+    """The counters of :func:`trim`; the selection counts groups put off in :func:`put_off_of`."""
     W, words = index.shape
     programs = min(triton.cdiv(_PROGRAMS, W), triton.cdiv(words, _WORDS))
     shape = (W, _TIES.value + programs)
@@ -250,7 +250,7 @@ def cleared_histograms(grad: Tensor, index: Tensor, layout: Hashable) -> Tensor:
 
 
 def put_off_of(histograms: Tensor) -> Tensor:
-    """``[W]`` int32, number of groups that the selection postponed."""
+    """``[W]`` int32, number of groups that the selection put off."""
     return histograms[:, _PUT_OFF.value]
 
 

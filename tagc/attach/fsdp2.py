@@ -392,7 +392,7 @@ def _in_one_dimension(name: str, info: Any) -> str:
     replicate, shard = dims[info.replicate_mesh_dim], dims[info.shard_mesh_dim]
     return (
         f"{name or 'the root module'!r} is sharded and replicated over a mesh of ({sizes}) (HSDP), "
-        "and this version of torch cannot replace its all-reduce. Change two lines:\n"
+        "and tagc cannot replace the all-reduce of this version of torch. Change two lines:\n"
         f'    fully_shard(module, mesh=mesh["{shard}"])\n'
         f'    tagc.wrap(model, ..., replicas=mesh["{replicate}"])'
     )

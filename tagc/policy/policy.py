@@ -112,10 +112,10 @@ class Policy(Strict):
     """Rules for gradients in the all-reduce across replicas of the sharded model. The first rule
     that selects a parameter decides; a parameter that no rule selects is dense."""
     inside: Inside = "native"
-    """How the ranks of a host send compressed gradients to each other, if they add them up before
-    the host sends one message: `native` in the gradients' own dtype, `bfloat16` in 2 bytes, `int8`
-    in 1 byte, stochastically rounded, with a scale for every 256 elements. Sums are in float32. Use
-    it if the link between the ranks of a host is slow (PCIe)."""
+    """How the ranks of a host send each other the gradients that rules compress, if they add them
+    up before the host sends one message: `native` in the gradients' own dtype, `bfloat16` in 2
+    bytes, `int8` in 1 byte, stochastically rounded, with a scale for every 256 elements. Sums are
+    in float32. Use fewer bytes if the link between the ranks of a host is slow (PCIe)."""
     roles: dict[Role, OneOrMore[Glob]] = Field(default={})
     """Roles of this model's parameters by name: for each role a glob, or a list of globs, as in
     `name`. The first role that matches decides, before tagc's own table of names."""
