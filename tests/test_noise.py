@@ -52,7 +52,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-ASKS = r"called compressor.keep_rates\(optimizer\), call that"
+ASKS = r"called compressor.keep_rates\(optimizer\), call it"
 
 
 class Seen(torch.optim.AdamW):
@@ -113,7 +113,7 @@ def test_a_step_sees_the_factor_and_leaves_the_rate(rank: int, world_size: int) 
         (0.01, 0.1),
         (0.01, 0.0),
     ]
-    with pytest.raises(ValueError, match="kept already"):
+    with pytest.raises(ValueError, match="already kept"):
         run.compressor.keep_rates(run.optimizer)
     kept.remove()
     run.train(rank, range(2, 3))
@@ -135,9 +135,7 @@ def test_factors_are_the_same_on_all_ranks_and_resume(rank: int, world_size: int
     with shared_folder() as folder:
         first.compressor.save(folder)
         second = Run(MEASURED)
-        with pytest.warns(
-            UserWarning, match=r"called compressor.keep_rates\(optimizer\), call that"
-        ):
+        with pytest.warns(UserWarning, match=r"called compressor.keep_rates\(optimizer\), call it"):
             second.compressor.load(folder)
         # After loading or before: the factors are those of the run that saved.
         second.compressor.keep_rates(second.optimizer)

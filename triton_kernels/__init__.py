@@ -1,6 +1,6 @@
 """Triton kernels of tagc's operators; :mod:`tagc.triton_kernels.ops` has all operators.
 
-One file per kernel: what it computes, the kernel, the launcher. Operators of several kernels are
+Each file has one kernel: a description, the kernel, the launcher. Operators of several kernels are
 in :mod:`.sketch`, :mod:`.pack`, :mod:`.unpack` and :mod:`.matrix_quantize`. Importing this package
-does not import Triton, which exists only where GPUs do; importing ``ops`` does.
+does not import Triton, which may not be installed; importing ``ops`` does.
 """

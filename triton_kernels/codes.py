@@ -1,9 +1,8 @@
-"""Codes: quantize a tile of blocks, and read codes back. The format is :mod:`tagc.ops.blocks`'.
+"""Codes: quantize a tile of blocks, and read codes back. :mod:`tagc.ops.blocks` has the format.
 
-A block's scale is ``s = bfloat16(m / levels)`` for its largest magnitude ``m``, a code
-``q = rint(x * (1 / s))``, clipped where that can be more than ``levels``, and what a code leaves is
-``x - q * s``. The reciprocal is an IEEE division (a GPU's plain ``/`` is approximate); ``q * s`` is
-exact.
+A block with the largest magnitude ``m`` has the scale ``s = bfloat16(m / levels)``. A code is
+``q = rint(x * (1 / s))``, clipped if it can exceed ``levels``, and leaves ``x - q * s``. The
+reciprocal is an IEEE division (a GPU's plain ``/`` is approximate); ``q * s`` is exact.
 
 Worked example (bits 4, levels 7): m = 3.5 gives s = 0.5; x = (-3.5, 0.8, 0.25) has the codes
 (-7, 2, 0) and leaves (0, -0.2, 0.25).
@@ -14,15 +13,15 @@ from __future__ import annotations
 from .jit import constant, jit, tl
 from .scalar import bfloat16_bits, fmix32, magnitude
 
-# Added to a float32 below 2**22, its integer is in the lowest bits; and what that is itself.
+# Added to a float32 below 2**22, it leaves the rounded integer in the lowest bits.
 _INTEGER = constant(1.5 * 2**23)
 _INTEGER_BITS = constant(0x4B400000)
 
 
 def blocks_and_warps(block: int, each: int = 16) -> tuple[int, int]:
-    """Blocks per program, and its warps, for blocks of ``block`` elements, ``each`` per thread.
+    """Blocks and warps per program, for blocks of ``block`` elements, ``each`` per thread.
 
-    One warp, as long as a block fits: reductions over a block then are shuffles.
+    A program has one warp if a block fits, so that reductions over a block are shuffles.
     """
     tile = 32 * each
     return max(1, tile // block), max(1, block // tile)
@@ -30,15 +29,15 @@ def blocks_and_warps(block: int, each: int = 16) -> tuple[int, int]:
 
 @jit
 def dither_of(pair, salt):
-    """What is added to codes before they are rounded, float32 ``[N, M, 2 * K]``.
+    """Offsets to add to codes before they are rounded, float32 ``[N, M, 2 * K]``.
 
     Args:
-        pair: uint32 ``[N, M, K]``: half the place in the row of each pair of neighbours, who share
-            a hash.
+        pair: uint32 ``[N, M, K]``: half the place in the row of each pair of neighbours, which
+            share a hash.
         salt: hash of the row's seed.
     """
     h = fmix32(pair ^ salt)
-    # 16 bits and half of one more behind the exponent of 1: from 1 to 2, exactly.
+    # 16 bits plus half a unit after the exponent of 1: a number from 1 to 2, exactly.
     low = ((h << 7) & 0x7FFF80) | 0x3F800040
     high = ((h >> 9) & 0x7FFF80) | 0x3F800040
     both = tl.reshape(tl.join(low, high), [h.shape[0], h.shape[1], 2 * h.shape[2]])
@@ -47,7 +46,7 @@ def dither_of(pair, salt):
 
 @jit
 def _scale_bits(m, DITHERED: tl.constexpr):
-    """bfloat16 scale of float32 ``m``: bits, uint32; of what is dithered, rounded up."""
+    """Bits (uint32) of the bfloat16 scale of float32 ``m``; rounded up if codes are dithered."""
     if DITHERED:
         up = (m.to(tl.uint32, bitcast=True) + 0xFFFD) >> 16
         return tl.minimum(up, 0x7F7F)  # the largest
@@ -61,20 +60,20 @@ def quantize_tile(x, BITS: tl.constexpr, dither=None):
 
     Args:
         x: parts of the blocks' lanes, front to back: a tuple of float32 ``[BLOCKS, PART, WORDS]``.
-            Codes of parts are put together inside of threads.
-        dither: of :func:`dither_of`, likewise; None to round to nearest.
+            A thread combines the codes of parts.
+        dither: offsets from :func:`dither_of`, a tuple like ``x``; None to round to nearest.
 
     Returns:
-        bits of the scales ``[BLOCKS]`` int16; words of the codes ``[BLOCKS, WORDS]`` int32; what
-        the codes leave, a tuple as ``x``; whether blocks are finite ``[BLOCKS]``.
+        Bits of the scales ``[BLOCKS]`` int16; words of the codes ``[BLOCKS, WORDS]`` int32;
+        quantization errors, a tuple like ``x``; whether blocks are finite ``[BLOCKS]``.
     """
     LEVELS: tl.constexpr = (1 << (BITS - 1)) - 1
-    # Elsewhere the scale's rounding, by up to 2**-8, takes no code past the last.
+    # Otherwise the scale's rounding, by up to 2**-8, takes no code past the last one.
     CLIP: tl.constexpr = dither is not None and BITS != 4
     PART: tl.constexpr = x[0].shape[1]
-    # A code's float32, plus _INTEGER, as an integer is a constant plus the code. The sum of these,
-    # each times its lane's unit, is that of codes made positive by half their span, which have no
-    # carries, and of constants; half the span more or less is the sign bit flipped.
+    # A code's float32 plus _INTEGER, read as an integer, is a constant plus the code. The sum of
+    # these, each times its lane's unit, is a sum of constants and of codes made positive by half
+    # their span, which have no carries. Adding half the span flips the sign bit.
     ONES: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # a 1 in every lane
     SIGNS: tl.constexpr = ONES << (BITS - 1)
     CONSTANT: tl.constexpr = (SIGNS - _INTEGER_BITS * ONES) & 0xFFFFFFFF
@@ -88,9 +87,9 @@ def quantize_tile(x, BITS: tl.constexpr, dither=None):
     s = (scale << 16).to(tl.float32, bitcast=True)
     one = tl.full(s.shape, 1.0, tl.float32)
     inverse = tl.div_rn(one, tl.where(scale != 0, s, one))
-    # A code of minus zero, which x = -0 has where there is a scale, leaves +0; rounded by an
-    # addition it is +0. To add minus zero changes nothing; spelled in bits, since Triton before 3.9
-    # takes -0.0 for 0.
+    # A code of minus zero, which x = -0 has in a block with a scale, leaves +0; rounded by an
+    # addition it is +0. Adding minus zero changes nothing. It is spelled in bits because Triton
+    # before 3.9 reads -0.0 as 0.
     minus_zero = tl.full(scale.shape, -0x80000000, tl.int32).to(tl.float32, bitcast=True)
     zero = tl.where(scale != 0, 0.0, minus_zero)
     total = tl.full([1, 1], CONSTANT, tl.uint32)
@@ -101,7 +100,7 @@ def quantize_tile(x, BITS: tl.constexpr, dither=None):
             y = tl.minimum(tl.maximum(y, -LEVELS), LEVELS)
         if dither is not None:
             y += dither[k]
-        # Rounded to nearest even by what a float32 has no bits for.
+        # The addition rounds to nearest even: the float32 has no bits for the fraction.
         rounded = y + _INTEGER
         unit = tl.full([PART], 1, tl.uint32) << (tl.arange(0, PART) * BITS).to(tl.uint32)
         unit <<= k * PART * BITS
@@ -117,10 +116,10 @@ def quantize_tile(x, BITS: tl.constexpr, dither=None):
 def store_message(
     scales, codes, scale, words, first, blocks, BLOCKS: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
-    """Store what :func:`quantize_tile` made of the blocks from ``first`` into a row's message.
+    """Store the results of :func:`quantize_tile` for the blocks from ``first`` in a row's message.
 
     Args:
-        scales: first scale of the row, int16; their number is ``blocks`` rounded up to even.
+        scales: first scale of the row, int16; there are ``blocks`` of them, rounded up to even.
         codes: first code word of the row.
     """
     b = tl.arange(0, BLOCKS)
@@ -145,15 +144,15 @@ def code_of(word, lane, BITS: tl.constexpr):
 def codes_at(words, mask, LANE: tl.constexpr, BITS: tl.constexpr):
     """Codes of one lane of int32 words, as float32.
 
-    They need no shift and no conversion each: a float32 with the exponent ``23 - p`` counts in
-    units of its bit ``p``, so a code becomes a part of its mantissa where it is in the word, and
-    what the exponent stands for is subtracted, exactly. In two's complement, a code with its sign
-    bit flipped is the code plus half its span. Lanes too high for a mantissa's 23 bits come down
+    This needs no shift and no conversion per code. A float32 with the exponent ``23 - p`` counts in
+    units of its bit ``p``. So a code becomes part of a mantissa at its place in the word, and the
+    value of the exponent is subtracted, exactly. In two's complement, a code with its sign bit
+    flipped is the code plus half its span. Lanes too high for a mantissa's 23 bits are shifted down
     together.
 
     Args:
-        mask: int32 scalar ``(1 << BITS) - 1``, an argument of the kernel. Were it a constant, every
-            use of it in a loop would be an instruction more.
+        mask: int32 scalar ``(1 << BITS) - 1``, an argument of the kernel. As a constant, it would
+            cost one more instruction for every use in a loop.
     """
     FIT: tl.constexpr = 23 // BITS
     DOWN: tl.constexpr = LANE // FIT * FIT * BITS

@@ -1,14 +1,14 @@
 """Dequantize: add up messages in the order of the ranks, divide, front to back.
 
 ``out[k] = (sum over r of q * s) / divisor`` in float32: products are exact, every addition rounds,
-from the first message on, and the division is IEEE; where the divisor is a power of two,
-multiplying by its inverse gives the same bits.
+from the first message on, and the division is IEEE. If the divisor is a power of two, multiplying
+by its inverse gives the same bits.
 
 Worked example (bits 8, one element, 2 messages): codes 100 and -3 with the scales 0.5 and 2 add up
 to 50 - 6 = 44; divided by 3, 14.666667.
 
-A program owns whole blocks, reads their codes and scales of one message after the other and writes
-16 bytes at a time if rows of ``out`` start 16-byte aligned and ``numel`` is divisible by 16.
+A program owns whole blocks, and reads their codes and scales from one message after the other. It
+writes 16 bytes at a time if rows of ``out`` are 16-byte aligned and 16 divides ``numel``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .codes import blocks_and_warps, codes_at, scale_of
 from .device import on_device_of
 from .jit import jit, tl
 
-# Elements of a thread: some neighbours of each of the lanes that share its words.
+# Elements of a thread: some neighbours in each of the lanes that share its words.
 _EACH = 32
-# Messages whose loads are in flight at a time.
+# Messages whose loads are in flight at the same time.
 _STEPS = 4
 # Arguments whose alignment makes no difference.
 _PLAIN = ["R", "blocks", "divisor", "mask", "scales", "scales_stride", "scales_next"]
@@ -48,8 +48,8 @@ def dequantize_kernel(
     word = b[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     scales += k * scales_stride + first
     codes += k * codes_stride + first * WORDS
-    # Minus zero: the sum starts from the first product, whatever its sign. A thread has all codes
-    # of its words, lane by lane.
+    # From minus zero, the sum is the first product even if that is -0. A thread has all codes of
+    # its words, lane by lane.
     minus_zero = tl.full([BLOCKS, WORDS], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
     totals = (minus_zero,) * LANES
     exists = b < blocks - first
@@ -60,7 +60,7 @@ def dequantize_kernel(
             s = tl.broadcast_to(s[:, None], w.shape)
             added = ()
             for lane in tl.static_range(LANES):
-                # Products are exact, so it rounds as an addition does, once.
+                # The product is exact, so fma rounds once, like the addition.
                 added += (tl.fma(codes_at(w, mask, lane, BITS), s, totals[lane]),)
             totals = added
             scales += scales_next

@@ -1,4 +1,4 @@
-"""The device of an operator: Triton launches on CUDA's current one, wherever the tensors are."""
+"""The device of an operator. Triton launches on CUDA's current device, wherever the tensors are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def on_device_of(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: during a call, the device of the tensor argument ``name`` is the current one.
+    """Decorator that makes the device of the tensor argument ``name`` current during a call.
 
     The operator keeps its signature, for type checkers and for :func:`inspect.signature`.
     """

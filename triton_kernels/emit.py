@@ -1,9 +1,9 @@
-"""Emit: quantize what the bitmaps keep, leave the rest in the residual, add symbols to the cells.
+"""Emit: quantize the kept groups, leave the rest in the residual, add symbols to the cells.
 
-What a group sends, and what stays, is in :mod:`.symbols`; a symbol is added to one cell per
-partition. A program lists the groups of its words first (see :mod:`.stash`); so the work is one of
-kept groups, and nothing else is touched. Cells are added to by reductions without a result, in no
-fixed order: sums of integers are the same in any.
+:mod:`.symbols` describes what a group sends and leaves; a symbol is added to one cell per
+partition. A program first lists the groups of its words (see :mod:`.stash`), so it touches only
+kept groups. Cells are added to by reductions without a result, in no fixed order: sums of integers
+do not depend on it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def emit_kernel(
             j = tl.expand_dims(key.to(tl.int64), 1) * LANES + tl.arange(0, LANES)  # [BLOCK, LANES]
             inside = tl.expand_dims(key >= 0, 1) & (j < n)
             if residual is not None and residual.dtype.element_ty == tl.float32:
-                x = tl.load(residual + j, mask=inside, other=0.0)  # x since the selection
+                x = tl.load(residual + j, mask=inside, other=0.0)  # the selection wrote x
             else:
                 x = widen(tl.load(grad + j, mask=inside, other=0.0))
                 if residual is not None:
@@ -94,7 +94,7 @@ def emit(
     """Write the cells ``[W, cells]`` and ``counts[:, 2:]``, update the residual of kept groups.
 
     Args:
-        counted: whether the groups kept are counted already.
+        counted: whether the kept groups are already counted.
     """
     cells.zero_()
     if layout.numel == 0:

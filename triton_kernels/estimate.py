@@ -1,11 +1,11 @@
-"""Estimate: count what peeling left behind, and owe its estimate through the residual.
+"""Estimate: count the unresolved keys, and add their estimates to the owner's residual.
 
-An unresolved key's estimate is the mean over its cells of what is left in the cell, shared equally
-among the keys left in it: ``Σᵢ (left[cᵢ] * step / degree[cᵢ]) / hashes``, in float32, in the order
-of the partitions, and is added to the owner's residual.
+An unresolved key's estimate is the mean over its cells of the cell's remaining sum, shared equally
+among the cell's remaining keys: ``Σᵢ (left[cᵢ] * step / degree[cᵢ]) / hashes``, in float32, in the
+order of the partitions.
 
-Of packed entries, the first kernel takes the hashes of the keys left, so that what is left of an
-entry is value and degree, without carries between them.
+The first kernel subtracts the hashes of the remaining keys from packed entries, so that an entry is
+value and degree, without carries between them.
 
 Worked example (2 hashes, step 1): keys 0 and 1, symbols 5 and 7, share cells 0 and 2, both of which
 keep (12, 2). Each key's estimate is (12 / 2 + 12 / 2) / 2 = 6.
@@ -32,14 +32,14 @@ from .scalar import (
 )
 from .table import Table, packed
 
-# Words that a program looks at, and those of which it takes up the keys at once.
+# Words of a program, and words whose keys it processes at once.
 _BLOCK, _WORDS = 1024, 4
 _WARPS = 4
 
 
 @jit
 def _keys(marks, first, words, WORDS: tl.constexpr):
-    """Groups of ``WORDS`` words, int32, and which are marked; ``[WORDS * 32]``."""
+    """The groups of ``WORDS`` words, int32, and whether they are marked; ``[WORDS * 32]``."""
     w = first + tl.arange(0, WORDS)
     marked = bits_of(load_words(marks + w, w < words))
     key = tl.expand_dims(w, 1) * 32 + tl.arange(0, 32)

@@ -1,6 +1,6 @@
-"""Expand: marks on the groups that were not recovered; in a direct layout, symbols of the others.
+"""Expand: mark the groups that were not recovered; in a direct layout, write the symbols.
 
-Worked example: of the present groups 0, 2, 3 the bitmap 0b0100 is left: the marks are (0, 0, 1, 0).
+Worked example: if the bitmap 0b0100 of the groups 0, 2, 3 is left, the marks are (0, 0, 1, 0).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gather: load x of groups by their keys, after the selection went over the residual."""
+"""Gather: load x of groups by their keys, after the selection has updated the residual."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def load_groups(grad, residual, key, there, n, LANES: tl.constexpr):
     Args:
         grad, residual: first element of the destination; residual may be None.
         key: ``[N]`` int32, groups; read where ``there``.
-        n: elements of the destination.
+        n: number of elements of the destination.
 
     Returns:
-        x ``[N, LANES]`` float32, 0 where nothing is; the elements' places, int64; which of them
-        are there.
+        x ``[N, LANES]`` float32, 0 for missing elements; the elements' places, int64; whether they
+        exist.
     """
     j = key.to(tl.int64)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     inside = there[:, None] & (j < n)

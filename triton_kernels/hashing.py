@@ -1,12 +1,12 @@
-"""Hashing: the cells of a key, and the key of a cell that holds no other.
+"""Hashing: the cells of a key, and the key of a cell that holds only one.
 
 Key ``k`` owns cell ``fmix32(k ^ salt_i) * partition >> 32`` of partition ``i``. ``fmix32`` is a
-bijection, so the keys of a cell differ in their hashes, which lie in one interval of at most
-``ceil(2^32 / partition)`` numbers. So the low bits of a hash, of which there are enough to tell
-the numbers of that interval apart, and the cell together give the hash, and the hash gives the key.
+bijection, so the keys of a cell have different hashes, which lie in one interval of at most
+``ceil(2^32 / partition)`` numbers. The low bits of a hash distinguish the numbers of that interval,
+so cell and low bits give the hash, and the hash gives the key.
 
-Worked example (partition 2^20): the hashes of cell 3 are 0x3000 to 0x3fff; the low 16 bits 0x3abc
-can only be those of 0x3abc.
+Worked example (partition 2^20): the hashes of cell 3 are 0x3000 to 0x3fff, so the low 16 bits
+0x3abc mean the hash 0x3abc.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .scalar import fmix32
 
 @jit
 def salt_of(seed, i):
-    """Salt of partition ``i``, uint32; both are int32 scalars, and ``i`` may be a number."""
+    """Salt of partition ``i``, uint32. Both arguments are int32 scalars; ``i`` may be a number."""
     turn = tl.full([], 1, tl.uint32) + i
     return fmix32(seed.to(tl.uint32, bitcast=True) * 0x9E3779B9 + turn.to(tl.uint32) * 0x7F4A7C15)
 
@@ -30,7 +30,7 @@ def hash_of(key, seed, i):
 
 @jit
 def cell_at(h, partition, i):
-    """Cells of partition ``i`` with the hashes ``h`` (uint32), in the whole table; int32."""
+    """Cells in the whole table, int32, of the hashes ``h`` (uint32) for partition ``i``."""
     spread = tl.umulhi(h, tl.full(h.shape, 0, tl.uint32) + partition)
     return spread.to(tl.int32) + i * partition
 
@@ -47,12 +47,12 @@ def unmix32(h):
 
 @jit
 def key_of(cell, low, seed, partition, inverse, HASHES: tl.constexpr):
-    """The key that owns each cell and whose hash has these low 16 bits; uint32.
+    """The key of each cell whose hash has these low 16 bits; uint32.
 
     Args:
         cell: int32, in the whole table.
-        low: uint32; higher bits mean nothing.
-        inverse: ``2^63 // partition``, of a partition with at most ``0xFFFE`` hashes a cell.
+        low: uint32; higher bits are ignored.
+        inverse: ``2^63 // partition``, for a partition with at most ``0xFFFE`` hashes per cell.
     """
     salt = tl.full(cell.shape, 0, tl.uint32) + salt_of(seed, 0)
     place = cell

@@ -1,10 +1,10 @@
-"""Triton as type checkers should see it: what it decorates is a device program, not Python.
+"""Triton as type checkers should see it: a decorated function is a device program, not Python.
 
-Kernels are called with launch options that their signature does not have, constants go where it
-says ``tl.constexpr``, and the language's functions return tuples or tensors as the case may be.
+Kernels are called with launch options that their signature lacks, constants are passed for
+``tl.constexpr``, and the language's functions return tuples or tensors.
 
-Inside :func:`compiling_only` launchers compile what they would launch, and launch nothing: so all
-that a step needs is compiled before the first one, for tensors that need not have any memory.
+Inside :func:`compiling_only`, launchers compile their kernels and launch nothing. So all kernels of
+a step are compiled before the first step, with tensors that need no memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Function: Any = triton.JITFunction
 
 
 class Kernel(_Function):
-    """A function for the device; a launch compiles it first, and inside :func:`compiling_only` does
+    """A function for the device. A launch compiles it first; inside :func:`compiling_only` it does
     nothing else."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -32,7 +32,7 @@ class Kernel(_Function):
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Inside, on this thread, launches compile and launch nothing."""
+    """In this context, on this thread, launches only compile."""
     token = _COMPILING_ONLY.set(True)
     try:
         yield
@@ -41,7 +41,7 @@ def compiling_only() -> Iterator[None]:
 
 
 def jit(function: Any = None, **options: Any) -> Any:
-    """:func:`triton.jit`, of which Triton's interpreter has its own."""
+    """:func:`triton.jit`, which Triton's interpreter replaces by its own."""
     if function is None:
         return lambda function: jit(function, **options)
     made = triton.jit(function, **options)

@@ -1,10 +1,9 @@
-"""Keys: count the keys of the union into their cells, and clear the output meanwhile.
+"""Keys: count the keys of the union into their cells, and clear the output at the same time.
 
-The first axis of the grid shares the words, the second the partitions of the table, so that
-programs that run at the same time hit one partition, which fits the cache where a table does not.
-The additions to entries keep the cache busy and the memory idle; so the same programs fill the
-output with zeros, or, if any rank's poison word is set, with NaN, for :mod:`.peel` to write the
-keys it recovers.
+The grid's first axis divides the words, the second the partitions of the table. So programs that
+run at the same time use one partition, which fits the cache even if the table does not. Additions
+to entries keep the cache busy and the memory idle, so the same programs fill the output with zeros,
+or with NaN if any rank's poison word is set; :mod:`.peel` then writes the keys it recovers.
 
 Worked example (2 hashes): key 2 with the hashes 0x11112222 and 0x33334444 adds 0x2222_0001 to one
 packed entry and 0x4444_0001 to another, 0x2_00000001 to both of split ones.
@@ -27,7 +26,7 @@ _FILL = 1024
 
 @jit
 def contribution(key, h, PACKED: tl.constexpr):
-    """What a key with the hash ``h`` adds to an entry; int64."""
+    """The number that a key with the hash ``h`` adds to an entry; int64."""
     if PACKED:
         return ((h & 0xFFFF).to(tl.int64) << 16) + 1
     else:

@@ -1,10 +1,10 @@
 """Undo the lag of error feedback, in one pass over the owner's shard.
 
-With ``weights`` the two numbers ``1 - K`` and ``K``, every element of the shard is
+``weights`` are ``1 - K`` and ``K``. Every element of the shard is
 ``out = (decoded - (1 - K) * sent) / K`` in float32, each operation rounded by itself, and ``sent``
-becomes ``decoded``. Where that is not finite, ``out`` is NaN and ``sent`` 0.
+becomes ``decoded``. Where ``decoded`` is not finite, ``out`` is NaN and ``sent`` 0.
 
-Worked example (K = 1/2): decoded 3 and sent 1 make 5.
+Worked example (K = 1/2): decoded 3 and sent 1 give 5.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from .device import on_device_of
 from .jit import jit, tl
 
-# A division is a call, across which what a thread has is kept in registers: more of it spills.
+# A division is a call, which keeps a thread's values in registers: with more values they spill.
 _BLOCK = 1024
 _WARPS = 4
 

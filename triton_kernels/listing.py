@@ -1,7 +1,7 @@
-"""Listing: the groups that a bitmap marks, in ascending order.
+"""Listing: list the groups that a bitmap marks, in ascending order.
 
-A thread owns a word and takes its lowest set bit until none is left, so that a pass costs as many
-turns as the fullest word of a program has bits, not 32.
+A thread owns a word and takes its lowest set bit until none is left. So a pass takes as many turns
+as the fullest word of a program has set bits, not 32.
 
 Worked example: the words 0b101, 0b10 list the groups 0, 2, 33, in two turns: 0 and 33, then 2.
 """
@@ -47,10 +47,10 @@ def list_kernel(
 def list_groups(
     bitmap: Tensor, ranks: Ranks, groups: int, *, capacity: int, layout: Hashable
 ) -> Tensor:
-    """Keys ``[R, capacity]`` int32, in a scratch buffer; what follows the last one is garbage.
+    """Keys ``[R, capacity]`` int32, in a scratch buffer, with garbage after the last key.
 
     Args:
-        ranks: of the bitmap, in runs of ``LIST_WORDS``.
+        ranks: ranks of the bitmap, in runs of ``LIST_WORDS``.
     """
     R, words = bitmap.shape
     assert ranks.step == LIST_WORDS, "a program's words must be a run"

@@ -1,8 +1,8 @@
 """First pass of a quantized matrix: the sum of magnitudes of every column.
 
-``sums[j] = sum over i of u[i, j]`` in ``COLUMN_LANES`` lanes, lane ``l`` the rows ``l``,
-``l + COLUMN_LANES``, ...; a program owns some columns and walks down all rows, a row for each lane
-at a time.
+``sums[j] = sum over i of u[i, j]`` in ``COLUMN_LANES`` lanes; lane ``l`` adds up the rows ``l``,
+``l + COLUMN_LANES``, and so on. A program owns some columns and walks down all rows, one row per
+lane at a time.
 
 Worked example (2 lanes): a column with the magnitudes 1, 2, 3, 4, 5 has the lanes 1 + 3 + 5 and
 2 + 4, and the sum 9 + 6.
@@ -18,14 +18,14 @@ from tagc.ops.matrix import COLUMN_LANES, MatrixLayout
 from .jit import jit, tl
 from .matrix_numbers import bounded, column_upper, load_x, pairs, whose_matrix
 
-# Columns of a program, 64 or 128 bytes of bfloat16; the fewer, the more programs. Lanes are chains
-# of additions, so columns and lanes are all there is to divide among threads.
+# Columns of a program, 64 or 128 bytes of bfloat16; fewer columns give more programs. Lanes are
+# chains of additions, so only columns and lanes can be divided among threads.
 _COLUMNS = 32, 64
-# Programs that an H100's 132 processors can do with, 8 each.
+# Enough programs for an H100's 132 processors, 8 each.
 _PROGRAMS = 1056
-# More destinations are more of the same: the check before training takes no more.
+# Further destinations do not count, because the check before training uses no more.
 _MOST_DESTINATIONS = 8
-# Elements of a thread whose loads come before the first addition; loads in flight hide latency.
+# Elements of a thread that are loaded before the first addition; loads in flight hide latency.
 _IN_FLIGHT = 64
 _WARPS = 1
 _LOG = COLUMN_LANES.bit_length() - 1
@@ -59,10 +59,10 @@ def matrix_columns_kernel(
 def sum_columns(
     grad: Tensor, residual: Tensor | None, sums: Tensor, tops: Tensor, *, layout: MatrixLayout
 ) -> None:
-    """Write the columns' sums, and the largest upper bits of each program's.
+    """Write the columns' sums, and the largest upper bits of each program's sums.
 
     Args:
-        grad, residual: as :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`.
+        grad, residual: as in :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`.
         sums: ``[D, count, columns]`` float32.
         tops: ``[D, count, column_tiles(layout, D)]`` int32.
     """
@@ -76,7 +76,7 @@ def sum_columns(
 
 
 def column_tiles(layout: MatrixLayout, D: int) -> int:
-    """Programs of :func:`sum_columns` per destination and matrix."""
+    """Number of programs of :func:`sum_columns` per destination and matrix."""
     return triton.cdiv(layout.columns, _columns(layout, D))
 
 

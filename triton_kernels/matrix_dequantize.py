@@ -1,17 +1,18 @@
 """Dequantize matrices: add up messages in the order of the ranks, divide, tile by tile.
 
-Of each of ``K`` rows, ``out[i, j] = (sum over r of value * (f_r[i] * v_r[j])) / divisor`` in
-float32, where a value is ``2 q + 1``. Terms are exact, so a fused multiply-add rounds as an
-addition does, once; additions go from the first message on, and the division is IEEE; where the
-divisor is a power of two, multiplying by its inverse gives the same bits.
+For each of ``K`` rows, ``out[i, j] = (sum over r of value * (f_r[i] * v_r[j])) / divisor`` in
+float32, where a value is ``2 q + 1``. Terms are exact, so a fused multiply-add rounds once, like an
+addition. Additions start from the first message, and the division is IEEE. If the divisor is a
+power of two, multiplying by its inverse gives the same bits.
 
 Worked example (2 bits, one element, 2 messages): codes 1 and -2 with f * v = 0.5 and 0.25 add up to
 1.5 - 0.75; divided by 3, 0.25.
 
-Two kernels: :mod:`.matrix_read_scales` unpacks the scales of rows and columns, and the sum's is
-here, or in :mod:`.matrix_groups`, where neighbours share a code. A program's tile is some rows of
-some words, and all columns that have their codes there. A thread has some neighbouring words of all
-of the tile's rows, which share the columns' scales, and some neighbouring lanes of these words.
+There are two kernels: :mod:`.matrix_read_scales` unpacks the scales of rows and columns; the sum's
+kernel is here, or in :mod:`.matrix_groups` if neighbours share a code. A program's tile is some
+rows of some words, with all columns whose codes are in these words. A thread has some neighbouring
+words of all of the tile's rows, which share the columns' scales, and some neighbouring lanes of
+these words.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from .matrix_groups import dequantize_groups
 from .matrix_numbers import unit_of, whose_matrix
 from .matrix_read_scales import read_scales
 
-# Rows of a program's tile; lanes of a thread; and its words, in the lanes of all of its threads.
-# What a thread has of a message is in flight at once: with up to 254 registers there are 8 warps or
-# more on a multiprocessor, which wait for 32 KiB of codes.
+# Rows of a program's tile; lanes of a thread; words of the tile, in the lanes of all threads. All
+# of a thread's loads from a message are in flight at once: with up to 254 registers, at least 8
+# warps fit on a multiprocessor and wait for 32 KiB of codes.
 _ROWS, _INNER, _WORDS = 4, 4, 512
 # Arguments whose alignment makes no difference.
 _PLAIN = [
@@ -41,10 +42,10 @@ _PLAIN = [
 
 @jit
 def value_of(word, f, mask, WIDTH: tl.constexpr, at: tl.constexpr):
-    """What the code ``at`` of int32 words that begin at bit 5 stands for, times ``f``."""
+    """The value of the code ``at`` of int32 words that begin at bit 5, times ``f``."""
     PLACE: tl.constexpr = 5 + at * WIDTH
     code = word & (mask << PLACE)
-    # The code's upper bit is turned, and its unit is that of the number.
+    # The code's upper bit is flipped, and its unit is the number's.
     m = (code ^ (((127 + 24 - PLACE) << 23) + (1 << (PLACE + WIDTH - 1)))).to(
         tl.float32, bitcast=True
     )
@@ -54,15 +55,15 @@ def value_of(word, f, mask, WIDTH: tl.constexpr, at: tl.constexpr):
 
 @jit
 def values_of(words, outer, f, mask, WIDTH: tl.constexpr, INNER: tl.constexpr):
-    """What codes of the lanes ``INNER * outer + i`` of int32 words stand for, times ``f``; for each
-    ``i``, float32.
+    """The values of the codes in lanes ``INNER * outer + i`` of int32 words, times ``f``: a float32
+    tensor for each ``i``.
 
-    Codes of several bits become a part of a mantissa, as in :func:`.codes.codes_at`, but in units
-    of half a code, for ``2 q + 1``. What the exponent stands for has few enough bits for an exact
-    product with ``f`` if no code begins below bit 5; words are turned around to get there.
+    Codes of several bits become part of a mantissa, as in :func:`.codes.codes_at`, but in units of
+    half a code, for ``2 q + 1``. The exponent's value has few enough bits for an exact product with
+    ``f`` if no code begins below bit 5; words are rotated for that.
 
     Args:
-        outer: int32, as ``words`` or of a shape that fits.
+        outer: int32, of the shape of ``words`` or one that broadcasts with it.
         mask: int32 scalar ``(1 << WIDTH) - 1``, see :func:`.codes.codes_at`.
     """
     values = ()
@@ -91,22 +92,22 @@ def dequantize_matrix_kernel(
 ):  # fmt: skip
     row_words = units * UNIT
     across = tl.cdiv(row_words, WORDS)
-    # The last tile is moved to where there are as many rows, and words; what others have is read,
-    # too, and not stored.
+    # The last tile is moved back to cover only existing rows and words; those of other tiles are
+    # also read, but not stored.
     begin = (tl.program_id(0) // across).to(tl.int64) * ROWS
     first = tl.minimum(begin, rows - ROWS)
     outer = tl.arange(0, OUTER)[:, None, None]
     next = tl.arange(0, NEXT)[None, None, :]
     begins = tl.program_id(0) % across * WORDS + tl.arange(0, WORDS // NEXT)[None, :, None] * NEXT
-    # Repeated for all lanes, so that every load has its data where it is needed.
+    # Repeated for all lanes, so that every load has its data in the right thread.
     begins = tl.broadcast_to(begins, [OUTER, WORDS // NEXT, 1])
     w = tl.minimum(begins, row_words - NEXT)
     k, m, matrix = whose_matrix()
     f += matrix * R * rows + first
-    # Of two lanes in a word, see matrix_read_scales.py.
+    # Scales of two lanes share a word, see matrix_read_scales.py.
     v += matrix * R * (OUTER * INNER // 2) * row_words + (outer * (INNER // 2) * row_words + w)
     codes += k * message_stride + m * message_matrix + first * row_words + w
-    # No term is minus zero, so the sum may as well start from zero.
+    # No term is minus zero, so the sum may start from zero.
     totals = (tl.zeros([OUTER, WORDS // NEXT, NEXT], tl.float32),) * (ROWS * INNER)
     for _ in range(R):
         column = ()
@@ -155,7 +156,7 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
     # A thread has 4 neighbours of each lane.
     warps = max(1, outer * words // (4 * 32))
     divide = divisor & (divisor - 1) != 0
-    # Divisions, which are calls, codes of several bits, and float32 elements take registers.
+    # Divisions (which are calls), codes of several bits, and float32 elements take registers.
     many = divide or layout.width > 1 or out.dtype == torch.float32
     rows = _ROWS if many else 2 * _ROWS
     rows = min(rows, 1 << (layout.rows.bit_length() - 1))
@@ -163,7 +164,7 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
         message[..., sum(layout.head) :], *scales, out, layout.rows, layout.columns,
         layout.row_words // unit, R, float(divisor) if divide else 1.0 / divisor,
         (1 << layout.width) - 1, *message.stride()[:3],
-        # That of one row means nothing, and would hide how it is aligned.
+        # The stride of a single row has no meaning, and would hide the alignment.
         out.stride(0) if K > 1 else 0,
         WIDTH=layout.width, UNIT=unit, INNER=_INNER, OUTER=outer, WORDS=words,
         NEXT=min(4, unit), ROWS=rows, DIVIDE=divide, num_warps=warps, enable_fp_fusion=False,

@@ -1,15 +1,14 @@
-"""Dequantize matrices whose neighbours share a code: the group's place that it points at, and a
-sign.
+"""Dequantize matrices whose neighbours share a code: a place in the group, and a sign.
 
-As in :mod:`.matrix_dequantize`, but with the value 1 or -1 where a group's code points, and else 0;
-rows that are not finite are NaN as a whole, though most of their elements have no term.
+It works like :mod:`.matrix_dequantize`, but the value is 1 or -1 at a code's place, and 0 at the
+other places. Rows that are not finite are all NaN, although most of their elements have no term.
 
-Worked example (groups of 4, one row, 2 messages): f * v = 0.5 everywhere, and codes point at place
-2, both, one with a sign: 0, 0, 0, 0; point they at 1 and 2, the group is 0, 0.5, -0.5, 0, and
-divided by 2 half of it.
+Worked example (groups of 4, one row, 2 messages, f * v = 0.5 everywhere): if both codes point to
+place 2, one of them with a sign, the group is 0, 0, 0, 0. If they point to 1 and 2, it is
+0, 0.5, -0.5, 0, divided by 2.
 
-A program has some rows of some groups, one after the other along the columns. A thread has a group,
-in all of the tile's rows, which share the columns' scales.
+A program has some rows of some groups, one after the other along the columns. A thread has one
+group in all of the tile's rows, which share the columns' scales.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .matrix_numbers import whose_matrix
 from .matrix_read_scales import read_scales
 from .scalar import in_order
 
-# Of a program; and rows of its tile.
+# Warps of a program, and rows of its tile.
 _WARPS, _ROWS = 4, 8
 # Arguments whose alignment makes no difference.
 _PLAIN = [
@@ -57,11 +56,11 @@ def dequantize_groups_kernel(
 ):  # fmt: skip
     PAIRS: tl.constexpr = GROUP // 2
     across = tl.cdiv(columns, THREADS * GROUP)
-    # The last tile is moved to where there are as many rows; what others have is not stored.
+    # The last tile is moved back to cover only existing rows; rows of other tiles are not stored.
     begin = (tl.program_id(0) // across).to(tl.int64) * ROWS
     first = tl.minimum(begin, rows - ROWS)
     t = tl.program_id(0) % across * THREADS + tl.arange(0, THREADS)
-    # Threads past the last group read that one.
+    # Threads past the last group read the last group.
     group = tl.minimum(t, tl.cdiv(columns, GROUP) - 1)
     up = 32 - WIDTH - group // row_words * WIDTH
     k, m, matrix = whose_matrix()
@@ -69,7 +68,7 @@ def dequantize_groups_kernel(
     v += matrix * R * span + (group * PAIRS)[:, None]
     codes += k * message_stride + m * message_matrix + first * row_words + group % row_words
     pair = tl.arange(0, PAIRS)[None, :]
-    # Places are compared where they are, below a code's sign.
+    # Places are compared without a shift, below a code's sign.
     BELOW: tl.constexpr = 32 - WIDTH
     totals = (tl.zeros([THREADS], tl.float32),) * (ROWS * GROUP)
     spoilt = (tl.zeros([], tl.float32),) * ROWS
@@ -99,7 +98,7 @@ def dequantize_groups_kernel(
     out += k * out_stride + (m * rows + first) * columns
     j = t[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     for row in tl.static_range(ROWS):
-        # A scale is NaN in rows that are not finite.
+        # The scale of rows that are not finite is NaN.
         over = divisor + spoilt[row]
         end = tl.where(first + row >= begin, columns, 0)
         some = ()
@@ -112,7 +111,7 @@ def dequantize_groups_kernel(
 
 
 def dequantize_groups(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
-    """As :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`, of ``[K, R, count, words]``."""
+    """:meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix` for ``[K, R, count, words]``."""
     K, R, count, _ = message.shape
     f, v = read_scales(message, layout=layout, apart=1)
     rows = min(_ROWS, 1 << (layout.rows.bit_length() - 1))
@@ -123,7 +122,7 @@ def dequantize_groups(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
         message[..., sum(layout.head) :], f, v, out, layout.rows, layout.columns,
         layout.row_words, v.shape[3], R, float(divisor) if divide else 1.0 / divisor,
         *message.stride()[:3],
-        # That of one row means nothing, and would hide how it is aligned.
+        # The stride of a single row has no meaning, and would hide the alignment.
         out.stride(0) if K > 1 else 0,
         WIDTH=layout.width, GROUP=layout.group, THREADS=threads, ROWS=rows, DIVIDE=divide,
         num_warps=_WARPS, enable_fp_fusion=False,

@@ -1,9 +1,9 @@
 """Numbers of quantized matrices: sums in lanes, scales and their inverses, elements of a group.
 
-The format is :mod:`tagc.ops.matrix`'. Everything is integer or correctly rounded, and the order of
-every float sum is the format's: the caller adds to lanes, or to a row's table, front to back;
+:mod:`tagc.ops.matrix` has the format. Everything is integer or correctly rounded, and every float
+sum has the format's order: the caller adds to lanes, or to a row's table, front to back;
 :func:`pairs` adds up lanes, :func:`sum_table` a row's table. Sums have no negative terms, so adding
-a zero for what is not there changes no bit.
+zeros for missing terms changes no bit.
 
 A column's scale is ``1.5**o * 2**k`` with ``o`` 0 or 1, so its inverse is ``2**-k`` or the float32
 next to 2/3, times ``2**-k``: integer arithmetic on the exponent instead of a division.
@@ -24,24 +24,23 @@ _BIAS = constant(COLUMN_BIAS)
 INFINITY = constant(0x7F800000)
 # The bits of ``LARGEST``.
 LARGEST_BITS = constant((127 << 23) + ((int(LARGEST).bit_length() - 1) << 23))
-# Exponents of a scale and its inverse add up to this; and by how much the float32 next to 4/3 is
-# less than 1.5.
+# The sum of the exponents of a scale and its inverse; and 1.5 minus the float32 next to 4/3.
 _BOTH, _LESS = constant(254 << 23), constant((1 << 22) - 0x2AAAAB)
 _CHUNK = constant(64)
 
 
 def unit_of(count: int) -> int:
-    """The largest power of two up to 16 that divides ``count``; kernels get ``count`` in units of
-    it, so that they know how far apart aligned accesses stay aligned."""
+    """The largest power of two up to 16 that divides ``count``. Kernels get ``count`` in these
+    units, so that Triton knows which accesses are aligned."""
     return min(16, count & -count)
 
 
 @jit
 def whose_matrix():
-    """Of a program of a grid ``[..., rows, count]``: the tensors' row, the matrix of it, and its
-    number among those of all rows; int64."""
+    """Row of the tensors, matrix in the row, and index among the matrices of all rows, int64, of a
+    program in a grid ``[..., rows, count]``."""
     row, m = tl.program_id(1), tl.program_id(2)
-    # Of 32 bits until here, which takes fewer registers.
+    # In 32 bits until here, to save registers.
     number = row * tl.num_programs(2) + m
     return row.to(tl.int64), m.to(tl.int64), number.to(tl.int64)
 
@@ -67,7 +66,7 @@ def bounded(x):
 def pairs(total, LOG: tl.constexpr):
     """Add up ``[N, 2**LOG]`` lanes, neighbours first: ``[N]``."""
     for _ in tl.static_range(LOG):
-        # A sum of two numbers has no order.
+        # The sum of two numbers does not depend on their order.
         total = tl.sum(tl.reshape(total, [total.shape[0], total.shape[1] // 2, 2]), 2)
     return tl.reshape(total, [total.shape[0]])
 
@@ -90,13 +89,13 @@ def column_upper(total):
 
 @jit
 def column_code(total, top):
-    """4 bits of columns with these sums, where the largest has the upper bits ``top``."""
+    """4-bit codes of columns with these sums; the largest sum has the upper bits ``top``."""
     return tl.maximum(column_upper(total) - top + _TOP, 0)
 
 
 @jit
 def upper_of(code):
-    """The upper 10 bits of ``v``, which are all that it has."""
+    """The upper 10 bits of ``v``; its other bits are 0."""
     return code + _BIAS
 
 
@@ -115,7 +114,7 @@ def inverse_of(upper):
 
 @jit
 def sum_table(table, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr):
-    """Of rows' tables ``[ROWS, 2**LOG_PLACES, 2**LOG_WORDS]``: ``[ROWS]``; see
+    """Sums ``[ROWS]`` of rows' tables ``[ROWS, 2**LOG_PLACES, 2**LOG_WORDS]``; see
     :attr:`tagc.ops.matrix.MatrixLayout.word_lanes`."""
     places = tl.reshape(table, [table.shape[0] * table.shape[1], table.shape[2]])
     total = tl.reshape(pairs(places, LOG_WORDS), [table.shape[0], table.shape[1]])
@@ -126,5 +125,5 @@ def sum_table(table, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr):
 
 @jit
 def row_scale(byte, base):
-    """``f``, float32, of bytes that are scales."""
+    """``f``, float32, from bytes that are scales."""
     return ((byte + base) << 20).to(tl.float32, bitcast=True)

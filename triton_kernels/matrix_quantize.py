@@ -1,21 +1,22 @@
 """Quantize a matrix: sums of columns and their scales, then rows: sums, scales, codes, residual.
 
-Three kernels; gradient and residual are read twice, by columns, and by rows, as a row's scale needs
-those of all columns. The rows' kernel is here. A program has some rows, whole: as the table
-``[places, words]`` of their codes, in registers, so that what their sums were made of is there when
-the codes are. From its sum follows a row's scale ``f``; and then of
-``x = float32(grad) + float32(residual)`` in columns with ``v`` the codes: ``floor(y * 0.5)`` of
-``y = x * (1 / f) * (1 / v)``, clipped, which leave ``x - (2 q + 1) * f * v``; or the place of the
-largest ``|x * (1 / v)|`` of a group, plus the group's size if that is negative, which leaves ``x``
-there less or more by ``f * v``.
+There are three kernels. They read gradient and residual twice, by columns and by rows, because a
+row's scale needs the scales of all columns. The rows' kernel is here. A program has some whole
+rows, in registers, as tables ``[places, words]`` like their codes, so that the elements are still
+there when the codes are computed. A row's scale ``f`` follows from its sum. The codes of
+``x = float32(grad) + float32(residual)`` in columns with the scale ``v`` are ``floor(y * 0.5)``,
+clipped, with ``y = x * (1 / f) * (1 / v)``, and leave ``x - (2 q + 1) * f * v``. With groups, a
+code is the place of the group's largest ``|x * (1 / v)|``, plus the group's size if that ``x`` is
+negative. There it leaves ``x - f * v``, or ``x + f * v`` if ``x`` is negative.
 
 Worked example (2 bits, f = 0.5): x = (1.7, -0.4) with v = (1, 0.5) is (3.4, -1.6) in units of
-f * v, so the codes are (1, -1), which say (1.5, -0.25) and leave (0.2, -0.15).
+f * v, so the codes are (1, -1), which stand for (1.5, -0.25) and leave (0.2, -0.15).
 
 Rows too long for registers are read twice here, some words at a time: once for the sum, and again
-for the codes, soon enough for the cache to have them.
+for the codes, soon enough to be still in the cache.
 
-Products ``(2 q + 1) * f * v`` are exact, so a fused multiply-add leaves what a subtraction does.
+Products ``(2 q + 1) * f * v`` are exact, so a fused multiply-add gives the same bits as a
+subtraction.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from .scratch import buffer
 
 _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
-# Below it, half of a float32 is below zero; it is the negative one next to zero.
+# The largest negative float32; half of any smaller one is below zero.
 _LEAST = constant(-(2.0**-149))
-# Added to a small float32, its integer is in the lowest bits, in two's complement.
+# Added to a small float32, it leaves the integer in the lowest bits, in two's complement.
 _INTEGER = constant(1.5 * 2**23)
-# What first_of_groups returns: from this bit on a place, in these units; below it a sign, and the
+# Format of first_of_groups: from this bit on a place, in these units; below it a sign, and the
 # upper bits of a column's scale.
 _PLACE, _NEXT_PLACE = constant(11), constant(1 << 11)
 _IS_NEGATIVE, _UPPER = constant(1 << 10), constant((1 << 10) - 1)
-# Elements of a program, where rows are not longer, and of a warp.
+# Elements of a program, unless rows are longer, and of a warp.
 _ELEMENTS, _OF_WARP = 4096, 512
 # Arguments whose alignment makes no difference.
 _PLAIN = ["message", "scales", "codes", "norms", "rows", "units", "distance", "message_stride",
@@ -62,11 +63,11 @@ _PLAIN = ["message", "scales", "codes", "norms", "rows", "units", "distance", "m
 
 @jit
 def first_of_groups(x, upper, GROUP: tl.constexpr):
-    """What codes of groups say of the first largest ``|x * (1 / v)|`` of each, and what they mean.
+    """The first largest ``|x * (1 / v)|`` of each group: its place, its sign and its ``v``.
 
     Args:
         x: ``[ROWS, PLACES, WORDS * GROUP]`` float32.
-        upper: of ``v``, int32 of a shape that fits.
+        upper: upper bits of ``v``, int32 of a shape that broadcasts.
 
     Returns:
         ``[ROWS, PLACES, WORDS]`` int32: the place from bit ``_PLACE`` on, below it whether
@@ -75,7 +76,7 @@ def first_of_groups(x, upper, GROUP: tl.constexpr):
     WORDS: tl.constexpr = x.shape[2] // GROUP
     place = tl.arange(0, GROUP)[None, None, None, :]
     b = magnitude(tl.reshape(x * inverse_of(upper), [x.shape[0], x.shape[1], WORDS, GROUP]))
-    # The sign bit comes down.
+    # Shift the sign bit down.
     signs = (x.to(tl.uint32, bitcast=True) >> 21) & _IS_NEGATIVE
     about = tl.reshape(signs.to(tl.int32) | upper, b.shape) | place * _NEXT_PLACE
     is_largest = b == tl.expand_dims(tl.max(b, 3), 3)
@@ -84,7 +85,7 @@ def first_of_groups(x, upper, GROUP: tl.constexpr):
 
 @jit
 def at_places(bits, first, GROUP: tl.constexpr):
-    """Of each group the element of ``bits``, not negative, that ``first`` says."""
+    """The element of ``bits``, not negative, that ``first`` points to in each group."""
     grouped = tl.reshape(bits, [bits.shape[0], bits.shape[1], bits.shape[2] // GROUP, GROUP])
     hit = (first >> _PLACE)[:, :, :, None] == tl.arange(0, GROUP)[None, None, None, :]
     return tl.max(tl.where(hit, grouped, 0), 3)
@@ -93,7 +94,7 @@ def at_places(bits, first, GROUP: tl.constexpr):
 @jit
 def code_and_left(x, f, inverse_f, v, inverse_v, shift, WIDTH: tl.constexpr):
     """Codes of ``x`` ``[ROWS, PLACES, COLUMNS]``, int32 with ``WIDTH`` bits at their place in the
-    word, and what they leave, rounded once; scales and shifts are of shapes that fit."""
+    word, and their quantization errors, rounded once. Scales and shifts broadcast."""
     y = x * inverse_f * inverse_v
     v = tl.broadcast_to(v, x.shape)
     if WIDTH == 1:
@@ -112,7 +113,7 @@ def code_and_left(x, f, inverse_f, v, inverse_v, shift, WIDTH: tl.constexpr):
 
 @jit
 def place_and_left(x, first, f, sends, v, shift, GROUP: tl.constexpr):
-    """Codes of the groups of ``x``, by their ``first``, and what they leave, likewise."""
+    """:func:`code_and_left` for the groups of ``x``, by their ``first``."""
     negative = (first & _IS_NEGATIVE) != 0
     f = tl.where(negative, f, negated(f))
     said = tl.where(sends[:, None, None], first >> _PLACE, GROUP)
@@ -126,28 +127,28 @@ def place_and_left(x, first, f, sends, v, shift, GROUP: tl.constexpr):
 
 @jit
 def stands_for(x, v, first, GROUP: tl.constexpr, FITTED: tl.constexpr):
-    """What is summed for every code; with a group ``first`` is from :func:`first_of_groups`."""
+    """The terms of a row's sum, one for every code; ``first`` is from :func:`first_of_groups`."""
     b = magnitude(x)
     if GROUP > 1:
         b = at_places(b, first, GROUP)
         v = scale_of(first & _UPPER)
-    # What is not finite counts as something here: its row says nothing anyway.
+    # The term of an element that is not finite does not matter: its row sends no codes.
     u = tl.minimum(b, LARGEST_BITS).to(tl.float32, bitcast=True)
     return u * v if FITTED else u
 
 
 @jit
 def square_of(first):
-    """``v * v`` of the elements that ``first`` says."""
+    """``v * v`` of the elements that ``first`` points to."""
     v = scale_of(first & _UPPER)
     return v * v
 
 
 @jit
 def load_words(grad, residual, uppers, start, exists, place, e, row_span, columns):
-    """``x``, the residual, or ``x`` if there is none, and the upper bits of ``v``, of the elements
-    ``e`` at places; 0 where there is nothing."""
-    # In columns, not words, so that Triton sees how many neighbours are masked alike.
+    """``x``, the residual (``x`` if there is none) and the upper bits of ``v`` of the elements
+    ``e`` at places; 0 for missing elements."""
+    # In columns, not words, so that Triton sees how many neighbours share a mask.
     j = place * row_span + e
     within = (e < row_span) & (j < columns)
     inside = exists[:, None, None] & within
@@ -162,7 +163,7 @@ def load_words(grad, residual, uppers, start, exists, place, e, row_span, column
 @jit
 def store_words(residual, left, old, kept, fresh, start, stored, place, e, row_span, columns,
                 AVERAGE: tl.constexpr):  # fmt: skip
-    """The residual that is left."""
+    """Store the new residual."""
     j = place * row_span + e
     if AVERAGE:
         left = kept * old + fresh * left
@@ -173,9 +174,9 @@ def store_words(residual, left, old, kept, fresh, start, stored, place, e, row_s
 
 @jit
 def say(x, f, inverse_f, sends, upper, first, place, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """Codes as ``[ROWS, WORDS]`` int32, and what they leave."""
+    """Codes as ``[ROWS, WORDS]`` int32, and their quantization errors."""
     v = scale_of(upper)
-    # What is past the row's end is zeros, of which all codes are 0.
+    # Elements past the row's end are zeros, whose codes are 0.
     if GROUP == 1:
         code, left = code_and_left(x, f, inverse_f, v, inverse_of(upper), place * WIDTH, WIDTH)
     else:
@@ -256,7 +257,7 @@ def quantize_matrix_kernel(
 
     if WHOLE:
         if residual is not None and ELEMENTS < THREADS:
-            # Several threads have the same element then: all read it before one writes.
+            # Several threads may have the same element: all must read it before one writes.
             tl.debug_barrier()
         words, left = say(x, f, inverse_f, sends, upper, first, place, WIDTH, GROUP)
         if residual is not None:

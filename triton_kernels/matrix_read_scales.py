@@ -1,15 +1,14 @@
-"""The head of a quantized matrix's message, read: scales of rows as float32, and of columns as
+"""Reads the head of a quantized matrix's message: scales of rows as float32, and of columns as
 bfloat16, two in a word.
 
-Every element needs both of each message, and so do the rows below a column and the columns beside a
-row. So they are unpacked once, not for every tile. A row that says nothing has the scale 0, one
-that is not finite NaN. Columns that share a word are ``apart`` places apart, so that a thread that
-sums up to them loads both at a time.
+Every element needs both scales of each message. They are unpacked once, not for every tile. A row
+that sends nothing has the scale 0; a row that is not finite has NaN. Columns that share a word are
+``apart`` places apart, so that the thread that sums both loads their scales at once.
 
 Worked example (base 832): a row's byte 196 and the column's code 12 are the scales 3 and 0.375.
 
-A program reads the scales of some pairs of columns of one message, and some words of the rows',
-whichever there are.
+A program reads the scales of some pairs of columns of one message, and some words of the rows'
+scales, if there are any left.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def matrix_read_scales_kernel(
         j = word + (word // apart + half) * apart
         codes = tl.load(message + 1 + j // 8, mask=j < columns, other=0)
         scale = scale_of(upper_of((codes >> (4 * (j % 8)).to(tl.int32)) & 15))
-        # It is a bfloat16.
+        # The scale is a bfloat16.
         both |= scale.to(tl.uint32, bitcast=True) >> (16 - 16 * half)
     tl.store(v + word, both.to(tl.int32, bitcast=True), mask=word < pairs)
 
@@ -67,13 +66,13 @@ def read_scales(message: Tensor, *, layout: MatrixLayout, apart: int) -> tuple[T
     """Scales of messages ``[K, R, count, words]``, in buffers.
 
     Args:
-        apart: of columns in a pair.
+        apart: distance of the columns in a pair.
 
     Returns:
         Scales of the rows ``[K, count, R, rows]`` float32; and of the columns
-        ``[K, count, R, pairs]`` int32, as many as the codes of a row: ``2 * apart * p + i`` in the
-        lower half of ``p * apart + i``, and the one ``apart`` after it in the upper one. Past the
-        last column they are arbitrary.
+        ``[K, count, R, pairs]`` int32, as many as the codes of a row: entry ``p * apart + i`` has
+        column ``2 * apart * p + i`` in its lower half, and the column ``apart`` after it in its
+        upper half. Past the last column they are arbitrary.
     """
     K, R, count, _ = message.shape
     pairs = layout.row_words * layout.places * layout.group // 2

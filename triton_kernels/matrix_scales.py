@@ -1,15 +1,16 @@
-"""The head of a quantized matrix's message: base, scales of columns, room for those of rows.
+"""Writes the head of a quantized matrix's message: base, scales of columns, room for rows' scales.
 
-The base follows from the largest column's sum: 8 times its biased exponent, in half octaves
-rounded, less the logarithm of the rows, rounded down, minus ``CENTRE``; 0 below ``MIN_EXPONENT``.
+The base is ``8 * a - CENTRE``, where ``a`` is the biased exponent of the largest column's sum
+(rounded to half octaves) minus the logarithm of the number of rows, rounded down. The base is 0 if
+``a`` is below ``MIN_EXPONENT``.
 
 Worked example: 20 rows and a largest sum of 100, which rounds to 96, of the biased exponent 133;
 16 rows are 2**4, so the exponent is 129 and the base 8 * 129 - 136 = 896.
 
-A program writes some words, of the columns' scales and of the rows', whichever there are; those of
-rows are zeros, bytes that the rows' kernel fills in. The columns' scales are written as their upper
-bits as well, for every element needs them. Where every element has a code, all rows divide by the
-same sum over columns, which the first program takes.
+A program writes some words of the columns' scales and of the rows' scales, if there are any left.
+The rows' bytes are zeros, which the rows' kernel fills in. The columns' scales are also written as
+upper bits, because every element needs them. If every element has a code, all rows divide by the
+same sum over columns, which the first program computes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .matrix_numbers import (
 _CENTRE = constant(CENTRE)
 _MIN_EXPONENT = constant(MIN_EXPONENT)
 _WORDS = 128
-# Elements of the sum over columns that a warp has.
+# Elements per warp of the sum over columns, and the fewest warps.
 _OF_WARP, _FEWEST_WARPS = 512, 4
 _PLAIN = [
     "sums", "tops", "message", "uppers", "norms", "columns", "column_tiles", "row_scale_words",
@@ -92,13 +93,13 @@ def write_scales(
     *,
     layout: MatrixLayout,
 ) -> None:
-    """Write the heads of ``message`` ``[D, count, words]`` int32, but for the rows' scales.
+    """Write the heads of ``message`` ``[D, count, words]`` int32, except the rows' scales.
 
     Args:
         sums, tops: from :func:`.matrix_columns.sum_columns`.
         uppers: ``[D, count, columns]`` int16, written: the upper 10 bits of the columns' scales.
-        norms: ``[D, count]`` float32, written: what the sums of rows are divided by; None with a
-            group, where rows differ in it.
+        norms: ``[D, count]`` float32, written: divisors of the rows' sums; None with a group, where
+            every row has its own.
     """
     _, _, row_scale_words = layout.head
     words = words_at_a_time(layout)
@@ -112,5 +113,5 @@ def write_scales(
 
 
 def words_at_a_time(layout: MatrixLayout) -> int:
-    """Words of the table that a row is summed in; a power of two."""
+    """Words of the table in which a row is summed; a power of two."""
     return min(layout.word_lanes, triton.next_power_of_2(layout.row_words))

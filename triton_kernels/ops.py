@@ -1,12 +1,12 @@
 """The operators of :class:`tagc.ops.Ops` as fixed sequences of Triton launches.
 
-Which kernels run, with which grid and configuration, follows from the layout and dtypes alone, so
-every rank launches the same, nothing waits for the device, and a CUDA graph can hold the sequence
-(after one call outside of capture, which compiles the kernels). Buffers between the kernels are
-kept, but for those of a graph, see :mod:`.scratch`; only :func:`peel` allocates, for its results.
-Operators launch on the device of their tensors, see :mod:`.device`.
+The layout and dtypes alone determine the kernels, grids and configurations. So every rank launches
+the same, nothing waits for the device, and a CUDA graph can hold the sequence (after one call
+outside capture, which compiles the kernels). Buffers between the kernels are kept, except those of
+a graph, see :mod:`.scratch`; only :func:`peel` allocates, for its results. Operators launch on the
+device of their tensors, see :mod:`.device`.
 
-Messages, residuals and outputs have the same bits as the reference's on a CPU.
+Messages, residuals and outputs have the same bits as those of the reference on a CPU.
 """
 
 from .dequantize import dequantize

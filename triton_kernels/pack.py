@@ -1,14 +1,14 @@
 """Pack: select groups, list them, write header, index and values. A sequence of kernels.
 
-:mod:`.select` (the one dense pass) marks groups, accumulates the residual and sets the poison word;
-:mod:`.trim` clears marks beyond the capacity; :mod:`.rank` and :mod:`.listing` list what is left;
-:mod:`.write_index` and :mod:`.values` write the message and the listed groups' residual. A bitmap
-that travels is made in the message itself.
+:mod:`.select` (the only dense pass) marks groups, accumulates the residual and sets the poison
+word; :mod:`.trim` clears marks beyond the capacity; :mod:`.rank` and :mod:`.listing` list the
+remaining groups; :mod:`.write_index` and :mod:`.values` write the message and the listed groups'
+residual. A bitmap that is sent is made in the message itself.
 
 Worked example (numel 8, groups of 2, capacity 2, threshold 3): x = (1, -4, 0, 1, 5, 0, 3, 3) has
-the sizes 4, 1, 5, 3, of which the capacity keeps 4 and 5: the header is (0, 2), the bitmap 0b0101,
-the values are those of (1, -4, 5, 0), the counts (3, 4, 2, 0), and the residual keeps
-(0, 1, 3, 3) in the other places.
+the sizes 4, 1, 5, 3, and the capacity keeps 4 and 5: the header is (0, 2), the bitmap 0b0101, the
+values are those of (1, -4, 5, 0), the counts (3, 4, 2, 0), and the residual keeps (0, 1, 3, 3) in
+the other places.
 """
 
 from __future__ import annotations

@@ -1,29 +1,30 @@
-"""Peel: a cell with one key left is that key's symbol; take it out of its other cells.
+"""Peel: a cell with one key left holds that key's symbol; take the key out of its other cells.
 
-An entry with one key left says which key, and its symbol (see :mod:`.table`). Whoever clears the
-key's bit has it: writes its elements, and takes it out of its other cells, by atomic additions
-whose results say which of these have one key left now. So the work is a step per cell that ever
-comes to hold one key, however many rounds peeling takes; every such cell is found by exactly one
-program, and what is left is what no order of peeling can recover, and has the same symbols.
+An entry with one key left names the key and its symbol (see :mod:`.table`). The program that clears
+the key's bit owns the key: it writes the key's elements, and takes the key out of its other cells
+by atomic additions, whose results say which of these cells have one key left now. So the work is
+one step per cell that ever comes to hold one key, for any number of rounds. Exactly one program
+finds each such cell. No order of peeling can recover the keys that are left at the end, and symbols
+do not depend on the order.
 
-Worked example (2 hashes): keys A = 5 in cells 0 and 2, B = 7 in cells 1 and 2. Cells 0 and 1 have
-one key each. Whoever takes A out of cell 2 leaves (7, 1) there; whoever takes B out of it then
-leaves (0, 0). If both are under way, cell 2 is found to hold B by the first, who finds the bit of B
-cleared by the second, or clears it first.
+Worked example (2 hashes): key A = 5 is in cells 0 and 2, B = 7 in cells 1 and 2. Cells 0 and 1 have
+one key each. The program that takes A out of cell 2 leaves (7, 1) there; the one that then takes B
+out leaves (0, 0). If both run at once, the first finds that cell 2 holds B. Then either the second
+has already cleared the bit of B, or the first clears it.
 
-First, a kernel lists the cells that hold one key. Then, programs of one warp take their shares of
-the list, and work off what they have and what that frees from a stash of their own, 32 cells a
-step, until there is nothing left. Only the balance between programs needs more than one
-launch: with few keys left to start from, few programs would do all that follows. So after some
-steps programs hand what they have to the next launch, which shares it among all. The number of
-launches comes from the rounds that peeling takes if each sees the result of the last, measured at
-the sizes of ``plan_layout``; the last one has no limit. What does not fit a stash goes to the next
-launch, too, and at last to one program, which goes through its list until there is none: normally
-nothing. A cell comes to hold one key once only, so a list has room for all.
+First, a kernel lists the cells that hold one key. Then programs of one warp take their shares of
+the list. Each works through its cells and the cells that these free, in its own stash, 32 cells per
+step, until none is left. More than one launch is needed only to balance programs: if few keys are
+left to start from, few programs would do all of the rest. So after some steps, programs hand their
+cells to the next launch, which divides them among all programs. The number of launches comes from
+the number of rounds in which each sees the result of the last, measured at the sizes of
+``plan_layout``; the last launch has no limit. Cells that do not fit a stash also go to the next
+launch, and finally to one program, which works through its list until it is empty; normally there
+are none. A cell comes to hold one key only once, so a list has room for all.
 
 With split entries, a value is taken out before the degree. The addition to the degree releases it,
-and the read of an entry, an atomic too, acquires it: a program that finds degree one finds the
-value.
+and the read of an entry, which is also atomic, acquires it. So a program that finds degree one also
+finds the value.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from .table import LISTS, ROOM, Table, packed, peeling_programs
 
 SCAN_BLOCK, SCAN_WARPS = 1024, 4
 FINISH_BLOCK, FINISH_WARPS = 512, 16
-# Steps of a program before it hands over.
+# Steps of a program before it hands its cells over.
 _STEPS = 64
 _NO_LIMIT = (1 << 31) - 1
 # Arguments whose alignment makes no difference.
@@ -52,12 +53,12 @@ _PLAIN = ["launch", "limit", "partition", "inverse", "words", "divisor", "seed",
 
 
 def synchronous_rounds(layout: SketchLayout) -> int:
-    """Rounds that peeling ``layout.keys`` keys takes, measured, if each round sees the last."""
+    """Rounds to peel ``layout.keys`` keys, as measured, if each round sees the last one."""
     return math.ceil(2.3 * layout.keys**0.25) + 2
 
 
 def launches(layout: SketchLayout) -> int:
-    """Wide launches before one program finishes the rest."""
+    """Number of wide launches before one program finishes the rest."""
     return min(LISTS - 1, max(1, triton.cdiv(3 * synchronous_rounds(layout), 2 * _STEPS)))
 
 
@@ -67,19 +68,19 @@ def _recover(
     HASHES: tl.constexpr, LANES: tl.constexpr, PACKED: tl.constexpr, RAW: tl.constexpr,
     DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys alone in the cells ``item`` (-1 for none), unless somebody else does.
+    """Write the keys alone in the cells ``item`` (-1 for none), unless another program does.
 
-    Returns: which are ours, bool; the keys, uint32; their symbols.
+    Returns: whether this program owns them, bool; the keys, uint32; their symbols.
     """
     if PACKED:
-        # Volatile reads go to where the atomics of all programs land.
+        # Volatile reads see the atomics of all programs.
         seen = tl.load(entry + item, mask=item >= 0, other=0, volatile=True)
         alone = (seen & 0xFFFF) == 1
         key = key_of(item, (seen >> 16).to(tl.uint32), seed, partition, inverse, HASHES)
         symbol = (seen >> 32).to(tl.int32)
     else:
         none = tl.zeros(item.shape, tl.int64)
-        # It acquires what the addition that left one key here released: the value below.
+        # It acquires the value below, which the addition that left one key here released.
         seen = tl.atomic_add(entry + item, none, mask=item >= 0, sem="acquire")
         alone = (item >= 0) & ((seen & 0xFFFFFFFF) == 1)
         key = (seen >> 32).to(tl.uint32)
@@ -93,7 +94,7 @@ def _recover(
         x = lane_sums(symbol, LANES).to(tl.float32) * tl.load(step)  # [BLOCK, LANES]
         x = tl.div_rn(x, tl.zeros_like(x) + divisor) if DIVIDE else x * divisor
         j = tl.expand_dims(key.to(tl.int64), 1) * LANES + tl.arange(0, LANES)
-        # Where a rank sent poison, all is NaN, and stays it.
+        # If a rank sent poison, the output is NaN and stays NaN.
         there = tl.expand_dims(ours, 1) & (j < tl.where(tl.load(marks + words) == 0, n, 0))
         tl.store(out + j, x.to(out.dtype.element_ty), mask=there)
     return ours, key, symbol
@@ -104,7 +105,7 @@ def _remove(
     entry, value, item, ours, key, symbol, seed, partition,
     HASHES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Take keys out of their cells but ``item``; bit ``i`` set where one key is left in cell i."""
+    """Take keys out of their cells except ``item``. Bit i is set if cell i has one key left."""
     freed = tl.zeros(item.shape, tl.int32)
     for i in tl.static_range(HASHES):
         h = hash_of(key, seed, i)
@@ -139,7 +140,7 @@ def _push_freed(place, freed, key, seed, partition, HASHES: tl.constexpr):
 
 @jit
 def _number(freed, HASHES: tl.constexpr):
-    """Bits set in ``freed``, all together."""
+    """Total number of bits set in ``freed``."""
     number = tl.zeros(freed.shape, tl.int32)
     for i in tl.static_range(HASHES):
         number += (freed >> i) & 1

@@ -1,8 +1,8 @@
-"""Places: where the elements of a thread are among the entries of a tile that were decoded.
+"""Places: locate the elements of a thread among the decoded entries of a tile.
 
-A thread's neighbouring elements have bits that say whether a message has their groups. Counting the
-bits up yields the slot of each group; its place is that of the slot's values, or of the zeros
-beside them. Two halves of the elements are counted in one number.
+A bit says whether a message has the group of an element. Counting these bits of a thread's
+neighbouring elements gives the slot of each group. An element's place is that of the slot's values,
+or of the zeros beside them. Two halves of the elements are counted in one number.
 
 Worked example (groups of 1, 4 elements with the bits 1, 0, 1, 1, the first slot is 5): the slots
 are 5, 6, 6, 7, so the places, values or zeros, are 2 * 5 + 1, 2 * 6, 2 * 6 + 1, 2 * 7 + 1.
@@ -18,8 +18,8 @@ from .scalar import in_order, load_bitmap
 def load_halves(
     bitmap, tile, groups, GROUP: tl.constexpr, EACH: tl.constexpr, THREADS: tl.constexpr
 ):  # fmt: skip
-    """Bits of each thread's groups: a tuple of ``[THREADS]`` uint32 that have up to 16 of the first
-    half of them each, from bit 0 on, and as many of the second half, from bit 16 on."""
+    """Bits of each thread's groups: a tuple of ``[THREADS]`` uint32. Each has up to 16 bits of the
+    first half from bit 0 on, and as many of the second half from bit 16 on."""
     COUNT: tl.constexpr = EACH // GROUP
     HALF: tl.constexpr = COUNT // 2
     t = tile * THREADS + tl.arange(0, THREADS)
@@ -53,10 +53,10 @@ def count_halves(halves):
 
 @jit
 def places(halves, lower, upper, GROUP: tl.constexpr, EACH: tl.constexpr):
-    """Where the elements of threads are in :func:`beside_zeros` of the slots.
+    """Places of the threads' elements in :func:`beside_zeros` of the slots.
 
     Slot ``k`` has its zeros at ``2 * k``, its values at ``2 * k + 1``, in groups. Both halves are
-    counted at once, in bytes, so that a place is a mask or a shift away.
+    counted at once, in bytes, so that one mask or shift gives a place.
 
     Args:
         halves: tuple of ``[T]`` uint32, see :func:`load_halves`.

@@ -1,4 +1,4 @@
-"""Preparations: nothing. Kernels compile where :func:`.jit.compiling_only` rehearses the steps."""
+"""Preparations do nothing: rehearsals in :func:`.jit.compiling_only` compile the kernels."""
 
 from __future__ import annotations
 

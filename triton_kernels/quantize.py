@@ -1,17 +1,17 @@
 """Quantize: accumulate gradient and residual, write scales and codes of blocks, keep the rest.
 
-One pass. Per block of ``x = float32(grad) + float32(residual)`` the largest magnitude gives the
-scale, codes and what they leave are those of :mod:`.codes`; the residual becomes ``left``, or
-``average * residual + (1 - average) * left`` in three roundings. A block with a non-finite x has
-the scale NaN, codes 0, and leaves its residual as it was.
+It is one pass. In each block of ``x = float32(grad) + float32(residual)``, the largest magnitude
+gives the scale; :mod:`.codes` describes the codes and what they leave. The residual becomes
+``left``, or ``average * residual + (1 - average) * left`` in three roundings. A block with a
+non-finite x has the scale NaN and codes 0, and leaves its residual as it was.
 
 Worked example (bits 4, levels 7): a block with x = (28, -7, 21, 2, ...) has the scale 4 and the
 codes (7, -2, 5, 0, ...) and leaves (0, 1, 1, 2, ...); with average 0.75 and the old residual (2, 2,
 2, 2, ...), the residual becomes (1.5, 1.75, 1.75, 2, ...).
 
-Scales are stored one by one, as int16: a word of two of them may belong to two programs. Where the
-number of blocks is odd, the first block past the last makes the padding. Every other access is 16
-bytes wide if rows start 16-byte aligned and ``numel`` is divisible by 16.
+Scales are stored one by one, as int16, because a word of two scales may belong to two programs. If
+the number of blocks is odd, the first block past the last one writes the padding. Every other
+access is 16 bytes wide if rows are 16-byte aligned and 16 divides ``numel``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .device import on_device_of
 from .jit import jit, tl
 from .scalar import fmix32, widen
 
-# Elements of a thread: some neighbours of each of the lanes that share its words.
+# Elements of a thread: some neighbours in each of the lanes that share its words.
 _EACH = 32
 # Arguments whose alignment makes no difference.
 _PLAIN = ["seeds", "blocks", "scales", "scales_stride"]
@@ -64,7 +64,7 @@ def quantize_kernel(
         x += (some,)
         if seeds is not None:
             pair = (of_block + lane * WORDS) // 2 + tl.arange(0, WORDS // 2)[None, None, :]
-            # Of 2**32 pairs; those past the last begin anew.
+            # The number of a pair wraps after 2**32 pairs.
             dither += (dither_of((start // 2 + pair).to(tl.uint32), salt),)
     scale, words, left, finite = quantize_tile(x, BITS, None if seeds is None else dither)
     store_message(

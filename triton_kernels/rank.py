@@ -1,9 +1,10 @@
-"""Rank: how many set bits of a bitmap come before each run of its words.
+"""Rank: count the set bits of a bitmap before each run of its words.
 
-Two kernels: one counts per run of ``step`` words and per block of words, and one program per row
-adds up the blocks. A run's first slot, the number of set bits before it, is ``starts[block] +
-offset[run]``; no atomics, so it does not depend on which program runs first. Who needs the slots
-inside of a run counts its words, which is cheaper than to write and to read an offset per word.
+There are two kernels: one counts per run of ``step`` words and per block of words; in the other,
+one program per row adds up the blocks. A run's first slot, the number of set bits before it, is
+``starts[block] + offset[run]``. There are no atomics, so it does not depend on the order of
+programs. A kernel that needs the slots inside a run counts the run's words, which is cheaper than
+to write and read an offset per word.
 
 Worked example (blocks of two words, runs of one): words 0b101, 0b10, 0b1 have the offsets 0, 2, 0,
 the blocks' totals 3 and 1 and starts 0 and 3; the row's total is 4.
@@ -36,7 +37,7 @@ class Ranks:
 
     Attributes:
         offset: ``[R, runs + 1]`` int32, set bits before each run of ``step`` words in its block;
-            the last one is past the last run, and garbage where that ends a block.
+            the last entry is past the last run, and garbage if that run ends a block.
         starts: ``[R, blocks + 1]`` int32, set bits before each block, and all of them.
         total: ``[R]`` int32, set bits.
         step: words of a run.
@@ -112,11 +113,11 @@ def rank(
 
     Args:
         bitmap: ``[R, words]`` int32.
-        groups: bits that mean something.
-        purpose: two ranks of the same purpose share buffers.
-        layout: whose scratch buffers to use.
-        counts, header: ``[R]`` int32, where else to write the total.
-        step: words of a run, which divide a block's.
+        groups: number of valid bits.
+        purpose: ranks with the same purpose share buffers.
+        layout: the layout whose scratch buffers to use.
+        counts, header: ``[R]`` int32, also written with the total.
+        step: words of a run; divides the words of a block.
     """
     R, words = bitmap.shape
     assert RANK_BLOCK % step == 0, "a run must lie in one block"

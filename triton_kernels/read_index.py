@@ -1,10 +1,10 @@
-"""Read an index: the bitmap of an Elias-Fano code, see :mod:`tagc.ops.packed`.
+"""Read an index: write the bitmap of an Elias-Fano code, see :mod:`tagc.ops.packed`.
 
-A set bit ``p`` of the high bitmap whose number among the set bits is ``i`` stands for the group
-``(p - i) << low_bits | low part i``, whose bit an atomic OR sets in the bitmap, zeroed before. A
-thread owns a word of the high bitmap and goes through all its bits, set or not: that is fewer
-instructions than to look for the next set one as often as the fullest of the words has some. With
-1 or 2 low bits, the groups of 8 bits lie in 32, and are set together.
+Set bit ``p`` of the high bitmap, number ``i`` among the set bits, stands for the group
+``(p - i) << low_bits | low part i``. An atomic OR sets the group's bit in the bitmap, which was
+zeroed before. A thread owns a word of the high bitmap and goes through all its bits, set or not;
+this takes fewer instructions than to find the next set bit as often as the fullest word has one.
+With 1 or 2 low bits, the groups of 8 bits lie within 32, and are set together.
 
 Worked example (2 low bits): the high bits 0, 3, 4 less their numbers 0, 1, 2 are the high parts
 0, 2, 2; with the low parts 3, 1, 2 the groups are 3, 9, 10.
@@ -43,20 +43,20 @@ def load_window(low, at, words):
 
 @jit
 def marks_of(bits, window, LOW: tl.constexpr):
-    """Marks of the groups of 8 bits of the high bitmap, from the high part of the first on.
+    """Marks of the groups of 8 bits of the high bitmap, starting at the first bit's high part.
 
     Args:
         bits: uint32, from bit 0 on.
-        window: uint32, low parts of those that are set, from bit 0 on.
+        window: uint32, low parts of the set bits, from bit 0 on.
 
     Returns:
-        the marks, uint32; by how many groups the set bits come forward, uint32; the window behind
-        their low parts.
+        The marks, uint32; the number of groups by which the set bits lower the start of the next 8
+        bits, uint32; the window after their low parts.
     """
     MOST: tl.constexpr = 7 << LOW
     marks = tl.zeros_like(bits)
     behind = marks + MOST
-    # A step moves the marks of those before by one high part.
+    # A step moves the earlier marks by one high part.
     for j in tl.static_range(8):
         one = (bits >> j) & 1
         marks = (marks >> (1 << LOW)) + (one << (behind + (window & ((1 << LOW) - 1))))
@@ -81,7 +81,7 @@ def read_kernel(
     low, high, offset, starts, bitmap, words, high_words, low_words, blocks,
     index_stride, bitmap_stride, LOW: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Bits at a time: the low parts of so many fit a word.
+    # Bits at a time; their low parts fit a word.
     STEPS: tl.constexpr = 32 // LOW
     r = tl.program_id(1).to(tl.int64)
     run = tl.program_id(0)
@@ -93,7 +93,7 @@ def read_kernel(
     i = first + tl.cumsum(count, 0) - count
     low += r * index_stride
     bitmap += r * bitmap_stride
-    # The high part of the first bit, moved up; one less after every set bit.
+    # The high part of the first bit, shifted up; one less after every set bit.
     start = ((w * 32 - i) << LOW).to(tl.uint32, bitcast=True)
     for k in tl.static_range(0, 32, STEPS):
         i = w * 32 + k - (start.to(tl.int32, bitcast=True) >> LOW)

@@ -1,7 +1,7 @@
 """Device functions that several kernels share: hash, bit tricks, storage dtypes, rounding.
 
-Everything is written in integer and correctly rounded operations, so that a CPU and every GPU give
-the same bits; Triton's interpreter does, too, once it is told to round to bfloat16, not to truncate
+Everything uses integer and correctly rounded operations, so a CPU and every GPU give the same bits.
+Triton's interpreter does so too, once it is told to round to bfloat16 and not to truncate
 (tests/support/interpreter.py).
 """
 
@@ -68,7 +68,7 @@ def bits_of(word):
 @jit
 def word_of(bits):
     """``[N, 32]`` bool to ``[N]`` int32."""
-    # By bytes, of which a thread often has all bits: their shifts are constants then.
+    # By bytes: a thread often has all bits of a byte, and then shifts are constants.
     bits = tl.reshape(bits.to(tl.uint32), [bits.shape[0], 4, 8])
     byte = tl.sum(bits << tl.arange(0, 8).to(tl.uint32), 2)
     word = tl.sum(byte << (tl.arange(0, 4).to(tl.uint32) * 8), 1)
@@ -77,7 +77,7 @@ def word_of(bits):
 
 @jit
 def lowest_bit(word):
-    """Place of the lowest set bit of uint32 values, int32; negative where there is none."""
+    """Place of the lowest set bit of uint32 values, int32; negative if no bit is set."""
     # A power of two is exact in float32, and its exponent is the place.
     bit = (word & (0 - word)).to(tl.float32)
     return (bit.to(tl.int32, bitcast=True) >> 23) - 127
@@ -85,7 +85,7 @@ def lowest_bit(word):
 
 @jit
 def negated(x):
-    """``-x`` of float32, of zeros, too: for Triton before 3.8 a minus is a difference from 0."""
+    """``-x`` of float32, also for zeros: Triton before 3.8 compiles a minus as ``0 - x``."""
     return (x.to(tl.int32, bitcast=True) ^ -0x80000000).to(tl.float32, bitcast=True)
 
 
@@ -100,13 +100,13 @@ def widen(x):
 
 @jit
 def bfloat16_bits(x):
-    """Finite float32 rounded to nearest even in bfloat16, where it stays finite: bits, uint32."""
+    """Bits (uint32) of a finite float32 rounded to nearest even in bfloat16; it stays finite."""
     return narrow_finite(x, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @jit
 def narrow_finite(x, dtype: tl.constexpr):
-    """Finite float32 rounded to nearest even in the dtype of a residual, where it stays finite."""
+    """A finite float32 rounded to nearest even in a residual's dtype; it stays finite."""
     if dtype == tl.bfloat16:
         # The largest bfloat16.
         x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
@@ -115,7 +115,7 @@ def narrow_finite(x, dtype: tl.constexpr):
 
 @jit
 def magnitude(x):
-    """Bits of ``|x|`` as int32: orders like ``|x|``, with infinity and NaN on top."""
+    """Bits of ``|x|`` as int32, which sort like ``|x|``, with infinity and NaN on top."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -123,8 +123,8 @@ def magnitude(x):
 def rint(x):
     """float32 rounded to the nearest integer, ties to even, the sign of zero kept.
 
-    Below ``2**23`` adding ``2**23`` pushes the fraction out of the mantissa, rounding to nearest
-    even; from there on a float32 is an integer already.
+    Below ``2**23``, adding ``2**23`` pushes the fraction out of the mantissa, rounding to nearest
+    even. From ``2**23`` on, a float32 already is an integer.
     """
     b = x.to(tl.int32, bitcast=True)
     a = (b & 0x7FFFFFFF).to(tl.float32, bitcast=True)
@@ -139,7 +139,7 @@ def in_order(parts, N: tl.constexpr):
     if N == 1:
         return tl.reshape(parts[0], [parts[0].numel])
     else:
-        # The last pair to be joined are neighbours.
+        # The last pair that is joined becomes neighbours.
         HALF: tl.constexpr = N // 2
         joined = ()
         for i in tl.static_range(HALF):
@@ -151,8 +151,8 @@ def in_order(parts, N: tl.constexpr):
 def lane_sums(v, LANES: tl.constexpr):
     """Signed lanes of summed symbols: ``[...]`` int32 to ``[..., LANES]`` int32.
 
-    Half of a lane's span, added to every lane at once, makes all lanes non-negative and so undoes
-    the carries; int8x4: 511 + 0x80808080 = 0x8080827f, its bytes less 128 are (-1, 2, 0, 0).
+    Adding half of a lane's span to every lane at once makes all lanes non-negative, which undoes
+    the carries. int8x4: 511 + 0x80808080 = 0x8080827f; its bytes minus 128 are (-1, 2, 0, 0).
     """
     if LANES == 1:
         return tl.expand_dims(v, -1)

@@ -6,7 +6,7 @@ Key ``k`` owns cell ``(fmix32(k ^ salt_i) * partition) >> 32`` of partition ``i`
 Worked example (2 partitions of 4 cells): if key 5 hashes to 0x40000000 and 0xc0000000, its symbol
 goes to cells 0x40000000 * 4 >> 32 = 1 and 4 + 3 = 7.
 
-:mod:`.emit` scatters what it has just quantized; :func:`insert` what it is given.
+:mod:`.emit` scatters the symbols that it has quantized; :func:`insert` scatters given symbols.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def insert_kernel(
         while (count >= BLOCK) | (flush & (count > 0)):
             key = pop(mine, count, BLOCK)
             count = tl.maximum(count - BLOCK, 0)
-            # Bits past the last group mean nothing.
+            # Ignore bits past the last group.
             present = (key >= 0) & (key < groups)
             symbol = tl.load(symbols + key, mask=present, other=0)
             scatter(cells, key, symbol, present, seed_value, partition, HASHES)

@@ -1,13 +1,13 @@
 """Buffers between kernels, allocated once and kept.
 
-The key holds the stream, so that calls on two streams never share a buffer; calls on one stream
-are ordered anyway.
+The key contains the stream, so calls on two streams never share a buffer; calls on one stream are
+ordered.
 
-While a stream captures a CUDA graph nothing is kept, and nothing that was kept is used. Buffers
-come from the graph's own memory then, as all temporaries of a capture do: torch keeps that as long
-as the graph lives, and later operators of the same capture may get it again, in their order. So a
-graph shares no buffer with calls outside of it or with another graph, and may be replayed on any
-stream, whatever was released meanwhile.
+While a stream captures a CUDA graph, no buffer is kept, and kept buffers are not used. Buffers then
+come from the graph's own memory, like all temporaries of a capture. torch keeps this memory as long
+as the graph lives, and later operators of the same capture may reuse it, in order. So a graph
+shares no buffer with calls outside it or with another graph. It may be replayed on any stream, even
+after a release.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def buffer(
 ) -> Tensor:
     """A buffer with arbitrary content, the same one for the same arguments and stream.
 
-    One of its own in a capture, which lives as long as the caller holds it. ``device`` is the
+    In a capture it is a new one, which lives as long as the caller holds it. ``device`` is the
     current one, see :mod:`.device`.
     """
     cuda = device.type == "cuda"
-    # On ``meta`` nothing runs, see :func:`.jit.compiling_only`.
+    # Nothing runs on ``meta``, see :func:`.jit.compiling_only`.
     if device.type == "meta" or (cuda and torch.cuda.is_current_stream_capturing()):
         return torch.empty(shape, dtype=dtype, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
@@ -45,6 +45,5 @@ def buffer(
 
 
 def release() -> None:
-    """See :meth:`tagc.ops.Ops.release`: lets go of the buffers of all streams. Graphs have none of
-    them."""
+    """See :meth:`tagc.ops.Ops.release`: frees the buffers of all streams, but not of graphs."""
     _BUFFERS.clear()

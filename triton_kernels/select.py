@@ -1,25 +1,25 @@
 """Select: accumulate gradient and residual, mark the groups to keep, count them. One dense pass.
 
-Per destination (a row) and element, ``x = float32(gradient) + float32(residual)``; per group, its
-size is the largest ``|x|``, compared as an integer. A group is marked if it is at least the
-threshold, or, when every group may stay, if it is not zero. Non-finite groups are never marked.
+For each destination (a row) and element, ``x = float32(gradient) + float32(residual)``. The size of
+a group is its largest ``|x|``, compared as an integer. A group is marked if its size is at least
+the threshold or, when every group may stay, not zero. Non-finite groups are never marked.
 
 Worked example (2 lanes, threshold 3): gradient (1, -4, 0, 2, inf, 0) and residual (1, 1, 0, 0, 0,
 5) make x = (2, -3 | 0, 2 | inf, 5): sizes 3, 2 and non-finite, bitmap 0b001, 1 above, 2 not zero,
 poison 1.
 
-The marks may also be given, as a support. Then the bitmap gets those of them that are finite.
+The marks may also be given, as a support. Then the bitmap gets the marks of finite groups.
 
-The residual becomes x, except in non-finite groups, and except that a bfloat16 residual, which
-could not hold x exactly, keeps its old value in marked groups: the sparse passes accumulate those
-again. Old values are written back rather than masked off, so that every access of the pass is 16
-bytes wide; that takes rows that start 16-byte aligned and ``n`` divisible by 16, other segments go
-element by element.
+The residual becomes x, except in non-finite groups. A bfloat16 residual, which could not hold x
+exactly, also keeps its old value in marked groups, which the sparse passes accumulate again. Old
+values are written back, not masked off, so that every access of the pass is 16 bytes wide. That
+needs rows that are 16-byte aligned and ``n`` divisible by 16; other segments are processed element
+by element.
 
-Where every group has a cell of its own, a direct sketch's, the pass writes these, too, and the
-residual keeps what they do not say (:mod:`.symbols`), so that nothing is left to do, see
-:mod:`.direct`. If groups may have to go again, those of which the cell and the residual would not
-give x back to the bit are put off: they keep x, their cell is 0, and they are counted.
+If every group has its own cell (a direct sketch), the pass also writes the cells, and the residual
+keeps the quantization error (:mod:`.symbols`), so that nothing is left to do, see :mod:`.direct`.
+If groups may be dropped again, groups whose x the cell and the residual could not restore to the
+bit are put off: they keep x, their cell is 0, and they are counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .jit import jit, tl
 from .scalar import bits_of, load_bitmap, magnitude, narrow_finite, popcount, widen, word_of
 from .symbols import clips, restore, send
 
-# Elements per program: 16 per thread keep enough loads in flight. Counts of theirs fit 12 bits.
+# Elements per program: 16 per thread keep enough loads in flight. Their counts fit 12 bits.
 _TILE = 2048
 _WARPS = 4
 
@@ -89,7 +89,7 @@ def select_kernel(
             differs = again.to(tl.int32, bitcast=True) ^ lanes.to(tl.int32, bitcast=True)
             sent = chosen & (tl.max((differs != 0).to(tl.int32), 2) == 0)
             late = tl.sum(tl.sum((chosen & (sent == 0)).to(tl.int32), 1), 0)
-            if late > 0:  # seldom
+            if late > 0:  # rare
                 tl.atomic_add(put_off + d * put_off_stride, late, sem="relaxed")
         group = tl.arange(0, WORDS)[:, None] * 32 + tl.arange(0, 32)[None, :]
         mine = group < tl.cdiv(n, LANES) - first * 32
@@ -108,12 +108,12 @@ def select_kernel(
         new = narrow_finite(x, residual.dtype.element_ty)
         tl.store(place, tl.where(tl.reshape(replace, j.shape), new, old), mask=inside)
 
-    # The counts, and that of words with a group that is not finite, share a reduction.
+    # The counts, and the count of words with a non-finite group, share a reduction.
     nonzero = tl.sum(tl.minimum(size, 1), 1)  # [WORDS]
     infinite = (tl.max(size, 1) >= 0x7F800000).to(tl.int32)
     total = tl.sum(count | (nonzero << 12) | (infinite << 24), 0)
     nonzero = (total >> 12) & 0xFFF
-    if (total >> 24) > 0:  # seldom
+    if (total >> 24) > 0:  # rare
         nonzero -= tl.sum(tl.sum((finite == 0).to(tl.int32), 1), 0)
         if poison is not None:
             tl.store(poison + d * poison_stride, 1)
@@ -145,13 +145,14 @@ def select(
         index: ``[W, words]``, bitmaps, written.
         poison: ``[W]`` int32, written: 1 if a group is not finite, else 0; or None.
         counts: ``[W, 4]`` int32, written: groups above the threshold, groups not zero, groups
-            marked where there is a support, or cells (else 0), groups with an element that was
-            clipped, of those in cells.
+            marked (0 without a support or cells), groups with a clipped element (only with cells).
         lanes: elements of a group.
-        capacity: groups that may stay, see :mod:`.trim`; all may if there are not more.
+        capacity: number of groups that may stay, see :mod:`.trim`; if there are no more groups, all
+            may.
         support: ``[W, words]``, given marks.
-        direct: cells to be written; then with no residual, or one in float32.
-        put_off: ``[W]`` int32, where groups may go: with cells, those that are put off are added.
+        direct: cells to write; the residual is then None or float32.
+        put_off: ``[W]`` int32, given if groups may be dropped: with cells, the number of groups put
+            off is added.
     """
     if poison is not None:
         poison.zero_()
@@ -160,7 +161,7 @@ def select(
     if numel == 0:
         return
     words = _TILE // (32 * lanes)
-    # Without a residual nothing has to be found again.
+    # Without a residual, no x has to be restored.
     late = None if direct is None or residual is None else put_off
     grid = (triton.cdiv(index.shape[1], words), W)
     select_kernel[grid](

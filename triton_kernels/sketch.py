@@ -1,12 +1,12 @@
 """The sketch's operators: sequences of kernels.
 
-Encode: :mod:`.select` (the one dense pass) marks groups and accumulates the residual, :mod:`.trim`
-clears marks beyond the capacity, :mod:`.emit` quantizes what is left and adds it to the cells.
-Decode: :mod:`.union` ORs the bitmaps and makes the peeling table, :mod:`.keys` counts the keys into
-it and clears the output, :mod:`.peel` writes what it recovers, :mod:`.estimate` owes the rest
-through the residual; for a direct layout :mod:`.write` takes the place of all but the first. Insert
-and peel are the same table without a gradient: :mod:`.scatter` fills the cells, :mod:`.expand` says
-what peeling did not recover.
+Encode: :mod:`.select` (the only dense pass) marks groups and accumulates the residual,
+:mod:`.trim` clears marks beyond the capacity, :mod:`.emit` quantizes the remaining groups and adds
+them to the cells. Decode: :mod:`.union` ORs the bitmaps and makes the peeling table, :mod:`.keys`
+counts the keys into it and clears the output, :mod:`.peel` writes the recovered keys,
+:mod:`.estimate` adds estimates of the others to the residual; for a direct layout :mod:`.write`
+replaces all of these but the first. Insert and peel use the same table without a gradient:
+:mod:`.scatter` fills the cells, :mod:`.expand` marks the keys that were not recovered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Symbols: what groups send of their elements, what stays, and the elements back from both.
+"""Symbols: quantize groups to symbols and residuals, and restore the elements from both.
 
-Per kept element ``q = rint(clip(x / step, -levels, levels))``; the residual becomes
-``x - q * step`` and the group's symbol is ``v = Σ qᵢ · 2^(bits·i)``. The step is a power of two, so
-products with it and with its inverse are exact.
+A kept element sends ``q = rint(clip(x / step, -levels, levels))``. Its residual becomes
+``x - q * step``, and the group's symbol is ``v = Σ qᵢ · 2^(bits·i)``. The step is a power of two,
+so products with it and with its inverse are exact.
 
 Worked example (int8x4, step 0.5, levels 3): x = (-0.5, 0.9, 9, 0) gives q = (-1, 2, 3, 0), the
 residual (0, -0.1, 7.5, 0) and v = -1 + 2·2^8 + 3·2^16 = 197119; the group counts as clipped.
@@ -22,14 +22,14 @@ def inverse_of(unit):
 
 @jit
 def clips(x, unit, levels):
-    """Which groups ``[..., LANES]`` have an element beyond the levels; int32."""
+    """Whether groups ``[..., LANES]`` have an element beyond the levels; int32."""
     beyond = tl.abs(x * inverse_of(unit)) > levels
     return tl.max(beyond.to(tl.int32), len(x.shape) - 1)
 
 
 @jit
 def send(x, unit, levels, LANES: tl.constexpr):
-    """Symbols, ``[...]`` int32, of groups ``[..., LANES]`` float32, and what they leave.
+    """Symbols, ``[...]`` int32, of groups ``[..., LANES]`` float32, and the quantization errors.
 
     Args:
         unit: the step, a scalar.
@@ -42,6 +42,6 @@ def send(x, unit, levels, LANES: tl.constexpr):
 
 @jit
 def restore(symbol, left, unit, LANES: tl.constexpr):
-    """Groups from what :func:`send` made of them: exact below ``2**24`` steps, but that -0 is 0."""
+    """The inverse of :func:`send`: exact below ``2**24`` steps, except that -0 becomes 0."""
     q = lane_sums(symbol, LANES).to(tl.float32)
     return tl.where(q != 0.0, left + q * unit, left)

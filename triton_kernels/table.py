@@ -1,14 +1,14 @@
 """The buffers of one decode: bitmap, peeling table, work lists.
 
-An entry of the table says which key is left in its cell, if there is only one, in one 64-bit word
-that an atomic addition changes. All fields are sums over the keys left, so when one is left, the
+An entry of the table is one 64-bit word that atomic additions change. If one key is left in its
+cell, the entry names it. All fields are sums over the remaining keys, so with one key left, the
 word is that key's, whatever was carried between fields before. There are two formats:
 
 * *packed*: ``value << 32 | (Σ low 16 bits of hashes) << 16 | degree``. A cell has at most
-  ``ceil(2^32 / partition)`` keys (see :mod:`.hashing`); where that is at most 0xFFFE, the degree
-  never leaves its 16 bits, and 16 bits of its hash name a key.
-* *split*: ``(Σ keys) << 32 | degree``, and the value in a table of its own. Degrees stay below
-  2^31, as groups do.
+  ``ceil(2^32 / partition)`` keys (see :mod:`.hashing`). If that is at most 0xFFFE, the degree
+  never exceeds its 16 bits, and 16 bits of its hash identify a key.
+* *split*: ``(Σ keys) << 32 | degree``, with the value in a separate table. Degrees stay below 2^31,
+  like the number of groups.
 
 Worked example (packed): a cell with the value -2 and the hashes 0x12345678 and 0x12348888 has
 0xfffffffe_00000000 + 0x5678_0000 + 0x8888_0000 + 2 = 0xfffffffe_df000002.
@@ -27,24 +27,24 @@ from tagc.ops.sketch import SketchLayout
 from .scratch import buffer
 from .stash import PROGRAMS, STASH, STASH_WORDS
 
-# Launches of peeling that can hand work to the next.
+# The most peeling launches that can hand work to the next one.
 LISTS = 32
-# The most cells that a program of peeling stashes, and cells of the table per program.
+# The most cells in the stash of a peeling program, and cells of the table per program.
 ROOM, _CELLS = 256, 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Device buffers; all but the first are None in a direct layout.
+    """Device buffers; all except the first are None in a direct layout.
 
     Attributes:
-        open: ``[words + 1]`` int32 bitmap, first the union, then the keys not recovered; then the
-            poison word.
+        open: ``[words + 1]`` int32: a bitmap, first of the union, later of the keys not recovered;
+            then the poison word.
         entry: ``[cells]`` int64.
-        value: ``[cells]`` int32; None where it is in the entry.
+        value: ``[cells]`` int32; None if it is in the entry.
         stash: int32, a piece for every program.
-        lists: ``[2, cells]`` int32, cells to peel; one that a launch reads, one for the next.
-        pending: ``[LISTS]`` int32, how many each launch has to read.
+        lists: ``[2, cells]`` int32, cells to peel: one list for this launch, one for the next.
+        pending: ``[LISTS]`` int32, number of cells that each launch has to read.
     """
 
     open: Tensor
@@ -61,12 +61,12 @@ def packed(layout: SketchLayout) -> bool:
 
 
 def listing_programs(words: int, rows: int) -> int:
-    """Programs per row that list the bits of ``rows`` bitmaps of so many words."""
+    """Number of programs per row to list the bits of ``rows`` bitmaps of ``words`` words."""
     return min(max(1, PROGRAMS // rows), triton.cdiv(words, STASH_WORDS))
 
 
 def peeling_programs(layout: SketchLayout) -> int:
-    """Programs of a launch of peeling."""
+    """Number of programs of a peeling launch."""
     return min(PROGRAMS, triton.cdiv(layout.cells, _CELLS))
 
 

@@ -1,11 +1,11 @@
 """Steer thresholds: one launch for all segments and destinations of a unit.
 
-A thread has a threshold, and what steers it. See :meth:`tagc.ops.thresholds.ThresholdOps.steer`
-for the formulas.
+A thread has one threshold and its state. See :meth:`tagc.ops.thresholds.ThresholdOps.steer` for the
+formulas.
 
-Worked example: 100 groups should be kept, and 400 are above the threshold, as before. The exponent
-grows from 1/4 to 5/16, so the threshold is multiplied by (11/16 + 21/16 * 4) / (21/16 + 11/16 * 4),
-which is 95/65.
+Worked example: 100 groups should be kept, and 400 are above the threshold, as in the last step. The
+exponent grows from 1/4 to 5/16, so the threshold is multiplied by
+(11/16 + 21/16 * 4) / (21/16 + 11/16 * 4), which is 95/65.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""Trim: where more groups than the capacity are marked, keep the largest, ties to the lower index.
+"""Trim: if more groups than the capacity are marked, keep the largest, ties to the lower index.
 
-The size of the last group to stay is found digit by digit, from the top, by histograms of 11, 10
-and 10 bits of the (31-bit) float pattern; each pass looks only at groups that agree with the digits
-found so far. A fourth pass counts, per program, the groups of exactly that size, so that the fifth
-can give the places left for them to the lower indices, and clear the other bits.
+The size of the smallest group that stays is found digit by digit, from the top, by histograms of
+11, 10 and 10 bits of the (31-bit) float pattern. Each pass looks only at groups that agree with the
+digits found so far. A fourth pass counts, per program, the groups of exactly that size. The fifth
+gives the remaining places to the lower indices, and clears the other bits.
 
 Worked example (2-bit digits, capacity 3): sizes 0b0111, 0b0110, 0b0001, 0b0110, 0b0110. The top
 digits 01, 01, 00, 01, 01 have histogram (1, 4, 0, 0): the third largest is among the 4 in bin 01.
-Their low digits 11, 10, 10, 10 have (0, 0, 3, 1): one is larger, two of the three 10s stay, which
-are the groups 1 and 3; groups 2 and 4 go.
+Their low digits 11, 10, 10, 10 have (0, 0, 3, 1): one is larger, and two of the three 10s stay,
+which are the groups 1 and 3; groups 2 and 4 are dropped.
 
-Nothing is known on the host: all five kernels are launched every time, and leave at once where
-the count is within the capacity. Otherwise each reads the bitmap and the marked groups: a thread
-has a word, and takes its lowest set bit until none is left. Most groups agree in their top digit,
-so its histogram has copies, between which the programs take turns: else all of them would wait for
-a few addresses. A group that goes leaves x in a bfloat16 residual; a float32 residual holds it
-since the selection. In a direct sketch made by the dense pass it holds what the cell does not say:
-there x is put together again, and groups that were put off are sent, see :mod:`.direct`.
+The host knows no counts, so all five kernels are launched every time, and return at once if the
+count is within the capacity. Otherwise each reads the bitmap and the marked groups: a thread has a
+word, and takes its lowest set bit until none is left. Most groups agree in their top digit, so its
+histogram has copies, between which programs alternate; otherwise all of them would wait for a few
+addresses. A dropped group writes x to a bfloat16 residual; a float32 residual already holds x since
+the selection. In a direct sketch made by the dense pass, the residual holds the quantization error:
+there x is restored, and groups that were put off are sent, see :mod:`.direct`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .scalar import load_words, lowest_bit, magnitude, narrow_finite, popcount
 from .scratch import buffer
 from .symbols import clips, restore, send
 
-# Words at once, one for each thread. (In four warps, two threads for each, ptxas spills in some
+# Words at once, one per thread. (With two threads per word, in four warps, ptxas spills in some
 # variants.)
 _WORDS = 64
 _WARPS = 2
-# Programs of all rows together, as far as that goes.
+# The target for the number of programs of all rows together.
 _PROGRAMS = 1024
-# Copies of the first histogram, and where the second, the third, the number of groups that were put
-# off, and the counts of ties, one per program, begin in a row's buffer.
+# Copies of the first histogram, and the starts in a row's buffer of the second and third histogram,
+# the number of groups put off, and the counts of ties, one per program.
 _COPIES = constant(8)
 _SECOND = constant(8 * 2048)
 _THIRD = constant(8 * 2048 + 1024)
@@ -56,7 +56,7 @@ _PLAIN = [
 
 @jit
 def _pick(count, need):
-    """Bin of the ``need``-th largest, and how many of that bin are among the ``need`` largest."""
+    """Bin of the ``need``-th largest, and the number of that bin among the ``need`` largest."""
     larger = tl.sum(count, 0) - tl.cumsum(count, 0)  # [bins], falls to 0
     digit = tl.sum((larger >= need).to(tl.int32), 0)
     return digit, need - tl.max(tl.where(larger < need, larger, 0), 0)
@@ -64,7 +64,8 @@ def _pick(count, need):
 
 @jit
 def _prefix(histogram, capacity, DIGITS: tl.constexpr):
-    """The first digits of the last size to stay, and how many groups that have them stay."""
+    """The first digits of the smallest size that stays, and the number of groups with them that
+    stay."""
     prefix = tl.zeros([], tl.int32)
     need = tl.maximum(capacity, 1)
     if DIGITS > 0:
@@ -83,7 +84,7 @@ def _prefix(histogram, capacity, DIGITS: tl.constexpr):
 
 @jit
 def _load(grad, residual, cells, unit, key, there, n, LANES: tl.constexpr):
-    """:func:`load_groups` before anything is trimmed; and symbols, if there are cells."""
+    """:func:`load_groups` before trimming, and symbols if there are cells."""
     x, j, inside = load_groups(grad, residual, key, there, n, LANES)
     symbol = tl.zeros_like(key)
     if cells is not None:
@@ -192,7 +193,7 @@ def drop_kernel(
                 stays |= tl.where(size > last, bit, 0)
                 tied |= tl.where(size == last, bit, 0)
                 word ^= bit
-            # Of the ties, as many as there are places left, from the lowest on.
+            # Ties fill the remaining places, from the lowest index on.
             ties = popcount(tied)
             turn = taken + tl.cumsum(ties, 0) - ties
             taken += tl.sum(ties, 0)
@@ -201,7 +202,7 @@ def drop_kernel(
                 stays |= tl.where(turn < places, bit, 0)
                 tied ^= bit
                 turn += 1
-            # Several warps may have read the words; none may be late.
+            # Several warps may read the words; all must have read before one writes.
             tl.debug_barrier()
             tl.store(index + w, stays.to(tl.int32, bitcast=True), mask=w < words)
             if cells is not None or (
@@ -212,7 +213,7 @@ def drop_kernel(
                     goes = word != 0
                     key = w * 32 + lowest_bit(word)
                     x, j, inside, symbol = _load(grad, residual, cells, unit, key, goes, n, LANES)
-                    # Several threads may have the same word: all of them read before one writes.
+                    # Several threads may have the same word: all must read before one writes.
                     tl.debug_barrier()
                     if residual is not None:
                         new = narrow_finite(x, residual.dtype.element_ty)
@@ -226,7 +227,7 @@ def drop_kernel(
             word = tl.where(late > 0, stays, 0)
             for _ in range(tl.max(popcount(word), 0)):
                 key = w * 32 + lowest_bit(word)
-                # Those that were put off, and others that send zeros, once more.
+                # Send groups that were put off, and again others whose cell is 0.
                 again = tl.load(cells + key, mask=word != 0, other=1) == 0
                 x, j, inside = load_groups(grad, residual, key, again, n, LANES)
                 symbol, left = send(x, unit, levels, LANES)
@@ -240,7 +241,7 @@ def drop_kernel(
 
 
 def cleared_histograms(grad: Tensor, index: Tensor, layout: Hashable) -> Tensor:
-    """What :func:`trim` counts in; of ``[W, put_off]`` the selection counts groups put off."""
+    """The counters of :func:`trim`; the selection counts groups put off in :func:`put_off_of`."""
     W, words = index.shape
     programs = min(triton.cdiv(_PROGRAMS, W), triton.cdiv(words, _WORDS))
     shape = (W, _TIES.value + programs)
@@ -249,7 +250,7 @@ def cleared_histograms(grad: Tensor, index: Tensor, layout: Hashable) -> Tensor:
 
 
 def put_off_of(histograms: Tensor) -> Tensor:
-    """``[W]`` int32, how many groups the selection put off."""
+    """``[W]`` int32, number of groups that the selection put off."""
     return histograms[:, _PUT_OFF.value]
 
 
@@ -270,12 +271,12 @@ def trim(
     Args:
         grad, residual: as :func:`select` left them.
         index: ``[W, words]``, bitmaps, updated.
-        counts: ``[W, 4]``, of which the first column says how many groups are marked; with cells
-            the third and fourth become those of the groups that stay.
+        counts: ``[W, 4]``; the first column is the number of marked groups. With cells, the third
+            and fourth become the counts of the groups that stay.
         lanes: elements of a group.
-        layout: whose scratch buffers to use.
+        layout: the layout whose scratch buffers to use.
         histograms: from :func:`cleared_histograms`; default: new ones.
-        direct: cells that the selection wrote; those of groups that go are cleared.
+        direct: cells that the selection wrote; cells of dropped groups are cleared.
     """
     W, numel = grad.shape
     if capacity >= triton.cdiv(numel, lanes):

@@ -1,6 +1,6 @@
-"""Union: OR the ranks' bitmaps, put the summed cells into the peeling table.
+"""Union: OR the ranks' bitmaps, and write the summed cells to the peeling table.
 
-Entries get their values here, keys and degrees with the keys (:mod:`.keys`).
+Entries get their values here; :mod:`.keys` adds keys and degrees.
 
 Worked example (2 ranks, one word each): bitmaps 0b0101 and 0b0110 have the union 0b0111; a cell -2
 becomes the packed entry 0xfffffffe_00000000.
@@ -34,7 +34,7 @@ def union_kernel(
         for _ in range(W):
             word |= load_words(index + w, w < length)
             index += index_stride
-        # Bits past the last group mean nothing; the poison word past the bitmap stays whole.
+        # Ignore bits past the last group; the poison word past the bitmap stays whole.
         tail = (groups % 32).to(tl.uint32)
         cut = (w == words - 1) & (tail != 0)
         word = tl.where(cut, word & ((tl.full([], 1, tl.uint32) << tail) - 1), word)
@@ -56,12 +56,12 @@ def union_kernel(
 def unite(
     index: Tensor, cells: Tensor, stats: Tensor, table: Table, *, layout: SketchLayout
 ) -> None:
-    """Write union and table; nothing is pending, and ``stats`` are 0.
+    """Write union and table; set the pending counts and ``stats`` to 0.
 
     Args:
         index: ``[W, length]`` int32, bitmaps, with a poison word (``index_words``) or without
             (``words``).
-        cells: ``[cells]``, summed; not needed for a direct layout.
+        cells: ``[cells]``, the sums; not needed for a direct layout.
         stats: ``[2]`` int32, written.
     """
     W, length = index.shape

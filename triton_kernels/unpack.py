@@ -1,19 +1,19 @@
 """Unpack: add up the sparse messages of all ranks in their order, divide, front to back.
 
-Per element ``total / divisor``, where ``total`` starts from 0 and takes ``q * s`` from every
-message that has the element's group, in the order of the messages, all in float32; where the
-divisor is a power of two, multiplying by its inverse gives the same bits. If any poison word is
-set, all is NaN.
+An element is ``total / divisor``, where ``total`` starts from 0 and adds ``q * s`` from every
+message that has the element's group, in the order of the messages, all in float32. If the divisor
+is a power of two, multiplying by its inverse gives the same bits. If any poison word is set,
+everything is NaN.
 
-A program owns a tile of the output. The groups that a message has there are neighbours in its
-values, from the rank of the tile on: they are decoded once (:mod:`.entries`), and put into shared
-memory, beside zeros. A thread owns neighbouring elements: it walks over their groups' bits
-(:mod:`.places`) and adds a slot's values, or its zeros, which change nothing, since a total is
-never -0. A tile with more values than are decoded at once takes several turns, a thread one.
+A program owns a tile of the output. A message's groups in this tile are neighbours in its values,
+from the rank of the tile on. They are decoded once (:mod:`.entries`) into shared memory, beside
+zeros. A thread owns neighbouring elements: it walks over their groups' bits (:mod:`.places`) and
+adds a slot's values, or its zeros, which change nothing because a total is never -0. A tile with
+more values than are decoded at once takes several turns; each thread adds in one of them.
 
 Worked example (groups of 2, two messages, divisor 2): group 3 is the second group of the first
-message, which has the entries 2 and 3 for it, say 0.5 and -1, and the first of the second, with
-the entries 0 and 1, say 1 and 1: elements 6 and 7 become 0.75 and 0.
+message, with the entries 2 and 3, say 0.5 and -1, and the first group of the second message, with
+the entries 0 and 1, say 1 and 1. Elements 6 and 7 become 0.75 and 0.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .scratch import buffer
 _EACH = 64
 _WARPS = 4
 _TILE = 32 * _WARPS * _EACH
-# Blocks up to this are decoded whole, of larger ones single entries.
+# Blocks up to this size are decoded whole; of larger blocks, single entries are decoded.
 _WHOLE = 512
-# Values that are decoded at once at most; beside zeros, their places in bytes fit 16 bits. Single
-# entries take more registers, as each has an address of its own.
+# The most values that are decoded at once; beside zeros, their places in bytes fit 16 bits. Single
+# entries take more registers, because each has its own address.
 _MOST, _MOST_SINGLE = 4096, 2048
-# What a message usually has of the groups that it has room for.
+# The usual share of a message's capacity that is filled.
 _USUAL = 0.95
 # Arguments whose alignment makes no difference.
 _PLAIN = [
@@ -68,7 +68,8 @@ def unpack_kernel(
     total = tl.zeros([TILE], tl.float32)
     poisoned = tl.zeros([], tl.int32)
     left, begin = R, tl.zeros([], tl.int32)
-    # Turns of messages in one loop: of a loop in a loop, the compiler keeps all places at hand.
+    # One loop over the turns of all messages: in a nested loop, the compiler would keep all places
+    # in registers.
     while left > 0:
         poisoned |= tl.load(poison)
         start = run_start(offset, starts, tile, RUNS)
@@ -76,7 +77,7 @@ def unpack_kernel(
         halves = load_halves(bitmap, tile, groups, GROUP, EACH, THREADS)
         below, above = count_halves(halves)
         lower = tl.cumsum(below + above, 0) - above - below - begin
-        # A thread adds all its slots in one turn; past the capacity, in a damaged message, none.
+        # A thread adds all its slots in one turn, and none past the capacity (a damaged message).
         now = lower.to(tl.uint32, bitcast=True) < SLOTS
         now &= lower + below + above <= capacity - start - begin
         marked = ()
@@ -101,7 +102,7 @@ def unpack_kernel(
             starts += starts_stride
             scales += scales_stride
             codes += codes_stride
-    # All is NaN then.
+    # A poisoned sum becomes NaN.
     divisor = tl.where(poisoned != 0, float("nan"), divisor)
     total = tl.div_rn(total, tl.zeros_like(total) + divisor) if DIVIDE else total * divisor
     start = tile.to(tl.int64) * TILE
@@ -110,12 +111,12 @@ def unpack_kernel(
 
 
 def turn_of(layout: PackedLayout) -> tuple[int, int, bool]:
-    """Of a message and a tile: values that are decoded at once, slots of which are added, and
-    whether blocks are decoded whole. Most tiles take one turn; of blocks that are not decoded
-    whole, if up to a quarter of the groups are kept."""
+    """For a message and a tile: number of values decoded at once, number of slots added, and
+    whether blocks are decoded whole. Most tiles take one turn (with blocks that are not decoded
+    whole, if at most a quarter of the groups is kept)."""
     group, block = layout.group, layout.values.block
     whole = block <= _WHOLE
-    # What a block has before the first slot, and the slots of the last thread.
+    # Slots of a block before the first one, and the slots of the last thread.
     more = (block // group - 1 if whole else 0) + _EACH // group
     mean = _USUAL * layout.capacity / max(1, layout.groups) * (_TILE // group)
     usual = math.ceil(mean + 2 * math.sqrt(mean * (1 - mean * group / _TILE))) + 1

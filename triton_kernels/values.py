@@ -1,8 +1,8 @@
-"""Values: block-quantize the listed groups, one after the other, and leave the rest to them.
+"""Values: block-quantize the listed groups, one after the other; the residual keeps the errors.
 
 Entry ``e`` of the values is element ``e % group`` of the listed group ``e // group``; entries past
-the list are zeros. Scales, codes and what they leave are those of :mod:`.codes`. Nothing but the
-listed groups' elements is touched.
+the list are zeros. :mod:`.codes` describes scales, codes and quantization errors. Only the listed
+groups' elements are touched.
 
 Worked example (groups of 2): the list 3, 9 makes the entries x[6], x[7], x[18], x[19], 0, 0, ...
 """
@@ -21,7 +21,7 @@ from .jit import jit, tl
 from .rank import Ranks
 from .scalar import narrow_finite
 
-# Elements per thread; each may need an address of its own.
+# Elements per thread; each may need its own address.
 _EACH = 8
 # Arguments whose alignment makes no difference.
 _PLAIN = ["total", "capacity", "blocks", "scales", "scales_stride"]

@@ -1,9 +1,8 @@
 """Write: dequantize the cells of a direct layout into this rank's shard, front to back.
 
-Elements are ``float32(sum of q) * step / divisor``, 0 in groups that are absent. The step is a
-power of two, so the product is exact and the division rounds once; where the divisor is a power of
-two as well, multiplying by its inverse gives the same bits. If any rank's poison word is set,
-everything is NaN.
+Elements are ``float32(sum of q) * step / divisor``, 0 in absent groups. The step is a power of two,
+so the product is exact and the division rounds once. If the divisor is also a power of two,
+multiplying by its inverse gives the same bits. If any rank's poison word is set, everything is NaN.
 
 Worked example (int8x4, step 0.5, divisor 2): symbol 511 has the lanes (-1, 2, 0, 0), which become
 (-0.25, 0.5, 0, 0).

@@ -1,7 +1,7 @@
 """Write an index: the Elias-Fano code of the listed groups, see :mod:`tagc.ops.packed`.
 
-Low parts are gathered, word by word, from the list; a bit ``(key >> low_bits) + i`` of the high
-bitmap, zeroed before, is set for entry ``i`` by an atomic OR.
+Low parts are gathered from the list, word by word. For entry ``i``, an atomic OR sets bit
+``(key >> low_bits) + i`` of the high bitmap, which was zeroed before.
 
 Worked example (2 low bits): the keys 3, 9, 10 have the low parts 3, 1, 2, in one word
 3 | 1 << 2 | 2 << 4 = 39, and the high parts 0, 2, 2, which set the bits 0, 3 and 4.

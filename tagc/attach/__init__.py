@@ -1,4 +1,4 @@
-"""Integrations: the only files that know the internals of what shards a model."""
+"""Integrations: the only files that know the internals of FSDP."""
 
 from tagc.attach.frozen import FrozenValues, ShardValues, look_at_frozen, with_specials
 from tagc.attach.integrations import INTEGRATIONS, integration_of, sharding_groups

@@ -1,9 +1,9 @@
-"""Gradients that average themselves over replicas, where FSDP would all-reduce them.
+"""Replaces FSDP's all-reduce over replicas: a tensor subclass averages itself.
 
 FSDP2 on a mesh with a replicated dimension calls ``torch.distributed.all_reduce`` on the tensor
-that its reduce-scatter allocated. That function asks the class of its tensor first, by
-``__torch_function__``, as torch's functions do: so the tensor can be of a class that does something
-else. Everything else that FSDP does with it gives plain tensors.
+that its reduce-scatter allocated. Like torch's functions, ``all_reduce`` first asks the class of
+its tensor (``__torch_function__``), so a subclass can replace it. Every other operation of FSDP on
+the tensor returns plain tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tagc.collect import ReplicaAverage
 
 
 class _Averaging(Tensor):
-    """A tensor with an all-reduce of its own, ``tagc_average``."""
+    """A tensor with its own all-reduce, ``tagc_average``."""
 
     tagc_average: Callable[[Tensor, Any], None]
 
@@ -45,25 +45,25 @@ def _average(
 
 
 def averaging(buffer: Tensor, average: ReplicaAverage | Callable[[Tensor, Any], None]) -> Tensor:
-    """``buffer``, on which ``torch.distributed.all_reduce`` is ``average(buffer, op)``, whatever
-    its group; it is done when that returns."""
+    """``buffer`` as a tensor on which ``torch.distributed.all_reduce`` calls
+    ``average(buffer, op)`` for any group, and is done when that returns."""
     found = buffer.as_subclass(_Averaging)
     found.tagc_average = average
     return found
 
 
 def plain(buffer: Tensor) -> Tensor:
-    """The same memory, as a tensor of no class of its own."""
+    """The same memory as a plain ``Tensor``."""
     return buffer.as_subclass(Tensor) if isinstance(buffer, _Averaging) else buffer
 
 
 @cache
 def all_reduces_by_class() -> bool:
-    """Whether this torch's ``all_reduce`` asks the class of its tensor. Nothing is sent."""
+    """Whether this torch's ``all_reduce`` asks the class of its tensor. Sends nothing."""
     asked: list[Any] = []
     probe = averaging(
         torch.empty(0, dtype=torch.float32, device="cpu"), lambda _, op: asked.append(op)
     )
-    # Of a group that this rank is not in, so that it does nothing if it does not ask.
+    # With a group that this rank is not in, it does nothing if it does not ask.
     dist.all_reduce(probe, group=dist.GroupMember.NON_GROUP_MEMBER)
     return bool(asked)

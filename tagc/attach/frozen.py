@@ -1,9 +1,10 @@
-"""Frozen parameters whose values few bits cannot carry: they travel as they are.
+"""Finds frozen parameters whose values do not survive few bits; they are sent uncompressed.
 
-A block of 8-bit codes with an infinity in it comes out NaN, one with the smallest number of a dtype
-in it zero or infinite elsewhere, and of two values as masks have them it changes one. Trainable
-parameters have no such values for long; buffers that somebody made frozen parameters do. So in
-``tagc.wrap`` each rank looks at its shards, and all decide by what all saw.
+A block of 8-bit codes that contains an infinity decodes to NaN. If it contains the most negative
+number of a dtype, such as a mask's, its other values become zero or infinite. If it has two values,
+as masks do, it changes one of them. Trainable parameters do not keep such values for long, but
+buffers that were made frozen parameters do. So in ``tagc.wrap`` each rank looks at its shards, and
+all ranks decide by what any of them saw.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from tagc.attach.unit import Unit
 from tagc.codecs import Special
 from tagc.plan import UnitParam
 
-# Values are at the edge of their dtype beyond this share of its largest number: codes of few bits
-# and a scale of 8 significant bits round up, in 4 bits by a seventh and more, and may not overflow.
+# Values above this share of the largest number of their dtype are special: codes of few bits and a
+# scale of 8 significant bits round up, in 4 bits by a seventh and more, and must not overflow.
 _EDGE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardValues:
-    """What is in a shard of a frozen parameter.
+    """Facts about the values in a shard of a frozen parameter.
 
     Attributes:
-        finite: whether all of it is.
-        largest: magnitude, if it is.
-        few: the values, if these are at most two; None for more.
+        finite: whether all values are finite.
+        largest: largest magnitude, if all values are finite.
+        few: the distinct values if there are at most two; None for more.
     """
 
     finite: bool
@@ -38,7 +39,7 @@ class ShardValues:
     few: frozenset[float] | None
 
     def merged(self, other: ShardValues) -> ShardValues:
-        """What is in both."""
+        """The facts about both shards together."""
         few = None if self.few is None or other.few is None else self.few | other.few
         return ShardValues(
             finite=self.finite and other.finite,
@@ -48,12 +49,11 @@ class ShardValues:
 
 
 FrozenValues = Mapping[str, ShardValues]
-"""By name of the parameter."""
+"""The facts by the parameter's name."""
 
 
 def look_at_frozen(units: Sequence[Unit]) -> FrozenValues:
-    """Look at this rank's shards of all frozen parameters that are gathered; waits for the
-    device."""
+    """Look at this rank's shards of all gathered frozen parameters. Waits for the device."""
     return {
         name: _values_of(shard)
         for unit in units
@@ -63,7 +63,7 @@ def look_at_frozen(units: Sequence[Unit]) -> FrozenValues:
 
 
 def with_specials(units: Sequence[Unit], seen: FrozenValues) -> list[Unit]:
-    """The units, with what all ranks together saw in their frozen parameters."""
+    """The units, with the special values that all ranks together saw in frozen parameters."""
     return [_with_specials(unit, seen) for unit in units]
 
 
@@ -99,5 +99,5 @@ def _special(values: ShardValues, dtype: torch.dtype) -> Special | None:
         return Special.NOT_FINITE
     if values.largest > _EDGE * torch.finfo(dtype).max:
         return Special.LARGE
-    # Zeros alone are zeros in any code.
+    # Zeros alone stay zeros in any code.
     return Special.FEW if values.few is not None and values.few - {0.0} else None

@@ -1,8 +1,8 @@
 """FSDP1: the one file that knows ``FullyShardedDataParallel``'s internals.
 
-Its communication hook replaces the reduce-scatter. There is one hook with one state for all
-instances of a model, each of which keeps both as attributes; so every instance is given a state of
-its own after the hook is registered. The all-gather cannot be replaced.
+Its communication hook replaces the reduce-scatter. FSDP1 registers one hook with one state for all
+instances of a model, and each instance keeps both as attributes. So tagc gives every instance its
+own state after it has registered the hook. The all-gather cannot be replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP1Unit(Unit):
-    """One ``FullyShardedDataParallel`` instance that has parameters of its own."""
+    """One ``FullyShardedDataParallel`` instance that holds parameters itself."""
 
     _module: Any
     _root: Any
@@ -41,7 +41,7 @@ class FSDP1Unit(Unit):
         self._module._comm_hook_state = _Reduction(self, reducer)
 
     def trainable(self) -> list[nn.Parameter]:
-        """See :meth:`Unit.trainable`: the flat one, or with ``use_orig_params`` the model's own."""
+        """The flat parameter, or with ``use_orig_params`` the model's: :meth:`Unit.trainable`."""
         flat = self._module._handle.flat_param
         return [flat] if flat._params is None else [p for p in flat._params if p.requires_grad]
 
@@ -55,7 +55,7 @@ class FSDP1Unit(Unit):
 
 @dataclass(frozen=True)
 class _Reduction:
-    """What the hook does for one unit."""
+    """The reduction of one unit, which the hook calls."""
 
     unit: FSDP1Unit
     reducer: UnitReducer
@@ -63,13 +63,13 @@ class _Reduction:
     def __call__(self, grad: Tensor, shard: Tensor) -> None:
         if self.reducer.plan.compressed:
             self._check_frozen()
-        # With a hook FSDP does not divide.
+        # FSDP does not divide if there is a hook.
         self.reducer.reduce(shard, grad, self.unit.group, dist.ReduceOp.AVG, self._natively)
 
     def _natively(
         self, out: Tensor, inp: Tensor, transport: Transport, op: dist.ReduceOp.RedOpType
     ) -> CollectiveWork:
-        """FSDP1's own way to average: divided in part before the sum, the rest afterwards."""
+        """Average as FSDP1 does: divide by one factor before the sum and by the rest after it."""
         module: Any = self.unit._module
         if module._gradient_predivide_factor > 1:
             inp.div_(module._gradient_predivide_factor)
@@ -80,7 +80,7 @@ class _Reduction:
         return pending
 
     def _check_frozen(self) -> None:
-        """A parameter that was frozen when the plan was made has no place in it."""
+        """Refuse thawed parameters: they were frozen when the plan was made, so it lacks them."""
         thawed = [name for name, param in self.unit._frozen.items() if param.requires_grad]
         if thawed:
             raise RuntimeError(
@@ -92,7 +92,7 @@ class _Reduction:
 
 def _hook(reduction: _Reduction | None, grad: Tensor, shard: Tensor | None = None) -> None:
     """FSDP1's communication hook: ``grad`` ``[W * S]`` to ``shard`` ``[S]``."""
-    # Where the group has one rank, FSDP does not shard, and its gradient is the average already.
+    # In a group of one rank FSDP does not shard, and the gradient already is the average.
     if shard is None:
         return
     assert reduction is not None
@@ -100,7 +100,7 @@ def _hook(reduction: _Reduction | None, grad: Tensor, shard: Tensor | None = Non
 
 
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The groups of ranks over which FSDP1 shards something of a model."""
+    """The groups of ranks over which FSDP1 shards parts of a model."""
     modules: list[Any] = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
     return [module.process_group for module in modules]
 
@@ -121,8 +121,8 @@ def find_units(model: nn.Module) -> list[Unit]:
         _check(name, module)
         if module is root and module._is_root is False:
             raise ValueError(
-                f"{_said(name)} is a part of a larger FSDP1 model, which has one hook for all of "
-                "it; call tagc.wrap with the whole model"
+                f"{_said(name)} is part of a larger FSDP1 model, which has only one hook; call "
+                "tagc.wrap with the whole model"
             )
         if module._handle is not None:
             units.append(_unit(name, module, root))
@@ -130,18 +130,18 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 
 def check_policy(policy: Policy, replicas: bool) -> None:
-    """Refuse what FSDP1 offers no way to do.
+    """Refuse what FSDP1 cannot do.
 
     Args:
         replicas: whether gradients are to be averaged over replicas.
 
     Raises:
-        PolicyError: if the policy has rules for parameters, or either is about replicas.
+        PolicyError: if the policy has rules for parameters or replicas, or ``replicas`` is true.
     """
     if policy.parameters:
         raise PolicyError(
             f"policy {policy.name!r} has rules for parameters, but the model uses FSDP1 "
-            "(FullyShardedDataParallel), whose all-gather cannot be replaced; take a policy for "
+            "(FullyShardedDataParallel), whose all-gather cannot be replaced; use a policy for "
             "gradients only, such as 'loco-4bit' (MixedPrecision(param_dtype=torch.bfloat16) "
             "halves the all-gather), or shard the model with fully_shard"
         )
@@ -162,8 +162,8 @@ def _check(name: str, module: Any) -> None:
     if module._comm_hook is not None:
         hook = getattr(module._comm_hook, "__name__", repr(module._comm_hook))
         raise ValueError(
-            f"{_said(name)} has a communication hook of its own ({hook}, by register_comm_hook); "
-            "FSDP1 has one for all of a model, and tagc needs it: leave yours out"
+            f"{_said(name)} has its own communication hook ({hook}, by register_comm_hook). "
+            "FSDP1 has one hook per model, and tagc needs it: remove yours"
         )
     strategy = module.sharding_strategy
     if strategy in _HYBRID:
@@ -190,7 +190,7 @@ def _unit(name: str, module: Any, root: FullyShardedDataParallel) -> FSDP1Unit:
         full_name = _clean(f"{name}.{fqn}")
         param = flat if flat._params is None else flat._params[i]
         if not param.requires_grad:
-            # FSDP1 reduces their gradients, too, and then drops them.
+            # FSDP1 also reduces the gradients of frozen parameters, and then drops them.
             frozen[full_name] = param
             continue
         most = _most_in_a_row(start, math.prod(shape), columns)
@@ -201,7 +201,7 @@ def _unit(name: str, module: Any, root: FullyShardedDataParallel) -> FSDP1Unit:
             name=_clean(name),
             params=tuple(params),
             world_size=module.process_group.size(),
-            # Until its first forward FSDP follows changes of the parameters' dtype.
+            # Before its first forward, FSDP follows changes of the parameters' dtype.
             dtype=handle._reduce_dtype if specified else flat.dtype,
             flat=FlatBuffer(columns=columns, whole=not frozen),
         ),
@@ -214,7 +214,7 @@ def _unit(name: str, module: Any, root: FullyShardedDataParallel) -> FSDP1Unit:
 
 
 def _starts(flat: Any) -> Sequence[int]:
-    """First element of every parameter in the flat one, in which padding lies between them."""
+    """First element of every parameter in the flat parameter, which has padding between them."""
     ends = itertools.accumulate(flat._numels_with_padding)
     spans = zip(ends, flat._numels_with_padding, flat._is_padding_mask, strict=True)
     return [end - numel for end, numel, is_padding in spans if not is_padding]
@@ -227,7 +227,7 @@ def _most_in_a_row(start: int, numel: int, columns: int) -> int:
 
 
 def _clean(name: str) -> str:
-    """A name without those that FSDP1 and activation checkpointing put into it."""
+    """A name without the parts that FSDP1 and activation checkpointing insert."""
     return clean_tensor_name(f"{name}.").removesuffix(".").removeprefix(".")
 
 

@@ -43,7 +43,7 @@ class FSDP2Unit(Unit):
         return reduce_scatter.reached if isinstance(reduce_scatter, _CustomReduceScatter) else None
 
     def _named(self) -> Iterator[tuple[Any, str]]:
-        """FSDP's parameters, frozen ones too, and their names."""
+        """FSDP's parameters, including frozen ones, and their names."""
         assert self.gather_info is not None
         for param, info in zip(self._param_group.fsdp_params, self.gather_info.params, strict=True):
             yield param, info.name
@@ -90,7 +90,7 @@ class FSDP2Unit(Unit):
 
     def trainable(self) -> list[nn.Parameter]:
         """See :meth:`Unit.trainable`."""
-        # Not those that require a gradient now: people freeze parameters later, too.
+        # Not those that require a gradient now: users may freeze parameters later.
         planned = {param.name for param in self.info.params}
         return [p.sharded_param for p, name in self._named() if name in planned]
 
@@ -121,7 +121,7 @@ class FSDP2Unit(Unit):
 
 
 class _Allocates:
-    """FSDP asks the collective for its buffers."""
+    """Allocates the buffers of a collective, for which FSDP asks the collective."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -130,19 +130,21 @@ class _Allocates:
 
 
 class _CustomReduceScatter(_Allocates, ReduceScatter):
-    """Also gives FSDP the tensors that it all-reduces, which see to that themselves.
+    """Reduces a unit's gradients. It also allocates the tensors that FSDP all-reduces, so that they
+    can average themselves.
 
     Attributes:
-        average: over replicas, in place of FSDP's own all-reduce; None where there is none.
+        average: the average over replicas that replaces FSDP's all-reduce; None without replicas.
         reached: see :attr:`Unit.reached`.
     """
 
     def __init__(
         self, reducer: UnitReducer, names: Mapping[int, str], planned: frozenset[str]
     ) -> None:
-        """Args:
-        names: of FSDP's parameters, by their ids.
-        planned: names of those in the plan.
+        """
+        Args:
+            names: names of FSDP's parameters, by their ids.
+            planned: names of the parameters in the plan.
         """
         self._reduce, self._names, self._planned = reducer.reduce, names, planned
         self.average: ReplicaAverage | None = None
@@ -171,14 +173,14 @@ class _CustomReduceScatter(_Allocates, ReduceScatter):
 
 
 def _params_of(foreach_reduce: FrameType) -> Sequence[Any] | None:
-    """The parameters whose gradients FSDP is about to reduce: it tells its collectives sizes only,
-    and its function has this list. None if it has no such list any more."""
+    """The parameters whose gradients FSDP is about to reduce, read from the frame of its function,
+    because FSDP tells its collectives only sizes. None if a later FSDP has no such list."""
     return foreach_reduce.f_locals.get("fsdp_params")
 
 
 class _InStep(AllGather):
-    """FSDP's own all-gather, with all ranks at the same one: it would take any message that comes
-    for the one that it waits for, and so keep others from seeing a mix-up."""
+    """FSDP's own all-gather, after a check that all ranks are at the same one. Without the check it
+    would accept any message that arrives, and hide a mix-up from the other collectives."""
 
     def __init__(self, native: AllGather, unit: FSDP2Unit) -> None:
         self._native = native
@@ -206,7 +208,7 @@ class _CustomAllGather(_Allocates, AllGather):
         self._grad_mode, self._note_forward = grad_mode, gatherer.note_forward
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        """To be called before a module's forward, as a hook."""
+        """A forward pre-hook of the unit's modules."""
         self._grad_mode.note()
         if self._grad_mode.enabled:
             self._note_forward()
@@ -221,7 +223,7 @@ class _CustomAllGather(_Allocates, AllGather):
         self._gather(output_tensor, input_tensor, group, self._phase())
 
     def _phase(self) -> Phase:
-        # The state is the same on every rank, for prefetched units, too.
+        # The state is the same on every rank, even for prefetched units.
         state = self._param_group._training_state.name
         if state == "PRE_BACKWARD":
             return Phase.BACKWARD
@@ -230,8 +232,7 @@ class _CustomAllGather(_Allocates, AllGather):
 
 
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The groups of ranks that share a model, whatever else may be wrong with it; none if it is
-    not sharded."""
+    """The groups of ranks that share a model, even an invalid one; none if it is not sharded."""
     groups = [
         group for m in model.modules() for g in _all_param_groups(m) for group in _sharding(g)
     ]
@@ -239,9 +240,9 @@ def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def left_to_fsdp(model: nn.Module) -> dict[str, str]:
-    """Units that are no units of tagc's, by their label, and why. Modules with several parameter
-    groups (experts on a mesh of their own): torch replaces the collectives of a module, not those
-    of a group."""
+    """Units that tagc leaves to FSDP, by label, with a description: modules with several parameter
+    groups (experts on their own mesh). Torch replaces the collectives of a module, not those of a
+    group."""
     found = {}
     for name, module in model.named_modules():
         groups = _all_param_groups(module)
@@ -254,12 +255,11 @@ def left_to_fsdp(model: nn.Module) -> dict[str, str]:
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """The FSDP2 units of a model, in module order, with their trainable parameters; but for those
-    of :func:`left_to_fsdp`.
+    """The FSDP2 units of a model, in module order, with their trainable parameters, except those of
+    :func:`left_to_fsdp`.
 
     Raises:
-        ValueError: if it is sharded in a way whose reduce-scatter cannot be replaced, or if a
-            unit is already wrapped.
+        ValueError: if a unit's reduce-scatter cannot be replaced, or already is.
     """
     modules = [(plain_name(name), module) for name, module in model.named_modules()]
     names = {id(module): name for name, module in modules}
@@ -281,7 +281,7 @@ def find_units(model: nn.Module) -> list[Unit]:
 def _with_topmost(
     modules: Iterable[tuple[str, nn.Module]],
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Modules by name, parents first, and whether no module above is sharded."""
+    """Name and module, parents first, and whether no module above it is sharded."""
     above: set[str] = set()
     for name, module in modules:
         parts = name.split(".") if name else []
@@ -292,8 +292,8 @@ def _with_topmost(
 
 
 def plain_name(name: str) -> str:
-    """Without what ``torch.compile`` and activation checkpointing put into names: policies mean
-    the model that people wrote."""
+    """A name without the parts that ``torch.compile`` and activation checkpointing insert, because
+    policies use the names of the model as written."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -334,11 +334,11 @@ def _unit(
     _check_own(name, group._reduce_scatter_comm, "reduce-scatter")
     policy = group.mp_policy
     stored = [p.sharded_param.dtype for p in group.fsdp_params]
-    # Frozen parameters may have another dtype; FSDP insists on one for the others.
+    # Frozen parameters may have another dtype; FSDP requires one dtype for the others.
     reduced = next((p.sharded_param.dtype for p in trainable), stored[0])
     state: Any = module._get_fsdp_state()
-    # FSDP decides in the first forward that its root keeps its parameters until backward; a part of
-    # a larger model that is wrapped alone before that is taken for one.
+    # FSDP decides in the first forward that its root keeps its parameters until backward. Before
+    # that, a part of a larger model that is wrapped alone is mistaken for the root.
     is_root = is_topmost if state._is_root is None else state._is_root
     root = is_root and getattr(state, "_auto_reshard_after_forward", False)
     planned = {id(p): _unit_param(p, group, names, parallel) for p in group.fsdp_params}
@@ -355,7 +355,7 @@ def _unit(
             world_size=mesh.shard_mesh_size,
             # FSDP gathers several dtypes as bytes.
             dtype=policy.param_dtype or (stored[0] if len(set(stored)) == 1 else torch.uint8),
-            # Resharded to a smaller group, the backward gathers there, natively.
+            # If resharded to a smaller group, backward gathers natively in that group.
             per_step=(
                 2
                 if group._reshard_after_forward and not group._use_post_forward_mesh and not root
@@ -375,41 +375,41 @@ def _unit(
 
 
 def _own_gather(group: Any) -> str:
-    """Why FSDP must gather a unit itself: a parameter makes what is sent, and makes a parameter of
-    what arrives (torchao's float8 all-gather). Nothing if none does."""
+    """Why FSDP must gather a unit itself: a parameter's own class encodes and decodes it (torchao's
+    float8 all-gather). Empty if no parameter does that."""
     for param in group.fsdp_params:
         local = param._sharded_local_tensor
         if hasattr(local, "fsdp_pre_all_gather"):
-            return f"parameters of type {type(local).__name__} have an all-gather of their own"
+            return f"parameters of type {type(local).__name__} have their own all-gather"
     return ""
 
 
 def _in_one_dimension(name: str, info: Any) -> str:
-    """What to change where FSDP's own all-reduce over replicas cannot be replaced."""
+    """Text on what to change if FSDP's own all-reduce over replicas cannot be replaced."""
     mesh = info.mesh
     dims = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     sizes = ", ".join(f"{dim}={size}" for dim, size in zip(dims, mesh.shape, strict=True))
     replicate, shard = dims[info.replicate_mesh_dim], dims[info.shard_mesh_dim]
     return (
         f"{name or 'the root module'!r} is sharded and replicated over a mesh of ({sizes}) (HSDP), "
-        "and this torch lets nobody replace its all-reduce. Two lines to change:\n"
+        "and tagc cannot replace the all-reduce of this version of torch. Change two lines:\n"
         f'    fully_shard(module, mesh=mesh["{shard}"])\n'
         f'    tagc.wrap(model, ..., replicas=mesh["{replicate}"])'
     )
 
 
 def _is_own(comm: Any) -> bool:
-    """Whether FSDP made a collective, and not somebody else."""
+    """Whether a collective is FSDP's own."""
     return type(comm).__module__.startswith("torch.")
 
 
 def _check_own(name: str, comm: Any, kind: str) -> None:
-    """Raise where somebody else than FSDP made a collective that tagc would replace."""
+    """Raise ValueError if a collective that tagc would replace is not FSDP's own."""
     if not _is_own(comm):
         raise ValueError(
             f"{name or 'the root module'!r} has its own {kind}, {type(comm).__name__} (from "
-            f"set_custom_{kind.replace('-', '_')}), which tagc would replace; leave it out, or "
-            "do not wrap the model"
+            f"set_custom_{kind.replace('-', '_')}), which tagc would replace; remove it, or do "
+            "not wrap the model"
         )
 
 
@@ -441,9 +441,9 @@ def _unit_param(
 
 
 def _param_name(param: Any, names: dict[int, str]) -> str:
-    """Qualified name of an FSDP parameter; a shared one has the name that FSDP knows it by.
+    """Qualified name of an FSDP parameter; a shared parameter has the name that FSDP uses.
 
-    Not by way of ``named_parameters``: between forward and backward the module holds another,
+    ``named_parameters`` does not serve: between forward and backward the module holds another,
     unsharded object under this name.
     """
     owner = names.get(id(param._module_info.module))
@@ -461,7 +461,7 @@ def _shards(model: nn.Module) -> bool:
 
 
 def _check_policy(policy: Policy, replicas: bool) -> None:
-    """All that a policy can ask for is possible."""
+    """FSDP2 supports everything that a policy can ask for."""
 
 
 FSDP2 = Integration(

@@ -1,4 +1,4 @@
-"""What FSDP2 does not tell an all-gather: whether a backward will need the parameters again."""
+"""Tells an all-gather, as FSDP2 does not, whether a backward will need the parameters again."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import torch
 
 
 class GradMode:
-    """Whether autograd records the forward that runs now; FSDP gathers under ``no_grad``, whatever
-    the forward's mode.
+    """Whether autograd records the running forward. FSDP itself always gathers under ``no_grad``.
 
-    One serves all units of a model, since a unit's gather may be begun by the forward of another
-    one (prefetching).
+    All units of a model share one object, because another unit's forward may begin a unit's gather
+    (prefetching).
     """
 
     def __init__(self) -> None:
         self.enabled = True
 
     def note(self) -> None:
-        """To be called before a module's forward."""
+        """Call this before a module's forward."""
         self.enabled = torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""All integrations, and which of them shards a model."""
+"""All integrations, and the one that shards a model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ INTEGRATIONS: tuple[Integration, ...] = (FSDP1, FSDP2)
 
 
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The groups of ranks that share a model, whatever else may be wrong with it; none if it is
-    not sharded."""
+    """The groups of ranks that share a model, even an invalid one; none if it is not sharded."""
     groups = [group for i in INTEGRATIONS for group in i.sharding_groups(model)]
     return list({id(group): group for group in groups}.values())
 
 
 def integration_of(model: nn.Module) -> Integration:
-    """The one that shards a model.
+    """The integration that shards a model.
 
     Raises:
-        ValueError: if none does, or several do.
+        ValueError: if none or several do.
     """
     found = [integration for integration in INTEGRATIONS if integration.shards(model)]
     if len(found) == 1:
@@ -48,9 +47,9 @@ def integration_of(model: nn.Module) -> Integration:
 
 
 def _data_parallel(module: nn.Module) -> str | None:
-    """What made a module data parallel without sharding it, for people; None if nothing did."""
+    """The name of what made a module data parallel without sharding it; None if nothing did."""
     if isinstance(module, DistributedDataParallel):
         return "DistributedDataParallel"
-    # `replicate` gives the module a class of its own, below one that torch does not export.
+    # `replicate` gives the module its own class, a subclass of one that torch does not export.
     marks = ((base.__module__, base.__name__) for base in type(module).__mro__)
     return "replicate()" if ("torch.distributed._composable.replicate", "DDP") in marks else None

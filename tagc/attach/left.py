@@ -1,4 +1,4 @@
-"""Units that stay with FSDP while others are compressed."""
+"""Units that are left to FSDP while others are compressed."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from tagc.plan import as_list
 
 
 def check_left(units: Sequence[Unit], left: Mapping[str, str], *, averages: bool) -> None:
-    """Refuse a model of which nothing can be compressed, or whose replicas would diverge.
+    """Refuse a model if tagc can compress no unit of it, or if its replicas would diverge.
 
     Args:
         left: see :attr:`Integration.left_to_fsdp`.
-        averages: whether tagc averages over replicas that FSDP knows nothing of.
+        averages: whether tagc averages over replicas that FSDP does not know.
 
     Raises:
-        ValueError: naming the units and the remedy.
+        ValueError: the message names the units and the remedy.
     """
     if not units:
         raise ValueError(
             f"tagc can compress no unit of this model: {_listed(left)}. Torch replaces collectives "
-            "only of modules with one parameter group: apply fully_shard to the children on their "
-            "own, or train without tagc.wrap"
+            "only of modules with one parameter group: apply fully_shard to each child "
+            "separately, or train without tagc.wrap"
         )
     if averages and left:
         raise ValueError(
-            f"replicas=... leaves the average over replicas to tagc, which cannot reach "
+            f"with replicas=..., tagc averages over replicas, but it cannot reach "
             f"{_listed(left)}: shard over a mesh with a replicated dimension (HSDP), and leave "
             "replicas out of tagc.wrap"
         )
 
 
 def notes_on_left(model: nn.Module) -> Iterator[str]:
-    """For the plan: what is not in it."""
+    """Notes for the plan on the units that are not in it."""
     left = integration_of(model).left_to_fsdp(model)
     if left:
         yield (

@@ -1,4 +1,4 @@
-"""Units whose ranks share hosts: which add up their gradients inside a host first."""
+"""Decides which units add up gradients inside a host first, and makes their process groups."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class Levels:
     """The layout of every sharding group of a model on hosts, and the groups of two levels.
 
     Attributes:
-        notes: for people, how the ranks lie and why.
+        notes: for users, how the ranks are laid out on hosts, and why.
     """
 
     def __init__(self, units: Sequence[Unit], hosts: Hosts, said: Mapping[int, RankOnHost]) -> None:
-        """Layouts, the same on all ranks of a group; no collective.
+        """Compute the layouts, the same on all ranks of a group; no collective.
 
         Args:
-            said: what every rank told, by its rank among all processes.
+            said: the host of every rank, by the rank among all processes.
 
         Raises:
-            ValueError: if the user asks for hosts that a unit cannot have.
+            ValueError: if a unit cannot have the ``hosts`` that the user asks for.
         """
         self._said = said
         by_ranks = {_ranks(unit): unit for unit in units}
-        # In the same order on all ranks, whatever the order of their units.
+        # In the same order on all ranks, which may have their units in different orders.
         self._units = [by_ranks[ranks] for ranks in sorted(by_ranks)]
         self._layouts = {_ranks(unit): _layout(unit, hosts, said) for unit in self._units}
         self._groups: dict[tuple[int, ...], HostGroups] = {}
@@ -47,21 +47,22 @@ class Levels:
         return tuple(said)
 
     def info(self, unit: Unit) -> UnitInfo:
-        """The unit's reduce-scatter as its ranks lie on hosts."""
+        """The unit's reduce-scatter, with the layout of its ranks on hosts."""
         return replace(unit.info, ranks_per_host=self._layouts[_ranks(unit)].ranks_per_host)
 
     def peers(self, unit: Unit) -> int:
-        """Ranks among which the unit's messages travel."""
+        """The number of ranks that exchange the unit's messages."""
         return unit.info.world_size // self.info(unit).ranks_per_host
 
     def gather_info(self, unit: Unit) -> UnitInfo | None:
-        """The unit's all-gather, likewise; None where that cannot be replaced."""
+        """The unit's all-gather, with the layout of its ranks on hosts; None if it cannot be
+        replaced."""
         if unit.gather_info is None:
             return None
         return replace(unit.gather_info, ranks_per_host=self.info(unit).ranks_per_host)
 
     def groups(self, unit: Unit) -> HostGroups | None:
-        """The groups of this rank; None where every rank sends for itself."""
+        """This rank's groups for the unit; None if every rank sends for itself."""
         return self._groups.get(_ranks(unit))
 
     def open(self) -> None:
@@ -91,6 +92,6 @@ def _layout(unit: Unit, hosts: Hosts, said: Mapping[int, RankOnHost]) -> HostLay
     if hosts != "auto":
         raise ValueError(
             f"hosts={hosts}: FSDP1 cuts parameters anywhere, which leaves no rows for hosts; use "
-            "FSDP2 (fully_shard), or give hosts=None"
+            "FSDP2 (fully_shard), or pass hosts=None"
         )
     return HostLayout(ranks_per_host=1, why="FSDP1 has no rows for hosts")

@@ -1,4 +1,4 @@
-"""Which units' parameters optimizers have changed: all ranks see the same steps."""
+"""Notes which units' parameters an optimizer has changed; all ranks see the same steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from tagc.collect import CopyGatherer
 
 
 class OptimizerSteps:
-    """Tells gatherers of steps of any optimizer of torch's kind that holds parameters of theirs,
-    until it is closed, or nobody has it any more.
+    """Notifies gatherers of the steps of every ``torch.optim.Optimizer`` that holds their
+    parameters, until it is closed or garbage-collected.
 
-    It tells when a step begins, too, so that all ranks know of one that raises on some of them. And
-    it tells of every call of a closure, since an optimizer like LBFGS moves weights between two.
+    It also notifies them when a step begins, so that all ranks know of a step that raises on some
+    of them, and at every call of a closure, because optimizers like LBFGS move weights between
+    calls.
     """
 
     def __init__(self, pairs: Sequence[tuple[Unit, CopyGatherer]]) -> None:
@@ -48,13 +49,13 @@ class OptimizerSteps:
         self._closers = [weakref.finalize(self, handle.remove) for handle in handles]
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         for close in self._closers:
             close()
 
     def _note(self, optimizer: Optimizer, *, ended: bool) -> None:
-        # Looked up anew every time: after a load with `assign` FSDP has other parameters, perhaps
-        # some of them only.
+        # Looked up every time: after a load with `assign`, FSDP has other parameters, perhaps only
+        # some of them.
         held = {id(p): gatherer for unit, gatherer in self._pairs for p in unit.trainable()}
         params = (id(p) for group in optimizer.param_groups for p in group["params"])
         for gatherer in {held[p]: None for p in params if p in held}:
@@ -65,7 +66,7 @@ def _with_noting_closure(
     note: Callable[[], None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments ``(optimizer, closure)`` of a step, with a closure that calls ``note`` first;
-    None where there is no closure."""
+    None without a closure."""
 
     def noting(argument: Any) -> Any:
         if not callable(argument):

@@ -1,7 +1,7 @@
-"""Which part of a parameter tensor parallelism left a rank, before FSDP sharded it.
+"""Finds the part of a parameter that tensor parallelism gave a rank, before FSDP sharded it.
 
-By public names of DTensor: a sharded parameter has a mesh with FSDP's dimensions and those of
-tensor (or expert) parallelism.
+It reads only public attributes of DTensor: the mesh of a sharded parameter has FSDP's dimensions
+and those of tensor (or expert) parallelism.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from tagc.plan import Box, span_of
 
 @dataclass(frozen=True)
 class ParallelDim:
-    """A dimension of a parameter's mesh that is not FSDP's: its group of this rank, and what it
-    does with the parameter."""
+    """A dimension of a parameter's mesh that is not FSDP's: this rank's group along it, and the
+    parameter's placement."""
 
     group: dist.ProcessGroup
     placement: Placement
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Those of the group."""
+        """The ranks of the group."""
         return _ranks(self.group)
 
     @property
     def shards(self) -> bool:
-        """Whether it divides the parameter; a subclass of ``Shard`` divides it in another way."""
+        """Whether it divides the parameter; subclasses of ``Shard``, which divide differently, do
+        not count."""
         return type(self.placement) is Shard
 
 
@@ -40,7 +41,7 @@ def parallel_dims(param: Any, sharding: Iterable[dist.ProcessGroup]) -> list[Par
     """The dimensions of a sharded parameter's mesh that are not FSDP's.
 
     Args:
-        sharding: FSDP's groups of this rank.
+        sharding: this rank's FSDP groups.
     """
     if not isinstance(param, DTensor):
         return []
@@ -50,15 +51,15 @@ def parallel_dims(param: Any, sharding: Iterable[dist.ProcessGroup]) -> list[Par
 
 
 def box_of(shape: tuple[int, ...], dims: Iterable[ParallelDim]) -> Box | None:
-    """What the dimensions leave this rank's sharding group of a parameter ``shape``; None if they
-    do not divide it."""
+    """The part of a parameter of this ``shape`` that the dimensions leave this rank's sharding
+    group; None if they do not divide it."""
     box, divided = Box.whole(shape), False
     for dim in dims:
         if isinstance(dim.placement, Shard) and dim.shards:
             along = dim.placement.dim % len(shape)
             box = box.narrow(along, *span_of(box.shape[along], dim.group.rank(), dim.group.size()))
             divided |= dim.group.size() > 1
-    # On all ranks or on none, whatever is left for one of them.
+    # All ranks return a box or none does, even if it is empty or whole on one of them.
     return box if divided else None
 
 
@@ -67,14 +68,14 @@ def duplicate_of(
     sharding: Iterable[dist.ProcessGroup],
     everywhere: Sequence[ParallelDim],
 ) -> tuple[int, int] | None:
-    """Which of the sharding groups with the same elements of a parameter this rank is in, and how
-    many there are; None if there is one.
+    """Index of this rank's sharding group among the groups that hold the same elements of a
+    parameter, and the number of these groups; None if there is only one.
 
     Args:
-        dims: of the parameter.
-        sharding: FSDP's groups of this rank, for the parameter.
-        everywhere: dimensions of all parameters of the model. One that the parameter's own mesh
-            lacks makes duplicates of it, too, unless the other groups divide the parameter among
+        dims: the parameter's dimensions.
+        sharding: this rank's FSDP groups for the parameter.
+        everywhere: the dimensions of all parameters of the model. A dimension that the parameter's
+            own mesh lacks also makes duplicates, unless the other groups divide the parameter among
             these ranks.
     """
     me = dist.get_rank()

@@ -1,7 +1,7 @@
-"""What an integration with a way of sharding is: how it finds units, and what a unit can do.
+"""The contract of an integration with a way of sharding: how to find units, what a unit can do.
 
-Another integration is a file with a subclass of :class:`Unit` and an :class:`Integration`, and a
-line in :mod:`tagc.attach.integrations`.
+To add an integration, write a file with a subclass of :class:`Unit` and an :class:`Integration`,
+and add it to :mod:`tagc.attach.integrations`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ class Unit:
 
     Attributes:
         info: its reduce-scatter, with the trainable parameters.
-        group: ranks that it is sharded over.
-        gather_info: its all-gather, with all parameters; None where that cannot be replaced, and
-            then nor can the all-reduce over replicas.
-        replicas: ranks with the same shard in other replicas of the model, where FSDP itself
+        group: the ranks over which it is sharded.
+        gather_info: its all-gather, with all parameters; None if the all-gather, and therefore the
+            all-reduce over replicas, cannot be replaced.
+        replicas: the ranks with the same shard in other replicas of the model, if FSDP itself
             all-reduces over them.
-        parallel: groups of ranks that tensor parallelism divided parameters of the unit among, or
-            gave duplicates of them, before FSDP sharded these.
+        parallel: tensor-parallel groups that divide or duplicate parameters of the unit.
     """
 
     info: UnitInfo
@@ -42,8 +41,8 @@ class Unit:
 
     @property
     def reached(self) -> Set[str] | None:
-        """Names of the parameters in the reduction that runs, called from within it; None if all of
-        ``info`` are. The same on all ranks: FSDP itself needs that."""
+        """Names of the parameters in the running reduction, which reads it; None if they are all of
+        ``info``. The same on all ranks, because FSDP itself needs that."""
         return None
 
     def install(self, reducer: UnitReducer) -> None:
@@ -51,27 +50,27 @@ class Unit:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Give the unit its own collectives back."""
+        """Restore the unit's own collectives."""
         raise NotImplementedError
 
     @property
     def all_reduces(self) -> bool:
-        """Whether the gradient leaves the ranks that reduce it first, for other hosts or replicas,
-        in this backward; False between the micro-batches of ``set_requires_all_reduce(False)``."""
+        """Whether this backward sends the gradient on to other hosts or replicas, after the first
+        reduction. False for micro-batches with ``set_requires_all_reduce(False)``."""
         return True
 
     def trainable(self) -> list[nn.Parameter]:
-        """The parameters of ``info`` as an optimizer knows them now: in that order, or one that has
-        them all."""
+        """The parameters of ``info``, in that order, as an optimizer holds them now; or the flat
+        parameter that contains them."""
         raise NotImplementedError
 
-    # What follows is for units with a `gather_info` only.
+    # The rest is only for units with a `gather_info`.
 
     def check_gather(self) -> None:
-        """Before :meth:`install_gather`.
+        """Check that the all-gather can be replaced; call it before :meth:`install_gather`.
 
         Raises:
-            ValueError: if somebody else replaced the all-gather.
+            ValueError: if someone else replaced the all-gather.
         """
         raise NotImplementedError
 
@@ -80,22 +79,22 @@ class Unit:
         raise NotImplementedError
 
     def install_all_reduce(self, average: ReplicaAverage) -> None:
-        """Let ``average`` change this unit's reduced gradient ``[S]``; in place of FSDP's own
-        all-reduce where there is one. After :meth:`install`."""
+        """Let ``average`` average this unit's reduced gradient ``[S]`` in place; it replaces FSDP's
+        own all-reduce if there is one. Call it after :meth:`install`."""
         raise NotImplementedError
 
     @property
     def has_all_reduce_hook(self) -> bool:
-        """Whether somebody else set one."""
+        """Whether someone else set an all-reduce hook."""
         raise NotImplementedError
 
     def frozen_shards(self) -> dict[str, Tensor]:
-        """This rank's part of every parameter without a gradient, by name, in the dtype that the
-        all-gather has; without padding."""
+        """This rank's part of every frozen parameter, by name, without padding, in the dtype of the
+        all-gather."""
         raise NotImplementedError
 
     def shard(self) -> Tensor:
-        """This rank's part of what the all-gather sends now, ``[S]``."""
+        """This rank's current input of the all-gather, ``[S]``."""
         raise NotImplementedError
 
 
@@ -104,16 +103,16 @@ class Integration:
     """A way of sharding.
 
     Attributes:
-        name: short, for people.
-        spelled: with what users call, for people.
+        name: short name, for users.
+        spelled: name with the function or class that users call.
         shards: whether it shards any module of a model.
-        sharding_groups: of the ranks that share a model, whatever else may be wrong with it.
-        find_units: the units of a model, in module order; raises ValueError for what cannot be
-            replaced, or already is.
-        left_to_fsdp: units whose collectives cannot be replaced, but that need not keep people from
-            having the others compressed: by their label, what they are.
-        check_policy: raises PolicyError for what it offers no way to do; the second argument says
-            whether gradients are to be averaged over replicas.
+        sharding_groups: the groups of the ranks that share a model, even an invalid one.
+        find_units: the units of a model, in module order; raises ValueError if a collective cannot
+            be replaced, or already is.
+        left_to_fsdp: units whose collectives cannot be replaced although other units can be
+            compressed; maps their labels to descriptions.
+        check_policy: raises PolicyError if the policy asks for something unsupported. The second
+            argument says whether gradients are to be averaged over replicas.
     """
 
     name: str

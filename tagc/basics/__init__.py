@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of compression."""
+"""Small helpers that do not depend on compression."""

@@ -1,4 +1,4 @@
-"""Files that users name: only regular ones are read, and no more of them than a limit."""
+"""Reads files that users name: only regular files, up to a limit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """The file, open for reading.
+    """Open a regular file for reading.
 
     Raises:
-        OSError: if it cannot be opened or is a folder, a device, a pipe or a socket, which may have
-            no end; ``strerror`` says which.
+        OSError: if it cannot be opened, or is a folder, a device, a pipe or a socket, which may
+            have no end; ``strerror`` says which.
     """
     try:
-        # A pipe that nobody writes to would block here.
+        # O_NONBLOCK, because a pipe without a writer would block here.
         descriptor = os.open(path, _FLAGS)
     except ValueError:  # a null character, or half a surrogate pair
         raise OSError(errno.EINVAL, "no file can have that name") from None

@@ -1,4 +1,4 @@
-"""One process of a host at a time."""
+"""A lock that one process of a host holds at a time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # not on Windows, where nobody waits
+except ImportError:  # on Windows there is no lock
     fcntl = None
 
 
 @contextmanager
 def locked(folder: Path, key: str) -> Iterator[None]:
-    """Hold a lock of this name in ``folder``, if files can be written there."""
+    """Hold the lock ``key`` in ``folder``. If files cannot be written there, there is no lock."""
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What all plots share: matplotlib without a display, and a clear error where it is missing."""
+"""matplotlib without a display for all plots, and a clear error if it is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class PlotsUnavailableError(RuntimeError):
 
 
 def pyplot() -> Any:
-    """``matplotlib.pyplot``, drawing into files.
+    """``matplotlib.pyplot`` with a backend that draws to files.
 
     Raises:
         PlotsUnavailableError: if matplotlib is not installed.

@@ -10,27 +10,27 @@ _PATIENCE = 2.0
 
 
 def say(message: str) -> None:
-    """A line on stderr, at once."""
+    """Print a line on stderr and flush it."""
     print(f"tagc: {message}", file=sys.stderr, flush=True)
 
 
 class Progress:
-    """Lines on stderr, for one rank; nothing if all is done at once."""
+    """Prints the progress of a slow operation on stderr. Prints nothing if it is fast."""
 
     def __init__(self, what: str, total: int | None = None, *, shown: bool = True) -> None:
-        """Work that begins now.
+        """Begin the operation.
 
         Args:
-            what: is done, for example "compiling".
-            total: parts of it, if that is known.
-            shown: whether to say anything.
+            what: the text of its lines, for example "operators checked".
+            total: number of its parts, if known.
+            shown: whether to print; usually on one rank only.
         """
         self._what, self._total, self._shown = what, total, shown
         self._begin = self._last = time.monotonic()
         self._done, self._said = 0, False
 
     def step(self) -> None:
-        """One more part is done."""
+        """Count one more part as done."""
         self._done += 1
         now = time.monotonic()
         if now - self._last >= _PATIENCE and self._done != self._total:
@@ -38,7 +38,7 @@ class Progress:
             self._say(str(self._done) if self._total is None else f"{self._done} of {self._total}")
 
     def end(self) -> None:
-        """All is done."""
+        """Finish the operation."""
         if self._said:
             self._say("done")
 

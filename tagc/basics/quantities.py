@@ -1,4 +1,4 @@
-"""Bandwidths, times and counts as people write them on a command line."""
+"""Parses bandwidths, times and counts as users write them on a command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-# What is beyond is a slip of the keyboard, and overflows somewhere.
+# Larger values are typing errors, and would overflow somewhere.
 _MOST = {
     "a bandwidth": 1e18,  # bytes/s
     "a memory": 1e18,  # bytes
@@ -44,7 +44,7 @@ def memory(text: str) -> float:
     found = re.fullmatch(_NUMBER + r"([kKMGT]?)(i?)B", text)
     if not found:
         raise argparse.ArgumentTypeError(
-            f"{text!r:.60} is no memory: write a number and a unit, such as 80GB or 16GiB"
+            f"{text!r:.60} is not a memory size: write a number and a unit, such as 80GB or 16GiB"
         )
     prefix = _PREFIX[found[2].lower()]
     if found[3]:
@@ -107,7 +107,7 @@ def _positive(value: float, text: str, what: str) -> float:
 
 
 def format_seconds(value: float) -> str:
-    """Seconds for people."""
+    """Seconds as text, with a unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"
@@ -115,7 +115,7 @@ def format_seconds(value: float) -> str:
 
 
 def format_bandwidth(value: float) -> str:
-    """Bytes/s as bits/s for people."""
+    """Bytes/s as text in bits/s, with a unit."""
     bits = 8 * value
     for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if bits >= 0.9995 * scale:

@@ -1,4 +1,4 @@
-"""Warnings that appear at the user's line, whatever of this package lies in between."""
+"""Warnings that point at the user's line, not at a line of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what the compressor saves, and how it is found again, by as many ranks or others."""
+"""Checkpoints: saves the compressor's state, and loads it on the same or other ranks."""
 
 from tagc.checkpoint.folders import open_folder, save_folder
 from tagc.checkpoint.format import OneRank, Source, StateError, to_state_dict

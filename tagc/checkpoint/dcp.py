@@ -1,9 +1,9 @@
-"""States in a checkpoint of ``torch.distributed.checkpoint``, read without its collectives.
+"""Reads states in a checkpoint of ``torch.distributed.checkpoint``, without its collectives.
 
-torch loads what a state dict asks for by name, and knows the names of the ranks that load. To take
-over the residuals of other ranks, or of another policy, one must see all names first. They are in
-the checkpoint's index, which is a pickle: it is read here with nothing allowed but the classes that
-torch writes to it.
+torch loads only the names in a state dict, which are those of the ranks that load. To take over the
+residuals of other ranks, or of another policy, tagc must see all names first. They are in the
+checkpoint's index, which is a pickle. The unpickler here allows only the classes that torch writes
+to an index.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _CLASSES = {
 
 
 class CheckpointFolder:
-    """A :class:`tagc.checkpoint.format.Source` in such a folder."""
+    """The :class:`tagc.checkpoint.format.Source` of such a folder."""
 
     alone = False
 
     def __init__(self, folder: Path, key: str) -> None:
-        """Read the index and what every rank's state says about itself.
+        """Read the index and the header of every rank's state.
 
         Args:
-            key: of the compressor in the state dict that was saved.
+            key: the compressor's key in the state dict that was saved.
 
         Raises:
             StateError: if there is no valid state.
@@ -74,8 +74,8 @@ class CheckpointFolder:
         names = [name.removeprefix(start) for name in saved if name.startswith(start)]
         if not names:
             raise StateError(
-                f"{folder}: nothing in this checkpoint is called {key!r}; pass load(..., key=...) "
-                f"the key of the compressor in the state dict that was saved. {DENSE}"
+                f"{folder}: nothing in this checkpoint is called {key!r}; pass the compressor's "
+                f"key in the saved state dict, load(..., key=...). {DENSE}"
             )
         self._names = {
             rank: {name: start + full for name, full in own.items()}
@@ -102,8 +102,8 @@ class CheckpointFolder:
         return {name: (t.properties.dtype, tuple(t.size)) for name, t in found.items()}
 
     def read(self, rank: int, name: str) -> Tensor:
-        """See :class:`tagc.checkpoint.format.Source`. All of a rank's tensors are read, and
-        checked, with the first."""
+        """See :class:`tagc.checkpoint.format.Source`. The first read of a rank reads and checks all
+        of its tensors."""
         if rank not in self._checked:
             own = self._names[rank]
             tensors = {name: self._load(full) for name, full in own.items() if name}
@@ -120,14 +120,14 @@ class CheckpointFolder:
             stored = self._storage[MetadataIndex(full, torch.Size([0] * len(expected.size)))]
             if stored.transform_descriptors:
                 raise StateError(f"{self.where}: {full} is stored with an extension of torch's")
-            # A plain name: nothing outside of the folder is read.
+            # Only the file's name, so that nothing outside the folder is read.
             with (self._folder / Path(stored.relative_path).name).open("rb") as file:
                 file.seek(stored.offset)
                 content = file.read(stored.length)
             tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except StateError:
             raise
-        except Exception as error:  # whatever damaged bytes make of torch's reader
+        except Exception as error:  # damaged bytes can raise anything in torch's reader
             raise StateError(f"{self.where}: {full} cannot be read: {error}") from None
         found = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
         if found != (expected.properties.dtype, expected.size):
@@ -136,13 +136,13 @@ class CheckpointFolder:
 
     def _entry(self, full: str) -> TensorStorageMetadata:
         found = self._entries[full]
-        # A damaged index may lack any of this.
+        # A damaged index may lack any of these attributes.
         size, properties = (getattr(found, name, None) for name in ("size", "properties"))
         dtype = getattr(properties, "dtype", None)
         if not isinstance(found, TensorStorageMetadata) or not (
             isinstance(size, torch.Size) and isinstance(dtype, torch.dtype)
         ):
-            raise StateError(f"{self.where}: {full} is no tensor")
+            raise StateError(f"{self.where}: {full} is not a tensor")
         return found
 
 
@@ -154,7 +154,7 @@ def _read_index(path: Path) -> Any:
         raise StateError(f"{path}: cannot be read: {error.strerror or error}") from None
     except StateError:
         raise
-    except Exception as error:  # whatever damaged bytes make of pickle
+    except Exception as error:  # damaged bytes can raise anything in pickle
         raise StateError(f"{path}: not an index of a checkpoint: {error}") from None
     if not hasattr(index, "state_dict_metadata") or not hasattr(index, "storage_data"):
         raise StateError(f"{path}: not an index of a checkpoint")
@@ -162,7 +162,7 @@ def _read_index(path: Path) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes nothing but what an index consists of."""
+    """Creates only objects of the classes that an index consists of."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if global_name in _CLASSES.get(module_name, ()):
@@ -170,6 +170,6 @@ class _Unpickler(pickle.Unpickler):
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
             return getattr(torch, global_name)
         raise StateError(
-            f"the checkpoint's index names {module_name}.{global_name}, which is not in an index "
-            "that torch writes: nothing of it was loaded"
+            f"the checkpoint's index names {module_name}.{global_name}, which torch does not "
+            "write to an index: nothing was loaded"
         )

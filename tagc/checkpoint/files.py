@@ -1,9 +1,9 @@
-"""States in plain safetensors files: one a rank, and one that says which belong together.
+"""States in safetensors files: one file per rank, and a marker that names the current save.
 
-A save writes ``rank-00000-of-00002-SAVE.safetensors`` on every rank. When all of them were seen in
-the folder, complete, the marker ``tagc.json`` gets the name of the save. Until the marker is
-replaced, in one step, the folder holds what it held before: a crash at any moment leaves a whole
-state. Every file has a SHA-256 of its content, so that a damaged one is refused.
+A save writes ``rank-00000-of-00002-SAVE.safetensors`` on every rank. When all files are in the
+folder and complete, the name of the save is written to the marker ``tagc.json``. The marker is
+replaced in one step, and until then the folder keeps its previous state, so a crash at any moment
+leaves a whole state. Every file has a SHA-256 of its content, so that damaged files are refused.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _LARGEST_MARKER = 1 << 24
 
 
 def write_rank(folder: Path, save: str, about: StateHeader, tensors: Mapping[str, Tensor]) -> str:
-    """Write one rank's file, under its name only when it is complete, and read it again.
+    """Write one rank's file and read it again. The file gets its name when it is complete.
 
-    If that fails, nothing of the file is left.
+    If that fails, the file is removed.
 
     Returns:
-        The SHA-256 of what the file says.
+        The SHA-256 of the file's metadata and tensors.
 
     Raises:
         OSError: if the file cannot be written.
-        StateError: if what is read is not what was written.
+        StateError: if the content that is read differs from what was written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -50,9 +50,9 @@ def write_rank(folder: Path, save: str, about: StateHeader, tensors: Mapping[str
     try:
         try:
             save_file(tensors, partial, metadata)
-        except SafetensorError as error:  # how it reports what the system said
+        except SafetensorError as error:  # safetensors wraps the system's error
             raise OSError(f"{partial}: {error}") from error
-        _ = _RankFile(partial).tensors  # which checks them
+        _ = _RankFile(partial).tensors  # reading checks them
         _replace(partial, target)
     except BaseException:
         remove_rank(folder, save, about.rank, about.world_size)
@@ -61,8 +61,8 @@ def write_rank(folder: Path, save: str, about: StateHeader, tensors: Mapping[str
 
 
 def remove_rank(folder: Path, save: str, rank: int, world_size: int) -> None:
-    """Remove what :func:`write_rank` wrote, as far as the system lets it: what is left counts for
-    nothing, and the next save removes it."""
+    """Remove the files of :func:`write_rank`, as far as the system allows. Leftovers are ignored,
+    and the next save removes them."""
     target = folder / _file_name(rank, world_size, save)
     for file in (target, target.with_suffix(_PARTIAL)):
         with suppress(OSError):
@@ -72,14 +72,14 @@ def remove_rank(folder: Path, save: str, rank: int, world_size: int) -> None:
 def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: int) -> None:
     """Check that the files of all ranks are in the folder, complete, and of one save.
 
-    Of every file this reads the header, which must fit the file's size and name the SHA-256 that
-    its rank found. The content is not read once more: each rank did that, in :func:`write_rank`.
+    This reads every file's header, which must fit the file's size and state the SHA-256 that its
+    rank found. It does not read the content again: each rank did that in :func:`write_rank`.
 
     Args:
-        digests: what :func:`write_rank` returned, by rank.
+        digests: the SHA-256 that :func:`write_rank` returned, by rank.
 
     Raises:
-        StateError: if a file is missing, or another one than its rank wrote.
+        StateError: if a file is missing, or is not the one that its rank wrote.
     """
     for rank in digests:
         name = _file_name(rank, world_size, save)
@@ -96,7 +96,7 @@ def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: 
 
 
 def commit(folder: Path, save: str, ranks: Sequence[int], world_size: int) -> None:
-    """Make a save, whose files are all there, the one that the folder holds.
+    """Make a save, whose files are complete, the folder's state.
 
     Raises:
         OSError: if that fails.
@@ -106,7 +106,7 @@ def commit(folder: Path, save: str, ranks: Sequence[int], world_size: int) -> No
 
 
 def read_marker(folder: Path) -> bytes | None:
-    """The marker as it is, whatever it says; None if there is none."""
+    """The marker's content, unchecked; None if there is no marker."""
     try:
         return (folder / MARKER).read_bytes()
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def read_marker(folder: Path) -> bytes | None:
 
 
 def write_marker(folder: Path, content: bytes | None) -> None:
-    """Replace the marker in one step, or remove it for None.
+    """Replace the marker in one step; None removes it.
 
     Raises:
         OSError: if that fails.
@@ -133,7 +133,7 @@ def write_marker(folder: Path, content: bytes | None) -> None:
 
 
 def is_committed(folder: Path, save: str) -> bool:
-    """Whether a save is what the folder holds."""
+    """Whether a save is the folder's state."""
     return (folder / MARKER).exists() and _parse_marker(folder / MARKER)["save"] == save
 
 
@@ -150,15 +150,15 @@ def clean(folder: Path, save: str) -> None:
 
 
 class SafetensorsFolder:
-    """A :class:`tagc.checkpoint.format.Source` in such a folder."""
+    """The :class:`tagc.checkpoint.format.Source` of such a folder."""
 
     alone = False
 
     def __init__(self, folder: Path) -> None:
-        """Read what the files say about themselves.
+        """Read the marker and the files' headers.
 
         Raises:
-            StateError: if one is missing or not valid.
+            StateError: if a file is missing or not valid.
         """
         self.where = str(folder)
         said = _parse_marker(folder / MARKER)
@@ -191,7 +191,7 @@ def _open_files(
 
 
 class _RankFile:
-    """One rank's file; its tensors are read, and checked, when they are first asked for."""
+    """One rank's file. Its tensors are read and checked on first use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,7 +210,7 @@ class _RankFile:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """All of them."""
+        """All tensors of the file, by name."""
         try:
             with self._open() as file:
                 tensors = {name: file.get_tensor(name) for name in self.shapes}
@@ -227,9 +227,9 @@ class _RankFile:
             raise StateError(f"{self.path}: there is no such file") from None
 
 
-# What is raised for bytes that are no safetensors file.
+# Raised for bytes that are not a safetensors file.
 _UNREADABLE = (SafetensorError, OSError)
-# As safetensors spells the dtypes that states have.
+# safetensors' names of the dtypes that states have.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -253,16 +253,16 @@ def _parse_marker(path: Path) -> dict[str, Any]:
         raise StateError(f"{path}: not written in format {FORMAT} of tagc's states")
     save, ranks, world_size = (said.get(name) for name in ("save", "ranks", "world_size"))
     if not isinstance(save, str) or not re.fullmatch("[0-9a-f]{8,64}", save):
-        raise StateError(f"{path}: save is {save!r:.40}, no name of one")
+        raise StateError(f"{path}: save is {save!r:.40}, not the name of a save")
     if type(world_size) is not int or not 0 < world_size < 10**9:
-        raise StateError(f"{path}: world_size is {world_size!r:.40}, no number of ranks")
+        raise StateError(f"{path}: world_size is {world_size!r:.40}, not a number of ranks")
     if (
         not isinstance(ranks, list)
         or not ranks
         or not all(type(rank) is int and 0 <= rank < world_size for rank in ranks)
         or sorted(set(ranks)) != ranks
     ):
-        raise StateError(f"{path}: ranks is {ranks!r:.40}, no ascending list of ranks")
+        raise StateError(f"{path}: ranks is {ranks!r:.40}, not an ascending list of ranks")
     return said
 
 
@@ -271,7 +271,8 @@ def _file_name(rank: int, world_size: int, save: str) -> str:
 
 
 def _replace(partial: Path, target: Path) -> None:
-    """Rename, so that after a power cut, too, the name has either content, and all of it."""
+    """Rename a file so that, even after a power cut, the target has its old or its new content,
+    and all of it."""
     descriptor = os.open(partial, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Saving a state to a folder, all ranks together, and finding out what a folder holds."""
+"""Saves a state to a folder, all ranks together, and opens the state in a folder."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tagc.collect import Meeting, gather_by_rank
 
 
 def open_folder(folder: Path, key: str) -> Source:
-    """What was saved to a folder.
+    """Open the state that was saved to a folder.
 
     Args:
-        key: of the compressor in a ``torch.distributed.checkpoint``.
+        key: the compressor's key in a ``torch.distributed.checkpoint``.
 
     Raises:
-        StateError: if nothing was, or it is not valid.
+        StateError: if the folder holds no complete state, or one that is not valid.
     """
     if (folder / MARKER).exists():
         return SafetensorsFolder(folder)
@@ -47,18 +47,18 @@ def open_folder(folder: Path, key: str) -> Source:
 
 
 def save_folder(folder: Path, state: State) -> None:
-    """Write every rank's file, then make them what the folder holds.
+    """Write every rank's file, then commit them as the folder's state.
 
-    If a step fails on any rank, all ranks raise, and the folder holds what it held before. All
-    ranks take every step together, so that none is left waiting for another. They meet over the
-    store of the process group: behind files, a collective's watchdog might end the job.
+    If a step fails on any rank, all ranks raise, and the folder keeps its previous state. All ranks
+    take every step together, so no rank is left waiting for another. They meet over the store of
+    the process group, because a collective's watchdog might end the job while files are written.
 
-    1. Every rank writes its file, and reads it again.
-    2. The committing rank, the first of them, finds the files of all ranks in its folder.
-    3. It makes the marker name this save.
-    4. Every rank sees that.
+    1. Every rank writes its file and reads it again.
+    2. The committing rank, which is the first one, checks the files of all ranks in its folder.
+    3. It writes the name of this save into the marker.
+    4. Every rank checks that it sees this marker.
 
-    Only then the committing rank removes the files of earlier saves.
+    Only then does the committing rank remove the files of earlier saves.
 
     Raises:
         OSError: if writing fails.
@@ -109,7 +109,7 @@ def save_folder(folder: Path, state: State) -> None:
         try:
             meeting.together("undoing", undo)
         except Exception as failure:
-            # The marker may name these files: they stay.
+            # The marker may name these files, so they stay.
             error.add_note(f"the files of this save are left in {folder}: {failure}")
         else:
             remove_rank(folder, save, rank, world_size)

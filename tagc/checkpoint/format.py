@@ -1,6 +1,6 @@
-"""What a saved state is: named tensors of one rank, and what they say about themselves.
+"""The format of a saved state: named tensors of one rank, and a header that describes them.
 
-Everything is a tensor, the description too, so that neither saving nor loading needs pickle.
+Everything is a tensor, including the header, so neither saving nor loading needs pickle.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from tagc.basics.version import __version__
 from tagc.checkpoint.digest import SHA256, matches_digest, with_digest
 
 FORMAT = 1
-# torch's distributed checkpoints want the shape of a tensor before they read it.
+# torch's distributed checkpoints need the shape of a tensor before they read it.
 _ABOUT_BYTES = 2048
 _LONGEST_NAME = 200
-# The first name that torch looks for, and so the one in its message ("Missing key in checkpoint
-# state_dict: ...") if the checkpoint has no such state: the only place for the remedy.
+# The first name that torch looks for. If the checkpoint has no such state, torch's message names it
+# ("Missing key in checkpoint state_dict: ..."), so this is the only place for the remedy.
 _ABOUT = (
     "about. If this is missing from a checkpoint of dense training, leave the compressor's key out "
     "of what is loaded (nothing is owed yet); from one of other ranks or another policy, load it "
     "with tagc.compressor(model).load(folder)"
 )
-# As it was called before; such states are still read.
+# The former name; such states are still read.
 _FORMER_ABOUT = "about_if_missing_load_by_tagc_Compressor_load"
 DENSE = (
-    "If it is of dense training, without tagc, there is nothing to load: leave this out, and "
-    "training goes on with residuals of zero"
+    "If it is from training without tagc, there is nothing to load: leave this out, and training "
+    "continues with zero residuals"
 )
-"""What to do about a checkpoint that has no state."""
+"""What to do with a checkpoint that has no state."""
 
 
 class StateError(ValueError):
-    """A state that cannot be loaded, or not without loss."""
+    """A state that cannot be loaded, or only with loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeader:
-    """Where a state comes from.
+    """The origin of a state.
 
     Attributes:
-        policy: the policy's name, for people.
+        policy: the policy's name, for messages.
         policy_hash: see :attr:`tagc.Policy.hash`.
-        layout: fingerprint of the plan, which is what ranks exchange.
-        world_size, rank: among all processes.
-        step: reductions so far, the most of any unit.
-        version: of tagc.
+        layout: fingerprint of the plan.
+        world_size, rank: number of processes, and this rank among them.
+        step: number of reductions so far: the largest of any unit.
+        version: version of tagc.
         parts: hash of the parts of parameters that tensor parallelism gave the rank; empty without
-            it, and in states of earlier versions.
+            tensor parallelism, and in states of earlier versions.
     """
 
     policy: str
@@ -67,7 +67,7 @@ class StateHeader:
     parts: str = ""
 
     def to_strings(self) -> dict[str, str]:
-        """As metadata of a file."""
+        """The header as metadata of a file."""
         said = {field.name: str(getattr(self, field.name)) for field in fields(self)}
         said["policy"] = said["policy"][:_LONGEST_NAME].encode("utf-8", "replace").decode()
         if not self.parts:
@@ -76,11 +76,11 @@ class StateHeader:
 
     @property
     def moment(self) -> str:
-        """What all ranks of one save have in common, whatever each of them has of the model."""
+        """Text that is equal on all ranks of one save, whatever part of the model they have."""
         return f"step {self.step} of {self.world_size} ranks, policy {self.policy_hash}"
 
     def is_laid_out_as(self, now: StateHeader) -> bool:
-        """Whether a saved state fits a rank as it is."""
+        """Whether a saved state fits a rank without redistribution."""
         then = self.policy_hash, self.layout, self.world_size
         return then == (now.policy_hash, now.layout, now.world_size) and (
             self.parts in ("", now.parts)
@@ -88,10 +88,10 @@ class StateHeader:
 
     @classmethod
     def from_strings(cls, said: Mapping[str, object], where: str) -> StateHeader:
-        """The inverse.
+        """The inverse of :meth:`to_strings`.
 
         Raises:
-            StateError: if something is missing or not what it should be, naming ``where``.
+            StateError: if a value is missing or not valid; the message names ``where``.
         """
         if said.get("format") != str(FORMAT):
             raise StateError(
@@ -106,11 +106,11 @@ class StateHeader:
             values[field.name] = value
         for name in ("policy_hash", "layout"):
             if not re.fullmatch("[0-9a-f]{64}", values[name]):
-                raise StateError(f"{where}: {name} is no SHA-256 but {values[name]!r:.40}")
+                raise StateError(f"{where}: {name} is not a SHA-256 but {values[name]!r:.40}")
         numbers = {name: _number(values[name], name, where) for name in _NUMBERS}
         if numbers["rank"] >= numbers["world_size"]:
             raise StateError(
-                f"{where}: rank {numbers['rank']} of {numbers['world_size']} ranks is none"
+                f"{where}: there is no rank {numbers['rank']} of {numbers['world_size']} ranks"
             )
         return cls(
             policy=values["policy"],
@@ -127,7 +127,7 @@ _NUMBERS = ("world_size", "rank", "step")
 
 def _number(text: str, name: str, where: str) -> int:
     if not re.fullmatch("[0-9]{1,18}", text, re.ASCII):
-        raise StateError(f"{where}: {name} is no number but {text!r:.40}")
+        raise StateError(f"{where}: {name} is not a number but {text!r:.40}")
     return int(text)
 
 
@@ -136,21 +136,21 @@ class Source(Protocol):
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """The source's name in messages."""
         ...
 
     @property
     def alone(self) -> bool:
-        """Whether it has the state of one rank only, the others having theirs."""
+        """Whether it has only the state of one rank, while other ranks have their own sources."""
         ...
 
     @property
     def identity(self) -> str:
-        """What must be equal on all ranks that load together."""
+        """Text that must be equal on all ranks that load together."""
         ...
 
     def headers(self) -> Mapping[int, StateHeader]:
-        """What each saved rank says about itself."""
+        """The header of each saved rank."""
         ...
 
     def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -158,7 +158,7 @@ class Source(Protocol):
         ...
 
     def read(self, rank: int, name: str) -> Tensor:
-        """One of them, on the CPU or where it is.
+        """One of a saved rank's tensors, on the CPU or on its own device.
 
         Raises:
             StateError: if the bytes are not those that were saved.
@@ -167,10 +167,10 @@ class Source(Protocol):
 
 
 def to_state_dict(header: StateHeader, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One rank's state under names of its own: torch's distributed checkpoints take plain tensors
-    of equal names on several ranks for copies of one, and save one.
+    """One rank's state under names that differ between ranks: torch's distributed checkpoints treat
+    plain tensors with equal names on several ranks as copies, and save one of them.
 
-    The header, a tensor too, has the SHA-256 of everything else; see :func:`check_digest`.
+    The header is also a tensor. It has the SHA-256 of everything else; see :func:`check_digest`.
     """
     start = (
         f"of_{header.world_size}_ranks.policy_{header.policy_hash[:12]}."
@@ -183,16 +183,16 @@ def to_state_dict(header: StateHeader, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def metadata_to_tensor(metadata: Mapping[str, str]) -> Tensor:
-    """A tensor of a fixed size: JSON, filled up with spaces."""
+    """Metadata as a tensor of fixed size: JSON, padded with spaces."""
     text = json.dumps(dict(metadata), ensure_ascii=False).encode()
     return torch.tensor(list(text.ljust(_ABOUT_BYTES)), dtype=torch.uint8, device="cpu")
 
 
 def metadata_from_tensor(tensor: Tensor, where: str) -> dict[str, str]:
-    """The inverse.
+    """The inverse of :func:`metadata_to_tensor`.
 
     Raises:
-        StateError: if it is not what :func:`metadata_to_tensor` makes, naming ``where``.
+        StateError: if the tensor is not valid metadata; the message names ``where``.
     """
     if tensor.dtype != torch.uint8 or tensor.shape != (_ABOUT_BYTES,):
         raise StateError(f"{where}: its description is not {_ABOUT_BYTES} bytes")
@@ -204,27 +204,27 @@ def metadata_from_tensor(tensor: Tensor, where: str) -> dict[str, str]:
         raise StateError(f"{where}: its description is not a JSON object")
     for name, value in metadata.items():
         if not isinstance(value, str):
-            raise StateError(f"{where}: {name:.40} in its description is no text")
+            raise StateError(f"{where}: {name:.40} in its description is not text")
     return metadata
 
 
 def check_digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Check that a rank's state is what :func:`to_state_dict` got.
+    """Check that a rank's state equals what was given to :func:`to_state_dict`.
 
-    Earlier versions saved no digest: what they saved is taken as it is.
+    States of earlier versions, which have no digest, are not checked.
 
     Args:
-        tensors: all of the rank's but the header, by their own names.
+        tensors: all tensors of the rank except the header, by their own names.
 
     Raises:
-        StateError: if it is not.
+        StateError: if the state differs.
     """
     if SHA256 in metadata and not matches_digest(metadata, tensors):
         hint = "" if any(name.endswith(".noise") for name in tensors) else _NOISE
         raise StateError(f"{where}: damaged: its content is not what was saved{hint}")
 
 
-# torch loads the tensors that a state dict has now, and no others.
+# torch loads only the tensors that the state dict has now.
 _NOISE = (
     ". Or dcp.load left out the noise that the saved run measured: call keep_rates(optimizer) or "
     "clip_grad_norm_ before it, as that run did, or load with tagc.compressor(model).load(folder)"
@@ -237,17 +237,18 @@ _NAME = re.compile(
 
 
 def split_names(names: object, where: str) -> dict[int, dict[str, str]]:
-    """Names of :func:`to_state_dict` by rank: what they are called there, by their own name.
+    """Split the names of :func:`to_state_dict`: for each rank, a dict from a tensor's own name to
+    its full name. The header's own name is ``""``.
 
     Raises:
-        StateError: if there are other names among them, or none.
+        StateError: if there are other names, or none.
     """
     found: dict[int, dict[str, str]] = {}
     starts: dict[int, str] = {}
     for full in names if isinstance(names, list) else []:
         match = _NAME.fullmatch(full) if isinstance(full, str) else None
         if match is None:
-            raise StateError(f"{where}: {full!r:.80} is no name in a state of tagc. {DENSE}")
+            raise StateError(f"{where}: {full!r:.80} is not a name in a state of tagc. {DENSE}")
         rank = int(match[2])
         if starts.setdefault(rank, match[1]) != match[1]:
             raise StateError(f"{where}: rank {rank} has two states: {starts[rank]}, {match[1]}")
@@ -262,7 +263,7 @@ def split_names(names: object, where: str) -> dict[int, dict[str, str]]:
 
 
 class OneRank:
-    """A :class:`Source` of this rank's own state dict, the others having theirs."""
+    """A :class:`Source` of this rank's own state dict; other ranks have theirs."""
 
     alone = True
 
@@ -275,14 +276,14 @@ class OneRank:
         self._tensors = state_dict
         for full in self._names.values():
             if not isinstance(state_dict[full], Tensor):
-                raise StateError(f"{self.where}: {full} is no tensor")
+                raise StateError(f"{self.where}: {full} is not a tensor")
         self._metadata = metadata_from_tensor(state_dict[self._names[""]], self.where)
         self._headers = {self.rank: StateHeader.from_strings(self._metadata, self.where)}
         check_together(self._headers, self.where)
         self.identity = self._headers[self.rank].moment
 
     def headers(self) -> Mapping[int, StateHeader]:
-        """One."""
+        """The header of this state dict's rank."""
         return self._headers
 
     def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -304,12 +305,12 @@ class OneRank:
 
 
 def check_together(headers: Mapping[int, StateHeader], where: str) -> str:
-    """What the states of one save have in common.
+    """Check that states are of one save, and return the text that identifies it.
 
     Raises:
         StateError: if they are not of one save.
     """
-    # Tensor parallelism may give ranks parts of other sizes.
+    # With tensor parallelism, the parts of ranks may differ in size, and so their layouts.
     said = {
         f"{about.moment}, layout {'of each rank' if about.parts else about.layout}"
         for about in headers.values()

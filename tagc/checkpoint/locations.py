@@ -1,10 +1,9 @@
-"""Where the residual of one parameter lies in the buffers of its unit.
+"""Locates the residual of one parameter in the buffers of its unit.
 
-Buffers are shards with padding; what is saved has the parameter's own shape, so that it means the
-same for any number of ranks. Padding needs no place: gradients there are zero, and with them the
-residual. (Only the estimate of a group that peeling left can put something there, which nobody is
-owed.) With tensor parallelism what is saved has the shape of the box of the parameter that the
-sharding group has.
+Buffers are shards with padding. A saved tensor has the parameter's own shape, so it means the same
+for any number of ranks; with tensor parallelism, it has the shape of the sharding group's box of
+the parameter. Padding is not saved: gradients are zero there, and so is the residual. (Only the
+estimate of a group that was not peeled can put a value there, and no parameter needs it.)
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ class ParamLocation:
 
     Attributes:
         start: its first column in the segment.
-        shards: rows of the residual, one a shard.
-        shard: the only shard that the residual is about; None for all of them.
-        elements: likewise where shards are flat, and cut parameters anywhere.
-        pieces: where it lies, if not in the same columns of every row.
+        shards: number of shards of the parameter.
+        shard: the only shard that the residual belongs to; None for all of them.
+        elements: the only elements that it belongs to, if shards are flat and cut parameters
+            anywhere, or are cut into slices; None for all of them.
+        pieces: the slices where it lies, if these are not the same columns of every row.
     """
 
     param: UnitParam
@@ -41,7 +41,7 @@ class ParamLocation:
 
     @property
     def suffix(self) -> Suffix:
-        """What tells this rank's part from others, in the name of what is saved."""
+        """The part of the parameter, which distinguishes saved tensors by name."""
         shard = self.elements
         if shard is None and self.shard is not None:
             shard = (self.shard, self.shards)
@@ -49,19 +49,19 @@ class ParamLocation:
 
     @property
     def boxes(self) -> list[Box]:
-        """The elements of the parameter, in boxes that follow each other in what is saved."""
+        """The elements of the parameter, as boxes in the order of the saved tensor."""
         return self.suffix.boxes(self.param.shape, self.param.dim)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is saved: the parameter's, its box's or its shard's."""
+        """Shape of the saved tensor: the parameter's, its box's or its shard's."""
         if self.elements is not None:
             return (self.elements.last - self.elements.first,)
         return self._shape(self.span[1])
 
     @property
     def numel(self) -> int:
-        """Elements that are saved."""
+        """Number of elements that are saved."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -88,8 +88,8 @@ class ParamLocation:
         )
 
     def put(self, residual: Tensor, value: Tensor) -> None:
-        """Write ``value`` of shape ``shape`` there, and zeros to the padding (but of pieces, whose
-        padding has no parameter: it was zero from the start)."""
+        """Write ``value`` of shape ``shape`` to the parameter's elements, and zeros to the padding
+        (except with pieces, whose padding is outside the pieces and zero from the start)."""
         if self.pieces is not None:
             flat = value.reshape(-1)
             for p in self.pieces:
@@ -124,12 +124,12 @@ class ParamLocation:
 def locations(
     unit: UnitPlan, residuals: dict[int, Tensor], shards: int, shard: int | None
 ) -> Iterator[tuple[ParamLocation, Tensor]]:
-    """Every parameter of a unit that has a residual: its place, and the residual of its segment.
+    """For every parameter of a unit that has a residual, its place and its segment's residual.
 
     Args:
         residuals: by first column of the segment, as a reducer has them.
-        shards: of the parameters.
-        shard: the only one that the residual is about, None for all.
+        shards: number of shards of the parameters.
+        shard: the only shard that the residual belongs to; None for all.
 
     Raises:
         ValueError: if a parameter is not sharded by rows (or columns) of equal number.
@@ -160,7 +160,7 @@ def _flat_places(
         ]
         elements = None
         if shard is not None:
-            # One row, and in it a parameter's elements follow each other.
+            # The residual has one row, in which a parameter's elements are contiguous.
             mine = [replace(piece, row=0) for piece in mine if piece.row == shard]
             if mine:
                 elements = Elements(mine[0].offset, mine[-1].offset + mine[-1].length)
@@ -177,13 +177,13 @@ def _flat_places(
 def slice_locations(
     unit: UnitPlan, residuals: dict[int, Tensor], shards: int, shard: int, owner: int | None = None
 ) -> Iterator[tuple[ParamLocation, Tensor]]:
-    """Likewise of a unit whose shards are cut into slices, by two shots.
+    """:func:`locations` for a unit whose shards are cut into slices, with two shots.
 
     Args:
         residuals: ``[N, columns]``, or ``[1, columns]`` of an owner.
-        owner: of the only slice that the residuals are about, None for all. Then there is a place
-            for each run of neighbouring elements, by elements of the parameter, so that it says the
-            same to other numbers of replicas.
+        owner: the owner of the only slice that the residuals belong to; None for all slices. With
+            an owner there is a place for each run of neighbouring elements, in elements of the
+            parameter, so that it means the same for other numbers of replicas.
 
     Raises:
         ValueError: as :func:`locations` does.
@@ -203,7 +203,7 @@ def slice_locations(
                 continue
             for piece in mine:
                 if piece.row == owner:
-                    # Shards have as many elements each, but for the last ones.
+                    # All shards have this many elements, except the last ones.
                     first = shard * param.columns + piece.offset
                     elements = Elements(first, first + piece.length)
                     only = (replace(piece, row=0, offset=first),)
@@ -224,6 +224,6 @@ def _check(place: ParamLocation) -> None:
     if whole != param.columns:
         raise ValueError(
             f"the residual of {param.name} cannot be saved: its shards have {param.columns} "
-            f"elements, where {place.shards} shards of {list(param.own.shape)} have {whole}. "
-            "Divide it by the placements Shard and Replicate only, or give it codec dense"
+            f"elements, but {place.shards} shards of {list(param.own.shape)} have {whole}. "
+            "Use only the placements Shard and Replicate for it, or codec dense"
         )

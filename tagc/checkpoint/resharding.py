@@ -1,24 +1,25 @@
-"""Residuals of some ranks for others: what every new rank takes over, so that nothing is lost.
+"""Redistributes residuals: decides what every new rank takes over, so that nothing is lost.
 
-What a parameter is still owed is the sum of its residuals over all ranks. New rank ``j`` of ``n``
-takes the residuals of the saved ranks ``j``, ``j + n``, ``j + 2n`` and so on, in the order of
-those that have the parameter, and adds them up; ranks that nothing is left for start empty. (An
-average then divides what was owed by the new number of ranks, like the gradients.) Across replicas
-the same holds for these, each of which has the parameter in shards.
+The sum of a parameter's residuals over all ranks must stay the same. New rank ``j`` of ``n`` adds
+up the residuals of the saved ranks ``j``, ``j + n``, ``j + 2n`` and so on, counted among the ranks
+that have the parameter. Ranks that get none start empty. (An average then divides the residuals by
+the new number of ranks, like the gradients.) Replicas, each of which has the parameter in shards,
+take over residuals in the same way.
 
-What the owner of a shard keeps (what was sent last, with a lead) is no debt, but in the units of
-the gradient itself: there every new replica takes the mean over the saved ones. (In rules for
-replicas they are all equal.)
-FSDP1 cuts parameters anywhere, so there it is saved, and fitted together, by elements.
+The state that the owner of a shard keeps (with a lead, what was sent last) is not a residual: it is
+on the scale of the gradient itself. So every new replica takes the mean over the saved replicas.
+(In rules for replicas they are all equal.) FSDP1 cuts parameters anywhere, so there this state is
+saved and put together by elements.
 
 With tensor parallelism every sharding group has a box of a parameter, and all of the above holds
-for its elements. Or several groups have the same elements, all of the parameter perhaps. These
-duplicates get the same gradients and owe the same, each for itself: every new group takes over what
-the first of the saved ones owed, so that all of them stay alike.
+for its elements. Several groups may also have the same elements, perhaps the whole parameter. Such
+duplicates get the same gradients and have equal residuals. Every new group takes over the residual
+of the first saved duplicate, so all of them stay equal.
 
-In two shots across replicas the owner of a slice also owes something of the sum that it hands out.
-It goes to the new owners as it is; where all replicas send each other everything, and nobody owns
-anything, to the first replica's residual, times the number of them, which the average divides by.
+With two shots across replicas, the owner of a slice also has a residual of the sum that it sends.
+New owners take it over unchanged. If there are no owners any more, because all replicas send each
+other everything, it is added to the first replica's residual, times the number of replicas, by
+which the average divides.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ Holdings = Mapping[int, Mapping[str, ParamLocation]]
 
 _OWED_BY_OWNERS = f"{OWNER_RESIDUAL}."
 _OWNED = (*(f"{kind}." for kind in OWNER_STATES), _OWED_BY_OWNERS)
-# What owners kept with a kind of feedback that was removed: read to say that it is dropped.
+# Owner states of a removed kind of feedback: read only to report that they are dropped.
 _REMOVED = ("average.",)
 
 
 @dataclass(kw_only=True)
 class Merge:
-    """What a rank takes over.
+    """The saved residuals that a rank takes over.
 
     Attributes:
-        parts: what is added up, by the name of this rank's residual.
-        dropped: names of residuals, without shards, that no rank takes; the same on all ranks.
-        taken: elements that this rank uses, by saved rank and name.
-        saved: elements that there are, likewise, of what is not dropped.
+        parts: the saved residuals to add up, by the name of this rank's residual.
+        dropped: names, without suffix, of residuals that no rank takes; the same on all ranks.
+        taken: number of elements that this rank uses, by saved rank and name.
+        saved: number of elements that were saved and are not dropped, by saved rank and name.
     """
 
     parts: dict[str, list[Saved]] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Merge:
     saved: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def check(self, where: str, taken: Mapping[int, Mapping[tuple[int, str], int]]) -> None:
-        """Raise StateError unless all that was saved is taken once.
+        """Raise StateError unless every saved element is taken once.
 
         Args:
             taken: :attr:`taken` of every rank.
@@ -75,7 +76,7 @@ class Merge:
 
 
 def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
-    """What ``rank`` takes over of a source.
+    """Plan which residuals of a source ``rank`` takes over.
 
     Args:
         holdings: the places of every rank's residuals, by name.
@@ -118,9 +119,9 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
                 merge.parts.setdefault(full, []).extend(parts)
                 duplicates = place.param.duplicate != holders[0][2].param.duplicate
                 if duplicates or (turn and full.startswith(_OWNED)):
-                    continue  # another rank has taken it, too
+                    continue  # another rank counts it
                 for saved in parts:
-                    # A rank on a host has several shards of what is whole elsewhere.
+                    # With hosts, a rank may take several shards of a residual that was saved whole.
                     key = saved.rank, saved.name
                     merge.taken[key] = merge.taken.get(key, 0) + saved.numel_for(place)
     return merge
@@ -129,7 +130,8 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
 def merged(source: Source, parts: list[Saved], place: ParamLocation, dtype: torch.dtype) -> Tensor:
     """The sum of saved residuals, or of shares of them, in a residual's dtype.
 
-    Summed in float64 and rounded once: by half a unit in the last place, which is checked.
+    It is summed in float64 and rounded once. The rounding is checked: at most half a unit in the
+    last place.
 
     Raises:
         StateError: if a saved residual is not finite, or the sum is beyond the dtype.
@@ -146,7 +148,7 @@ def merged(source: Source, parts: list[Saved], place: ParamLocation, dtype: torc
             here[target_box.index(both)] += saved.share * there[source_box.index(both)]
     stored = total.view(place.shape).to(dtype)
     facts = torch.finfo(dtype)
-    # float64 to a narrower dtype may go by way of float32: two roundings.
+    # The conversion from float64 may go through float32, which rounds twice.
     bound = total.abs() * (facts.eps / 2 + 2**-24) + facts.smallest_normal
     if not bool(((stored.double().view(-1) - total).abs() <= bound).all()):
         raise StateError(f"{source.where}: the sum of {parts[0].name} over ranks exceeds {dtype}")
@@ -156,7 +158,7 @@ def merged(source: Source, parts: list[Saved], place: ParamLocation, dtype: torc
 def _turn(
     holders: list[tuple[int, str, ParamLocation]], rank: int, place: ParamLocation
 ) -> tuple[int, int]:
-    """Which of the ranks with the same part of a parameter this is, and of how many."""
+    """Index of this rank among the ranks with the same part of a parameter, and their number."""
     alike = [holder for holder, _, other in holders if other.suffix == place.suffix]
     return alike.index(rank), len(alike)
 
@@ -168,7 +170,7 @@ def _parts(found: list[Saved], place: ParamLocation, turn: int, turns: int) -> l
 
 
 def _first_duplicates(found: list[Saved]) -> list[Saved]:
-    """One of those that tensor parallelism makes; a single rank's state may have another one."""
+    """The residuals of the first saved duplicate; in a single rank's state it may not be 0."""
     first = min(saved.duplicate for saved in found)
     return [saved for saved in found if saved.duplicate == first]
 
@@ -176,12 +178,12 @@ def _first_duplicates(found: list[Saved]) -> list[Saved]:
 def _without_owners(
     source: Source, holders: list[tuple[int, str, ParamLocation]], found: list[Saved]
 ) -> list[Saved]:
-    """What owners owed, for residuals where there are no owners any more. (Each element has been
-    one owner's, so that the first copy of each shard takes it.)"""
+    """The residuals of owners, scaled to be added to residuals if there are no owners any more.
+    (Each element had one owner, so the first copy of each shard takes it.)"""
     if source.alone and holders:
         raise StateError(
-            f"{source.where}: it has what its rank owed as an owner in two shots, where now all "
-            "replicas send each other everything: load what all ranks saved, with "
+            f"{source.where}: it has the residual of an owner in two shots, but now all replicas "
+            "send each other everything: load the states of all ranks with "
             "tagc.compressor(model).load(folder)"
         )
     copies = max((_turn(holders, rank, place)[1] for rank, _, place in holders), default=1)
@@ -189,7 +191,7 @@ def _without_owners(
 
 
 def _means(found: list[Saved], place: ParamLocation) -> list[Saved]:
-    """All saved copies of each shard, and equal shares of them."""
+    """All saved copies of each shard, with equal shares."""
     every = [replace(saved, share=1 / len(c)) for c in _copies(found) for saved in c]
     return [saved for saved in every if saved.numel_for(place)]
 
@@ -197,7 +199,7 @@ def _means(found: list[Saved], place: ParamLocation) -> list[Saved]:
 def _check_owned(
     source: Source, old: Mapping[str, list[Saved]], places: Mapping[str, ParamLocation]
 ) -> None:
-    """A single rank's state has nothing at all of what that rank did not own."""
+    """Refuse a single rank's state if it lacks owner state that this rank now needs."""
     for full in places:
         name = split_suffix(full)[0]
         kind = next((kind for kind in _OWNED if name.startswith(kind)), None)
@@ -210,7 +212,8 @@ def _check_hosts(
     old: Mapping[str, list[Saved]],
     new: Mapping[str, list[tuple[int, str, ParamLocation]]],
 ) -> None:
-    """A single rank's state has what that rank owed, which depends on who shared its host."""
+    """Refuse a single rank's state if its residuals belong to other shards than now, because ranks
+    lay on hosts in another way."""
     for name in old.keys() & new.keys():
         if not name.startswith("residual.gradients."):
             continue
@@ -219,8 +222,8 @@ def _check_hosts(
         if owed != owes:
             raise StateError(
                 f"{source.where}: saved where ranks lay on hosts in another way than now. Load "
-                "what all ranks saved, with tagc.compressor(model).load(folder), or wrap the model "
-                "with the hosts=... of then"
+                "the states of all ranks with tagc.compressor(model).load(folder), or wrap the "
+                "model with the hosts=... of the saved run"
             )
 
 
@@ -229,14 +232,14 @@ def _check_parallel(
     old: Mapping[str, list[Saved]],
     new: Mapping[str, list[tuple[int, str, ParamLocation]]],
 ) -> None:
-    """A single rank's state has the elements of that rank, which tensor parallelism chose."""
+    """Refuse a single rank's state if tensor parallelism gives the rank other elements now."""
     for name in old.keys() & new.keys():
         had = {(saved.part.box, saved.part.duplicate) for saved in old[name]}
         has = {(place.param.box, place.param.duplicate) for _, _, place in new[name]}
         if had != has:
             raise StateError(
                 f"{source.where}: saved where tensor parallelism gave this rank another part of "
-                f"{name} than now. Load what all ranks saved, with "
+                f"{name} than now. Load the states of all ranks with "
                 "tagc.compressor(model).load(folder)"
             )
 
@@ -244,12 +247,12 @@ def _check_parallel(
 def _not_mine(source: Source, covered: int, name: str, place: ParamLocation) -> str:
     return (
         f"{source.where}: it has {covered} of the {place.numel} elements of {name}, the others are "
-        "another rank's: load what all ranks saved, with tagc.compressor(model).load(folder)"
+        "another rank's: load the states of all ranks with tagc.compressor(model).load(folder)"
     )
 
 
 def _check_covered(source: Source, found: list[Saved], name: str, place: ParamLocation) -> None:
-    """What a shard's owner keeps is of one rank: nobody else has what that one did not save."""
+    """Refuse owner state that lacks elements: no other rank has what the owner did not save."""
     firsts = [copies[0] for copies in _copies(found)]
     covered = sum(saved.numel_for(place) for saved in firsts)
     if covered != place.numel:

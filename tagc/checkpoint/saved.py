@@ -1,4 +1,4 @@
-"""What one rank saved of a parameter, and which of its elements another place has room for."""
+"""A residual that a rank saved, and its overlap with the place of another residual."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tagc.plan import Box
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The residual that a rank saved under a name: of all of the parameter, or of a part.
+    """The residual that a rank saved under a name, for a whole parameter or a part.
 
     Attributes:
-        part: which one.
-        share: of it that is taken.
+        part: the part of the parameter.
+        share: the share of the residual that is taken over.
     """
 
     rank: int
@@ -29,16 +29,16 @@ class Saved:
 
     @property
     def numel(self) -> int:
-        """Elements that were saved."""
+        """Number of elements that were saved."""
         return math.prod(self.shape)
 
     @property
     def duplicate(self) -> int:
-        """Which one of those that tensor parallelism makes, from 0."""
+        """Index among tensor parallelism's duplicates, from 0."""
         return 0 if self.part.duplicate is None else self.part.duplicate[0]
 
     def fits(self, place: ParamLocation) -> bool:
-        """Whether it is of a parameter of that shape."""
+        """Whether it belongs to a parameter of this place's shape."""
         try:
             boxes = self.boxes(place)
         except ValueError:
@@ -48,12 +48,12 @@ class Saved:
         return self.shape == boxes[0].shape
 
     def boxes(self, place: ParamLocation) -> list[Box]:
-        """What it is, in a parameter of that shape."""
+        """Its elements in a parameter of this place's shape, as boxes."""
         return self.part.boxes(place.param.shape, place.param.dim)
 
     def overlaps(self, place: ParamLocation) -> Iterator[tuple[int, Box, int, Box, Box]]:
-        """What it has for a place: first element and box in what was saved, likewise in the place,
-        and the elements that are in both boxes."""
+        """Its overlaps with a place, each as first element and box in the saved tensor, first
+        element and box in the place, and the box of the elements that are in both."""
         theirs, ours = _with_offsets(self.boxes(place)), _with_offsets(place.boxes)
         for (start, source), (at, target) in product(theirs, ours):
             both = source.overlap(target)
@@ -61,7 +61,7 @@ class Saved:
                 yield start, source, at, target, both
 
     def numel_for(self, place: ParamLocation) -> int:
-        """Elements that it has for a place."""
+        """Number of elements that it has for a place."""
         return sum(both.numel for *_, both in self.overlaps(place))
 
 

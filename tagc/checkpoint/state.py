@@ -1,7 +1,7 @@
-"""The compressor's state: taken from the units of this rank, and given back to them.
+"""The compressor's state: copies it from the units of this rank, and loads it into them.
 
-A state belongs to the moment between two steps. It has every parameter's residual under the
-parameter's name, in the parameter's shape, and per unit what else the next step depends on:
+A state exists between two steps. It has every parameter's residual under the parameter's name, in
+the parameter's shape. For each unit it has everything else that the next step depends on:
 thresholds and how they are steered, seeds, supports, counters.
 """
 
@@ -33,9 +33,10 @@ class State:
     """The state of a wrapped model on this rank.
 
     Attributes:
-        groups: of the ranks that share the model, those of tensor parallelism among them.
-        gathered: what gathers the units' parameters, if the policy says anything about them.
-        waiting: micro-batches of a step, which a state has none of.
+        groups: the groups of the ranks that share the model, including tensor-parallel ones.
+        reduced: the units in each direction of gradients.
+        gathered: the gatherers of the units' parameters; empty if FSDP gathers them.
+        waiting: the gradients of micro-batches that wait. A state cannot contain any.
     """
 
     plan: Plan
@@ -46,11 +47,11 @@ class State:
 
     @property
     def step(self) -> int:
-        """Reductions so far, the most of any unit."""
+        """Number of reductions so far: the largest of any unit."""
         return max((r.reducer.counters.all_steps for r in self.reduced), default=0)
 
     def header(self) -> StateHeader:
-        """What the state says about itself."""
+        """The state's header."""
         return StateHeader(
             policy=self.plan.policy.name,
             policy_hash=self.plan.policy.hash,
@@ -73,10 +74,10 @@ class State:
         return hashlib.sha256(repr(sorted(said)).encode()).hexdigest()[:16]
 
     def take(self) -> dict[str, Tensor]:
-        """Copies of all of it, by name. Waits for the device.
+        """Copies of all tensors of the state, by name. Waits for the device.
 
         Raises:
-            RuntimeError: in the middle of a step, where no state has all of it.
+            RuntimeError: in the middle of a step, when gradients of micro-batches wait.
         """
         _synchronize()
         for waiting in self.waiting:
@@ -89,14 +90,14 @@ class State:
         return tensors | {name: tensor.clone() for name, tensor in self._units().items()}
 
     def load(self, open_source: Callable[[], Source], *, force: bool) -> None:
-        """Take over a state, on all ranks alike or on none.
+        """Load a state, on all ranks or on none.
 
         Args:
-            open_source: raises StateError on a rank where there is nothing to load.
+            open_source: opens the state; raises StateError if there is nothing to load.
 
         Raises:
-            StateError: if the state is not valid, of another policy (unless forced), or would
-                lose something (unless forced). Nothing was changed.
+            StateError: if the state is not valid, or, unless forced, if it is of another policy or
+                part of it would be dropped. Nothing has changed then.
             RuntimeError: if that happened on another rank, or the ranks have different states.
         """
         here = self.header()
@@ -114,7 +115,7 @@ class State:
                     f"({saved.policy_hash[:12]}), but the model is wrapped with {here.policy!r} "
                     f"({here.policy_hash[:12]}). Wrap it with the policy of the checkpoint, or "
                     f"load(..., force=True), which keeps the residuals of all parameters that "
-                    "still have one and says what is dropped"
+                    "still have one, and warns about the others"
                 )
             needed = [here.rank] if source.alone else everyone
             if all(r in headers and headers[r].is_laid_out_as(everyone[r][0]) for r in needed):
@@ -122,8 +123,8 @@ class State:
             merge = plan_merge(source, self._holders(source, holdings, here), here.rank)
             if merge.dropped and not force:
                 raise StateError(
-                    f"{source.where}: {_spell_names(merge.dropped)} would be dropped, for which "
-                    "the model has no residual, or one of another shape; load(..., force=True) "
+                    f"{source.where}: {_spell_names(merge.dropped)} would be dropped: the model "
+                    "has no residual for them, or one of another shape; load(..., force=True) "
                     "loads the rest"
                 )
             if source.alone:
@@ -134,8 +135,8 @@ class State:
         answers = agree_on(self.groups, {"state": read}, doing=doing, remedy=remedy)
         source, apply, merge = answers["state"]
         if merge is not None and not source.alone:
-            # The sum over ranks is conserved: all that was saved is taken by somebody, once (all
-            # ranks see the same numbers here), and what rounding may change was checked above.
+            # The sum over ranks is conserved: every saved element is taken over once (all ranks
+            # compare the same numbers here), and the rounding was checked above.
             everyones = gather_by_rank(self.groups, {dist.get_rank(): merge.taken})
             merge.check(source.where, everyones)
         apply()
@@ -143,17 +144,21 @@ class State:
             waiting.drop()
         if merge is not None and merge.dropped:
             warn(
-                f"{source.where}: dropped {_spell_names(merge.dropped)}, for which the model has "
-                "no residual, or one of another shape"
+                f"{source.where}: dropped {_spell_names(merge.dropped)}: the model has no "
+                "residual for them, or one of another shape"
             )
 
     def _holdings(self) -> dict[str, ParamLocation]:
-        """Place of every residual on this rank, by name."""
+        """The places of all residuals of this rank, by name."""
         return {name: place for r in self.reduced for name, place, _ in r.residuals()}
 
     @staticmethod
     def _holders(source: Source, holdings: Holdings, here: StateHeader) -> Holdings:
-        """The ranks that share what a source has."""
+        """The places of the ranks that share a source: all ranks, or this rank alone.
+
+        Raises:
+            StateError: if the source has only the state of another rank.
+        """
         if not source.alone:
             return holdings
         (saved,) = source.headers().values()
@@ -166,8 +171,8 @@ class State:
         return {here.rank: holdings[here.rank]}
 
     def _units(self, saved: Mapping[str, object] | None = None) -> dict[str, Tensor]:
-        """Of units; with measured noise where ``saved`` has it, or by default where it is
-        measured."""
+        """State tensors of the units. They include measured noise where ``saved`` has it; without
+        ``saved``, where noise is measured."""
         state: dict[str, Tensor] = {}
         for reduced in self.reduced:
             noise = None if saved is None else NoiseGauge.in_state(part_of(reduced.name, saved))
@@ -177,11 +182,11 @@ class State:
         return state
 
     def _exactly(self, source: Source, rank: int) -> Callable[[], None]:
-        """Read this rank's own state and check it; the rest, which cannot fail, is for later."""
+        """Read and check this rank's own state. The returned function loads it and cannot fail."""
         targets = [item for reduced in self.reduced for item in reduced.residuals()]
         expected = {n: (r.dtype, p.shape) for n, p, r in targets}
         shapes = source.shapes(rank)
-        # A run may begin to measure noise, or go on with what was saved before it asks.
+        # A run may start to measure noise, or load measured noise before it asks for any.
         expected |= {n: (t.dtype, tuple(t.shape)) for n, t in self._units(shapes).items()}
         # Earlier versions did not say which duplicate they saved.
         saved = {name: name if name in shapes else _any_duplicate(name) for name in expected}
@@ -218,7 +223,8 @@ class State:
         return apply
 
     def _merging(self, source: Source, merge: Merge, step: int) -> Callable[[], None]:
-        """Add up the residuals that this rank takes over; steering and counters start anew."""
+        """Add up the residuals that this rank takes over. The returned function loads them, and
+        restarts steering and counters."""
         values = {
             name: merged(source, merge.parts.get(name, []), place, residual.dtype)
             for reduced in self.reduced
@@ -228,13 +234,13 @@ class State:
         def apply() -> None:
             _synchronize()
             for reduced in self.reduced:
-                reduced.reducer.state()  # waits for what is in flight
+                reduced.reducer.state()  # waits for messages in flight
                 reduced.reducer.reset(step)
                 with reduced.opened() as residuals:
                     for name, place, residual in residuals:
                         place.put(residual, values[name].to(residual.device))
             for gatherer in self.gathered:
-                # Nothing is owed there: parameters are exact on the ranks that own them.
+                # Gathers have no residuals: parameters are exact on the ranks that own them.
                 gatherer.refresh()
 
         return apply
@@ -258,6 +264,6 @@ def _spell(what: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
 
 
 def _synchronize() -> None:
-    # FSDP reduces in streams of its own.
+    # FSDP reduces in its own streams.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Which part of a parameter a saved tensor is: the end of its name."""
+"""The end of a saved tensor's name, which says what part of a parameter it is."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from tagc.plan import Box, span_of
 
 
 class Elements(NamedTuple):
-    """Elements ``first`` to ``last``, without the latter, of a flattened parameter, or of the box
-    of it that the sharding group has."""
+    """Elements ``first`` to ``last``, excluding ``last``, of a flattened parameter, or of the
+    sharding group's box of it."""
 
     first: int
     last: int
 
 
 class Suffix(NamedTuple):
-    """What a name says about a part of a parameter; see :attr:`ParamLocation.suffix`.
+    """The part of a parameter, as a name states it; see :attr:`ParamLocation.suffix`.
 
     Attributes:
-        box: of the parameter, with tensor parallelism; None for all of it.
-        duplicate: of how many that tensor parallelism makes; None if there is one.
-        shard: of how many, or the elements, of the box; None for all of it.
+        box: the box of the parameter, with tensor parallelism; None for the whole parameter.
+        duplicate: index and number of tensor parallelism's duplicates; None if there is only one.
+        shard: index and number of shards of the box, or elements of it; None for the whole box.
     """
 
     box: Box | None
@@ -42,11 +42,11 @@ class Suffix(NamedTuple):
         return said
 
     def boxes(self, shape: tuple[int, ...], dim: int) -> list[Box]:
-        """The elements of a parameter of that shape, whose shards are cut along ``dim``: in boxes
-        that follow each other in what is saved.
+        """The elements of a parameter of ``shape`` whose shards are cut along ``dim``, as boxes in
+        the order of the saved tensor.
 
         Raises:
-            ValueError: if there are no such elements.
+            ValueError: if the parameter has no such elements.
         """
         own = Box.whole(shape) if self.box is None else self.box
         if len(own.start) != len(shape) or not all(
@@ -77,9 +77,9 @@ _SUFFIX = re.compile(
 
 
 def split_suffix(name: str) -> tuple[str, Suffix]:
-    """The name without :attr:`ParamLocation.suffix`, and that."""
+    """Split a name into the name without :attr:`ParamLocation.suffix`, and the suffix."""
     found = _SUFFIX.fullmatch(name)
-    assert found is not None  # all of it may be the name
+    assert found is not None  # every part of the suffix is optional
     box = duplicate = shard = None
     if found["start"] is not None:
         start, stop = (tuple(map(int, found[end].split("_"))) for end in ("start", "stop"))

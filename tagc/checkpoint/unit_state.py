@@ -1,4 +1,4 @@
-"""What a unit stores for its parameters between steps, by the names that it has in a state."""
+"""The tensors that a unit stores for its parameters between steps, by their names in a state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class UnitState:
 
     Attributes:
         direction: ``gradients`` or ``replicas``.
-        shard, shards: of the unit's parameters, on this rank.
-        replica: that this rank is in, from 0; 0 where nobody averages over them.
+        shard, shards: index of this rank's shard of the unit's parameters, and number of shards.
+        replica: index of the replica that this rank is in, from 0; 0 without replicas.
     """
 
     direction: str
@@ -31,18 +31,20 @@ class UnitState:
 
     @property
     def name(self) -> str:
-        """Of what is saved about the unit."""
+        """The unit's name in a state."""
         return f"unit.{self.direction}.{self.reducer.plan.info.name or '(root)'}"
 
     def residuals(self) -> Iterator[tuple[str, ParamLocation, Tensor]]:
-        """Name of what is saved, place, and the segment's residual, of every parameter; with a
-        lead what was ``sent`` last, which the owner of a shard keeps; and of two shots across
-        replicas what it owes of the sum, as the owner of a slice."""
+        """For every parameter, the name in a state, the place, and the residual of its segment.
+
+        With a lead, also what was ``sent`` last, which the owner of a shard keeps. With two shots
+        across replicas, also the residual of the sum, which the owner of a slice keeps.
+        """
         yield from self._named(self.reducer.residuals, self.reducer.owner_residuals)
 
     @contextmanager
     def opened(self) -> Iterator[Iterator[tuple[str, ParamLocation, Tensor]]]:
-        """The same to be changed in place."""
+        """:meth:`residuals`, to be changed in place."""
         reducer = self.reducer
         with reducer.open_residuals() as residuals, reducer.open_owner_residuals() as owed:
             yield self._named(residuals, owed)
@@ -56,7 +58,7 @@ class UnitState:
     def _stored(
         self, residuals: dict[int, Tensor], owed: dict[int, Tensor]
     ) -> Iterator[tuple[str, ParamLocation, Tensor]]:
-        """Likewise by the kind of what is stored."""
+        """:meth:`residuals`, with the kind of tensor in place of its name."""
         plan = self.reducer.plan
         owned = self._by_kind()
         if plan.shots is not None:
@@ -75,7 +77,7 @@ class UnitState:
                 yield kind, place, tensor
 
     def _by_kind(self) -> dict[str, dict[int, Tensor]]:
-        """What owners keep, by its name in checkpoints."""
+        """The tensors that owners keep, by kind as named in checkpoints."""
         found: dict[str, dict[int, Tensor]] = {kind: {} for kind in OWNER_STATES}
         for i, state in self.reducer.owner_states.items():
             rule = self.reducer.feedbacks[i].rule
@@ -86,13 +88,13 @@ class UnitState:
     def _by_shards(
         self, residuals: dict[int, Tensor]
     ) -> Iterator[tuple[dict[int, Tensor], int | None]]:
-        """The residuals, and the only shard that they are about; None for all shards."""
+        """The residuals, and the only shard that they belong to; None for all shards."""
         plan = self.reducer.plan
-        if plan.for_all:  # across replicas a rank has a residual of its own shard only
+        if plan.for_all:  # across replicas, a rank has a residual only for its own shard
             yield residuals, self.shard
         elif plan.info.ranks_per_host == 1:
             yield residuals, None
-        else:  # one for each host: of the shard of the rank with this one's place there
+        else:  # one for each host: for the shard of the rank at this rank's position there
             R = plan.info.ranks_per_host
             for host in range(plan.messages.made):
                 rows = {i: rows[host : host + 1] for i, rows in residuals.items()}

@@ -1,1 +1,1 @@
-"""The command ``tagc``: what it reads (``cli.py``), and what it does (``commands.py``)."""
+"""The ``tagc`` command: its arguments (``cli.py``) and its subcommands (``commands.py``)."""

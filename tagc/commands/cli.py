@@ -1,5 +1,5 @@
-"""The ``tagc`` command: its arguments, and their help. What a subcommand does is in
-:mod:`tagc.commands.commands`, imported only to do it: ``tagc --help`` needs no torch."""
+"""The ``tagc`` command: its arguments and their help. Running a subcommand imports
+:mod:`tagc.commands.commands`, so ``tagc --help`` needs no torch."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _DTYPES = ("fp32", "bf16")
 _MODEL = (
     "a number of parameters (7e9, 7B) for a synthetic transformer; a config.json of transformers; "
     "a safetensors file, an index of several, or their folder (only headers are read); "
-    "module:function, which is called on the meta device and returns an nn.Module or a state dict; "
-    "or a JSON file of shapes by name"
+    "module:function, which tagc calls on the meta device and which returns an nn.Module or a "
+    "state dict; or a JSON file of shapes by name"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and gives the exit status: 0, or 2 for invalid input."""
+    """Run one subcommand and return its exit status: 0, or 2 for invalid input."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files and models may be no text
+        if isinstance(stream, io.TextIOWrapper):  # names of files may not be valid text
             stream.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
     return importlib.import_module("tagc.commands.commands").run(args)
 
 
 class _Command:
-    """Adds a subcommand, and then its options."""
+    """A subcommand, to which arguments can be added."""
 
     def __init__(self, commands: Any, name: str, about: str, *examples: str) -> None:
         lines = [f"  tagc {name} {example}".rstrip() for example in examples]
@@ -48,7 +48,7 @@ class _Command:
         )
 
     def add(self, *names: str, **options: Any) -> None:
-        """An argument, whose help says what its default is."""
+        """Add an argument; its help states the default."""
         if options.get("default") not in (None, [], math.inf):
             options["help"] += " (default: %(default)s)"
         self.parser.add_argument(*names, **options)
@@ -116,12 +116,14 @@ def _add_explain(commands: Any) -> None:
         "7B --world 64 --policy auto --bandwidth 100Gbit",
     )
     command.add("model", metavar="MODEL", help=_MODEL)
-    command.add("--params", help=argparse.SUPPRESS)  # as advise has it, to be told the right form
+    command.add("--params", help=argparse.SUPPRESS)  # advise's option: an error shows what to write
     command.add("--policy", default="hybrid", help="a built-in name or a YAML file")
     _add_ranks(command, required=False)
-    command.add("--bandwidth", type=bandwidth, help="for codec auto, such as 10Gbit")
-    command.add("--latency", type=seconds, default=0.0, help="for codec auto")
-    command.add("--full", action="store_true", help="print every parameter, also of equal blocks")
+    command.add("--bandwidth", type=bandwidth, help="link bandwidth for codec auto, such as 10Gbit")
+    command.add("--latency", type=seconds, default=0.0, help="link latency for codec auto")
+    command.add(
+        "--full", action="store_true", help="print every parameter, even if blocks are equal"
+    )
     _add_json(command)
 
 
@@ -142,16 +144,20 @@ def _add_advise(commands: Any) -> None:
         "--bandwidth",
         type=bandwidth,
         required=True,
-        help="of the link from one host to the others, such as 10Gbit or 1.25GB",
+        help="bandwidth of the link from one host to the others, such as 10Gbit or 1.25GB",
     )
-    command.add("--latency", type=seconds, default=0.0, help="of one collective, such as 50us")
+    command.add(
+        "--latency", type=seconds, default=0.0, help="latency of one collective, such as 50us"
+    )
     command.add(
         "--inside-bandwidth",
         type=bandwidth,
         default=math.inf,
-        help="of a rank to others on its host, such as 450GB; default: not counted",
+        help="bandwidth between a rank and others on its host, such as 450GB; default: not counted",
     )
-    command.add("--shard-bandwidth", type=bandwidth, help="within a replica, if that is faster")
+    command.add(
+        "--shard-bandwidth", type=bandwidth, help="bandwidth within a replica, if it is faster"
+    )
     command.add("--step-time", type=seconds, help="compute time of a step, without communication")
     command.add("--tokens-per-rank", type=count, help="tokens per step; use with --tflops")
     command.add(
@@ -171,7 +177,7 @@ def _add_advise(commands: Any) -> None:
     command.add(
         "--memory-bandwidth",
         type=bandwidth,
-        help="of the device, such as 3TB, for a lower bound of codec time",
+        help="memory bandwidth of the device, such as 3TB; gives a lower bound of codec time",
     )
     command.add(
         "--device-memory",
@@ -198,10 +204,13 @@ def _add_ranks(command: _Command, *, required: bool = True) -> None:
     command.add("--replicas", type=ranks, default=1, help="replicas of the sharded model")
     command.add("--ranks-per-host", type=ranks, default=1, help="ranks per host and network card")
     command.add(
-        "--dtype", choices=_DTYPES, default="fp32", help="of the gradients that FSDP reduces"
+        "--dtype", choices=_DTYPES, default="fp32", help="dtype of the gradients that FSDP reduces"
     )
     command.add(
-        "--param-dtype", choices=_DTYPES, default="bf16", help="of the parameters that FSDP gathers"
+        "--param-dtype",
+        choices=_DTYPES,
+        default="bf16",
+        help="dtype of the parameters that FSDP gathers",
     )
 
 

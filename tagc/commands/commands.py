@@ -1,4 +1,4 @@
-"""What the subcommands of ``tagc`` do: functions of the arguments that give an exit status."""
+"""The subcommands of ``tagc``: functions that take the arguments and return an exit status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand that the arguments name; 2 if what was given is not valid."""
+    """Run the subcommand that the arguments name. Returns 2 if the input is not valid."""
     try:
         return _COMMANDS[args.command](args)
     except (PolicyError, ModelError, PlotsUnavailableError) as error:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _printable(text: str) -> str:
-    """Text whose control characters, which a terminal would obey, are spelled out."""
+    """Text with control characters escaped, so that a terminal does not obey them."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
@@ -106,7 +106,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _benchmarks(argv: list[str]) -> int:
-    # Only here: the benchmarks import much that the other commands do without.
+    # Imported here because the benchmarks import much that the other commands do not need.
     return importlib.import_module("tagc.benchmarks.suites").main(argv)
 
 
@@ -117,15 +117,14 @@ def _print_json(data: Any) -> int:
 
 def _check_ranks(args: argparse.Namespace) -> None:
     if args.world is None:
-        raise ModelError("give --world, the number of ranks in all")
+        raise ModelError("give --world, the total number of ranks")
     if args.world % args.replicas:
         raise ModelError(f"--world {args.world} does not divide by --replicas {args.replicas}")
     if args.world == args.replicas:
-        raise ModelError(f"--world {args.world} of as many replicas shards nothing")
+        raise ModelError(f"--world {args.world} with as many replicas shards nothing")
     if args.world % args.ranks_per_host:
         raise ModelError(
-            f"--world {args.world} is not a number of hosts with --ranks-per-host "
-            f"{args.ranks_per_host}"
+            f"--world {args.world} does not divide by --ranks-per-host {args.ranks_per_host}"
         )
 
 
@@ -143,7 +142,7 @@ def _explain(args: argparse.Namespace) -> int:
     if args.bandwidth is not None:
         per_host = args.ranks_per_host
         link = Link(bandwidth=args.bandwidth, latency=args.latency, ranks_per_host=per_host)
-        note = "chosen by the bandwidth that was given; codec time is not included"
+        note = "chosen by the given bandwidth; codec time is not included"
         choose = FastestChoice(lambda position, direction: link, no_time, (note,))
     elif is_automatic(policy):
         raise ModelError(f"policy {policy.name!r} chooses by the link: give --bandwidth")
@@ -213,7 +212,7 @@ def _advise(args: argparse.Namespace) -> int:
 
 
 def _plots(file: str) -> Any:
-    """matplotlib's pyplot; an error before anything takes time."""
+    """matplotlib's pyplot; raises before anything takes time."""
     found = pyplot()
     try:
         check_format(found, file)
@@ -232,7 +231,7 @@ def _compute(args: argparse.Namespace, shapes: ModelShapes) -> float | None:
         return None
     if not all(given):
         raise ModelError("--tokens-per-rank and --tflops belong together: give both")
-    # Two operations per parameter and token forwards, four backwards.
+    # Two operations per parameter and token in forward, four in backward.
     return 6 * shapes.numel * args.tokens_per_rank / (args.tflops * 1e12)
 
 

@@ -1,4 +1,4 @@
-"""The collectives that replace FSDP's: made from a plan, and installed on a model's units."""
+"""Makes the collectives that replace FSDP's from a plan, and installs them on a model's units."""
 
 from __future__ import annotations
 
@@ -27,10 +27,15 @@ from tagc.policy import Policy
 
 @dataclass
 class Collectives:
-    """What replaces FSDP's collectives, in the order of the units; gatherers and replica reducers
-    are empty where the policy leaves them. And the groups that tagc made for it, what tells
-    gatherers of an optimizer's steps, and the ranks that hold the same shard in other replicas.
-    Where compression is switched off, ``stand_ins`` average over these."""
+    """The replacements of FSDP's collectives, in the order of the units.
+
+    Attributes:
+        gatherers, replica_reducers: empty if the policy has no rules for them.
+        levels: the process groups that tagc made for hosts.
+        steps: tells the gatherers about the optimizer's steps.
+        replica_group: the ranks that hold the same shard in other replicas.
+        stand_ins: average over ``replica_group`` if compression is switched off.
+    """
 
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
@@ -42,21 +47,21 @@ class Collectives:
 
     @property
     def waiting(self) -> list[Waiting]:
-        """Where micro-batches wait."""
+        """The gradients of micro-batches that wait, for each reducer."""
         return [reducer.waiting for reducer in (*self.all_reducers, *self.stand_ins)]
 
     @property
     def replica(self) -> int:
-        """Of the sharded model that this rank is in, from 0."""
+        """Index of the replica of the sharded model that this rank is in, from 0."""
         return 0 if self.replica_group is None else self.replica_group.rank()
 
     @property
     def all_reducers(self) -> list[UnitReducer]:
-        """In the reduce-scatter and across replicas."""
+        """The reducers of the reduce-scatter and of the all-reduce across replicas."""
         return [*self.reducers, *self.replica_reducers]
 
     def clear(self) -> None:
-        """Drop it all, with the scratch buffers of the operators and the groups."""
+        """Drop everything, including process groups and the operators' scratch buffers."""
         if self.levels is not None:
             self.levels.release()
         if self.steps is not None:
@@ -80,16 +85,21 @@ def make_collectives(
     ops: str | None,
     replica_group: dist.ProcessGroup | None,
 ) -> Collectives:
-    """What the plan needs, of which nothing is installed yet."""
+    """Make the collectives of a plan; :func:`install` installs them.
+
+    Raises:
+        ValueError: if the model has its own all-reduce hook, which replicas would replace, or a
+            gather that cannot be compressed.
+    """
     if plan.replicas and any(u.replicas is None and u.has_all_reduce_hook for u in units):
         raise ValueError(
-            "the model has an all-reduce hook of its own (set_all_reduce_hook), which averaging "
+            "the model has its own all-reduce hook (set_all_reduce_hook), which averaging "
             "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
         )
     workspaces = {unit.device: Workspace(unit.device) for unit in units}
 
     def chosen(unit: Unit, unit_plan: UnitPlan) -> Ops:
-        # A unit that stays dense needs no operators, nor a warning about them.
+        # A unit that stays dense needs no operators, and no warning about them.
         return get_ops(unit.device, ops if unit_plan.compressed else "reference")
 
     def hosts(unit: Unit, unit_plan: UnitPlan) -> HostGroups | None:
@@ -138,11 +148,11 @@ def make_collectives(
 
     def make_gatherers() -> None:
         if any(unit_plan.compressed for unit_plan in plan.parameters):
-            # On every unit, so that bytes are counted of those, too, that stay as they are.
+            # On every unit, so that the bytes of units that stay dense are counted too.
             planned = enumerate(zip(units, plan.parameters, strict=True))
             made.gatherers += [gatherer(i, unit, of_unit) for i, (unit, of_unit) in planned]
 
-    # Both have kernels compiled, which one rank of a host does for all: begin at either end.
+    # Both compile kernels, each on one rank of a host: half of the ranks begin at the other end.
     order = (make_reducers, make_gatherers)
     for make in order if dist.get_rank() % 2 == 0 else reversed(order):
         make()
@@ -150,8 +160,8 @@ def make_collectives(
 
 
 def _place(unit: Unit, replica_group: dist.ProcessGroup | None) -> int:
-    """What makes a rank round by chance in its own way. The same on tensor-parallel ranks, where
-    they have parameters that are not divided: these must stay the same on all of them."""
+    """The rank number that seeds stochastic rounding. If the unit has duplicates, tensor-parallel
+    ranks get the same number, because duplicates must stay the same on all of them."""
     if all(param.duplicate is None for param in unit.info.params):
         return dist.get_rank()
     replica = 0 if replica_group is None else replica_group.rank()
@@ -186,7 +196,7 @@ def install(
 
 
 def average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitReducer]:
-    """Average over replicas, which FSDP knows nothing of, by the backend's all-reduce."""
+    """Average with the backend's all-reduce over replicas that FSDP does not know."""
     made = []
     infos = [unit.info for unit in units]
     plan = build_plan(infos, Policy.load("dense"), replicas=over_replicas(units, group))
@@ -198,7 +208,7 @@ def average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> list[Un
 
 
 def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
-    # FSDP's own hybrid sharding sees to the backwards that replicas do not share itself.
+    # FSDP's own hybrid sharding does not call this in a backward that replicas do not share.
     native = unit.replicas is not None
     average = ReplicaAverage(
         reducer, group, lambda: native or unit.all_reduces, lambda: unit.reached

@@ -1,4 +1,4 @@
-"""The handle that ``tagc.wrap`` leaves on a model: what it counts, saves, loads and takes back."""
+"""The handle that ``tagc.wrap`` leaves on a model: plan, metrics, checkpoints, learning rates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tagc.handle.metrics import Metrics, collect
 from tagc.handle.noise import KeptRates, MeasuredUnit, NoiseFactors, clip_grad_norm
 from tagc.plan import Plan
 
-# On the model itself, so that both are garbage together.
+# An attribute of the model, so that both are freed together.
 _ATTRIBUTE = "_tagc_compressor"
 
 
@@ -37,7 +37,7 @@ class Compressor:
     """Handle on a wrapped model; get it with :func:`tagc.compressor`.
 
     It is ``Stateful``: put it into the state dict of ``torch.distributed.checkpoint`` beside model
-    and optimizer, and a resumed run goes on as if it had never stopped, to the bit. Or ``save`` and
+    and optimizer. A resumed run then has the same bits as one that never stopped. Or ``save`` and
     ``load`` a folder of safetensors files.
     """
 
@@ -58,11 +58,11 @@ class Compressor:
         self._kept: list[KeptRates] = []
 
     def plan(self) -> Plan:
-        """The plan for every parameter; print it."""
+        """The plan for every parameter. Print it to read it."""
         return self._plan
 
     def metrics(self) -> Metrics:
-        """Counts of this rank so far. Waits for the device; no collective."""
+        """This rank's counts since ``tagc.wrap``. Waits for the device; no collective."""
         gatherers = [] if self._disabled else self._collectives.gatherers
         pairs = zip(self._units, gatherers, strict=bool(gatherers))
         squares = [gatherer.relative_error(unit.shard()) for unit, gatherer in pairs]
@@ -87,41 +87,44 @@ class Compressor:
 
     @property
     def gatherers(self) -> Sequence[UnitGatherer]:
-        """The gatherer of each unit, likewise; empty if FSDP gathers parameters itself."""
+        """The gatherer of each unit, empty if FSDP gathers parameters itself; for inspection, not
+        part of the stable interface."""
         return self._collectives.gatherers
 
     @property
     def replica_reducers(self) -> Sequence[UnitReducer]:
-        """The reducer over replicas of each unit, likewise; empty without replicas."""
+        """The reducer of each unit over replicas, empty without them; for inspection, not part of
+        the stable interface."""
         return self._collectives.replica_reducers
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
-        """The process groups of the ranks that share the model, likewise."""
+        """The process groups of the ranks that share the model; for inspection, not part of the
+        stable interface."""
         return self._groups
 
     @property
     def wire_bytes(self) -> int:
-        """Gradient bytes that this rank sent in reduce-scatters so far; only those to other hosts
-        if the ranks of a host add up first. Costs nothing to read in every step."""
+        """Gradient bytes that this rank has sent in reduce-scatters. If the ranks of a host add up
+        first, only bytes to other hosts count. Reading it does not wait for the device."""
         return sum(reducer.wire_bytes for reducer in self._collectives.reducers)
 
     @property
     def parameter_wire_bytes(self) -> int:
-        """Bytes that this rank sent in all-gathers so far; only those to other hosts if the ranks
-        of a host pass them on; 0 if the policy leaves parameters to FSDP."""
+        """Bytes that this rank has sent in all-gathers; 0 if the policy leaves parameters to FSDP.
+        If the ranks of a host pass parameters on, only bytes to other hosts count."""
         return sum(gatherer.wire_bytes for gatherer in self._collectives.gatherers)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's state between two steps: copies of all residuals, by parameter, and of
-        everything else that the next step depends on. Waits for the device; no collective.
+        everything else that determines the next step. Waits for the device; no collective.
 
         All values are tensors. Their names contain the number of ranks, policy, plan and rank,
         because ``torch.distributed.checkpoint`` treats tensors with equal names on several ranks as
         copies of one.
 
         Raises:
-            ValueError: if a parameter is sharded in a way that has no such state.
+            ValueError: if the state does not support the way in which a parameter is sharded.
             RuntimeError: if gradients of micro-batches wait inside hosts or replicas.
         """
         state = self._state()
@@ -132,12 +135,12 @@ class Compressor:
         on all ranks.
 
         Args:
-            force: also load a state of another policy, and drop what has no place.
+            force: also load a state of another policy, and drop the parts that do not fit.
 
         Raises:
-            tagc.StateError: if the state is not valid, of another policy, another number of ranks
-                (see :meth:`load`), or something would be dropped; nothing was changed.
-            RuntimeError: likewise, but on another rank, or the ranks' states differ.
+            tagc.StateError: if the state is not valid, is of another policy or another number of
+                ranks (see :meth:`load`), or part of it would be dropped. Nothing has changed then.
+            RuntimeError: if that happened on another rank, or the ranks' states differ.
         """
         self._load(lambda: OneRank(state_dict), force=force)
 
@@ -161,17 +164,18 @@ class Compressor:
         on any number of ranks. Call it on all ranks.
 
         With the same ranks and plan the run continues as if it had never stopped. Otherwise the
-        residuals of every parameter are redistributed, so that their sum over ranks stays the same,
-        and thresholds and counters start again.
+        residuals of every parameter are redistributed and keep their sum over ranks; thresholds and
+        counters start again.
 
         Args:
-            key: of the compressor in the state dict of a ``torch.distributed.checkpoint``.
-            force: also load a state of another policy, and drop, with a warning, what has no place.
+            key: the compressor's key in the state dict of a ``torch.distributed.checkpoint``.
+            force: also load a state of another policy, and drop, with a warning, the parts that do
+                not fit.
 
         Raises:
-            tagc.StateError: if there is no valid state, or one of another policy, or something
-                would be dropped; nothing was changed.
-            RuntimeError: likewise, but on another rank, or the ranks' states differ.
+            tagc.StateError: if there is no valid state, it is of another policy, or part of it
+                would be dropped. Nothing has changed then.
+            RuntimeError: if that happened on another rank, or the ranks' states differ.
         """
         self._load(lambda: open_folder(Path(folder), key), force=force)
 
@@ -181,10 +185,10 @@ class Compressor:
         if measures and self._noise is None and not self._disabled:
             warn(
                 "the run that saved this state measured the codecs' noise. If it called "
-                "compressor.keep_rates(optimizer), call that here, too; clip_grad_norm_ goes on"
+                "compressor.keep_rates(optimizer), call it here too; clip_grad_norm_ needs nothing"
             )
         if self._disabled:
-            # Nobody will be told what changes from now on.
+            # From now on no gatherer sees changes of the parameters.
             self.refresh()
 
     def _state(self) -> State:
@@ -211,18 +215,19 @@ class Compressor:
         )
 
     def scale_residuals(self, factor: float | Tensor) -> None:
-        """Rescale residuals and thresholds after a change of the loss scale: gradients are
-        ``factor`` times as large from now on, the new scale divided by the old one.
+        """Rescale residuals and thresholds after a change of the loss scale.
 
-        Residuals are in the units of the gradients that FSDP reduces, which a loss scaler
-        multiplies. A power of two changes only exponents. Call it between two steps, on every rank
-        with the same factor. A tensor is not read, so the host does not wait for the device.
+        Residuals have the scale of the gradients that FSDP reduces, which a loss scaler multiplies.
+        A power of two changes only exponents. Call it between two steps, on every rank with the
+        same factor.
 
         Args:
-            factor: positive and finite, or a tensor ``[]`` on the residuals' device.
+            factor: the new loss scale divided by the old one, positive and finite; or a tensor
+                ``[]`` on the residuals' device. The host does not read the tensor, so it does not
+                wait for the device.
 
         Raises:
-            ValueError: if the factor is a number, and not positive and finite.
+            ValueError: if the factor is a number that is not positive and finite.
         """
         if not isinstance(factor, Tensor) and not 0 < factor < math.inf:
             raise ValueError(f"the factor must be positive and finite, got {factor}")
@@ -240,15 +245,15 @@ class Compressor:
         Call it on all ranks, with the same ``where``.
 
         If ``where`` is a bool, the next step has the same bits as without the skipped one:
-        thresholds, supports, measured leads and seeds of stochastic rounding and of hashes are
-        restored, too. If it is a tensor, only residuals and measured leads are restored, because
-        the host cannot know that a step was skipped. Then thresholds keep what they learnt, and
-        seeds advance. Bytes, reductions (for the warm-up and metrics) and measured noise keep
-        counting.
+        thresholds, supports, measured leads and the seeds of stochastic rounding and hashes are
+        also restored. If it is a tensor, only residuals and measured leads are restored, because
+        the host cannot know that a step was skipped: thresholds keep their values, and seeds
+        advance. In both cases bytes, reductions (for the warm-up and metrics) and measured noise
+        keep counting.
 
         Args:
-            where: restore only if true; a bool, or a tensor ``[]``, which is not read, so the host
-                does not wait. A tensor needs memory for one more residual for a moment.
+            where: restore only if true; a bool, or a tensor ``[]``. The host does not read the
+                tensor, so it does not wait. A tensor briefly needs memory for one more residual.
 
         Raises:
             ValueError: if the copy is of another model or plan.
@@ -268,30 +273,31 @@ class Compressor:
         ``tagc.wrap`` and before you load a state, which then includes the factors.
 
         A parameter group has one factor, the mean over its parameters. So put parameters that stay
-        dense (norms, biases) into a group of their own, as is usual for those without decay.
+        dense (norms, biases) into their own group, as is usual for parameters without decay.
 
         Args:
-            second_moment: whether the optimizer divides by a second moment. By default tagc knows
-                it for torch's optimizers, and for any that is called Adam.
+            second_moment: whether the optimizer divides by a second moment. If None, tagc decides
+                for torch's optimizers and for any optimizer whose class name contains "Adam".
 
         Returns:
-            An object with ``remove()``, which ends this, and the ``factors`` of the last step.
+            An object with the ``factors`` of the last step, and with ``remove()``, which leaves the
+            optimizer alone again.
 
         Raises:
             ValueError: if tagc cannot tell whether the optimizer has a second moment, or if its
-                rates are kept already.
+                rates are already kept.
         """
         if any(kept.of(optimizer) for kept in self._kept):
-            raise ValueError("this optimizer's rates are kept already; remove() that first")
+            raise ValueError("this optimizer's rates are already kept; call remove() first")
         kept = KeptRates(optimizer, self._measured_noise(), second_moment=second_moment)
         self._kept.append(kept)
         return kept
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip gradients by an estimate of their norm without the codecs' noise, in place of
-        ``torch.nn.utils.clip_grad_norm_``. So ``max_norm`` means the same as for dense gradients.
-        Call it on all ranks, between backward and the optimizer's step. From the first call on tagc
-        measures noise, as for :meth:`keep_rates`.
+        """Clip gradients by an estimate of their norm without the codecs' noise, so ``max_norm``
+        means the same as for dense gradients. Call it in place of
+        ``torch.nn.utils.clip_grad_norm_``, on all ranks, between backward and the optimizer's step.
+        From the first call on, tagc measures noise as for :meth:`keep_rates`.
 
         Returns:
             The estimated norm, ``[]``.
@@ -315,16 +321,16 @@ class Compressor:
 
     def refresh(self) -> None:
         """Send all parameters whole in the next forward, if the policy sends changes (codec
-        ``delta``). Call it on all ranks whenever anything but an optimizer changes parameters: if
-        you load a checkpoint, or swap an average in for an evaluation and out again.
+        ``delta``). Call it on all ranks whenever something other than an optimizer has changed
+        parameters: after you load a checkpoint, or swap averaged weights in or out.
         """
         for gatherer in self._collectives.gatherers:
             gatherer.refresh()
 
     def drop_waiting(self) -> None:
-        """Drop the gradients of micro-batches that wait inside their hosts, or with ``replicas=``
-        in their replica (``set_requires_all_reduce(False)``); ``zero_grad()`` does not drop them.
-        Call it on all ranks if you abandon a step.
+        """Drop the gradients of micro-batches that wait inside hosts, or with ``replicas=`` inside
+        replicas (``set_requires_all_reduce(False)``). Call it on all ranks if you abandon a step:
+        ``zero_grad()`` does not drop them.
         """
         for waiting in self._collectives.waiting:
             waiting.drop()

@@ -1,4 +1,4 @@
-"""What compression did so far, as numbers."""
+"""Counts of what compression has done since ``tagc.wrap``."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ class Metrics:
     """Counts of one rank since ``tagc.wrap``. ``str(metrics)`` is a table, :meth:`as_dict` is for
     loggers.
 
-    Bytes are what this rank handed to collectives for other ranks: gradients in the
-    reduce-scatter, unless the name says otherwise; where ranks of a host add up first, those for
-    other hosts. Densities are fractions of the elements of
-    sparse codecs, averaged over the steps after the warm-up; NaN before.
+    Bytes are the bytes that this rank sent to other ranks: gradients in the reduce-scatter, unless
+    the name says otherwise. If the ranks of a host add up first, only bytes to other hosts count.
+    Densities are fractions of the elements of sparse codecs, averaged over the steps after the
+    warm-up; NaN before.
 
     Attributes:
-        steps: reductions per unit (the largest).
-        warming_up: reductions that still go dense before the last unit is compressed; 0 after that.
+        steps: reductions of the unit with the most of them.
+        warming_up: dense reductions left until the last unit is compressed; 0 after that.
         wire_bytes: bytes sent, all parameters.
-        compressed_wire_bytes: bytes sent for compressed parameters, index and counts included.
-        dense_bytes: what dense reduce-scatters would have sent, all parameters: as many of them, in
-            two levels where ours are.
-        compressed_dense_bytes: what it would have sent for the compressed parameters.
-        inside_wire_bytes: bytes of gradients sent to ranks of the same host, to add up with them; 0
-            where every rank sends for itself.
+        compressed_wire_bytes: bytes sent for compressed parameters, including index and counts.
+        dense_bytes: bytes that as many dense reduce-scatters would have sent, all parameters; in
+            two levels if tagc's are.
+        compressed_dense_bytes: the part of ``dense_bytes`` for compressed parameters.
+        inside_wire_bytes: bytes of gradients sent to ranks of the same host, to add them up; 0 if
+            every rank sends for itself.
         parameter_wire_bytes: bytes sent in all-gathers; 0 if the policy leaves them to FSDP.
-        parameter_dense_bytes: what FSDP's own all-gathers would have sent, likewise.
-        parameter_inside_wire_bytes: bytes of parameters sent to ranks of the same host, which hand
-            on what came from others.
-        parameter_error: Euclidean norm of what quantization changes in this rank's parameters,
-            relative to theirs, now.
+        parameter_dense_bytes: bytes that FSDP's own all-gathers would have sent; 0 if the policy
+            leaves them to FSDP.
+        parameter_inside_wire_bytes: bytes of parameters sent to ranks of the same host, which pass
+            on what other hosts sent.
+        parameter_error: Euclidean norm of the current change of this rank's parameters by
+            quantization, relative to the norm of the parameters.
         replica_wire_bytes: bytes sent to other replicas.
-        replica_dense_bytes: what an all-reduce of the shards would have sent.
-        density_target: density that the policy asks for, averaged over elements.
+        replica_dense_bytes: bytes that an all-reduce of the shards would have sent.
+        density_target: the policy's density, averaged over elements.
         density: fraction that this rank kept.
         union_density: fraction of this rank's own shard that any rank kept (sketches only).
-        unresolved: groups of this rank's shard that could not be decoded (they went to the
-            residual); 0 is normal.
+        unresolved: groups of this rank's shard that could not be decoded and went to the residual;
+            0 is normal.
         residual_norm: Euclidean norm of this rank's residual now.
-        noise_factor: root mean square of the gradients that codecs hand out, over that of dense
-            ones, averaged over compressed elements, as ranks agreed on it last; NaN where it is not
-            measured (:meth:`tagc.Compressor.keep_rates`).
-        rate_factor, norm_factor: learning rate that the policy wants, and norm of the gradients
-            that it hands out, over dense's; NaN for what it does not name (``tuning``).
+        noise_factor: RMS of the gradients after the codecs relative to dense, averaged over
+            compressed elements, as ranks last agreed on it; NaN if it is not measured
+            (:meth:`tagc.Compressor.keep_rates`).
+        rate_factor, norm_factor: the policy's best learning rate and the norm of its gradients,
+            relative to dense; NaN if the policy does not state it (``tuning``).
     """
 
     steps: int
@@ -77,7 +78,7 @@ class Metrics:
     norm_factor: float
 
     def as_dict(self) -> dict[str, float]:
-        """All of them by name, as loggers take them: ``wandb.log(metrics.as_dict())``."""
+        """All values by name, for loggers: ``wandb.log(metrics.as_dict())``."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -123,7 +124,7 @@ def _ratio(dense: float, sent: float) -> str:
 
 @dataclass
 class _Selected:
-    """Elements of sparse codecs, over the steps."""
+    """Elements of sparse codecs, summed over the steps."""
 
     planned: float = 0
     target: float = 0
@@ -158,10 +159,11 @@ def collect(
     """Read the counters of all units. Waits for the device.
 
     Args:
-        parameter_bytes: sent, what FSDP's own all-gathers would have sent, and sent inside hosts.
+        parameter_bytes: bytes sent, bytes that FSDP's own all-gathers would have sent, and bytes
+            sent inside hosts.
         parameter_error: see :class:`Metrics`.
         noise_factor: see :class:`Metrics`.
-        tuning: factors that the policy names.
+        tuning: the policy's factors.
     """
     selected = _Selected()
     for reducer in (*reducers, *replicas):

@@ -1,4 +1,4 @@
-"""The noise that codecs add, as a factor for learning rates: measured, agreed on, and undone."""
+"""Measures the codecs' noise as a factor per parameter; corrects learning rates and clipping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tagc.attach import Unit
 from tagc.collect import Transport, UnitReducer, noise_factor
 
 _EVERY = 16
-"""Reductions, up to which ranks agree on factors after every power of two; later after so many."""
+"""Ranks agree on factors at every power of two up to this many reductions, then at every multiple
+of it."""
 
 _DIVIDE = {"Adadelta", "Adafactor", "Adagrad", "Adamax", "RMSprop"}
 _DO_NOT = {"ASGD", "LBFGS", "Lion", "Muon", "Rprop", "SGD"}
@@ -29,8 +30,8 @@ class MeasuredUnit:
     """A unit whose gradients are measured.
 
     Attributes:
-        reducers: that its gradient goes through, first the one over the ranks that share the
-            parameters, then the one over replicas, where there is one.
+        reducers: the reducers that its gradient goes through: over the ranks that share the
+            parameters, then over replicas if there are any.
     """
 
     unit: Unit
@@ -41,11 +42,11 @@ class Factors(Protocol):
     """RMS of gradients relative to dense, per parameter; the same on all ranks."""
 
     def agree(self) -> None:
-        """Exchange what was measured, if that is due. Call it on all ranks."""
+        """Exchange the measurements if an exchange is due. Call it on all ranks."""
         ...
 
     def by_parameter(self) -> dict[int, float]:
-        """Factor of every parameter that an optimizer may hold, by its id."""
+        """Factors of the parameters that an optimizer may hold, by ``id(parameter)``."""
         ...
 
 
@@ -53,14 +54,14 @@ class NoiseFactors(Factors):
     """RMS of measured gradients relative to dense, per parameter; the same on all ranks.
 
     All ranks exchange a few numbers for each unit after 1, 2, 4, 8 and 16 reductions, and then
-    after every 16, when somebody asks between reductions and the optimizer's step.
+    after every 16: in the next call of :meth:`agree`.
     """
 
     def __init__(self, units: Sequence[MeasuredUnit], replicas: dist.ProcessGroup | None) -> None:
         self._units, self._replicas = units, replicas
         for measured in units:
             for reducer in measured.reducers:
-                if reducer.gauge is None:  # not what was loaded
+                if reducer.gauge is None:  # a loaded state may have measured already
                     reducer.measure_noise()
 
     def agree(self) -> None:
@@ -74,7 +75,7 @@ class NoiseFactors(Factors):
             sums = torch.cat([gauge.sums for gauge in gauges]).to(together[0].unit.device)
             for ranks in (group, self._replicas):
                 if ranks is not None:
-                    # In the order of ranks, so that no algorithm of the backend matters.
+                    # Summed in the order of ranks, so the backend's algorithm does not matter.
                     sums = Transport(ranks).gather_values(sums)[0].sum(0)
             rows = sums.cpu().split([len(gauge.sums) for gauge in gauges])
             for gauge, row in zip(gauges, rows, strict=True):
@@ -99,7 +100,7 @@ class NoiseFactors(Factors):
         return found
 
     def mean(self) -> float:
-        """Over all compressed elements; NaN where there are none."""
+        """Geometric mean over all elements with a factor other than 1; NaN without any."""
         named = [(measured.unit.info.params, self._by_name(measured)) for measured in self._units]
         pairs = [
             (factors[info.name], math.prod(info.shape))
@@ -129,7 +130,7 @@ def _is_due(reducer: UnitReducer) -> bool:
 
 
 def exchange_is_due(steps: int, agreed_at: int) -> bool:
-    """Whether ranks exchange what they measured, ``steps`` reductions having been made."""
+    """Whether ranks exchange measurements after ``steps`` reductions."""
     return _stage(steps) != _stage(agreed_at)
 
 
@@ -138,17 +139,17 @@ def _stage(steps: int) -> int:
 
 
 def _mean(factors: Sequence[float], weights: Sequence[int]) -> float:
-    """Geometric, since rates are multiplied."""
+    """Geometric mean, because factors multiply rates."""
     total = sum(weights)
     logs = sum(w * math.log(f) for f, w in zip(factors, weights, strict=True))
     return math.exp(logs / total) if total else 1.0
 
 
 class KeptRates:
-    """What :meth:`tagc.Compressor.keep_rates` does to an optimizer, until it is removed.
+    """The changes of :meth:`tagc.Compressor.keep_rates` to an optimizer, until they are removed.
 
     Attributes:
-        factors: of the parameter groups, in the last step.
+        factors: the factor of each parameter group in the last step.
     """
 
     def __init__(self, optimizer: Optimizer, noise: Factors, *, second_moment: bool | None) -> None:
@@ -169,7 +170,7 @@ class KeptRates:
         optimizer.step = self._step
 
     def of(self, optimizer: Optimizer) -> bool:
-        """Whether it is this optimizer's, and not removed."""
+        """Whether this keeps the rates of ``optimizer`` and is not removed."""
         return self._optimizer is optimizer and not self._removed
 
     def remove(self) -> None:
@@ -179,15 +180,15 @@ class KeptRates:
         for hook in self._hooks:
             hook.remove()
         if vars(self._optimizer).get("step") is not self._step:
-            return  # somebody wrapped it, and goes on calling it
+            return  # someone wrapped it and still calls it
         if self._step_before is None:
             del self._optimizer.step
         else:
             self._optimizer.step = self._step_before
 
     def _restoring(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step``, after which rates are the user's, even if it raises: torch calls no hook then.
-        A method, as torch's schedulers need it."""
+        """``step``, but the user's rates are restored afterwards, even if it raises; torch then
+        calls no hook. It is a method because torch's schedulers need one."""
 
         @wraps(step)
         def restoring(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -199,22 +200,22 @@ class KeptRates:
         return MethodType(restoring, self._optimizer)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # If the last step raised, and something called it past `restoring`.
+        # In case the last step raised and was not called through `restoring`.
         self._restore_untouched()
-        # Even where nothing is divided: another optimizer's step may come with other ranks first.
+        # Even if nothing is divided: other ranks may step another optimizer first.
         self._noise.agree()
         if not self._divides:
             return
         factors = self._noise.by_parameter()
         self.factors = []
         for group in optimizer.param_groups:
-            # Of whole parameters: the factor is the same on ranks whose shards differ in size.
+            # Sizes of whole parameters, so ranks with shards of different sizes agree.
             numels = [p.numel() for p in group["params"]]
             factor = _mean([factors.get(id(p), 1.0) for p in group["params"]], numels)
             self.factors.append(factor)
             self._change(group, "lr", group["lr"] * factor)
             if _decays_apart(optimizer, group):
-                # By the rate times this, which is to stay what it is.
+                # Weights decay by rate times weight_decay, and this product must not change.
                 self._change(group, "weight_decay", group["weight_decay"] / factor)
 
     def _change(self, group: dict[str, Any], key: str, value: Any) -> None:
@@ -227,14 +228,14 @@ class KeptRates:
             change.group[change.key] = change.given
 
     def _restore_untouched(self) -> None:
-        """Likewise, but for what somebody wrote since."""
+        """Restore all values except those that someone else has written since."""
         self._changes = [c for c in self._changes if c.group[c.key] is c.value]
         self._restore()
 
 
 @dataclass(frozen=True)
 class _Change:
-    """What a parameter group has for a step under ``key``, and what it had before."""
+    """The value of ``key`` in a parameter group during a step, and the ``given`` value before."""
 
     group: dict[str, Any]
     key: str
@@ -246,7 +247,7 @@ def _check_rates(optimizer: Optimizer) -> None:
     """Refuse optimizers that choose their rates themselves (transformers' Adafactor).
 
     Raises:
-        ValueError: naming the group.
+        ValueError: if a group has no learning rate.
     """
     for i, group in enumerate(optimizer.param_groups):
         if group.get("lr") is None or group.get("relative_step"):
@@ -257,10 +258,10 @@ def _check_rates(optimizer: Optimizer) -> None:
 
 
 def divides_by_second_moment(optimizer: Optimizer, said: bool | None) -> bool:
-    """Whether an optimizer's steps get smaller by the factor by which gradients get noisier.
+    """Whether an optimizer's steps shrink by the factor by which noise enlarges the gradients.
 
     Raises:
-        ValueError: if that is not known and nobody said it.
+        ValueError: if ``said`` is None and tagc does not know the optimizer.
     """
     if said is not None:
         return said
@@ -270,13 +271,13 @@ def divides_by_second_moment(optimizer: Optimizer, said: bool | None) -> bool:
     if any(n in _DIVIDE or "adam" in n.lower() for n in names):
         return True
     raise ValueError(
-        f"it is not known whether {names[0]} divides by the root of a gradient's mean square, as "
-        "Adam does: pass keep_rates(optimizer, second_moment=True), or False if it does not"
+        f"tagc does not know whether {names[0]} divides by the RMS of a gradient, as Adam does: "
+        "pass keep_rates(optimizer, second_moment=True), or False if it does not"
     )
 
 
 def _decays_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the decay is multiplied by the rate and not by what the gradient is divided by."""
+    """Whether weight decay is decoupled: multiplied by the rate, not part of the gradient."""
     if "weight_decay" not in group:
         return False
     names = [cls.__name__.lower() for cls in type(optimizer).__mro__]
@@ -288,7 +289,7 @@ def clip_grad_norm(model: nn.Module, noise: Factors, max_norm: float) -> Tensor:
     """See :meth:`tagc.Compressor.clip_grad_norm_`."""
     noise.agree()
     factors = noise.by_parameter()
-    # Two norms, whatever the number of segments, as each is a collective.
+    # Two norms for any number of segments, because each norm is a collective.
     measured: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     params = [p for p in model.parameters() if p.grad is not None]

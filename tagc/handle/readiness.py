@@ -1,8 +1,8 @@
-"""Before the first step: kernels are compiled, once a host, and compared with the reference.
+"""Before the first step, compiles kernels, once per host, and compares them with the reference.
 
-A rehearsal of the plan's steps says which operators they will call, and with what. These are
-compiled as they will be called, and then run on small inputs, of which the reference on the CPU
-says what has to come out.
+A rehearsal of the plan's steps records the operators that they will call, and the arguments. The
+operators are compiled for these calls and run on small inputs; their outputs are compared with
+those of the reference on the CPU.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from tagc.selfcheck import Recorder, check
 
 
 def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> str | None:
-    """Compile and check what the plan's units will call of ``ops``.
+    """Compile and check the operators of ``ops`` that the plan's units will call.
 
     Args:
         device: where they will run.
-        shown: whether this rank says how far it is.
+        shown: whether this rank prints progress.
 
     Returns:
-        What was checked, for people; None for an implementation whose operators are compiled
-        otherwise.
+        A note for users on what was checked; None if the implementation is not compiled ahead.
 
     Raises:
-        tagc.selfcheck.KernelError: if an operator does not give the reference's results.
+        tagc.selfcheck.KernelError: if an operator's results differ from the reference's.
     """
     if not compiles_ahead(ops):
         return None
-    progress = Progress("operators compiled, which are then cached", shown=shown)
+    progress = Progress("operators compiled, cached for later runs", shown=shown)
     recorder = Recorder(ops, progress.step)
     with _with_a_compiler(), locked(_folder(), "kernels"), _current(device):
         with ops.compiling_only():
@@ -54,7 +53,7 @@ def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> st
 
 @contextmanager
 def _with_a_compiler() -> Iterator[None]:
-    """Triton builds the launcher of each kernel with the host's C compiler."""
+    """Explain a missing C compiler: Triton builds the launcher of each kernel with it."""
     try:
         yield
     except (RuntimeError, subprocess.CalledProcessError) as error:
@@ -64,19 +63,19 @@ def _with_a_compiler() -> Iterator[None]:
             "tagc: Triton could not build its kernel launcher on this host. It needs a C "
             "compiler and Python's headers: install gcc and python3-dev (or what your system calls "
             "them) on every host, or name a compiler by the environment variable CC. "
-            f"TAGC_OPS=reference runs without, slowly. Triton's own words: {error}"
+            f"TAGC_OPS=reference needs neither, but is slow. Triton's error: {error}"
         ) from error
 
 
 def _folder() -> Path:
-    """A place of this user's: containers may have a number for one, and no name."""
+    """This user's folder for the lock, named by number: in containers a user may have no name."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     return Path(tempfile.gettempdir()) / f"tagc-{user}"
 
 
 @contextmanager
 def _current(device: torch.device) -> Iterator[None]:
-    """Kernels are compiled for the current device."""
+    """Make ``device`` the current one, for which kernels are compiled."""
     if device.type != "cuda":
         yield
         return

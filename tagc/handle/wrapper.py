@@ -1,4 +1,4 @@
-"""``tagc.wrap``: what stands in for FSDP's collectives is planned, made and installed."""
+"""``tagc.wrap``: plans, makes and installs the collectives that replace FSDP's."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ def wrap(
     """Compress the FSDP traffic that ``policy`` selects.
 
     Call it once, on every rank, after ``fully_shard`` and before the first backward. It gathers
-    a few hundred bytes from each rank to check that all agree, and as many more for a handful of
-    frozen parameters if the policy compresses parameters. A policy with ``codec: auto`` also
-    measures the link, for a second or two.
+    a few hundred bytes from each rank to check that all ranks agree. If the policy compresses
+    parameters, it gathers as many more for a handful of frozen parameters. A policy with
+    ``codec: auto`` also measures the link, for a second or two.
 
-    With the environment variable ``TAGC_DISABLE=1`` (on all ranks) it only checks, and compresses
+    With the environment variable ``TAGC_DISABLE=1`` (on all ranks) it only checks and compresses
     nothing: training has the bits of native FSDP. A loaded state is kept and saved again unchanged.
 
-    FSDP1's gradients are compressed by its communication hook; its parameters are not. A segment
-    then has as many columns as the shard with most of its elements, so a policy with several rules
-    may send more than with FSDP2. The plan says how much.
+    With FSDP1, tagc compresses gradients through FSDP1's communication hook, but not parameters. A
+    segment then has as many columns as the shard with most of its elements, so a policy with
+    several rules may send more than with FSDP2. The plan says how much.
 
     Args:
         model: a model to which ``fully_shard`` was applied, or the outermost
@@ -85,18 +85,18 @@ def wrap(
         policy: name of a built-in policy (``tagc.policies()``), path of a YAML file, mapping, or
             :class:`tagc.Policy`. By default the policy in the environment variable ``TAGC_POLICY``
             (the same on all ranks), else ``auto``: the fastest on the measured link, of 4 bits and
-            more. On a fast link that is dense. (With FSDP1 the policy may have no rules for
-            parameters, because FSDP1 gathers them itself.)
+            more. On a fast link that is dense. With FSDP1 the policy may have no rules for
+            parameters, because FSDP1 gathers them itself.
         replicas: the ranks that hold the same shard in other replicas of the sharded model, as a
             1-D mesh or a group. Shard the model over ``mesh["shard"]`` only; tagc averages
             gradients over ``mesh["replicate"]`` by the policy's rules for ``replicas``. FSDP2 only.
-        hosts: whether the ranks of a host add up their gradients first. This divides by their
-            number the bytes that leave the host and the residuals that a rank stores. They also
-            pass compressed parameters on to each other. ``"auto"``: if the ranks of a unit are on
-            at least two hosts, in equal blocks of neighbours (``plan()`` says so); an integer: that
-            many neighbours share a host (or a rack, or a site); None: every rank sends for itself.
-            FSDP2 only. With several ranks on a host, ``model.set_requires_all_reduce(False)`` keeps
-            a micro-batch's gradient inside the host.
+        hosts: whether the ranks of a host add up their gradients first. This divides the bytes that
+            leave the host, and the residuals that a rank stores, by the number of ranks on a host.
+            These ranks also pass compressed parameters on to each other. ``"auto"``: if the ranks
+            of a unit are on at least two hosts, in equal blocks of neighbours (``plan()`` says so);
+            an integer: that many neighbours share a host (or a rack, or a site); None: every rank
+            sends for itself. FSDP2 only. With several ranks on a host,
+            ``model.set_requires_all_reduce(False)`` keeps a micro-batch's gradient inside the host.
         ops: implementation, see :func:`tagc.ops.get_ops`. Kernels are compiled here: this takes
             seconds the first time, and is then cached. GPU kernels then run on small inputs and are
             compared with the reference on the CPU, bit for bit.
@@ -105,18 +105,18 @@ def wrap(
         ``model``.
 
     Raises:
-        ValueError: if the model is not sharded, or already wrapped (as a whole or in part), or
-            has a communication hook of its own; if ``hosts`` does not fit its ranks; or if its
-            process group is a stand-in that sends nothing.
-        tagc.PolicyError: if the policy is not valid, or compresses nothing in this model, or is
-            for what FSDP1 cannot do.
-        tagc.KernelError: if the kernels for GPUs do not give the reference's results on a device.
-        RuntimeError: if the ranks disagree, or wrapping failed on another rank. (A rank whose
-            model is not sharded at all has no such group; the others then wait for the process
+        ValueError: if the model is not sharded, is already wrapped (as a whole or in part), or has
+            its own communication hook; if ``hosts`` does not fit its ranks; or if its process group
+            is a stand-in that sends nothing.
+        tagc.PolicyError: if the policy is not valid, compresses nothing in this model, or needs
+            something that FSDP1 cannot do.
+        tagc.KernelError: if the results of the GPU kernels differ from the reference's on a device.
+        RuntimeError: if the ranks disagree, or wrapping failed on another rank. (A rank whose model
+            is not sharded has no process group to report that; the others then wait for their
             group's timeout.)
     """
     given = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
-    # Not of all ranks: with pipeline stages only some of them may have something to wrap.
+    # Not the group of all ranks: with pipeline stages only some of them may have units to wrap.
     groups = sharding_groups(model)
     if given is not None:
         groups.append(given)
@@ -130,7 +130,7 @@ def wrap(
     seen = gather_merged(groups, frozen, ShardValues.merged) if asks else {}
     units = with_specials(units, seen)
     levels = agree_on(groups, {"hosts": lambda: (Levels(units, hosts, where), "")})["hosts"]
-    # Where nothing runs, nothing has to be compiled for it.
+    # If compression is disabled, no kernels run, so none must be compiled.
     made_with = "reference" if disabled else ops
     alone = all(u.info.world_size == 1 for u in units) and replica_group is None
 
@@ -175,12 +175,15 @@ def _agree_on_request(
     hosts: Hosts,
     groups: Sequence[dist.ProcessGroup],
 ) -> tuple[bool, list[Unit], Policy, tuple[RankOnHost, FrozenValues]]:
-    """Whether compression is switched off, the model's units, the policy, and what only this rank
-    knows: where it is, and what it has of frozen parameters. Before any rank measures or plans, all
-    of them must have the same, since a collective of some hangs.
+    """Make all ranks agree on the request before any rank measures or plans, because a collective
+    that only some ranks call hangs.
 
     Args:
-        given: the ranks of the replicas, as the caller says.
+        given: the group of the replicas that the caller passed.
+
+    Returns:
+        Whether compression is switched off, the model's units, the policy, and the facts that only
+        this rank knows: its host, and its values of frozen parameters.
     """
 
     def switched() -> tuple[bool, str]:
@@ -219,7 +222,7 @@ def _agree_on_request(
         if loaded.replicas and not replicated:
             raise PolicyError(
                 f"policy {loaded.name!r} has rules for replicas: pass tagc.wrap(..., "
-                'replicas=mesh["replicate"]), or take a policy without them'
+                'replicas=mesh["replicate"]), or choose a policy without them'
             )
         return loaded, f"{loaded.name} ({loaded.hash[:12]})"
 
@@ -246,7 +249,7 @@ def _agree_on_request(
 
 
 def _check_replicas(units: Sequence[Unit], given: dist.ProcessGroup | None) -> None:
-    """Refuse replicas that are said twice, or are not the same for all units."""
+    """Refuse replicas that are given twice, or differ between units."""
     native = {id(unit.replicas): unit for unit in units}
     if given is not None and any(unit.replicas is not None for unit in units):
         raise ValueError(
@@ -257,7 +260,7 @@ def _check_replicas(units: Sequence[Unit], given: dist.ProcessGroup | None) -> N
         one, other = (unit.info.label for unit in list(native.values())[:2])
         raise ValueError(
             f"units {one!r} and {other!r} are replicated over different ranks (HSDP); give "
-            "fully_shard the same mesh for all of them, or wrap parts of the model on their own"
+            "fully_shard the same mesh for all of them, or wrap parts of the model separately"
         )
 
 
@@ -280,7 +283,7 @@ def _plan(
 
 
 def _with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:
-    """The plan, with a note on the kernels that are ready for it, and what they need."""
+    """Compile and check the plan's kernels; the plan gets notes on them."""
     notes = []
     if any(unit_plan.compressed for unit_plan in plan.all_units):
         shown = dist.get_rank() == 0

@@ -1,4 +1,4 @@
-"""Other projects' trainers: where each wraps its model, and residuals in its checkpoints.
+"""Wraps models in other projects' trainers, and puts residuals into their checkpoints.
 
-A module for each; none is imported before it is asked for, so that tagc needs none of them.
+Each trainer has a module. None is imported until you import it, so tagc depends on no trainer.
 """

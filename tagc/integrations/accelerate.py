@@ -1,6 +1,6 @@
-"""Hugging Face Accelerate: the model that ``prepare`` sharded with FSDP2, and its checkpoints.
+"""Hugging Face Accelerate: wraps the model that ``prepare`` sharded with FSDP2.
 
-Nothing here imports Accelerate: an ``accelerator`` is used by its methods.
+This module does not import Accelerate; it calls methods of the ``accelerator``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Model = TypeVar("Model", bound=nn.Module)
 def wrap(
     accelerator: Any, model: Model, policy: Any = None, *, folder: str = FOLDER, **options: Any
 ) -> Model:
-    """:func:`tagc.wrap` for what ``accelerator.prepare`` returned, whose residuals
-    ``accelerator.save_state`` saves from now on, and ``accelerator.load_state`` loads.
+    """:func:`tagc.wrap` for a model that ``accelerator.prepare`` returned. From now on,
+    ``accelerator.save_state`` saves its residuals and ``accelerator.load_state`` loads them.
 
-    (``register_for_checkpointing`` would save those of rank 0 only.) A checkpoint without residuals
-    is loaded with a warning.
+    (``register_for_checkpointing`` would save only the residuals of rank 0.) A checkpoint without
+    residuals is loaded with a warning.
 
     Args:
-        accelerator: with a ``FullyShardedDataParallelPlugin(fsdp_version=2)``.
-        folder: in the checkpoint, for the residuals; another one for every further model.
+        accelerator: an ``Accelerator`` with ``FullyShardedDataParallelPlugin(fsdp_version=2)``.
+        folder: the residuals' folder inside the checkpoint; give each model its own.
         policy, options: see :func:`tagc.wrap`.
 
     Raises:

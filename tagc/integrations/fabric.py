@@ -1,4 +1,4 @@
-"""Lightning Fabric: its strategy for FSDP2, with compression."""
+"""Lightning Fabric: a strategy for FSDP2 with compression."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ except ImportError as error:
 
 
 class TagcStrategy(ModelParallelStrategy):
-    """``ModelParallelStrategy``, which wraps what its ``parallelize_fn`` has sharded, and whose
-    checkpoints (``fabric.save``, ``fabric.load``) carry the residuals of every wrapped model::
+    """A ``ModelParallelStrategy`` that wraps the models that its ``parallelize_fn`` shards. Its
+    checkpoints (``fabric.save``, ``fabric.load``) contain the residuals of every wrapped model::
 
         Fabric(strategy=TagcStrategy(shard, policy="hybrid", data_parallel_size=8, ...))
 
-    They are in the folder ``tagc`` of a distributed checkpoint, and in ``NAME.tagc`` beside one
-    that is a single file. A checkpoint without them is loaded with a warning.
+    A distributed checkpoint has them in its folder ``tagc``; a single-file checkpoint has them
+    beside it, in ``NAME.tagc``. A checkpoint without residuals is loaded with a warning.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class TagcStrategy(ModelParallelStrategy):
     ) -> None:
         """
         Args:
-            parallelize_fn, args, kwargs: of ``ModelParallelStrategy``.
+            parallelize_fn, args, kwargs: arguments of ``ModelParallelStrategy``.
             policy: see :func:`tagc.wrap`.
-            tagc_options: what else :func:`tagc.wrap` takes.
+            tagc_options: other keyword arguments of :func:`tagc.wrap`.
         """
         super().__init__(parallelize_fn, *args, **kwargs)
         self._policy, self._tagc_options = policy, dict(tagc_options or {})
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard and wrap. (Not in ``parallelize_fn``: a model made on the meta device gets its
-        memory only after that.)
+        """Shard and wrap the model. (Wrapping in ``parallelize_fn`` would be too early: a model on
+        the meta device gets its memory later.)
 
         Raises:
             ValueError, tagc.PolicyError, RuntimeError: see :func:`tagc.wrap`.
@@ -58,9 +58,9 @@ class TagcStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, path: str | os.PathLike[str], state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """As ``ModelParallelStrategy`` does it, and the residuals; on all ranks."""
+        """Save as ``ModelParallelStrategy`` does, and the residuals; on all ranks."""
         super().save_checkpoint(path, state, *args, **kwargs)
-        # Ranks may have been given paths of their own, as names with a time in them.
+        # Ranks may get different paths, such as names that contain the time.
         folder = residual_folder(
             self.broadcast(path), distributed=self._save_distributed_checkpoint
         )
@@ -69,12 +69,12 @@ class TagcStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """As ``ModelParallelStrategy`` does it, and the residuals; on all ranks."""
+        """Load as ``ModelParallelStrategy`` does, and the residuals; on all ranks."""
         left = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, dict):
             load_all(_modules(state), saved_folder(self.broadcast(path)))
         elif isinstance(state, nn.Module) and (handle := attached(state)) is not None:
-            handle.refresh()  # weights alone, which no optimizer told it
+            handle.refresh()  # only weights were loaded, by no optimizer
         return left
 
 

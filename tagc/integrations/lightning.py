@@ -1,7 +1,7 @@
-"""Lightning's Trainer: its strategy for FSDP2, with compression.
+"""Lightning's Trainer: a strategy for FSDP2 with compression.
 
-A strategy and not a callback: callbacks are never told where a checkpoint goes, and what they add
-to one is saved by rank 0 alone, while residuals differ from rank to rank.
+It is not a callback because Lightning never tells callbacks where a checkpoint goes, and only rank
+0 saves what they add to it, while residuals differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ except ImportError as error:
 
 
 class TagcStrategy(ModelParallelStrategy):
-    """``ModelParallelStrategy``, which wraps what ``configure_model`` has sharded when ``fit``
-    begins, and whose checkpoints carry the residuals::
+    """A ``ModelParallelStrategy`` that wraps the model when ``fit`` begins, after
+    ``configure_model`` has sharded it. Its checkpoints contain the residuals::
 
         Trainer(strategy=TagcStrategy(policy="hybrid", data_parallel_size=8, ...))
 
-    They are in the folder ``tagc`` of a distributed checkpoint, and in ``NAME.tagc`` beside one
-    that is a single file; weights alone (``save_weights_only``) have none. A checkpoint without
-    them is loaded with a warning.
+    A distributed checkpoint has them in its folder ``tagc``; a single-file checkpoint has them
+    beside it, in ``NAME.tagc``; a checkpoint with ``save_weights_only`` has none. A checkpoint
+    without residuals is loaded with a warning.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class TagcStrategy(ModelParallelStrategy):
     ) -> None:
         """
         Args:
-            args, kwargs: of ``ModelParallelStrategy``.
+            args, kwargs: arguments of ``ModelParallelStrategy``.
             policy: see :func:`tagc.wrap`.
-            tagc_options: what else :func:`tagc.wrap` takes.
+            tagc_options: other keyword arguments of :func:`tagc.wrap`.
         """
         super().__init__(*args, **kwargs)
         self._policy, self._tagc_options = policy, dict(tagc_options or {})
 
     def setup(self, trainer: Any) -> None:
-        """As ``ModelParallelStrategy`` does it; then, to fit, wrap the model.
+        """Set up as ``ModelParallelStrategy`` does; then wrap the model if ``fit`` begins.
 
         Raises:
             ValueError, tagc.PolicyError, RuntimeError: see :func:`tagc.wrap`.
@@ -68,7 +68,7 @@ class TagcStrategy(ModelParallelStrategy):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """As ``ModelParallelStrategy`` does it, and the residuals; on all ranks."""
+        """Save as ``ModelParallelStrategy`` does, and the residuals; on all ranks."""
         resumable = "optimizer_states" in checkpoint
         super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
         if resumable:
@@ -80,14 +80,14 @@ class TagcStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """As ``ModelParallelStrategy`` does it, and the residuals; on all ranks."""
+        """Load as ``ModelParallelStrategy`` does, and the residuals; on all ranks."""
         loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         load_all({"model": self._wrapped}, saved_folder(self.broadcast(checkpoint_path)))
         return loaded
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """As ``ModelParallelStrategy`` does it, and the residuals with it."""
-        folder = saved_folder(filepath)  # which nobody can tell afterwards
+        """Remove the checkpoint as ``ModelParallelStrategy`` does, and the residuals."""
+        folder = saved_folder(filepath)  # depends on the checkpoint, so find it first
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             remove(folder)

@@ -1,11 +1,11 @@
-"""Packages that only one integration needs."""
+"""The error for a missing package that only one integration needs."""
 
 from __future__ import annotations
 
 
 def missing(package: str, error: ImportError) -> ImportError:
-    """What to raise where an optional import failed: with the command that installs the package, or
-    the error itself if the package is there and broken."""
+    """The error to raise after an optional import failed. It names the command that installs the
+    package; if the package is installed but broken, it is ``error`` itself."""
     if error.name is None or error.name.partition(".")[0] != package:
         return error
     return ModuleNotFoundError(

@@ -1,7 +1,7 @@
-"""Residuals beside the checkpoint of a trainer that knows nothing of them.
+"""Saves residuals with the checkpoint of a trainer that does not know them.
 
-Residuals differ from rank to rank, and trainers save what they do not know from rank 0 only. So
-they go into a folder of their own inside of the trainer's checkpoint, a file a rank.
+Residuals differ from rank to rank, but trainers save foreign state only on rank 0. So residuals go
+into their own folder inside the trainer's checkpoint, one file per rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLDER = "tagc"
 
 
 def save_residuals(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write the state of a wrapped model; on all ranks, between two steps.
+    """Write the state of a wrapped model. Call it on all ranks, between two steps.
 
     Raises:
         OSError, tagc.StateError, RuntimeError: see :meth:`tagc.Compressor.save`.
@@ -29,18 +29,18 @@ def save_residuals(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def load_residuals(model: nn.Module, find: Callable[[], Path]) -> bool:
-    """Load what :func:`save_residuals` wrote; on all ranks. Without the folder, as in a checkpoint
-    of training without tagc, nothing is loaded, and a warning says so.
+    """Load the state that :func:`save_residuals` wrote. Call it on all ranks. If the folder does
+    not exist, as in a checkpoint of training without tagc, it loads nothing and warns.
 
     Args:
-        find: says which folder. If it raises on one rank, all ranks raise.
+        find: returns the folder. If it raises on one rank, all ranks raise.
 
     Returns:
-        Whether there was something to load.
+        Whether the folder exists.
 
     Raises:
-        tagc.StateError, RuntimeError: see :meth:`tagc.Compressor.load`; the latter, too, if only
-            some ranks see the folder.
+        tagc.StateError: see :meth:`tagc.Compressor.load`.
+        RuntimeError: see :meth:`tagc.Compressor.load`; or if only some ranks see the folder.
     """
     handle = compressor(model)
 
@@ -58,9 +58,9 @@ def load_residuals(model: nn.Module, find: Callable[[], Path]) -> bool:
     if found:
         handle.load(folder)
     else:
-        handle.refresh()  # the weights were loaded, which no optimizer told it
+        handle.refresh()  # the trainer has loaded weights, by no optimizer
         warn(
-            f"{folder} does not exist, as in a checkpoint of training without tagc: residuals stay "
-            "as they are, which is zero before the first step"
+            f"{folder} does not exist, as in a checkpoint of training without tagc: residuals "
+            "keep their values, which are zero before the first step"
         )
     return found

@@ -1,9 +1,9 @@
-"""torchtitan: its trainer, once it is made.
+"""torchtitan: wraps the model of a trainer.
 
-Not a ``ModelConverter``: converters run before the model is sharded and has memory. Nor
-``ModelSpec.post_optimizer_build_fn``, which runs before there is a checkpointer to save residuals.
+A ``ModelConverter`` would run before the model is sharded and has memory, and
+``ModelSpec.post_optimizer_build_fn`` before there is a checkpointer to save residuals.
 
-Nothing here imports torchtitan: a ``trainer`` is used by its attributes.
+This module does not import torchtitan; it reads attributes of the ``trainer``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Trainer = TypeVar("Trainer")
 
 
 def compress(trainer: Trainer, policy: Any = None, *, key: str = "tagc", **options: Any) -> Trainer:
-    """:func:`tagc.wrap` for the model of a torchtitan ``Trainer``, and residuals in its
-    checkpoints. Call it at the end of the trainer's ``__init__``, or before ``train()``.
+    """:func:`tagc.wrap` for the model of a torchtitan ``Trainer``; it also puts residuals into the
+    trainer's checkpoints. Call it at the end of the trainer's ``__init__``, or before ``train()``.
 
-    For torchtitan 0.3, which shards the model into ``trainer.model_parts``, divides the loss
-    itself, and saves ``trainer.checkpointer.states`` with ``torch.distributed.checkpoint``, if
-    ``checkpoint.enable`` is set. With pipeline stages each part is wrapped on its own.
+    It supports torchtitan 0.3, which shards the model into ``trainer.model_parts``, divides the
+    loss itself, and saves ``trainer.checkpointer.states`` with ``torch.distributed.checkpoint`` if
+    ``checkpoint.enable`` is set. With pipeline stages, each part is wrapped separately.
 
     Args:
-        key: of the residuals in a checkpoint; parts after the first are ``key_1`` and so on. To go
-            on from a checkpoint of dense training, leave it out: torchtitan's option
+        key: the residuals' key in a checkpoint; further parts have ``key_1`` and so on. To resume
+            from a checkpoint of dense training, exclude the key with torchtitan's option
             ``checkpoint.exclude_from_loading``.
         policy, options: see :func:`tagc.wrap`.
 
@@ -36,8 +36,8 @@ def compress(trainer: Trainer, policy: Any = None, *, key: str = "tagc", **optio
         ``trainer``.
 
     Raises:
-        ValueError: if the trainer has other attributes than these, or has such a key already; if it
-            would capture its steps in a CUDA graph; or as :func:`tagc.wrap` does.
+        ValueError: if the trainer lacks these attributes, already has such a key, or would capture
+            its steps in a CUDA graph; or as :func:`tagc.wrap` does.
         tagc.PolicyError, RuntimeError: see :func:`tagc.wrap`.
     """
     parts, states = _parts_and_states(trainer)
@@ -57,24 +57,24 @@ def compress(trainer: Trainer, policy: Any = None, *, key: str = "tagc", **optio
 
 
 def _parts_and_states(trainer: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The model's parts, and what is saved beside them."""
+    """The model's parts, and the states that are saved with them."""
     parts = getattr(trainer, "model_parts", None)
     checkpointer = getattr(trainer, "checkpointer", None)
     states = getattr(checkpointer, "states", None)
     if states is None and getattr(checkpointer, "enable", None) is False:
-        states = {}  # nothing is saved, nor loaded
+        states = {}  # nothing is saved or loaded
     if not isinstance(parts, list) or not isinstance(states, dict):
         raise ValueError(
-            "this is no torchtitan trainer as tagc knows it: it needs model_parts, a list, and "
-            "checkpointer.states, a dict. Call tagc.wrap on the sharded model instead, and put "
-            "tagc.compressor(model) among what is saved"
+            "tagc does not support this torchtitan trainer: it needs model_parts, a list, and "
+            "checkpointer.states, a dict. Call tagc.wrap on the sharded model instead, and add "
+            "tagc.compressor(model) to the states that are saved"
         )
     return parts, states
 
 
 def _check_graphs(trainer: Any, parts: list[Any]) -> None:
-    """Refuse to be captured: a graph would repeat the seeds, the warm-up and the decisions of the
-    step in which it was, and no counter would advance.
+    """Refuse CUDA graphs: a graph would repeat the seeds, the warm-up and the decisions of the
+    captured step, and no counter would advance.
 
     Raises:
         ValueError: if torchtitan captures forward and backward.
@@ -83,6 +83,6 @@ def _check_graphs(trainer: Any, parts: list[Any]) -> None:
     on_gpu = any(p.device.type == "cuda" for part in parts for p in part.parameters())
     if on_gpu and getattr(training, "disable_cuda_graphs", True) is False:
         raise ValueError(
-            "torchtitan would capture forward and backward in a CUDA graph, which repeats one step "
-            "of tagc for ever: set training.disable_cuda_graphs (--training.disable-cuda-graphs)"
+            "torchtitan would capture forward and backward in a CUDA graph, which would repeat one "
+            "step of tagc: set training.disable_cuda_graphs (--training.disable-cuda-graphs)"
         )

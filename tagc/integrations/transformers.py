@@ -17,14 +17,14 @@ except ImportError as error:
     raise missing("transformers", error) from error
 
 
-# In `trainer_state.json`, where the Trainer keeps the states of callbacks by their names. It is not
-# the callback's own name: the Trainer would make a new one of what it finds there.
+# Key in `trainer_state.json`, where the Trainer keeps the states of callbacks by class name. This
+# is not the class name, because the Trainer would make a new callback from the state.
 _KEY = "tagc"
 
 
 class TagcCallback(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
-    """Wraps the model when training begins, after Accelerate has sharded it; saves its residuals
-    with every checkpoint, in its folder ``tagc``, and loads them where the Trainer resumes::
+    """Wraps the model when training begins, after Accelerate has sharded it. Saves the residuals in
+    the folder ``tagc`` of every checkpoint, and loads them when the Trainer resumes::
 
         Trainer(..., callbacks=[TagcCallback("hybrid")])
 
@@ -41,20 +41,20 @@ class TagcCallback(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
         """
         Args:
             policy, options: see :func:`tagc.wrap`.
-            resume_from: the checkpoint that training resumes from, if it was moved: the Trainer
-                tells callbacks no more than its step. By default it is looked for where
-                ``TrainingArguments.resume_from_checkpoint`` says, where it was saved, and in
-                ``output_dir``.
+            resume_from: the checkpoint to resume from, if it was moved: the Trainer tells callbacks
+                only its step. By default the callback looks in
+                ``TrainingArguments.resume_from_checkpoint``, in the folder where it was saved, and
+                in ``output_dir``.
         """
         self.policy, self.resume_from, self.options = policy, resume_from, options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wrap, and load what was owed if this is a resumed run.
+        """Wrap the model, and load the residuals of a resumed run.
 
         Raises:
-            FileNotFoundError: if the checkpoint had residuals, and they are not found.
-            ValueError: if checkpoints are to be saved of a trial without a name, in a
-                hyperparameter search: nobody says in which folder.
+            FileNotFoundError: if the checkpoint was saved with residuals and they are not found.
+            ValueError: if a hyperparameter search saves checkpoints of a trial without a name, so
+                that their folder is not known.
             ValueError, tagc.PolicyError, tagc.StateError, RuntimeError: see :func:`tagc.wrap` and
                 :meth:`tagc.Compressor.load`.
         """
@@ -71,7 +71,7 @@ class TagcCallback(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
         """Save the residuals into the checkpoint that the Trainer has just written.
 
         Raises:
-            ValueError: if the folder is not known, see :meth:`on_train_begin`.
+            ValueError: if the folder is not known (see :meth:`on_train_begin`).
             OSError, tagc.StateError, RuntimeError: see :meth:`tagc.Compressor.save`.
         """
         if not args.save_only_model:
@@ -79,11 +79,11 @@ class TagcCallback(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
             save_residuals(kwargs["model"], folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell what compresses parameters that ``load_best_model_at_end`` may have changed them."""
+        """Refresh the copies of parameters, which ``load_best_model_at_end`` may have changed."""
         compressor(kwargs["model"]).refresh()
 
     def _folder_of(self, args: Any, state: Any, run: str) -> Path:
-        """Of the residuals in the checkpoint that training resumes from."""
+        """The residuals' folder in the checkpoint from which training resumes."""
         said = state.stateful_callbacks.get(_KEY)
         folders = [] if said is None else [said["saved_to"]]
         places = [_checkpoint(folder, state) for folder in (*folders, run)]
@@ -92,30 +92,30 @@ class TagcCallback(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
         if self.resume_from is not None:
             places = [Path(self.resume_from)]
         places = list(dict.fromkeys(place / FOLDER for place in places))
-        if said is None:  # a checkpoint of training without this callback
+        if said is None:  # the checkpoint was saved without this callback
             return places[0]
         found = next((place for place in places if place.exists()), None)
         if found is None:
             looked = " nor in ".join(map(str, places))
             raise FileNotFoundError(
                 f"the checkpoint of step {state.global_step} was saved with residuals of tagc, "
-                f"which are not in {looked}: say where the checkpoint is, "
+                f"which are not in {looked}: pass its folder, "
                 "TagcCallback(..., resume_from=folder)"
             )
         return found
 
 
 def _run_folder(args: Any, state: Any) -> str:
-    """Where the Trainer saves checkpoints: in a hyperparameter search in a folder of the trial."""
-    # Not `is_hyper_param_search`: a resumed run has that from its checkpoint.
+    """The folder for checkpoints; in a hyperparameter search, a folder of the trial."""
+    # Not `is_hyper_param_search`, which a resumed run has from its checkpoint.
     if state.trial_params is None:
         return args.output_dir
     if not state.trial_name:
         raise ValueError(
             "a hyperparameter search saves the checkpoints of a trial without a name in a folder "
-            "that the Trainer tells no callback, so their residuals cannot be saved: name trials, "
-            "hyperparameter_search(..., hp_name=lambda trial: ...), or save no checkpoints, "
-            'TrainingArguments(save_strategy="no")'
+            "that the Trainer does not tell callbacks, so their residuals cannot be saved: name "
+            "trials, hyperparameter_search(..., hp_name=lambda trial: ...), or save no "
+            'checkpoints, TrainingArguments(save_strategy="no")'
         )
     return os.path.join(args.output_dir, state.trial_name)
 

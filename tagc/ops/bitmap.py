@@ -1,4 +1,4 @@
-"""Bitmaps of present groups: bit ``g % 32`` of word ``g // 32``, in int32 words."""
+"""Bitmaps of present groups in int32 words: group ``g`` is bit ``g % 32`` of word ``g // 32``."""
 
 from __future__ import annotations
 

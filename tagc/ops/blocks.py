@@ -3,17 +3,17 @@
 A block of ``block`` elements with largest magnitude ``m`` has the scale ``s = bfloat16(m / L)``,
 where ``L = 2**(bits - 1) - 1`` is the largest code, and element ``x`` the code ``q = rint(x / s)``
 in two's complement, clipped to ``[-L, L]``. A scale of 8 significant bits makes every product
-``q * s`` exact in float32, so that ``x - q * s`` is exact too (Sterbenz), whoever computes it and
-with or without fused multiply-add. A finer scale would gain nothing, as the residual keeps what the
-codes do not say.
+``q * s`` exact in float32, so ``x - q * s`` is also exact (Sterbenz), on every device, with or
+without fused multiply-add. A finer scale would gain nothing, because the residual keeps the
+quantization error.
 
-Where nothing keeps what the codes do not say, they can be *dithered*: ``q = rint(x / s + v)`` with
-``v`` between -1/2 and 1/2, so that ``q * s`` is ``x`` on average. ``v`` is a hash of the element's
-place and a seed a row, which makes runs repeatable, on whatever device.
+Without a residual, codes can be *dithered*: ``q = rint(x / s + v)`` with ``v`` between -1/2 and
+1/2, so that ``q * s`` is ``x`` on average. ``v`` is a hash of the element's place and of the row's
+seed, which makes runs repeatable on every device.
 
 A message is ``[scale words | code words]`` of int32. Two scales share a word, the even one in the
 low half. Element ``i * m + j`` of a block, with ``m = block * bits / 32`` words, has its code in
-bits ``[bits * i, bits * (i + 1))`` of the block's word ``j``: neighbours lie in neighbouring words,
+bits ``[bits * i, bits * (i + 1))`` of the block's word ``j``. Neighbours lie in neighbouring words,
 so packing needs no shuffles on a CPU and coalesces on a GPU. Example with ``bits=8, block=8``
 (``m = 2``): word 0 holds elements 0, 2, 4, 6 and word 1 elements 1, 3, 5, 7.
 """
@@ -29,7 +29,7 @@ from torch import Tensor
 
 BITS = (4, 8)
 MIN_BLOCK, MAX_BLOCK = 32, 4096
-# Blocks whose scale would be smaller send zeros: the scale's inverse must be finite.
+# Blocks with a smaller scale send zeros, because the scale's inverse must be finite.
 MIN_SCALE = 2.0**-126
 
 
@@ -38,9 +38,9 @@ class BlockLayout:
     """Static shape of a message.
 
     Attributes:
-        numel: elements; the last block may be partly padding.
+        numel: number of elements; the last block may be partly padding.
         bits: bits of a code.
-        block: elements that share a scale, a power of two.
+        block: number of elements that share a scale, a power of two.
     """
 
     numel: int
@@ -64,7 +64,7 @@ class BlockLayout:
 
     @cached_property
     def blocks(self) -> int:
-        """Blocks, the last one padded."""
+        """Number of blocks; the last one is padded."""
         return -(-self.numel // self.block)
 
     @cached_property
@@ -97,23 +97,24 @@ class BlockOps(Protocol):
         average: float,
         dither: Tensor | None = None,
     ) -> None:
-        """Accumulate and quantize rows, and keep in the residual what the codes do not say.
+        """Accumulate and quantize rows; the residual keeps the quantization error.
 
         Per block of ``x = float32(grad) + float32(residual)`` with largest magnitude ``m``:
 
-        1. the scale is ``s = bfloat16(m * float32(1 / levels))``, rounded to nearest even, with
-           ``dither`` rounded up, unless ``m * float32(1 / levels)`` is only up to 2 units in the
-           last place above a bfloat16; at most the largest finite one; 0 if that is below
-           ``MIN_SCALE``; NaN (0x7FC0) if ``m`` is not finite, and then the block's codes are 0 and
-           its residual stays as it was;
-        2. codes are ``q = rint(clip(x * (1 / s), -levels, levels))``, 0 where ``s`` is 0; with
-           ``dither`` ``rint(clip(...) + v)``, for element ``j`` of a row with the seed ``d``
-           ``v = (h + 1/2) / 2**16 - 1/2``, where ``h`` is of ``fmix32((j >> 1) ^ fmix32(d))`` the
-           lower 16 bits if ``j`` is even, else the upper ones (``fmix32`` is MurmurHash3's
-           finalizer, ``v`` exact). On average ``q * s`` is ``x`` then: with a scale rounded up,
-           there is nothing to clip but what rounding adds, ``2**-21`` of ``x`` at most, and what
-           is beyond the largest bfloat16;
-        3. with ``left = x - q * s`` (exact), the residual becomes ``left`` if ``average`` is 0,
+        1. The scale is ``s = bfloat16(m * float32(1 / levels))``, rounded to nearest even. With
+           ``dither`` it is rounded up, except that a ``m * float32(1 / levels)`` which exceeds a
+           bfloat16 by at most 2 units in the last place is rounded down to it. The scale is at most
+           the largest finite bfloat16, 0 if it would be below ``MIN_SCALE``, and NaN (0x7FC0) if
+           ``m`` is not finite. A block with a NaN scale has codes 0, and its residual stays as it
+           was.
+        2. Codes are ``q = rint(clip(x * (1 / s), -levels, levels))``, 0 where ``s`` is 0. With
+           ``dither`` they are ``rint(clip(...) + v)``, where element ``j`` of a row with the seed
+           ``d`` has ``v = (h + 1/2) / 2**16 - 1/2`` (exact), and ``h`` is the lower half of
+           ``fmix32((j >> 1) ^ fmix32(d))`` if ``j`` is even, else the upper half (``fmix32`` is
+           MurmurHash3's finalizer). Then ``q * s`` is ``x`` on average: with the scale rounded up,
+           clipping removes only what rounding adds, at most ``2**-21`` of ``x``, and what exceeds
+           the largest bfloat16.
+        3. With ``left = x - q * s`` (exact), the residual becomes ``left`` if ``average`` is 0,
            else ``float32(average) * residual + float32(1 - average) * left`` (three roundings, no
            fused multiply-add), rounded to nearest even in its dtype (finite stays finite).
 
@@ -122,8 +123,8 @@ class BlockOps(Protocol):
             residual: ``[R, numel]`` float32 or bfloat16, updated in place; None for no feedback.
             message: ``[R, words]`` int32, written; padding in codes and scales is 0.
             average: share of the old residual that stays, in [0, 1); LoCo's beta.
-            dither: ``[R]`` int32, a seed for each row; None to round to nearest. Only without a
-                residual.
+            dither: ``[R]`` int32, a seed for each row, only without a residual; None rounds to
+                nearest.
         """
         ...
 
@@ -151,5 +152,5 @@ class BlockOps(Protocol):
         *,
         dithered: bool = False,
     ) -> None:
-        """Compile what :meth:`quantize` and :meth:`dequantize` will need."""
+        """Compile the kernels of :meth:`quantize` and :meth:`dequantize`."""
         ...

@@ -1,4 +1,4 @@
-"""The hash that sketches, dithers and their seeds share, as tensors have it."""
+"""The hash of sketches, dithers and their seeds, on tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MASK = 0xFFFFFFFF
 
 
 def fmix32(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finalizer, a bijection; int64 tensor holding uint32 values."""
+    """MurmurHash3's 32-bit finalizer, a bijection, on an int64 tensor that holds uint32 values."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & MASK
     x = x ^ (x >> 13)

@@ -1,4 +1,4 @@
-"""All operators of an implementation, and which one runs on a device."""
+"""All operators of an implementation, and the choice of the implementation for a device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tagc.ops.sketch import SketchOps
 from tagc.ops.thresholds import ThresholdOps
 
 NAMES = ("auto", "reference", "cpu", "triton")
-# What "auto" takes, by type of the device, where nothing speaks against it.
+# The first choice of "auto", by type of the device.
 _FASTEST = {"cpu": "cpu", "cuda": "triton"}
-# The devices that an implementation is for; the reference runs on all.
+# The type of device that an implementation needs; the reference runs on all.
 _RUNS_ON = {"cpu": "cpu", "triton": "cuda"}
 # Compute capability that Triton and bfloat16 need.
 _LEAST_CAPABILITY = (8, 0)
@@ -32,17 +32,17 @@ class Ops(SketchOps, BlockOps, MatrixOps, PackedOps, LagOps, ThresholdOps, Proto
     """All operators of an implementation."""
 
     def release(self) -> None:
-        """Let go of the buffers that are kept between calls; the next call makes them anew."""
+        """Free the buffers that are kept between calls; the next call makes new ones."""
         ...
 
 
 class DeviceOps(Ops, Protocol):
-    """Operators for a device on which no test of this project has run: they can be compiled by
-    calling them, and are to be checked there, see :mod:`tagc.selfcheck`."""
+    """Operators for a device on which the tests of this project have not run. They can be compiled
+    ahead, and :mod:`tagc.selfcheck` checks them on the device."""
 
     def compiling_only(self) -> AbstractContextManager[None]:
-        """Inside, operators compile what they would run, and run nothing: on tensors of the device
-        ``meta``, whose shapes, strides and offsets are those of a step."""
+        """In this context, operators compile their kernels and do not run them. Call them with
+        tensors on the device ``meta`` with the shapes, strides and offsets of a step."""
         ...
 
 
@@ -54,7 +54,7 @@ def compiles_ahead(ops: Ops) -> TypeGuard[DeviceOps]:
 @cache
 def _warn_reference(why: str) -> None:
     warn(
-        f"tagc runs its eager reference, which is exact, but slow and with host synchronization "
+        f"tagc runs its eager reference, which is exact but slow, and synchronizes with the host "
         f"in decode: {why}"
     )
 
@@ -63,7 +63,7 @@ def get_ops(device: torch.device | str, name: str | None = None) -> Ops:
     """The implementation for a device.
 
     Args:
-        device: where the tensors live.
+        device: the device of the tensors.
         name: one of ``NAMES``; default from the environment variable ``TAGC_OPS``, else ``auto``:
             ``cpu`` on a CPU; ``triton`` on an NVIDIA GPU from Ampere on, which :func:`tagc.wrap`
             compiles and compares with the reference before the first step; the eager reference
@@ -99,11 +99,11 @@ def get_ops(device: torch.device | str, name: str | None = None) -> Ops:
 
 
 def _against_triton(device: torch.device) -> str | None:
-    """Why the Triton kernels cannot run on a device."""
+    """Why the Triton kernels cannot run on a device; None if they can."""
     if importlib.util.find_spec("triton") is None:
-        return "its kernels for GPUs need the package triton, which is not installed"
+        return "its GPU kernels need the package triton, which is not installed"
     if torch.version.hip is not None:
-        return "its kernels for GPUs are for NVIDIA's, and were never compiled for AMD's"
+        return "its GPU kernels are for NVIDIA, and were never compiled for AMD"
     if device.type == "cuda" and torch.cuda.is_available():
         found = torch.cuda.get_device_capability(device)
         if found < _LEAST_CAPABILITY:

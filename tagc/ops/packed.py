@@ -1,15 +1,15 @@
-"""Wire format of a packed sparse vector: which groups are there, then their elements.
+"""Wire format of a packed sparse vector: an index of the kept groups, then their elements.
 
-A message is ``[header | index | values]`` of int32. Its size follows from the layout alone, so that
-no rank has to tell another how long it is:
+A message is ``[header | index | values]`` of int32. Its size follows from the layout alone, so
+ranks need not exchange sizes:
 
 * **header**: the poison word (1 if any element was not finite, else 0) and the number of groups
   kept, ``K <= capacity``.
 * **index**, in the smaller of two forms. *Bitmap*: bit ``g % 32`` of word ``g // 32`` for group
-  ``g``. *Elias-Fano*: the kept groups ``g_0 < g_1 < ...`` split into ``low_bits`` low bits, stored
-  one after the other (``low_bits`` divides 32, so none straddles words; entry ``i`` at bit
+  ``g``. *Elias-Fano*: the kept groups ``g_0 < g_1 < ...`` are split into ``low_bits`` low bits,
+  stored one after the other (``low_bits`` divides 32, so none straddles words; entry ``i`` at bit
   ``i * low_bits``), and the rest ``h_i``, stored in unary: bit ``h_i + i`` of the high bitmap is
-  set. That is ``2 + log2(1 / density)`` bits a key, within half a bit of the entropy.
+  set. That takes ``2 + log2(1 / density)`` bits per key, within half a bit of the entropy.
 * **values**: the elements of the kept groups, one group after the other, block-quantized as
   :class:`tagc.ops.blocks.BlockLayout` says (elements past the vector's end, and places past ``K``
   groups, are zeros).
@@ -40,11 +40,11 @@ class PackedLayout:
     """Static shape of the message for one shard.
 
     Attributes:
-        numel: elements of the shard segment.
-        group: elements that are kept or left together, one of ``GROUPS``.
-        capacity: groups that fit.
-        low_bits: bits of a key stored as they are; 0 for a bitmap.
-        values: shape of the values.
+        numel: number of elements of the segment in a shard.
+        group: number of elements that are kept or left together, one of ``GROUPS``.
+        capacity: number of groups that fit.
+        low_bits: number of low bits of a key, which are stored unchanged; 0 for a bitmap.
+        values: layout of the values.
     """
 
     numel: int
@@ -60,7 +60,7 @@ class PackedLayout:
 
     @cached_property
     def bitmap_words(self) -> int:
-        """Words of a bitmap over the groups, whether or not it travels."""
+        """Words of a bitmap over the groups, whether or not it is sent."""
         return -(-self.groups // 32)
 
     @cached_property
@@ -70,7 +70,7 @@ class PackedLayout:
 
     @cached_property
     def high_words(self) -> int:
-        """Words of the high bitmap of Elias-Fano, or of the bitmap."""
+        """Words of Elias-Fano's high bitmap, or of the bitmap."""
         if not self.low_bits:
             return self.bitmap_words
         highest = max(0, self.groups - 1) >> self.low_bits
@@ -143,13 +143,13 @@ class PackedOps(Protocol):
 
         Per row with ``x = float32(grad) + float32(residual)``:
 
-        1. groups are selected as the sketch does: largest ``|x|`` of at least ``threshold``; of
-           more than ``capacity`` the largest stay, ties to the lower index; a capacity for all
-           groups selects every non-zero one;
-        2. a group with a non-finite ``x`` is not kept, its residual stays as it was, and the poison
-           word is set;
-        3. the kept groups' ``x`` in a row, padded with zeros to ``capacity`` groups, are quantized
-           in blocks as :meth:`tagc.ops.blocks.BlockOps.quantize` does; the residual keeps
+        1. A group is selected as in the sketch, if its largest ``|x|`` is at least ``threshold``.
+           If more than ``capacity`` groups are selected, the largest are kept, ties to the lower
+           index. A capacity for all groups selects every non-zero group.
+        2. A group with a non-finite ``x`` is not kept, its residual stays as it was, and the poison
+           word is set.
+        3. The kept groups' ``x`` in a row, padded with zeros to ``capacity`` groups, are quantized
+           in blocks as in :meth:`tagc.ops.blocks.BlockOps.quantize`. The residual keeps
            ``x - q * s``, and ``x`` of every other group, rounded to nearest even in its dtype
            (finite stays finite).
 
@@ -168,7 +168,7 @@ class PackedOps(Protocol):
 
         Products ``q * s`` are exact in float32; they are added in float32 in the order of ``r``,
         starting from 0, divided by ``divisor`` (IEEE) and rounded to ``out``'s dtype. Groups that
-        nobody sent are 0. If any poison word is set, all of ``out`` is NaN.
+        no rank sent are 0. If any poison word is set, all of ``out`` is NaN.
 
         Args:
             message: ``[R, words]`` int32.
@@ -185,7 +185,7 @@ class PackedOps(Protocol):
         *,
         layout: PackedLayout,
     ) -> None:
-        """Mark the groups of every row that :meth:`pack` would keep, without packing anything.
+        """Mark the groups of every row that :meth:`pack` would keep, without packing them.
 
         Args:
             x: ``[R, numel]`` float32 or bfloat16.
@@ -207,5 +207,5 @@ class PackedOps(Protocol):
     def prepare_packed(
         self, layout: PackedLayout, gradient: torch.dtype, residual: torch.dtype | None
     ) -> None:
-        """Compile what the other operators of sparse messages will need."""
+        """Compile the kernels of the other operators of this class."""
         ...

@@ -1,19 +1,19 @@
-"""Shape of a count sketch: groups, index words, cells, and how many cells a number of keys needs.
+"""Shape of a count sketch: groups, index words, cells, and the cells needed for a number of keys.
 
 A key is the index of a group. It owns one cell in each of ``hashes`` equal partitions of the
 table. The owner of the shard knows which keys are present, so decoding is peeling a random
 ``hashes``-uniform hypergraph, which succeeds with high probability above a threshold of
 1.222 / 1.295 / 1.425 / 1.570 cells per key for 3 / 4 / 5 / 6 hashes (Dietzfelbinger & Walzer).
 
-Two things go wrong below infinite size, and both set the numbers here:
+A finite table can fail in two ways, which determine the numbers here:
 
-* the threshold blurs by about ``0.8 / sqrt(keys)`` (standard deviation, measured), so a margin of
+* the threshold varies by about ``0.8 / sqrt(keys)`` (standard deviation, measured), so a margin of
   ``4.5 / sqrt(keys)`` is added;
-* two keys that share *all* their cells can never be told apart, which happens with probability
-  about ``keys**2 / (2 * partition**hashes)``: fewer keys need more hashes.
+* two keys that share *all* their cells cannot be told apart, which happens with probability about
+  ``keys**2 / (2 * partition**hashes)``: fewer keys need more hashes.
 
-Where the table would be as large as the shard itself, key ``k`` simply owns cell ``k``
-(``direct``): nothing to peel, nothing can fail.
+If the table would be as large as the shard itself, key ``k`` simply owns cell ``k`` (``direct``).
+Then there is nothing to peel, and decoding cannot fail.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class SketchLayout:
     """Static shape of the sketch of one shard.
 
     Attributes:
-        numel: elements of the shard segment that the sketch describes.
+        numel: number of elements of the segment in a shard.
         symbol: format of a group.
         keys: number of distinct present groups that the table is sized for.
-        hashes: cells per key (1 when ``direct``).
-        partition: cells of one partition.
+        hashes: number of cells per key (1 if ``direct``).
+        partition: number of cells of one partition.
     """
 
     numel: int
@@ -70,7 +70,7 @@ class SketchLayout:
 
     @cached_property
     def index_words(self) -> int:
-        """Words that travel as the index: the bitmap, then one poison word (non-finite input)."""
+        """Words of the index as sent: the bitmap, then one poison word (non-finite input)."""
         return self.words + 1
 
     @cached_property
@@ -105,7 +105,7 @@ def plan_layout(numel: int, symbol: Symbol, keys: int) -> SketchLayout:
 
 
 def _table(keys: int) -> tuple[int, int]:
-    """Hashes, and cells of a partition, of a table for so many keys."""
+    """Number of hashes, and cells of a partition, of a table for ``keys`` keys."""
     hashes, threshold = next((h, t) for least, h, t in _HASHES_BY_KEYS if keys >= least)
     cells = threshold * keys + _MARGIN * math.sqrt(keys)
     return hashes, max(_MIN_PARTITION, math.ceil(cells / hashes))
@@ -145,16 +145,16 @@ class SketchOps(Protocol):
 
         Per destination ``d`` with ``x = float32(grad[d]) + float32(residual[d])``:
 
-        1. without a ``support``, a group is selected when its largest ``|x|`` is at least
-           ``threshold[d]``; of more than ``capacity`` selected groups the largest stay, ties to
-           the lower index; a capacity for all groups selects every non-zero one. With a
-           ``support``, its groups are selected, zero or not, and no others, whatever threshold
-           and capacity;
-        2. a group with a non-finite ``x`` is never selected, its residual stays as it was and the
-           poison word of the destination is set;
-        3. a kept element sends ``q = rint(clip(x / step[d], -levels, levels))`` and leaves
-           ``x - q * step[d]`` in the residual, every other element leaves ``x``, rounded to nearest
-           even in the residual's dtype (finite stays finite).
+        1. Without a ``support``, a group is selected if its largest ``|x|`` is at least
+           ``threshold[d]``. If more than ``capacity`` groups are selected, the largest are kept,
+           ties to the lower index. A capacity for all groups selects every non-zero group. With a
+           ``support``, exactly its groups are selected, even zero ones; threshold and capacity do
+           not matter.
+        2. A group with a non-finite ``x`` is never selected, its residual stays as it was, and the
+           poison word of the destination is set.
+        3. A kept element sends ``q = rint(clip(x / step[d], -levels, levels))`` and leaves
+           ``x - q * step[d]`` in the residual. Every other element leaves ``x``. Both are rounded
+           to nearest even in the residual's dtype (finite stays finite).
 
         Args:
             grad: ``[W, n]`` float32, bfloat16 or float16.
@@ -167,8 +167,8 @@ class SketchOps(Protocol):
                 for group ``g``), then the poison word (0 or 1).
             cells: ``[W, cells]`` int32, written.
             counts: ``[W, 4]`` int32, written: finite groups above the threshold, finite groups
-                that are not all zero, groups kept, kept groups with an element that was clipped.
-            support: ``[W, words]`` int32 bitmaps (bits past the last group mean nothing), or None.
+                that are not all zero, groups kept, kept groups with a clipped element.
+            support: ``[W, words]`` int32 bitmaps (bits past the last group are ignored), or None.
         """
         ...
 
@@ -189,12 +189,12 @@ class SketchOps(Protocol):
 
         Elements are ``float32(sum of q) * step / divisor``, rounded to ``out``'s dtype; absent
         groups are zero. If any poison word is set, all of ``out`` is NaN. Groups that peeling
-        cannot recover are zero and counted, and their estimate (the mean over their cells of
-        what is left in the cell, shared equally among the keys left in it, not divided by
-        ``divisor``) is added to ``residual``.
+        cannot recover are zero and counted, and their estimate is added to ``residual``: the mean
+        over their cells of the cell's remaining sum, shared equally among the cell's remaining
+        keys, and not divided by ``divisor``.
 
         Args:
-            index: ``[W, index_words]`` int32, what each rank sent to this one.
+            index: ``[W, index_words]`` int32, the index that each rank sent to this one.
             cells: ``[cells]`` int32, the sum over ranks; may be overwritten.
             step: ``[1]`` float32, the quantization step of this shard.
             seed: ``[1]`` int32, as in :meth:`encode`.
@@ -207,19 +207,19 @@ class SketchOps(Protocol):
     def prepare(
         self, layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None
     ) -> None:
-        """Compile what :meth:`encode` and :meth:`decode` will need, so that no step has to."""
+        """Compile the kernels of :meth:`encode` and :meth:`decode`, so that no step has to."""
         ...
 
     def insert(
         self, symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
     ) -> None:
-        """Sketch given symbols: ``cells`` (written) hold the sums over the groups in ``index``.
+        """Sketch given symbols: ``cells`` get the sums over the groups in ``index``.
 
         Args:
             symbols: ``[groups]`` int32; entries of absent groups are ignored.
             index: ``[words]`` int32 bitmap.
             seed: ``[1]`` int32.
-            cells: ``[cells]`` int32.
+            cells: ``[cells]`` int32, written.
         """
         ...
 

@@ -1,12 +1,12 @@
-"""Symbols: how a group of quantized elements travels in one 32-bit word that can be summed.
+"""Symbols: a group of quantized elements in one 32-bit word that can be summed.
 
 A symbol carries ``lanes`` signed integers of ``bits`` bits each::
 
     v = sum(q[i] * 2**(bits * i) for i in range(lanes))   (mod 2**32)
 
-with carries and borrows left in place. Addition of symbols modulo 2**32 is then addition of all
-lanes at once, and the sum decodes exactly whenever every *final* lane sum fits its ``bits`` bits;
-overflow on the way there is harmless because arithmetic modulo 2**32 forgets it.
+with carries and borrows left in place. Adding symbols modulo 2**32 then adds all lanes at once. The
+sum decodes exactly if every *final* lane sum fits its ``bits`` bits; overflow on the way is
+harmless in arithmetic modulo 2**32.
 
 Worked example (``int8x4``): q = (-1, 2, 0, 0) is v = -1 + 2*256 = 511; adding (1, -2, 0, 3) =
 1 - 512 + 3*2**24 gives 50331648 = 3*2**24, which decodes to (0, 0, 0, 3).
@@ -26,11 +26,11 @@ class Symbol:
     """A symbol format.
 
     Attributes:
-        name: spelling used in policies.
-        lanes: elements carried by one symbol (the group size).
+        name: the name in policies.
+        lanes: number of elements of one symbol (the group size).
         bits: bits per element.
-        headroom: log2 of the largest magnitude that can be sent, in thresholds; larger elements
-            saturate and the rest of them stays in the residual.
+        headroom: log2 of the largest magnitude that can be sent, in thresholds. Larger elements
+            saturate, and the excess stays in the residual.
     """
 
     name: str
@@ -78,7 +78,7 @@ SYMBOLS: dict[str, Symbol] = {
     )
 }
 
-# Below this many levels per rank an int8 lane quantizes too coarsely next to the threshold.
+# With fewer levels per rank, an int8 lane quantizes too coarsely near the threshold.
 _MIN_LEVELS_AUTO = 15
 
 

@@ -1,7 +1,7 @@
-"""Steering of thresholds: from what a step selected to the thresholds of the next one.
+"""Steering of thresholds: computes the next step's thresholds from this step's counts.
 
-Only the four basic operations and comparisons are used, each rounded by itself, which IEEE 754
-rounds the same way everywhere, so that thresholds stay equal to the bit on all ranks.
+It uses only the four basic operations and comparisons, each rounded by itself. IEEE 754 rounds them
+the same way everywhere, so thresholds stay equal to the bit on all ranks.
 """
 
 from __future__ import annotations
@@ -12,35 +12,36 @@ import torch
 from torch import Tensor
 
 THRESHOLD, BOOST, BIAS, EXPONENT, SIDE, STEP = range(6)
-"""Rows of a state of steering."""
+"""Rows of the state of steering."""
 STATES = 6
 
 MIN_THRESHOLD, MAX_THRESHOLD = 2.0**-96, 2.0**96
-"""Thresholds stay in here, so that a step and its inverse are normal float32 numbers."""
+"""Bounds of thresholds, so that a step and its inverse are normal float32 numbers."""
 NONZERO_SHARE = 0.9
-"""A threshold below the smallest element would run off to zero: where fewer groups than the target
-are not zero, the aim is to leave a tenth of them below it."""
+"""The goal is at most this share of the groups that are not zero. With a higher goal, the threshold
+could fall below the smallest element and run off to zero."""
 MAX_RATIO = 256.0
 FIRST_EXPONENT, MIN_EXPONENT, MAX_EXPONENT = 1 / 4, 1 / 32, 1 / 2
 LONGER, SHORTER = 1.25, 0.5
-"""What the exponent is multiplied by while the count stays on one side, and where it changes."""
+"""Factors on the exponent: while the count stays on one side of the goal, and when it changes."""
 NOTHING_ABOVE = 1 / 16
 BIAS_RATE, MAX_BIAS, NEAR = 0.3, 4.0, 4.0
-"""The bias learns only while the threshold is about right: elsewhere it would wind up."""
+"""The bias learns only while the threshold is about right; otherwise it would wind up."""
 COARSER, FINER = 64.0, 1024.0
-"""One kept group in so many may saturate before the step is doubled, and is halved."""
+"""The step doubles if more than one kept group in 64 saturates, and halves if fewer than one in
+1024 does."""
 
 
 class ThresholdOps(Protocol):
-    """Tensors are preallocated, of unit stride in the last dimension."""
+    """Tensors are preallocated, with unit stride in the last dimension."""
 
     def steer(
         self, counts: Tensor, target: Tensor, max_boost: Tensor, scale: Tensor, state: Tensor
     ) -> None:
-        """Move thresholds towards the target, and tie the quantization steps to them.
+        """Move thresholds towards the target, and set the quantization steps by them.
 
-        With ``above``, ``nonzero``, ``kept`` and ``saturated`` the numbers of groups in ``counts``,
-        as float32, and in this order::
+        ``above``, ``nonzero``, ``kept`` and ``saturated`` are the numbers of groups in ``counts``
+        as float32. In this order::
 
             boost *= 2 if 64 saturated > kept else 1/2 if 1024 saturated < kept else 1
             boost = min(max(boost, 1), max_boost)
@@ -55,35 +56,35 @@ class ThresholdOps(Protocol):
             step = 2**floor(log2(threshold)) * scale * boost
 
         all in float32, each operation rounded by itself. (``factor`` is ``ratio**p`` to first order
-        around 1, bounded, and free of functions that another library rounds differently.)
+        around 1, bounded, and uses no function that libraries round differently.)
 
         Args:
             counts: ``[segments, D, 4]`` int32, by ``ABOVE``, ``NONZERO``, ``KEPT``, ``SATURATED``;
-                none is negative.
-            target: ``[segments]`` float32, groups that should be kept.
+                not negative.
+            target: ``[segments]`` float32, number of groups to keep.
             max_boost: ``[segments]`` float32 powers of two.
-            scale: ``[segments]`` float32 powers of two, or 0 where nothing is quantized: 1 stands
-                there for the product that the boost multiplies.
+            scale: ``[segments]`` float32 powers of two, or 0 where nothing is quantized; there
+                ``step`` is ``boost``.
             state: ``[6, segments, D]`` float32, updated: ``THRESHOLD``, ``BOOST``, ``BIAS``,
                 ``EXPONENT``, ``SIDE`` and ``STEP``.
         """
         ...
 
     def prepare_thresholds(self) -> None:
-        """Compile what :meth:`steer` will need."""
+        """Compile the kernels of :meth:`steer`."""
         ...
 
 
 def step_of(threshold: Tensor, scale: Tensor | float) -> Tensor:
     """``2**floor(log2(threshold)) * scale``, exactly, and 1 where ``scale`` is 0.
 
-    A power of two makes ``x / step``, ``q * step`` and ``x - q * step`` exact in float32, so what
-    is sent plus what stays is what was there, and every implementation gets the same bits.
-    Tying it to the threshold rather than to the maximum keeps one outlier from erasing the rest.
+    A power of two makes ``x / step``, ``q * step`` and ``x - q * step`` exact in float32. So the
+    sent part and the residual add up to ``x``, and every implementation gets the same bits. The
+    step follows the threshold, not the maximum, so that one outlier does not erase the rest.
 
     Args:
         threshold: float32, within ``[MIN_THRESHOLD, MAX_THRESHOLD]``.
-        scale: a power of two or 0; of a shape that goes with the threshold's.
+        scale: a power of two or 0, of a shape that broadcasts with the threshold's.
     """
     exponent = (threshold.view(torch.int32) & 0x7F800000).view(torch.float32)
     step = exponent * scale

@@ -1,8 +1,8 @@
-"""The canonical form of a policy, version 1: what :attr:`tagc.Policy.hash` is the SHA-256 of.
+"""The canonical form of a policy, version 1: the text that :attr:`tagc.Policy.hash` hashes.
 
-Checkpoints have that hash, and an exact resume needs the same one. So the form has names of its
-own, and a rename in the code changes nothing in it. Keys that policies get later are left out
-where they have their default, as ``inside`` and ``roles`` are.
+Checkpoints store that hash, and an exact resume needs the same one. So the form has its own names,
+which do not follow renames in the code. Keys added to policies later are left out while they have
+their default, as ``inside`` and ``roles`` are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def canonical(
     inside: str,
     roles: Mapping[Role, Sequence[str]],
 ) -> str:
-    """All that a policy changes in a run: nothing that it only says, such as its name."""
+    """Everything in a policy that changes a run. Name, `about` and `tuning` do not."""
     content: dict[str, Any] = {
         "schema": 1,
         "gradients": [_rule(rule) for rule in gradients],
@@ -47,7 +47,7 @@ def canonical(
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-# The keys that version 1 of the form has of each configuration, at their default, too.
+# The keys of each configuration that version 1 of the form always contains, even at their default.
 _KEYS: dict[type[Strict], tuple[str, ...]] = {
     When: ("role", "name", "layers", "min_numel", "max_numel"),
     FeedbackConfig: ("kind", "dtype", "beta", "reset_steps", "lead"),
@@ -61,7 +61,7 @@ _KEYS: dict[type[Strict], tuple[str, ...]] = {
     AutoParametersConfig: ("kind", "min_bits", "memory"),
     AutoConfig: ("kind", "min_bits"),
 }
-# Of options that were removed.
+# Options that were removed; their value stays in the form.
 _REMOVED: dict[type[Strict], dict[str, Any]] = {
     PackedConfig: {"support": "own"},
     FeedbackConfig: {"rate": 0.1},

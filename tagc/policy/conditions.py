@@ -1,4 +1,4 @@
-"""Conditions of rules: which parameters they are about."""
+"""Conditions of rules: which parameters a rule selects."""
 
 import re
 from enum import IntEnum
@@ -30,7 +30,7 @@ def _as_range(value: object) -> tuple[int, int]:
         ends = list(value)
     elif isinstance(value, int):
         ends = [value]
-    # A bool is an int, too, but no layer.
+    # A bool is also an int, but not a layer.
     if not ends or any(type(end) is not int for end in ends) or not 0 <= ends[0] <= ends[-1]:
         raise ValueError(
             f"must be a range such as '0-11', [0, 11] or one number, not {short(value)}"
@@ -59,7 +59,7 @@ _Numel = Annotated[int, Field(ge=0, le=2**63 - 1), unit("elements")]
 
 
 class Near(IntEnum):
-    """What keeps a rule from selecting a parameter, by how near it was."""
+    """The condition that keeps a rule from selecting a parameter; a later one is a nearer miss."""
 
     NOTHING = 0
     ROLE = 1
@@ -71,31 +71,32 @@ class Near(IntEnum):
 
 
 class Miss(NamedTuple):
-    """Why a rule does not select a parameter, also for people."""
+    """Why a rule does not select a parameter; `why` is text for users."""
 
     near: Near
     why: str
 
 
 class When(Strict):
-    """Conditions on a parameter. All that are given must hold; none given holds for every one."""
+    """Conditions on a parameter. All given conditions must hold; {} selects every parameter."""
 
     role: OneOrMore[Role] | None = None
-    """Part of a transformer that it belongs to, or a list of them."""
+    """The parameter's part of the transformer, or a list of parts."""
     name: OneOrMore[Glob] | None = None
-    """Glob, or a list of them, over its whole name without wrapper prefixes; case sensitive."""
+    """Glob that the whole name matches, or a list of globs; case sensitive. Wrapper prefixes are
+    removed from the name first."""
     layers: _Layers | None = None
-    """Blocks that it may be in, both ends included: "4-11", [4, 11], or one number."""
+    """Blocks to select, both ends included: "4-11", [4, 11], or one number."""
     min_numel: _Numel | None = None
-    """Elements, before sharding, that it has at least. Rules that compress and give no name pass
-    over parameters below 16384 elements, unless they have this key."""
+    """Fewest elements of the parameter, before sharding. Without this key, a rule that compresses
+    and gives no name skips parameters below 16384 elements."""
     max_numel: _Numel | None = None
-    """Elements, before sharding, that it has at most."""
+    """Most elements of the parameter, before sharding."""
 
     @field_validator("role", "name")
     @classmethod
     def _sort(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        # The order of alternatives has no meaning, so it must not reach the policy's hash.
+        # The order of alternatives means nothing, so it must not change the policy's hash.
         return None if value is None else tuple(sorted(set(value)))
 
     @model_validator(mode="after")
@@ -106,7 +107,7 @@ class When(Strict):
         return self
 
     def miss(self, param: ParamInfo) -> Miss | None:
-        """Which condition does not hold for the parameter; None if all do."""
+        """The condition that does not hold for the parameter; None if all hold."""
         if self.role is not None and param.role not in self.role:
             return Miss(Near.ROLE, "no rule for its role")
         if self.name is not None:

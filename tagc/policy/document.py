@@ -1,6 +1,6 @@
-"""Reading a policy file, with the place of every key.
+"""Reads a policy file and records the place of every key.
 
-Knows YAML; what a policy may contain is `tagc.policy`'s business.
+This file knows YAML; `tagc.policy.policy` knows what a policy may contain.
 """
 
 import importlib.resources
@@ -36,7 +36,7 @@ Keys = tuple[str | int, ...]
 _LARGEST = 1_000_000  # bytes of a policy file
 
 DICT = "<dict>"
-"""Source of what came from no file."""
+"""Source of a policy that is not from a file."""
 
 
 class PolicyError(ValueError):
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong at a path; `place` where it is not the place of the path's key."""
+    """A problem at a path. `place` is given if it differs from the place of the path's key."""
 
     path: Keys
     text: str
@@ -65,12 +65,12 @@ class Problem:
 
 @dataclass(kw_only=True)
 class Document:
-    """Plain data as read, and where it stood.
+    """Plain data, with its place in the file.
 
-    `text` is the file's, and `path` where it lies, unless it is built in. `places` maps the path of
-    each key and list item to where it stands; it is empty for data that came from no file.
-    `problems` holds what the reader could not accept, `refused` the paths whose values it left out
-    because of that.
+    `text` is the content of the file. `path` is the file's real path, None for a built-in policy.
+    `places` maps the path of each key and list item to its place; it is empty for data that is not
+    from a file. `problems` lists what the reader refused, `refused` the paths of the values that it
+    left out for that reason.
     """
 
     source: str
@@ -83,10 +83,10 @@ class Document:
 
 
 def read(source: "str | os.PathLike[str] | Mapping[str, Any]") -> Document:
-    """The document that a built-in name, a path or a mapping stands for.
+    """Read the document of a built-in name, a path or a mapping.
 
     Raises:
-        PolicyError: as `read_builtin` and `read_file` do, or if it is nothing of this.
+        PolicyError: as `read_builtin` and `read_file` do, or if `source` is none of these.
     """
     if isinstance(source, Mapping):
         return Document(source=DICT, data=dict(source))
@@ -117,7 +117,7 @@ def read_builtin(name: str) -> Document:
 
 
 def is_path(source: str) -> bool:
-    """Whether a string is a file's path, and not the name of a built-in policy."""
+    """Whether a string is the path of a file, not the name of a built-in policy."""
     return source.endswith((".yaml", ".yml")) or any(
         separator in source for separator in (os.sep, os.altsep) if separator
     )
@@ -136,13 +136,13 @@ def read_file(path: str) -> Document:
 
 
 def parse(raw: bytes, source: str) -> Document:
-    """Reads one YAML document in UTF-8.
+    """Read one YAML document in UTF-8.
 
     Scalars follow the core schema of YAML 1.2: `1e-3` is a number, `no` and `1:30` are strings.
     Duplicate keys, aliases and tags other than the core ones are collected as problems.
 
     Raises:
-        PolicyError: the text is not UTF-8, not YAML, or empty.
+        PolicyError: if the text is not UTF-8, not YAML, or empty.
     """
     try:
         text = raw.decode()
@@ -156,8 +156,7 @@ def parse(raw: bytes, source: str) -> Document:
         root = loader.get_single_node()
         if root is not None:
             document.data = _plain(root, (), document)
-    # Besides its own errors PyYAML lets others through, such as chr()'s for an escape beyond
-    # Unicode.
+    # PyYAML also lets errors of Python through, such as chr()'s for an escape beyond Unicode.
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         place = _error_place(error, loader, text)
         raise PolicyError(f"{source}:{place}: invalid YAML: {_error_text(error)}") from None
@@ -172,7 +171,7 @@ _QUOTE = "quote a glob that starts with '*'"
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes only, and hands aliases on as marked scalars, so that they have a line."""
+    """Composes nodes only, and turns aliases into marked scalars, so that errors have a line."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

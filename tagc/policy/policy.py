@@ -1,10 +1,10 @@
-"""Policies: which gradients travel compressed, and how.
+"""Policies: which gradients are compressed, and how.
 
-A policy is a list of rules over the model's parameters; the first rule that matches decides, and
-a parameter that none matches is dense. `Policy.load` reads one from a YAML file, a built-in name
-or a dict. One that extends another has its rules behind its own. Norms, biases and other small
-parameters are a fraction of a percent of the elements and much of the error, so compression reaches
-them only where a rule names them.
+A policy is a list of rules over the model's parameters. The first rule that matches decides; a
+parameter that no rule matches is dense. `Policy.load` reads a policy from a YAML file, a built-in
+name or a dict. A policy that extends another appends the other's rules to its own. Norms, biases
+and other small parameters are a fraction of a percent of the elements and much of the error, so
+they are compressed only if a rule names them.
 """
 
 import hashlib
@@ -60,12 +60,12 @@ def _as_rules(value: object) -> tuple[object, ...]:
 def _check_replicas(rule: Rule) -> Rule:
     if rule.codec.shares_support:
         raise ValueError(
-            "codec.support 'shared' is the choice of a shard's owner, and replicas have none"
+            "codec.support 'shared' is chosen by a shard's owner, and replicas have none"
         )
     if rule.feedback.lead == "measured":
         raise ValueError(
-            "feedback.lead 'measured' differs from rank to rank, and replicas must stay alike; "
-            "name a number"
+            "feedback.lead 'measured' differs from rank to rank, and replicas must stay equal; "
+            "give a number"
         )
     return rule
 
@@ -82,66 +82,70 @@ DIRECTIONS = ("gradients", "parameters", "replicas")
 """A policy's lists of rules."""
 
 Inside = Literal["native", "bfloat16", "int8"]
-"""How what a policy compresses travels between the ranks of a host, which add it up first."""
+"""How the ranks of a host send each other the gradients that a policy compresses, to add them up
+before they send one message to the other hosts."""
 
 VARIABLE = "TAGC_POLICY"
-"""The environment variable that names the policy where the program names none."""
+"""The environment variable that names the policy if the program does not."""
 
 
 class Policy(Strict):
     """Ordered lists of rules: for the `gradients` in FSDP's reduce-scatter, the `parameters` in
     its all-gather, and the gradients in the all-reduce across `replicas` of the sharded model.
-    Equal content is equal, whatever its source.
+    Policies with the same content are equal, whatever their source.
 
-    Load policies with `Policy.load`, whose errors are all PolicyError; the constructor raises
-    pydantic's ValidationError, which is a ValueError too.
+    Load policies with `Policy.load`, which raises only PolicyError; the constructor raises
+    pydantic's ValidationError, which is also a ValueError.
     """
 
     schema_version: Annotated[Literal[1], BeforeValidator(_check_schema)] = Field(alias="schema")
     """Version of the keys; 1 so far."""
     about: str = ""
-    """One sentence for people."""
+    """One sentence that describes the policy."""
     gradients: _Rules[Rule]
-    """Rules for gradients in FSDP's reduce-scatter; the first that selects a parameter decides, and
-    what none selects is dense."""
+    """Rules for gradients in FSDP's reduce-scatter. The first rule that selects a parameter
+    decides; a parameter that no rule selects is dense."""
     parameters: _Rules[ParameterRule] = ()
-    """Rules for parameters in FSDP's all-gather; likewise."""
+    """Rules for parameters in FSDP's all-gather. The first rule that selects a parameter decides; a
+    parameter that no rule selects is dense."""
     replicas: _Rules[Annotated[Rule, AfterValidator(_check_replicas)]] = ()
-    """Rules for gradients in the all-reduce across replicas of the sharded model; likewise."""
+    """Rules for gradients in the all-reduce across replicas of the sharded model. The first rule
+    that selects a parameter decides; a parameter that no rule selects is dense."""
     inside: Inside = "native"
-    """Where the ranks of a host add up gradients before one message a host is sent: how those that
-    rules compress travel between them. `native` is their own dtype, `bfloat16` 2 bytes, and `int8`
-    one, with a scale for every 256, rounded by chance; sums are in float32. For hosts whose ranks
-    reach each other slowly (PCIe)."""
+    """How the ranks of a host send each other the gradients that rules compress, if they add them
+    up before the host sends one message: `native` in the gradients' own dtype, `bfloat16` in 2
+    bytes, `int8` in 1 byte, stochastically rounded, with a scale for every 256 elements. Sums are
+    in float32. Use fewer bytes if the link between the ranks of a host is slow (PCIe)."""
     roles: dict[Role, OneOrMore[Glob]] = Field(default={})
-    """Roles that parameters of this model have by their names: globs, or a list of them, as in
-    `name`. The first that fits decides, before what tagc knows of names."""
+    """Roles of this model's parameters by name: for each role a glob, or a list of globs, as in
+    `name`. The first role that matches decides, before tagc's own table of names."""
     tuning: Tuning | None = None
     """Factors between a dense run's settings and this policy's; if omitted, no hint is printed."""
 
     _name: str = PrivateAttr(default=DICT)
-    # Where each rule of a list comes from, and which of that is the policy's own.
+    # The source of each rule of a list, and the policy's own source.
     _origins: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
     _source: str = PrivateAttr(default=DICT)
 
     @field_validator("roles")
     @classmethod
     def _sort(cls, roles: dict[Role, tuple[str, ...]]) -> dict[Role, tuple[str, ...]]:
-        # As in `When`: the order of alternatives has no meaning. That of the roles has.
+        # As in `When`, the order of alternatives means nothing. The order of the roles counts.
         return {role: tuple(sorted(set(globs))) for role, globs in roles.items()}
 
     @classmethod
     def load(
         cls, source: "str | os.PathLike[str] | Mapping[str, Any] | Policy | None" = None
     ) -> "Policy":
-        """A policy from its built-in name, a YAML file, a mapping, or itself; if None is given, the
-        one that the environment variable `TAGC_POLICY` names, else `auto`.
+        """Load a policy from a built-in name, a YAML file or a mapping; a Policy is returned as it
+        is. None loads the policy that the environment variable `TAGC_POLICY` names, else `auto`.
 
-        A string with a path separator or the suffix .yaml or .yml is a file, any other is a
+        A string with a path separator or the suffix .yaml or .yml is a file; any other is a
         built-in name.
 
         Raises:
-            PolicyError: no such policy, or not a valid one; the message lists every problem.
+            PolicyError: if there is no such policy or it is not valid; the message lists every
+                problem.
         """
         if isinstance(source, Policy):
             return source
@@ -162,9 +166,9 @@ class Policy(Strict):
 
     @property
     def hash(self) -> str:
-        """SHA-256, in hex, of the canonical form, version 1, of what the policy changes in a run:
-        not of `about`, `tuning` and name. Renames in the code, and new keys that have their
-        default, change nothing in it."""
+        """SHA-256, in hex, of the canonical form, version 1, of everything that changes a run;
+        `about`, `tuning` and the name do not count. Renames in the code, and new keys at their
+        default, do not change it."""
         form = canonical(
             gradients=self.gradients,
             parameters=self.parameters,
@@ -175,13 +179,13 @@ class Policy(Strict):
         return hashlib.sha256(form.encode()).hexdigest()
 
     def with_inside(self, inside: Inside) -> "Policy":
-        """The same, but for how ranks of a host add up; its name says so."""
+        """The same policy with another value of `inside`; its name says so."""
         policy = self.model_copy(update={"inside": inside})
         policy._name = f"{self.name}, inside {inside}"
         return policy
 
     def origins(self, direction: str) -> tuple[str, ...]:
-        """For each rule of this list the file that it stands in, or `<dict>`."""
+        """The file of each rule of this list, or `<dict>`."""
         return self._origins.get(direction, ())
 
     def inherits(self, direction: str, index: int) -> bool:
@@ -190,7 +194,7 @@ class Policy(Strict):
         return bool(origins) and origins[index] != self._source
 
     def describe(self, name: str, shape: Sequence[int]) -> ParamInfo:
-        """What the policy knows of a parameter: its role by `roles`, else by `tagc`'s table."""
+        """Name, shape, role and layer of a parameter; `roles` decides before tagc's own table."""
         info = ParamInfo.of(name, tuple(shape))
         cleaned = clean_name(name)
         for role, globs in self.roles.items():
@@ -215,19 +219,19 @@ def policies() -> dict[str, str]:
 
 
 class Extension(Policy):
-    """A policy as its file has it, whose rules stand before those of another. Keys that are no
-    lists override the other's, and so does each role in `roles`."""
+    """The content of a policy file that extends another policy. Its rules come before the other's.
+    Its other keys, and each role in `roles`, override the other's."""
 
     gradients: _Rules[Rule] = ()
-    """Rules for gradients in FSDP's reduce-scatter; the first that selects a parameter decides, and
-    what none selects is dense."""
+    """Rules for gradients in FSDP's reduce-scatter. The first rule that selects a parameter
+    decides; a parameter that no rule selects is dense."""
     extends: Annotated[str, Field(min_length=1)]
-    """The policy whose rules come after those of this file: a built-in name, or a file beside this
-    one or in a folder below. Keys that are no lists of rules override the other policy's."""
+    """The policy whose rules come after the rules of this file: a built-in name, or a file beside
+    this one or in a folder below. Keys that are not lists of rules override the other policy's."""
 
 
 def _resolved(document: Document) -> Policy:
-    """The policy of a document, with those that it extends."""
+    """The policy of a document, merged with the policies that it extends."""
     layers = [(document, _validate(document))]
     while isinstance(own := layers[-1][1], Extension):
         base = _base_of([document for document, _ in layers], own.extends)
@@ -243,10 +247,10 @@ def _resolved(document: Document) -> Policy:
 
 
 def _base_of(chain: Sequence[Document], said: str) -> Document:
-    """What the last document extends; all of them extend each other.
+    """The document that the last one of the chain extends; each one extends the next.
 
     Raises:
-        PolicyError: if there is no such policy, or it is one of them.
+        PolicyError: if there is no such policy, or it is already in the chain.
     """
     own = chain[-1]
     try:
@@ -264,11 +268,11 @@ def _base_of(chain: Sequence[Document], said: str) -> Document:
 
 
 def _below(said: str) -> str:
-    """A path that stays in its folder, normalized. Policies come from other people, too, and are
-    not to say which files are read.
+    """A path that stays in its folder, normalized. A policy may come from someone else, so it must
+    not choose which files are read.
 
     Raises:
-        PolicyError: if it leads out of the folder.
+        PolicyError: if the path leaves the folder.
     """
     path = os.path.normpath(said)
     if os.path.isabs(path) or os.path.splitdrive(path)[0] or path.split(os.sep)[0] == os.pardir:
@@ -280,7 +284,7 @@ def _below(said: str) -> str:
 
 
 def _over(own: Policy, base: Policy) -> Policy:
-    """`base` with the rules of `own` before its own, and with the other keys that `own` has."""
+    """`base`, with the rules of `own` before its rules and with the other keys set in `own`."""
     update: dict[str, Any] = {}
     for name in Policy.model_fields:
         mine, theirs = getattr(own, name), getattr(base, name)

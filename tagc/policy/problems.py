@@ -1,4 +1,4 @@
-"""Saying what is wrong with a policy, in the words of its file."""
+"""Reports what is wrong with a policy in the terms of its file."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +18,9 @@ __all__ = ["raise_problems", "translate"]
 
 
 def raise_problems(document: Document, problems: Iterable[Problem]) -> None:
-    """Raises one PolicyError that lists all problems, the reader's own too, by line.
+    """Raise one PolicyError that lists all problems by line, including the reader's.
 
-    What lies under a value that the reader refused is left out: it would only repeat the cause.
+    Problems below a value that the reader refused are left out: they would only repeat the cause.
     """
     refused = set(document.refused)
     listed = document.problems + [
@@ -34,13 +34,13 @@ def raise_problems(document: Document, problems: Iterable[Problem]) -> None:
 
 
 def translate(error: ValidationError, data: object, model: type[BaseModel]) -> list[Problem]:
-    """Pydantic's findings on `data` as problems, in the words of the file.
+    """Pydantic's errors on `data` as problems, in the terms of the file.
 
-    `model` has every key of a file. Allowed keys and values are read from it, as what pydantic
-    says in English may change with its version.
+    `model` has every key of a file. Allowed keys and values are read from it, because pydantic's
+    English text may change with its version.
     """
     found = error.errors(include_url=False)
-    # A misspelt key is one mistake, though the right one is then missing.
+    # A misspelt key is one mistake, although the right key is then missing.
     meant = {
         (*loc, closest(key, _keys(model, loc)))
         for *loc, key in (one["loc"] for one in found if one["type"] == "extra_forbidden")
@@ -53,7 +53,7 @@ def translate(error: ValidationError, data: object, model: type[BaseModel]) -> l
 
 
 def _in_words(problem: Problem, data: Any) -> Problem:
-    """The problem where the file has it, with what to write instead of a value that was removed."""
+    """The problem at its place in the file; for a removed value, it says what to write instead."""
     *outer, key = problem.path or (None,)
     for part in outer:
         data = data[part]
@@ -63,7 +63,7 @@ def _in_words(problem: Problem, data: Any) -> Problem:
     return replace(problem, text=f"{short(data[key])} was removed: {remedy}") if remedy else problem
 
 
-# By pydantic's type of error; its context fills in the limits.
+# By pydantic's type of error; the error's context fills in the limits.
 _TEXTS = {
     "bool_type": "must be true or false",
     "dict_type": "must be a mapping",
@@ -92,7 +92,7 @@ def _translate_one(details: ErrorDetails, model: type[BaseModel]) -> tuple[Keys,
         return path, f"unknown key; {nearest(loc[-1], _keys(model, loc[:-1]))}"
     if kind == "union_tag_invalid":
         return (*path, "kind"), _unknown(given["kind"], [*map(_kind, expected)])
-    if kind == "literal_error" and loc[-1] == "[key]":  # which only `roles` has
+    if kind == "literal_error" and loc[-1] == "[key]":  # only `roles` has it
         return path, f"unknown key; {nearest(given, ROLES)}"
     if kind == "literal_error":
         values = [v for one in expected if get_origin(one) is Literal for v in get_args(one)]
@@ -102,7 +102,7 @@ def _translate_one(details: ErrorDetails, model: type[BaseModel]) -> tuple[Keys,
         return path, str(context["error"])
     limits = {k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()}
     text = _TEXTS[kind].format(**limits) if kind in _TEXTS else details["msg"]
-    # Where it is all of a file, that is some other text than a policy.
+    # A value that is the whole file is some other text, not a policy: name only its type.
     return path, f"{text}, not {short(given) if path else type(given).__name__}"
 
 
@@ -111,9 +111,9 @@ def _unknown(given: object, options: Sequence[object]) -> str:
 
 
 def _follow(model: type[BaseModel], loc: Sequence[str | int]) -> tuple[Keys, list[Any]]:
-    """Where pydantic's location is in the file, and the types that a value may have there.
+    """The path in the file of pydantic's location, and the types that a value may have there.
 
-    Besides keys and indices it names alternatives: the `kind` of a codec, a union's types.
+    Besides keys and indices, a location names alternatives: the `kind` of a codec, a union's types.
     """
     path: Keys = ()
     types: list[Any] = [model]
@@ -137,7 +137,7 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 
 def _fields(part: Any) -> dict[Any, Any]:
-    """The types of a part of a policy, by its keys; empty for a value."""
+    """The types of a part of a policy by key; empty for a value."""
     fields = getattr(part, "model_fields", {})
     return {info.alias or name: info.annotation for name, info in fields.items()}
 

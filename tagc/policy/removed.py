@@ -1,4 +1,4 @@
-"""What policies could once say, and what to write instead."""
+"""Removed values and built-in policies, and what to write instead."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ __all__ = ["POLICIES", "REMOVED", "Removed", "remedy_for"]
 class Removed:
     """A value that a key no longer takes.
 
-    `kind` is that of the codec or feedback which has the key; `remedy` follows "was removed: " in
-    the error.
+    `kind` is the kind of the codec or feedback that has the key. `remedy` follows "was removed: "
+    in the error.
     """
 
     kind: str
@@ -60,14 +60,14 @@ POLICIES = {
     "mlp-only": _FILE.format(norm_factor=1.1, roles="mlp"),
     "fifth-bit": "take 'half-bit'",
 }
-"""By the name of a built-in policy that there was, what to write instead."""
+"""What to write instead of a removed built-in policy, by its name."""
 
 
 def remedy_for(key: object, mapping: Mapping[Any, object]) -> str | None:
     """What to write instead of this key's value in a codec or feedback; None if the value was
     never allowed."""
     for one in REMOVED:
-        same = type(one.value) is type(mapping[key]) and one.value == mapping[key]  # true is no 1
+        same = type(one.value) is type(mapping[key]) and one.value == mapping[key]  # true is not 1
         if same and one.key == key and one.kind == mapping.get("kind"):
             return one.remedy
     return None

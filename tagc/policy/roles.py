@@ -1,7 +1,7 @@
-"""Which part of a transformer a parameter belongs to, read from its name.
+"""Reads from a parameter's name which part of a transformer it belongs to.
 
 A policy selects parameters by role and by layer (see `tagc.policy`). Both come from the fully
-qualified name, so that a plan can be made before any weight is materialised.
+qualified name, so a plan can be made before any weight is materialised.
 """
 
 import math
@@ -13,12 +13,12 @@ from typing import Literal, Self, get_args
 __all__ = ["ROLES", "ParamInfo", "Role", "clean_name", "layer_of", "role_of"]
 
 Role = Literal["attention", "mlp", "embedding", "head", "norm", "router", "ssm", "other"]
-"""`attention`: projections of attention, and of what stands in its place, such as linear attention
-and state-space mixers. `mlp`: experts, too. `embedding`: what makes vectors of inputs, that is
-tables of tokens, positions and relative positions, stems for images and speech, and projections
-from one modality to another. `head`: what makes outputs of vectors. `norm`, `router`: as they are
-called. `ssm`: the own parameters of a recurrence (A, D, Δ, the short convolution), which are no
-matrices. `other`: the rest."""
+"""`attention`: projections of attention and of its replacements, such as linear attention and
+state-space mixers. `mlp`: MLPs, including experts. `embedding`: everything that turns inputs into
+vectors: tables of tokens, positions and relative positions, stems for images and speech, and
+projections from one modality to another. `head`: everything that turns vectors into outputs.
+`norm`: norms. `router`: routers of experts. `ssm`: the parameters of a recurrence itself (A, D, Δ,
+the short convolution), which are not matrices. `other`: the rest."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -27,16 +27,16 @@ def clean_name(name: str) -> str:
     """The parameter's name in the model as the user wrote it, without wrapper prefixes.
 
     `module.layers.0._checkpoint_wrapped_module.mlp.w1` becomes `layers.0.mlp.w1`. A `module`
-    further in is kept: there it can be a submodule's own name.
+    further in is kept, because it can be a submodule's own name.
     """
     return _LEADING_MODULE.sub("", _WRAPPER.sub("", name))
 
 
 @lru_cache(maxsize=1 << 16)  # a plan asks for every parameter several times
 def role_of(name: str) -> Role:
-    """One of `ROLES` for a parameter's fully qualified name; `other` if nothing is recognised.
+    """The role of a parameter by its fully qualified name; `other` if nothing is recognised.
 
-    A bias has the role of the projection it belongs to. A norm is a norm wherever it stands.
+    A bias has the role of its projection. A norm is `norm` in every module.
     """
     name = clean_name(name)
     for role, pattern in _PATTERNS:
@@ -46,7 +46,7 @@ def role_of(name: str) -> Role:
 
 
 def layer_of(name: str) -> int | None:
-    """Index of the transformer block that holds the parameter, or None outside of the blocks.
+    """Index of the transformer block that holds the parameter; None outside the blocks.
 
     The outermost index counts: `encoder.block.3.layer.1` is block 3, and an expert's number
     within a block is not a layer.
@@ -57,7 +57,7 @@ def layer_of(name: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamInfo:
-    """What a policy knows of a parameter: `shape` is the whole one, before sharding."""
+    """What a policy knows about a parameter. `shape` is the whole shape, before sharding."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class ParamInfo:
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...]) -> Self:
-        """Reads role and layer from the fully qualified `name`, which is kept as given."""
+        """Read role and layer from the fully qualified `name`, which is kept as given."""
         return cls(name=name, shape=tuple(shape), role=role_of(name), layer=layer_of(name))
 
     @property
@@ -75,10 +75,10 @@ class ParamInfo:
 
     @property
     def no_matrix(self) -> str:
-        """Why rows and columns of the parameter mean nothing, for people; empty if they do.
+        """Why the parameter is not a matrix, as text for users; empty if it is one.
 
-        A bias is a vector, though those of stacked experts are, together, `[E, f]`. A depthwise
-        convolution is `[C, 1, k]`, a few numbers for each channel.
+        A bias is a vector, although the biases of stacked experts are `[E, f]` together. A
+        depthwise convolution is `[C, 1, k]`, a few numbers for each channel.
         """
         if self.ndim < 2:
             return "one dimension"
@@ -95,13 +95,13 @@ class ParamInfo:
 
 _BIAS = re.compile(r"(?:^|[._])bias$")
 
-# torch.compile, activation checkpointing and FSDP1 put these anywhere in a name.
+# torch.compile, activation checkpointing and FSDP1 insert these anywhere in a name.
 _WRAPPER = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 )
 _LEADING_MODULE = re.compile(r"^(?:module\.)+")
 
-# A stem's conv_layers are none of the model's.
+# A stem's conv_layers are not layers of the model.
 _LAYER = re.compile(
     r"(?:^|\.)(?!conv_layers)(?:h|\w*layers?|\w*blocks?)\.([0-9]{1,18})\.", re.IGNORECASE
 )
@@ -112,16 +112,16 @@ def _component(*alternatives: str, start: str = r"(?:^|\.)", end: str = r"(?:\.|
     return re.compile(f"{start}(?:{'|'.join(alternatives)}){end}", re.IGNORECASE)
 
 
-# What may stand before names that mean something at the top of a model only.
+# The prefix allowed before names that have a meaning only at the top of a model.
 _TOP = r"^(?:[a-z_]\w*\.)?"
 _MIXER = r"(?:mixer|mamba\w*|ssm|temporal_block|short_conv|\w*attn\w*|(?:self|linear)_attention)\."
 
 # The first pattern found decides, so the order is part of the meaning.
 _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
     # Before attention and embedding: post_attention_layernorm, embeddings.LayerNorm, q_norm.
-    # Only as the module that owns the parameter: the projection in norm1.linear.weight is none.
+    # Only the module that owns the parameter counts: norm1.linear.weight is a projection.
     ("norm", _component(r"\w*norm[0-9]*(?:_\w+)?", r"ln(?:_?\w+)?|grn", end=r"(?:\.\w+)?$")),
-    # Before attention, in whose modules they are.
+    # Before attention, because they are in its modules.
     ("ssm", _component(r"A_log|dt_(?:proj_)?bias|rg_lru|time_(?:decay|first|mix\w*|maa\w*)")),
     ("ssm", _component(r"D|[qkv]?_?conv_?1d", start=rf"(?:^|\.){_MIXER}")),
     (
@@ -134,7 +134,7 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
     ("router", _component(r"router")),
     # Perceivers hold their mlp in the attention, and a pooling attention is a block of its own.
     ("mlp", _component(r"mlp", start=r"(?:^|\.)(?:\w+_)?(?:attn|attention|attn_pool)\.")),
-    # Before router and mlp: self_attn.gate is no router, and attention.output.dense no mlp.
+    # Before router and mlp: self_attn.gate is not a router, attention.output.dense not an mlp.
     (
         "attention",
         _component(
@@ -145,14 +145,14 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
             r"to_(?:q|k|v|kv|qkv|out|add_out)|linear_(?:qkv|kv)",
         ),
     ),
-    # The block around a state-space recurrence: Nemotron's `mixer` can be an mlp, too.
+    # The block around a state-space recurrence. Nemotron's `mixer` can also be an mlp.
     (
         "attention",
         _component(r"(?:in|out|x|dt)_proj", start=r"(?:^|\.)(?:mixer|mamba\w*|ssm|conv)\."),
     ),
-    # An exact `gate` is a router's; the gate of a gated mlp is called gate_proj, w1 or wi_0.
+    # `gate` alone is a router; the gate of a gated mlp is called gate_proj, w1 or wi_0.
     ("router", _component(r"gate|shared_expert_gate")),
-    # Before head, as projections to the hidden size of another modality; and before mlp.
+    # Before head and mlp: projections to the hidden size of another modality.
     (
         "embedding",
         _component(
@@ -160,8 +160,8 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
             r"(?:language|caption|feature|\w+_to_\w+)_projection|(?:\w+_)?aligner|patch_conv",
         ),
     ),
-    # Before embedding: embed_out. `output` is torchtitan's head only outside of the blocks, as
-    # BERT's blocks have an output.dense too.
+    # Before embedding, because of embed_out. `output` is torchtitan's head only outside the blocks:
+    # BERT's blocks have an output.dense.
     (
         "head",
         _component(
@@ -174,13 +174,13 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
         "head",
         _component(
             r"output|proj_out(?:_[12])?|(?:visual|text|audio)_projection",
-            # DiT's last layer has a modulation besides.
+            # DiT's last layer also has a modulation.
             r"final_layer\.linear",
             start=_TOP,
         ),
     ),
     ("head", _component(r"output_projection", start=r"(?:^|\.)decoder\.")),
-    # Megatron's; other models have some in their blocks.
+    # Megatron's head; other models have an output_layer in their blocks.
     ("head", _component(r"output_layer", start=r"^(?:(?:model|module|language_model)\.)?")),
     (
         "embedding",
@@ -188,7 +188,7 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
             r"(?:\w*_)?emb(?:ed|eds|edder|edding|eddings)?(?:_\w+)?|wte|wpe|word_embeddings",
             # Stems.
             r"feature_extractor|subsampling|time_step_proj|input_projections?",
-            # An embedder can hold whole blocks, which are none.
+            # An embedder can hold whole blocks, which are not embeddings.
             end=r"(?:\.(?!.*blocks\.[0-9])|$)",
         ),
     ),

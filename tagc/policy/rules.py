@@ -1,4 +1,4 @@
-"""Rules: what becomes of the parameters that their conditions select."""
+"""Rules: the codec and feedback of the parameters that a condition selects."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -16,18 +16,19 @@ SMALL = 16384
 
 
 class Selection(Strict):
-    """What rules for gradients and for parameters have in common."""
+    """The common part of rules for gradients and for parameters."""
 
     when: When
-    """Which parameters it selects; {} for all."""
+    """Conditions of the parameters to select; {} selects all."""
     codec: Any
 
     def miss(self, param: ParamInfo) -> Miss | None:
         """Why the rule does not select the parameter; None if it does.
 
-        A rule that compresses and gives no `name` passes over every parameter that is no matrix
-        (see `ParamInfo.no_matrix`; state-space parameters only if it gives no `role` either), and,
-        unless it states `min_numel`, over those with fewer than `SMALL` elements.
+        A rule that compresses and gives no `name` skips every parameter that is not a matrix (see
+        `ParamInfo.no_matrix`; `role: ssm` does select state-space parameters with several
+        dimensions). Unless it states `min_numel`, it also skips parameters with fewer than `SMALL`
+        elements.
         """
         miss = self.when.miss(param)
         if miss is None and self.codec.compresses and self.when.name is None:
@@ -44,16 +45,15 @@ class Selection(Strict):
 
 
 class Rule(Selection):
-    """One rule: the gradients of the parameters that `when` selects go through `codec`, with
-    `feedback`. Without `feedback`, a codec gets the first kind of those that it can have:
-    `average` if it sends every element, `residual` if it selects, `none` if it is dense or
-    rounds by chance.
+    """One rule: the gradients of the parameters that `when` selects are sent through `codec`, with
+    `feedback`. The default `feedback` depends on the codec: `average` if it sends every element,
+    `residual` if it selects, `none` if it is dense or rounds stochastically.
     """
 
     codec: AnyGradientConfig
-    """How their gradients travel."""
+    """How their gradients are sent."""
     feedback: FeedbackConfig = Field(default=cast(FeedbackConfig, None), validate_default=True)
-    """What becomes of the part of a gradient that was not sent; by default what fits the codec."""
+    """What happens to the part of a gradient that was not sent; the default fits the codec."""
 
     @field_validator("feedback", mode="before")
     @classmethod
@@ -93,11 +93,11 @@ class ParameterRule(Selection):
     """One rule: the parameters that `when` selects are gathered through `codec`."""
 
     codec: AnyParameterConfig
-    """How they travel in FSDP's all-gather."""
+    """How they are sent in FSDP's all-gather."""
 
 
 def nearest_miss(rules: Sequence[Rule | ParameterRule], param: ParamInfo) -> Miss:
-    """Why none of the rules that compress selects the parameter: of the nearest of them."""
+    """Why no rule that compresses selects the parameter: the miss of the nearest rule."""
     misses = [rule.miss(param) for rule in rules if rule.codec.compresses]
     return max(
         (m for m in misses if m is not None), default=Miss(Near.NOTHING, "no rule compresses")

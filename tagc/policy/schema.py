@@ -1,4 +1,4 @@
-"""The JSON Schema of policy files, by which editors complete and check them."""
+"""The JSON Schema of policy files; editors use it to complete and check them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from tagc.policy.policy import Extension
 
-ABOUT = "A policy of tagc: which gradients and parameters travel compressed, and how."
+ABOUT = "A policy of tagc: which gradients and parameters are sent compressed, and how."
 
 
 class _Untitled(GenerateJsonSchema):
-    """Without a title for each key, which would only repeat it."""
+    """Omits the titles of keys, which would only repeat the keys."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -23,9 +23,10 @@ def json_schema() -> str:
     """The JSON Schema (draft 7) of policy files, as text: descriptions, defaults and ranges of all
     keys; `x-unit` says what a number counts. `policies/policy.schema.json` holds the same.
 
-    What depends on several keys is left to `Policy.load`, which checks everything.
+    The schema does not check conditions across several keys; `Policy.load` checks everything.
     """
-    # Editors know draft 7 best; nothing that is used here has changed since, but this place.
+    # Editors support draft 7 best. Of what is used here, only the place of the definitions has
+    # changed since.
     schema = Extension.model_json_schema(
         ref_template="#/definitions/{model}", schema_generator=_Untitled
     )
@@ -35,7 +36,7 @@ def json_schema() -> str:
         **schema,
         "title": "tagc policy",
         "description": ABOUT,
-        # A policy has rules of its own, those of another, or both.
+        # A policy has its own rules, another's, or both.
         "required": ["schema"],
         "anyOf": [{"required": ["gradients"]}, {"required": ["extends"]}],
         "definitions": definitions,
@@ -53,7 +54,7 @@ def _tidy(node: Any) -> None:
     if isinstance(node.get("description"), str):
         paragraphs = node["description"].split("\n\n")
         node["description"] = "\n\n".join(" ".join(p.split()) for p in paragraphs)
-    # None stands for a default that depends on other keys.
+    # None means that the default depends on other keys.
     if "default" in node and node["default"] is None:
         del node["default"]
     for value in node.values():

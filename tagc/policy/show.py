@@ -1,4 +1,4 @@
-"""A policy as a file: its own, or, if it extends others, what becomes of them together."""
+"""Shows a policy as one file, with the rules of the policies that it extends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tagc.policy.policy import DIRECTIONS, Policy
 
 
 def show(source: str | os.PathLike[str] | Mapping[str, Any]) -> str:
-    """The text of a policy; of one that extends others, all rules in one file.
+    """The text of a policy's file; if it extends others, a text with all rules.
 
     `Policy.load` gives the same policy for this text and for `source`.
 
@@ -53,7 +53,7 @@ def _flow(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_flow, value)) + "]"
-    # What YAML could take for something else than text is quoted.
+    # Quote what YAML could read as something other than text.
     if isinstance(value, str) and not _PLAIN.fullmatch(value):
         quoted = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=2**31)
         return quoted.rstrip("\n")

@@ -1,4 +1,4 @@
-"""What may have been meant by a key or a value that is not valid."""
+"""Suggests valid keys and values in place of invalid ones."""
 
 import difflib
 import math
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def closest(given: object, options: Sequence[object]) -> str | None:
-    """The option that is spelled most like `given`, if any is like it."""
+    """The option whose spelling is closest to `given`; None if no option is similar."""
     lowered = {str(option).lower(): str(option) for option in options}
     close = difflib.get_close_matches(short(given).strip("'").lower(), lowered, n=1, cutoff=0.5)
     return lowered[close[0]] if close else None
@@ -16,8 +16,8 @@ def closest(given: object, options: Sequence[object]) -> str | None:
 def nearest(given: object, options: Sequence[object]) -> str:
     """The tail of a message about an invalid choice: `did you mean 'dense'? available: ...`.
 
-    Among numbers those count as near that are next above and below, by their ratio: of 100, they
-    are 128 and 64.
+    Among numbers, the next ones above and below are near, the closer ratio first: 128 and 64 for
+    100.
     """
     numbers = [option for option in options if isinstance(option, int)]
     if numbers:
@@ -29,7 +29,7 @@ def nearest(given: object, options: Sequence[object]) -> str:
 
 
 def _neighbours(given: object, numbers: Sequence[int]) -> list[str]:
-    """At most two of the numbers, the nearer first; none if `given` is no number."""
+    """At most two of the numbers, the nearer one first; none if `given` is not a number."""
     text = given if isinstance(given, str) else short(given)
     if not re.fullmatch(r"[-+]?[0-9]{1,18}(\.[0-9]{0,18})?", text):
         return []
@@ -38,7 +38,7 @@ def _neighbours(given: object, numbers: Sequence[int]) -> list[str]:
         return [f"{number:g}, without quotes"]
     around = [*[n for n in numbers if n < number][-1:], *[n for n in numbers if n > number][:1]]
     if number < numbers[0]:
-        return [str(n) for n in around]  # it may have no logarithm
+        return [str(n) for n in around]  # `number` may have no logarithm
     return [str(n) for n in sorted(around, key=lambda n: abs(math.log(n / number)))]
 
 

@@ -1,4 +1,4 @@
-"""What a policy asks of settings that were tuned without compression."""
+"""How a policy changes the best learning rate and clipping limit of a dense run."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ Factor = Annotated[float, Field(gt=0, allow_inf_nan=False), unit("times dense's"
 
 
 class Tuning(Strict):
-    """Factors between a dense run's settings and this policy's, as measured for an optimizer like
-    Adam. They change nothing that is sent: `tagc.wrap` says them, plan and metrics repeat them.
+    """Factors from a dense run's settings to this policy's, measured for optimizers like Adam. They
+    do not change what is sent: `tagc.wrap` prints them; plan and metrics repeat them.
 
-    `rate_factor` times dense's learning rate is best. Gradients that the optimizer gets have
-    `norm_factor` times the norm of dense ones, so that a limit for clipping must be multiplied by
-    as much to act as often. `compressor.keep_rates(optimizer)` measures both, and then dense's
-    settings can stay.
+    `rate_factor` times dense's learning rate is best. The gradients that the optimizer gets have
+    `norm_factor` times the norm of dense ones, so multiply a clipping limit by `norm_factor` to
+    clip as often. `compressor.keep_rates(optimizer)` measures both; you can then keep dense's
+    settings.
     """
 
     rate_factor: Factor = 1
     """Best learning rate, over dense's."""
     norm_factor: Factor | None = None
-    """Norm of the gradients that the optimizer gets, over dense's; nothing is said of it without,
-    as nobody has measured it."""
+    """Norm of the gradients that the optimizer gets, over dense's. None means that it was not
+    measured; no hint about clipping is then printed."""
 
     @property
     def advice(self) -> str:
-        """For people."""
+        """The hint for users, as one sentence."""
         if self.rate_factor == self.norm_factor == 1:
             return "train at dense's own learning rate and limit for clipping"
         if self.rate_factor == 1 and self.norm_factor is None:

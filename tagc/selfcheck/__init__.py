@@ -1,4 +1,4 @@
-"""Whether an implementation of the operators gives the reference's results on this device."""
+"""Checks that an implementation of the operators gives the reference's results on this device."""
 
 from tagc.selfcheck.calls import Call, Recorder
 from tagc.selfcheck.checking import Checked, KernelError, check

@@ -1,4 +1,4 @@
-"""Calls of operators, as they are recorded: with what kind of tensors, and what options."""
+"""Records calls of operators: the kinds of their tensors, and their options."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ OPERATORS = (
     "pack", "unpack", "select", "write_index", "read_index",
     "encode", "decode", "insert", "peel", "undo_lag", "steer",
 )  # fmt: skip
-# Kernels may take several rows at a time, a divisor of this; more are more of the same.
+# Kernels may take several rows at a time, a divisor of this number; further rows are no new case.
 ROWS = 8
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator, as far as the choice of a kernel depends on it.
+    """One call of an operator, reduced to the facts that choose a kernel.
 
     Attributes:
         operator: one of :data:`OPERATORS`.
-        rows: all but the last dimension of the first tensor; of more than ``ROWS`` as many, and
-            what is left over of them.
-        dtypes: of its tensors, by argument; None where none was given.
+        rows: all dimensions of the first tensor except the last; a size ``n`` above ``ROWS`` is
+            reduced to ``ROWS + n % ROWS``.
+        dtypes: dtypes of its tensors, by argument; None for a tensor that was not given.
         options: its other arguments.
-        rest: of the last dimension of the first tensor, divided by 16; 0 where a layout says it.
+        rest: last dimension of the first tensor modulo 16; 0 if there is a layout, which says it.
     """
 
     operator: str
@@ -41,17 +41,17 @@ class Call:
     rest: int = 0
 
     def dtype(self, argument: str) -> torch.dtype:
-        """Of a tensor that was given."""
+        """Dtype of a tensor that was given."""
         found = dict(self.dtypes)[argument]
         assert found is not None
         return found
 
     def given(self, argument: str) -> torch.dtype | None:
-        """Of a tensor that may be missing."""
+        """Dtype of a tensor; None if it was not given."""
         return dict(self.dtypes)[argument]
 
     def option(self, name: str) -> Any:
-        """Another argument."""
+        """An argument that is not a tensor."""
         return dict(self.options)[name]
 
     def __str__(self) -> str:
@@ -65,15 +65,16 @@ class Call:
 
 
 class Recorder:
-    """Operators that note their calls, and pass them on. Stands for :class:`tagc.ops.Ops`.
+    """Operators that record their calls and pass them on; takes the place of
+    :class:`tagc.ops.Ops`.
 
     Attributes:
-        calls: those so far, each once, in the order of the first.
-        count: of all of them.
+        calls: the kinds of calls so far, in order of first use.
+        count: number of all calls.
     """
 
     def __init__(self, ops: Ops, new: Callable[[], None] = lambda: None) -> None:
-        """Operators that pass their calls on to ``ops``.
+        """Record calls and pass them on to ``ops``.
 
         Args:
             new: called after a call of a new kind.
@@ -85,7 +86,7 @@ class Recorder:
             setattr(self, name, self._noting(name, getattr(ops, name)))
 
     def __getattr__(self, name: str) -> Any:
-        # What else operators have: preparations, and the release of buffers.
+        # Everything else in `Ops`: preparations, and the release of buffers.
         return getattr(self._ops, name)
 
     @property
@@ -111,7 +112,7 @@ class Recorder:
 
 
 def call_of(operator: str, arguments: dict[str, Any]) -> Call:
-    """The call with these arguments. An argument that is missing is a tensor: no option ever is."""
+    """The call with these arguments. A missing argument is a tensor: options are never missing."""
     tensors = {n: a for n, a in arguments.items() if a is None or isinstance(a, Tensor)}
     first = next(a for a in tensors.values() if a is not None)
     return Call(

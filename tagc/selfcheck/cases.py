@@ -1,6 +1,6 @@
-"""Small inputs for a call of an operator: random, with zeros, large ones and what is not finite.
+"""Makes small inputs for a call of an operator: random, with zeros, large and non-finite values.
 
-Messages to be decoded are made by the reference.
+The reference makes the messages to be decoded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tagc.selfcheck.small import (
     small_sketch,
 )
 
-# Destinations of an encoding: what depends on their number is a row's stride, but for matrices.
+# Destinations of an encoding. Except for matrices, only a row's stride depends on their number.
 _DESTINATIONS = 2
 _GARBAGE = 0x5A5A5A5A
 
@@ -38,9 +38,9 @@ class Case:
     """Arguments of one call.
 
     Attributes:
-        call: with layouts that are small.
-        tensors: by argument, on the CPU; those written hold garbage, or what is updated.
-        written: names of those.
+        call: the call, with small layouts.
+        tensors: its tensors by argument, on the CPU; outputs hold garbage, or values to update.
+        written: names of the outputs.
     """
 
     call: Call
@@ -48,10 +48,10 @@ class Case:
     written: tuple[str, ...]
 
     def run(self, ops: Ops, place: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """What the operator of ``ops`` writes or returns, on the CPU.
+        """Run the operator of ``ops``. Returns the tensors that it writes or returns, on the CPU.
 
         Args:
-            place: copies a tensor to where it is to be.
+            place: copies a tensor to its device and placement.
         """
         placed = {name: None if x is None else place(x) for name, x in self.tensors.items()}
         returned = getattr(ops, self.call.operator)(**placed, **dict(self.call.options))
@@ -61,7 +61,7 @@ class Case:
 
 
 def case_of(call: Call) -> Case:
-    """The same inputs every time."""
+    """The case of a call; its inputs are the same every time."""
     generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(str(call).encode()))
     return _MAKERS[call.operator](_Maker(call, generator))
 
@@ -81,7 +81,7 @@ class _Maker:
         return Case(replace(self.call, options=merged), tensors, tuple(written))
 
     def values(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Normal numbers of very different sizes with a few zeros."""
+        """Normal numbers, whose scale differs widely between rows, with a few zeros."""
         x = self._normal(*shape)
         x *= torch.exp(2 * self._normal(*shape[:-1], 1))
         x[self.uniform(*shape) < 0.05] = 0
@@ -99,24 +99,24 @@ class _Maker:
         return None if dtype is None else self.values(*shape, dtype=dtype)
 
     def spoilt(self, x: Tensor) -> Tensor:
-        """``x`` ``[R, n]`` with one element of the last row that is not finite."""
+        """``x`` ``[R, n]`` with an infinity in the last row."""
         if x.numel():
             x[-1, x.shape[-1] // 3] = torch.inf
         return x
 
     def bits(self, rows: int, groups: int, marked: int) -> Tensor:
-        """Bitmaps ``[rows, ...]`` with ``marked`` of ``groups`` bits each."""
+        """Bitmaps ``[rows, ...]`` in which ``marked`` of ``groups`` bits are set."""
         order = self.uniform(rows, groups).argsort(-1)
         return to_bitmap(order < marked)
 
     def garbage(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """What an output holds before."""
+        """An output's content before the call."""
         if dtype.is_floating_point:
             return torch.full(shape, torch.nan, dtype=dtype, device="cpu")
         return torch.full(shape, _GARBAGE, dtype=dtype, device="cpu")
 
     def threshold(self, x: Tensor, share: float) -> Tensor:
-        """``[R]``, above which lie about ``share`` of a row's elements."""
+        """Thresholds ``[R]``; about ``share`` of a row's elements are above its threshold."""
         size = x.float().abs().nan_to_num(0, 0, 0)
         n = size.shape[-1]
         place = max(1, n - round(share * n))
@@ -126,7 +126,7 @@ class _Maker:
 def _quantize(m: _Maker) -> Case:
     case = _elementwise(m, small_blocks(m.call.option("layout")))
     if m.call.given("dither") is not None:
-        # Of either sign, and another for each row.
+        # Both signs, and a different one for each row.
         case.tensors["dither"] = torch.tensor(
             [_GARBAGE, ~_GARBAGE], dtype=torch.int32, device="cpu"
         )
@@ -174,7 +174,7 @@ def _dequantize_matrix(m: _Maker) -> Case:
 
 
 def _share_of(layout: PackedLayout | SketchLayout, capacity: int) -> float:
-    """More than fit, so that some have to go."""
+    """A share of the groups that exceeds the capacity, so that some are dropped."""
     return min(1.0, 1.2 * capacity / max(1, layout.groups))
 
 
@@ -272,7 +272,7 @@ def _decode(m: _Maker) -> Case:
     layout, keys = small_sketch(large, large.keys)
     W, symbol = max(2, m.call.rows[0]), layout.symbol
     out, residual = m.call.dtype("out"), m.call.given("residual")
-    # What that many ranks send, encoded like the rows for that many destinations.
+    # The messages of W ranks, encoded as rows for W destinations.
     x = m.values(W, layout.numel, dtype=torch.float32)
     levels = symbol.levels(W)
     threshold = m.threshold(x, 0.5 * _share_of(layout, keys // W) / symbol.lanes)
@@ -337,10 +337,10 @@ def _undo_lag(m: _Maker) -> Case:
 
 def _steer(m: _Maker) -> Case:
     segments, destinations = m.call.rows
-    # More than a program has threads for.
+    # More than one program has threads for.
     segments += 128 // destinations
     shape = segments, destinations
-    # About the target, far from it, and zeros; few or many that saturate.
+    # Counts near the target, far from it, and zero; few or many saturated.
     counts = m.uniform(*shape, COUNTS) * torch.exp2(11 * m.uniform(*shape, 1))
     counts[..., SATURATED] *= torch.exp2(-12 * m.uniform(*shape))
     counts[m.uniform(*shape) < 0.1] = 0

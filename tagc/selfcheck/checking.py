@@ -1,4 +1,4 @@
-"""The check: small inputs, aligned and not, and the reference's results to the bit."""
+"""Compares an implementation with the reference, bit for bit, on small inputs, aligned and not."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tagc.selfcheck.platform import about
 
 
 class KernelError(RuntimeError):
-    """An implementation that does not give the reference's results on a device."""
+    """An implementation whose results differ from the reference's on a device."""
 
 
 @dataclass
 class Checked:
-    """What was checked on a device.
+    """The results of a check on a device.
 
     Attributes:
         platform: the device, and versions.
-        calls: that passed, in this check or in an earlier one of this process.
+        calls: the calls that passed, in this check or an earlier one of this process.
         failures: what went wrong, by call.
     """
 
@@ -49,16 +49,16 @@ def check(
     progress: Callable[[str], None] = lambda text: None,
     go_on: bool = False,
 ) -> Checked:
-    """Compare an implementation with the reference, on small inputs of every call's kind.
+    """Compare an implementation with the reference, on small inputs for every call.
 
-    What passed once is not run again in this process.
+    A call that passed once is not run again in this process.
 
     Args:
         ops: the implementation.
         device: where it runs; the reference runs on the CPU.
-        calls: which operators, dtypes and layouts.
-        progress: called with a line before each of them that is run.
-        go_on: whether to go on after a failure, and only report it.
+        calls: the operators, dtypes and layouts to check.
+        progress: called with a line of text before each call that is run.
+        go_on: whether to report a failure and continue.
 
     Raises:
         KernelError: at the first failure, if ``go_on`` is false.
@@ -81,11 +81,11 @@ def check(
 
 
 def _complaint(ops: Ops, device: torch.device, case: Case) -> str | None:
-    """What is wrong; None if nothing is."""
+    """The first difference or error; None if there is none."""
     wanted = case.run(get_ops("cpu", "reference"), Tensor.clone)
     for how, place in PLACEMENTS.items():
         try:
-            # A kernel that ran into something says so when it is waited for, which a copy does.
+            # A failed kernel raises when the host waits for it, which a copy does.
             got = case.run(ops, lambda x, place=place: place(x, device))
         except Exception as error:
             return f"{how}: {type(error).__name__}: {error}"
@@ -97,7 +97,7 @@ def _complaint(ops: Ops, device: torch.device, case: Case) -> str | None:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Integers that are equal where elements are the same; all NaN are."""
+    """Integers that are equal exactly where elements have the same bits; all NaNs are equal."""
     if not x.dtype.is_floating_point:
         return x
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]

@@ -1,4 +1,4 @@
-"""``tagc doctor``: checks the operators on this machine, and prints what a report needs."""
+"""``tagc doctor``: checks the operators on this machine, and prints the facts for a bug report."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tagc.selfcheck.platform import about
 
 
 def examine(device: torch.device, ops: str | None = None, *, every: bool = False) -> Checked:
-    """Print what the device and its software are, and check the operators.
+    """Print the device and its software, and check the operators.
 
     Args:
-        device: to run on.
+        device: the device to run on.
         ops: implementation, see :func:`tagc.ops.get_ops`.
-        every: all kinds of calls there are, on a CPU too, where compiling them takes minutes;
-            otherwise one of every operator there.
+        every: check all kinds of calls on a CPU too, where compiling them takes minutes. If false,
+            a CPU checks one call of every operator.
 
     Returns:
-        What passed, and what failed.
+        The calls that passed and failed.
     """
     for name, value in about(device, driver=True).items():
         print(f"{name:12}{value}")

@@ -1,4 +1,4 @@
-"""Every kind of call there is, for a check at length: all formats, with dtypes in turn."""
+"""Every kind of call, for a full check: all formats, with dtypes in turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = list(itertools.product(_GRADIENTS, _RESIDUALS))
 
 
 def every_call() -> Iterator[Call]:
-    """Calls that have among them every format and every pair of dtypes of each operator."""
+    """Calls that together cover every format and every pair of dtypes of each operator."""
     dtypes = itertools.cycle(_DTYPES)
     averages, divisors = itertools.cycle((0.0, 0.9)), itertools.cycle((2, 3, 8))
     for bits, block in itertools.product(BITS, (MIN_BLOCK, 256, MAX_BLOCK)):
@@ -37,7 +37,7 @@ def every_call() -> Iterator[Call]:
         layout = MatrixLayout(rows=11, columns=columns, bits=bits, group=group, count=next(counts))
         chosen = next(dtypes), next(averages), next(divisors)
         yield from _elementwise("quantize_matrix", layout, *chosen)
-    # Indexes of each form, with few low bits and many, and room for all.
+    # Indexes of each form, with few and many low bits, and with room for all groups.
     densities = itertools.cycle((0.002, 0.05, 0.4, 1.0, 0.01))
     for group in 3 * PACKED_GROUPS:
         yield from _packed(group, next(densities), next(dtypes), next(divisors))
@@ -51,7 +51,7 @@ def every_call() -> Iterator[Call]:
     )
     for shape in ((1, 1), (2, 8)):
         yield Call("steer", shape, names, ())
-    # Tables of 6, 5, 4 and 3 hashes; large ones, which kernels may pack, of 3 and 4.
+    # Tables with 6, 5, 4 and 3 hashes; large tables, which kernels may pack, with 3 and 4.
     keys = itertools.cycle((100, 900, 5000, 1 << 22, 1 << 22, 1 << 19))
     for symbol in [*SYMBOLS.values()] * 2:
         yield from _sketched(symbol.name, next(keys), next(dtypes), next(divisors))
@@ -123,7 +123,7 @@ def _sketched(name: str, keys: int, dtypes, divisor: int) -> Iterator[Call]:
 
 
 def sketch_calls(layout: SketchLayout) -> Iterator[Call]:
-    """Those of :class:`tagc.CountSketch`."""
+    """The calls of :class:`tagc.CountSketch`."""
     options = (("layout", layout),)
     tensors = (("symbols", _I32), ("index", _I32), ("seed", _I32), ("cells", _I32))
     yield Call("insert", (), tensors, options)

@@ -1,8 +1,8 @@
-"""Where tensors lie, by which kernels differ: whether rows begin where 16 bytes do, and how far
-apart they are.
+"""Places tensors in memory as in training: with rows aligned to 16 bytes or not, and rows apart.
+Kernels differ by that.
 
-In training gradients and residuals are aligned where the parameters' sizes are; messages lie beside
-those of other segments, as they will.
+In training, gradients and residuals are aligned if the parameters' sizes are. Messages lie beside
+those of other segments at any word.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from functools import partial
 import torch
 from torch import Tensor
 
-# Elements before and after a row that does not begin where 16 bytes do.
+# Elements before and after a row that is not aligned to 16 bytes.
 _BEFORE, _AFTER = 3, 5
 
 
 def copied(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of its own, with nothing between rows."""
+    """A contiguous copy."""
     return x.to(device, copy=True).contiguous()
 
 
 def shifted(x: Tensor, device: torch.device) -> Tensor:
-    """A copy within a wider buffer; of what is just a number or a few, a plain copy."""
+    """A copy within a wider buffer; a plain copy if the tensor holds only a few numbers."""
     if x.shape[-1] < 2 or (x.dtype == torch.float32 and x.ndim == 1 and x.shape[-1] <= 16):
         return copied(x, device)
     return _within(x, device, _BEFORE, _BEFORE + x.shape[-1] + _AFTER)
 
 
 def beside_others(x: Tensor, device: torch.device, *, before: int) -> Tensor:
-    """A copy of a message within wider rows, after so many words; of others, a plain copy."""
+    """A copy of a message within wider rows, after ``before`` words; of others, a plain copy."""
     if x.dtype != torch.int32 or x.ndim < 2:
         return copied(x, device)
-    # Rows lie an even number of words apart that no access of 16 bytes divides.
+    # The distance between rows is a multiple of 2 words, but not of 4 words (16 bytes).
     width = before + x.shape[-1]
     return _within(x, device, before, width + (2 - width) % 4)
 
@@ -44,7 +44,7 @@ def _within(x: Tensor, device: torch.device, before: int, width: int) -> Tensor:
     return view
 
 
-# Each is given a tensor and its device.
+# Functions of a tensor and its device.
 PLACEMENTS = {
     "aligned": copied,
     "not aligned": shifted,

@@ -1,4 +1,4 @@
-"""What results and speed may depend on, for messages and reports of bugs."""
+"""The device and the versions of its software, for messages and bug reports."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 
 from tagc.basics.version import __version__
 
-# What NVIDIA's module says: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54 ...", say.
+# For example "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54 ...".
 _MODULE = Path("/proc/driver/nvidia/version")
 
 
 @cache
 def about(device: torch.device | str, *, driver: bool = False) -> dict[str, str]:
-    """The device and the versions of what runs on it, by name.
+    """The device and the versions of its software, by name.
 
     Args:
-        driver: ask nvidia-smi for the driver's version where the kernel does not tell, which takes
-            a moment; and name Python and the system.
+        driver: if the kernel does not state the driver's version, ask nvidia-smi, which takes a
+            moment; also name Python and the system.
     """
     found = {"tagc": __version__, "torch": torch.__version__, "triton": _version("triton")}
     device = torch.device(device)
@@ -54,7 +54,7 @@ def _version(package: str) -> str:
 
 
 def _loaded_driver() -> str | None:
-    """As Linux's kernel says of the module that it has loaded."""
+    """Version of the driver module that Linux has loaded; None if it does not say."""
     try:
         said = _MODULE.read_text()
     except OSError:
@@ -64,7 +64,7 @@ def _loaded_driver() -> str | None:
 
 
 def _driver() -> str:
-    """As nvidia-smi says: torch knows only which CUDA it supports."""
+    """The driver's version from nvidia-smi, because torch knows only the CUDA version."""
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         said = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True)

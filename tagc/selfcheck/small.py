@@ -1,8 +1,8 @@
-"""Layouts like those of a model, but small: the same kernels take them, as far as that depends on a
-layout, and the reference is done with them at once.
+"""Shrinks a model's layouts, so that the reference takes no time but the same kernels run, as far
+as a layout decides that.
 
-Kernels are compiled anew where a number is a multiple of 16. So numbers of blocks, rows and words
-leave the same rest.
+Triton compiles a kernel anew if a number is a multiple of 16. So the numbers of blocks, rows and
+words keep their remainders.
 """
 
 from __future__ import annotations
@@ -14,39 +14,40 @@ from tagc.ops.matrix import MatrixLayout
 from tagc.ops.packed import PackedLayout
 from tagc.ops.sketch import SketchLayout
 
-# Blocks, rows, words of a bitmap: a few programs' worth.
+# Blocks, rows and words of a bitmap for a few programs.
 _BLOCKS, _ROWS, _WORDS = 5, 16, 70
-# Columns of all matrices and destinations, from which on kernels take more of them at a time.
+# From this many columns of all matrices and destinations, kernels process more columns at a time.
 _COLUMNS = 67_584
-# Cells of a partition, from which on kernels pack what they know of a cell, and words of a bitmap
-# with keys for it.
+# From this many cells of a partition, kernels pack their facts about a cell; words of a bitmap with
+# enough keys for such a table.
 _PARTITION, _WORDS_OF_LARGE = 65_600, 1000
 
 
 def shortened(numel: int, unit: int, units: int, rest: int = 16) -> int:
-    """``units`` times ``unit`` elements or a few more: so many units that ``numel`` has the same
-    rest, of units divided by ``rest`` and of elements divided by ``unit``; at most ``numel``."""
+    """``units * unit`` elements or a few more, at most ``numel``. The number of units has the same
+    remainder modulo ``rest`` as in ``numel``, and the elements the same remainder modulo ``unit``.
+    """
     units += (numel // unit - units) % rest
     return min(numel, units * unit + numel % unit)
 
 
 def small_blocks(layout: BlockLayout) -> BlockLayout:
-    """A few blocks, the last as full as it was."""
+    """A few blocks; the last one is as full as in the model."""
     units = max(_BLOCKS, 2048 // layout.block)
     # Two scales share a word.
     return replace(layout, numel=shortened(layout.numel, layout.block, units, rest=32))
 
 
 def small_matrix(layout: MatrixLayout) -> MatrixLayout:
-    """A few rows of at most two matrices; all columns, since kernels treat long rows otherwise than
-    short ones."""
+    """A few rows of at most two matrices, with all columns, because kernels treat long and short
+    rows differently."""
     rows = min(layout.rows, _ROWS + layout.rows % 16)
     return replace(layout, rows=rows, count=min(layout.count, 2))
 
 
 def small_matrices(layout: MatrixLayout, destinations: int) -> tuple[MatrixLayout, int]:
-    """:func:`small_matrix`, and at most two destinations; more of both where kernels treat many
-    columns otherwise than few."""
+    """:func:`small_matrix` with at most two destinations; more matrices and destinations if kernels
+    treat many columns differently."""
     small = small_matrix(layout)
     columns = min(_COLUMNS, destinations * layout.count * layout.columns)
     few = -(-columns // (small.count * layout.columns))
@@ -56,7 +57,7 @@ def small_matrices(layout: MatrixLayout, destinations: int) -> tuple[MatrixLayou
 
 
 def small_packed(layout: PackedLayout) -> PackedLayout:
-    """A few words of a bitmap, and as large a share of the groups."""
+    """A few words of a bitmap, with the same share of the groups as capacity."""
     numel = shortened(layout.numel, 32 * layout.group, _WORDS)
     groups = -(-numel // layout.group)
     capacity = _share(layout.capacity, layout.groups, groups)
@@ -65,8 +66,8 @@ def small_packed(layout: PackedLayout) -> PackedLayout:
 
 
 def small_sketch(layout: SketchLayout, capacity: int) -> tuple[SketchLayout, int]:
-    """A few words of a bitmap; a table with room for as large a share of the keys, and the
-    capacity. A large table stays so large that kernels treat it as one."""
+    """A few words of a bitmap, and a table and a capacity for the same share of the groups. A large
+    table stays large enough for the kernels of large tables."""
     lanes = layout.symbol.lanes
     large = not layout.direct and layout.partition >= _PARTITION
     numel = shortened(layout.numel, 32 * lanes, _WORDS_OF_LARGE if large else _WORDS)
@@ -83,8 +84,8 @@ def small_sketch(layout: SketchLayout, capacity: int) -> tuple[SketchLayout, int
 
 
 def _share(part: int, whole: int, of: int) -> int:
-    """``part / whole`` of ``of``, rounded down, but some of some; all of it only where ``part`` is
-    all."""
+    """``part / whole`` of ``of``, rounded down, but at least 1 if ``part`` is. It is all of ``of``
+    only if ``part`` is all of ``whole``."""
     if part >= whole:
         return of
     return min(max(part * of // whole, min(part, 1)), max(0, of - 1))

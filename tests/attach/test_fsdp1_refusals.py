@@ -47,7 +47,7 @@ def test_what_fsdp1_cannot_do(rank: int, world_size: int) -> None:
     model = sharded()
     kind, said = refusal(model, "hybrid")
     assert kind == "PolicyError"
-    assert "whose all-gather cannot be replaced; take a policy for gradients only" in said
+    assert "whose all-gather cannot be replaced; use a policy for gradients only" in said
     kind, said = refusal(model, "dense", replicas=dist.group.WORLD)
     assert kind == "PolicyError"
     assert "averages over replicas for FSDP2 only" in said
@@ -87,7 +87,7 @@ def test_hooks_of_others(rank: int, world_size: int) -> None:
     model.register_comm_hook(None, own_hook)
     kind, said = refusal(model)
     assert kind == "ValueError"
-    assert "has a communication hook of its own (own_hook" in said
+    assert "has its own communication hook (own_hook" in said
 
     model = quietly(tagc.wrap, sharded(), EVERYTHING)
     kind, said = refusal(model.second)

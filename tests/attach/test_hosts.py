@@ -302,7 +302,7 @@ def test_fsdp1_has_no_rows_for_hosts(rank: int, world_size: int) -> None:
 
     kind, said = fails(lambda: wrapped(QUANTIZED, sharded_by_fsdp1(), hosts=2))
     assert kind == "ValueError"
-    assert "use FSDP2 (fully_shard), or give hosts=None" in said
+    assert "use FSDP2 (fully_shard), or pass hosts=None" in said
     with patch.object(hosts, "host_identity", lambda: "aabb"[rank]):
         model = wrapped(QUANTIZED, sharded_by_fsdp1())
     assert "FSDP1 has no rows for hosts" in str(tagc.compressor(model).plan())

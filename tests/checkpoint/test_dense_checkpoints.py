@@ -51,7 +51,7 @@ def test_torchs_own_message_has_the_remedy(dense: Path) -> None:
 def test_folders_and_state_dicts_without_a_state_name_the_remedy(
     dense: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    remedy = "of dense training, without tagc, there is nothing to load: leave this out"
+    remedy = "from training without tagc, there is nothing to load: leave this out"
     with pytest.raises(StateError, match=f"is called 'tagc'.*{remedy}"):
         open_folder(dense, "tagc")
     with pytest.raises(StateError, match=f"holds no complete save.*{remedy}"):

@@ -392,7 +392,7 @@ def test_a_checkpoint_without_residuals_is_a_warning(
 ) -> None:
     handle = Handle()
     monkeypatch.setattr(residuals, "compressor", lambda model: handle)
-    with pytest.warns(match=r"none does not exist.*without tagc: residuals stay as they are"):
+    with pytest.warns(match=r"none does not exist.*without tagc: residuals keep their values"):
         assert not residuals.load_residuals(nn.Module(), lambda: tmp_path / "none")
     assert residuals.load_residuals(nn.Module(), lambda: tmp_path)
     assert handle.asked == [("refresh",), ("load", tmp_path)]

@@ -29,7 +29,7 @@ def test_a_gpu_gets_the_triton_kernels(monkeypatch):
 
 WITHOUT = {
     "no triton": ("package triton, which is not installed", "importlib.util.find_spec", None),
-    "amd": ("NVIDIA's", "torch.version.hip", "6.2"),
+    "amd": ("for NVIDIA", "torch.version.hip", "6.2"),
 }
 
 

@@ -87,7 +87,7 @@ FSDP1: dict[str, Option] = {
     "a communication hook": Option(
         shard=nested,
         configure=lambda model: model.register_comm_hook(None, own_hook),
-        refused="has a communication hook of its own (own_hook",
-        refused_dense="has a communication hook of its own (own_hook",
+        refused="has its own communication hook (own_hook",
+        refused_dense="has its own communication hook (own_hook",
     ),
 }

@@ -86,7 +86,7 @@ def test_replicas_have_no_owner_who_could_choose_for_all():
     with pytest.raises(PolicyError) as caught:
         Policy.load({"schema": 1, "gradients": [shared], "replicas": [own, shared]})
     [line] = str(caught.value).splitlines()
-    assert "replicas[1]: codec.support 'shared' is the choice of a shard's owner" in line
+    assert "replicas[1]: codec.support 'shared' is chosen by a shard's owner" in line
     Policy.load({"schema": 1, "gradients": [shared], "replicas": [own]})
 
 

@@ -1,4 +1,4 @@
-"""Tensors as the numpy arrays that the kernels take."""
+"""Converts tensors to the numpy arrays that the kernels take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# What kernels take where no support is given.
+# Passed to kernels if no support is given.
 NO_SUPPORT = np.empty(0, np.uint32)
 
 
@@ -19,7 +19,7 @@ def numpy_of(t: Tensor | None) -> Any:
         t: of any shape; float32, bfloat16, float16 or an integer dtype; or None.
 
     Returns:
-        An array of the same shape and dtype, of bfloat16 the bits as uint16; None of None.
+        An array of the same shape and dtype; for bfloat16, its bits as uint16; for None, None.
     """
     if t is None:
         return None
@@ -39,14 +39,14 @@ def halves_of(t: Tensor) -> Any:
 
 
 def supports(bitmaps: Tensor, groups: int) -> Any:
-    """Words of bitmaps without what lies past the last group.
+    """Words of bitmaps with the bits past the last group cleared.
 
     Args:
         bitmaps: ``[R, words]`` int32.
-        groups: bits of a row that mean something.
+        groups: number of valid bits of a row.
 
     Returns:
-        ``[R, words]`` uint32: the same memory if all bits mean something, else a copy.
+        ``[R, words]`` uint32: the same memory if all bits are valid, else a copy.
     """
     words = words_of(bitmaps)
     past = groups % 32
@@ -57,16 +57,16 @@ def supports(bitmaps: Tensor, groups: int) -> Any:
 
 
 def rows_of(t: Tensor) -> tuple[Any, int]:
-    """The memory under rows of words that may lie apart, as one array.
+    """The memory of rows of words, which may lie apart, as one array.
 
-    A row of a two-dimensional array is not known to be contiguous; a piece of this one is.
+    numba does not know that a row of a two-dimensional array is contiguous; a slice of this is.
 
     Args:
-        t: ``[R, words]`` int32, of unit stride in its last dimension.
+        t: ``[R, words]`` int32, with unit stride in its last dimension.
 
     Returns:
-        ``[(R - 1) * stride + words]`` uint32, from the first row's begin to the last one's end,
-        and the stride of rows in it.
+        ``[(R - 1) * stride + words]`` uint32, from the start of the first row to the end of the
+        last one, and the stride of rows in it.
     """
     if not t.numel():
         return words_of(t.flatten()), 0

@@ -1,4 +1,4 @@
-"""Block quantization."""
+"""The operators of block quantization."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: in
 def _compile(
     bits: int, gradient: torch.dtype, residual: torch.dtype | None, dithered: bool
 ) -> None:
-    """Run both once on the smallest input of these dtypes."""
+    """Run both operators once on the smallest input of these dtypes."""
     layout = BlockLayout(numel=1, bits=bits, block=MIN_BLOCK)
     grad = torch.ones(1, 1, dtype=gradient, device="cpu")
     left = None if residual is None else torch.zeros(1, 1, dtype=residual, device="cpu")

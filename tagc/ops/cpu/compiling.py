@@ -1,4 +1,4 @@
-"""Compilation once a host, not once a rank."""
+"""Compiles kernels once per host, not once per rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from tagc.basics.locked import locked
 from tagc.ops.cpu import kernels
 
-# Beside the compiled kernels: where no files can be written, numba could not write either.
+# Beside the compiled kernels: if no file can be written here, numba cannot write its cache either.
 _FOLDER = Path(kernels.__file__).parent / "__pycache__"
 
 
 def once_a_host(compile_for: Callable[..., None]) -> Callable[..., None]:
-    """Let one process at a time compile for the same arguments: the ranks that wait then find
-    the kernels in numba's cache."""
+    """Let one process at a time compile for the same arguments. The ranks that wait then find the
+    kernels in numba's cache."""
 
     @cache
     @wraps(compile_for)

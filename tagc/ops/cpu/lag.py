@@ -1,4 +1,4 @@
-"""Undoing the lag of error feedback."""
+"""Undoes the lag of error feedback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, weights: Tensor) -> Non
 
 @once_a_host
 def _compile() -> None:
-    """Run it once for each dtype."""
+    """Run the operator once for each dtype."""
     weights = torch.full((2,), 0.5, dtype=torch.float32, device="cpu")
     for dtype in (torch.float32, torch.bfloat16):
         sums, sent = weights[:1].clone(), weights[1:].clone()
@@ -29,5 +29,5 @@ def _compile() -> None:
 
 
 def prepare_lag() -> None:
-    """See :meth:`tagc.ops.lag.LagOps.prepare_lag`; a second."""
+    """See :meth:`tagc.ops.lag.LagOps.prepare_lag`; takes a second."""
     _compile()

@@ -1,4 +1,4 @@
-"""Quantized matrices."""
+"""The operators of quantized matrices."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
 
 
 def _parts(message: Tensor, layout: MatrixLayout) -> tuple[Any, Any, Any, Any]:
-    """The bases, the columns' scales, the rows' scales and the codes of messages ``[R, words]`` of
-    a matrix: each ``[R, ...]`` uint32."""
+    """The bases, the columns' scales, the rows' scales and the codes of a matrix's messages
+    ``[R, words]``, each ``[R, ...]`` uint32."""
     sizes = [*layout.head, layout.rows * layout.row_words]
     heads, columns, rows, codes = (words_of(part) for part in message.split(sizes, dim=-1))
     return heads, columns, rows, codes
@@ -77,7 +77,7 @@ def _parts(message: Tensor, layout: MatrixLayout) -> tuple[Any, Any, Any, Any]:
 
 @once_a_host
 def _compile(bits: int, group: int, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """Run both once on the smallest input of these dtypes."""
+    """Run both operators once on the smallest input of these dtypes."""
     layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)
     grad = torch.ones(1, 1, dtype=gradient, device="cpu")
     left = None if residual is None else torch.zeros(1, 1, dtype=residual, device="cpu")

@@ -1,4 +1,4 @@
-"""Sparse messages."""
+"""The operators of sparse messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _select(
 
     Args:
         g, e: ``[numel]``, gradient and residual of a row; ``e`` may be None.
-        threshold: float32, without dimensions.
+        threshold: float32 scalar.
         words: ``[bitmap_words]`` uint32, written: the marks.
 
     Returns:
@@ -89,7 +89,7 @@ def _keys(words: Any, layout: PackedLayout) -> Any:
 
 
 def _write_index(words: Any, keys: Any, index: Any, layout: PackedLayout) -> None:
-    """Write ``index`` ``[index_words]`` uint32 from a bitmap, which has the groups ``keys``."""
+    """Write ``index`` ``[index_words]`` uint32 from a bitmap whose groups are ``keys``."""
     if layout.low_bits:
         low, high = index[: layout.low_words], index[layout.low_words :]
         bitmaps.write_index(keys, layout.low_bits, low, high)
@@ -99,7 +99,7 @@ def _write_index(words: Any, keys: Any, index: Any, layout: PackedLayout) -> Non
 
 def _read_index(index: Any, keys: Any, layout: PackedLayout) -> int:
     """Write the groups of ``index`` ``[index_words]`` uint32 to ``keys``, uint32 with room for
-    ``SLACK`` more than the capacity; returns how many they are."""
+    ``SLACK`` more than the capacity. Returns the number of groups."""
     low, high = index[: layout.low_words], index[layout.low_words :]
     if layout.low_bits:
         return int(bitmaps.read_index(layout.low_bits, low, high, keys, layout.capacity))
@@ -155,7 +155,7 @@ def read_index(index: Tensor, bitmap: Tensor, *, layout: PackedLayout) -> None:
 def _compile(
     group: int, low_bits: int, bits: int, gradient: torch.dtype, residual: torch.dtype | None
 ) -> None:
-    """Run everything once on a small input of these dtypes that overflows its capacity."""
+    """Run all operators once on a small input of these dtypes that overflows its capacity."""
     layout = PackedLayout(
         numel=2 * group,
         group=group,

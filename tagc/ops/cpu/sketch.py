@@ -20,7 +20,7 @@ from tagc.ops.symbols import SYMBOLS
 
 
 def _hashes(layout: SketchLayout) -> int:
-    """What the kernels take for the number of hashes: 0 for a direct layout."""
+    """The kernels' number of hashes: 0 for a direct layout."""
     return 0 if layout.direct else layout.hashes
 
 
@@ -111,7 +111,7 @@ def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> 
         left = None if residual is None else torch.zeros_like(columns, dtype=residual)
         index = torch.empty(1, layout.index_words, dtype=torch.int32, device="cpu")
         cells = torch.empty(1, layout.cells, dtype=torch.int32, device="cpu")
-        # More groups than the capacity; then a support of groups that are not finite.
+        # First more groups than the capacity, then a support of groups that are not finite.
         for value, support in ((1.0, None), (torch.nan, torch.ones_like(index[:, :-1]))):
             encode(
                 columns.fill_(value), left, one, one, seed, index, cells, counts, layout=layout,
@@ -123,7 +123,7 @@ def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> 
 
 
 def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.prepare`; seconds for new symbols or dtypes."""
+    """See :meth:`tagc.ops.sketch.SketchOps.prepare`; takes seconds for new symbols or dtypes."""
     _compile(layout.symbol.name, gradient, residual)
 
 

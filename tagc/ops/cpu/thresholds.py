@@ -26,5 +26,5 @@ def _compile() -> None:
 
 
 def prepare_thresholds() -> None:
-    """See :meth:`tagc.ops.thresholds.ThresholdOps.prepare_thresholds`; a second."""
+    """See :meth:`tagc.ops.thresholds.ThresholdOps.prepare_thresholds`; takes a second."""
     _compile()

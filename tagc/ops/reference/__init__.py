@@ -1,4 +1,4 @@
-"""Eager torch specification of :class:`tagc.ops.Ops`: readable first, any device, any dtype."""
+"""Eager torch, the specification of :class:`tagc.ops.Ops`: readable, on any device and dtype."""
 
 from tagc.ops.reference.blocks import (
     dequantize,

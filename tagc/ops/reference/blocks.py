@@ -1,4 +1,4 @@
-"""Block quantization."""
+"""The operators of block quantization."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: in
 def quantize_rows(
     x: Tensor, layout: BlockLayout, dither: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales, codes and what they leave.
+    """Scales, codes and quantization errors.
 
     Args:
         x: ``[R, numel]`` float32.
@@ -75,14 +75,14 @@ def quantize_rows(
 
 
 def _rounded_up(x: Tensor) -> Tensor:
-    """The least bfloat16 that positive float32 exceed by no more than 2 units in their last place;
+    """The least bfloat16 that a positive float32 exceeds by at most 2 units in its last place;
     finite, unless ``x`` is not."""
     up = ((x.view(torch.int32) + 0xFFFD) >> 16 << 16).view(torch.float32)
     return torch.where(x.isfinite(), up.clamp(max=_LARGEST), x).to(torch.bfloat16)
 
 
 def dither_of(seeds: Tensor, n: int) -> Tensor:
-    """What is added to codes before they are rounded: ``[R]`` int32 seeds to ``[R, n]`` float32."""
+    """Offsets to add before codes are rounded: ``[R]`` int32 seeds to ``[R, n]`` float32."""
     salts = fmix32(seeds.to(torch.int64) & MASK)
     pairs = torch.arange((n + 1) // 2, device=seeds.device, dtype=torch.int64)
     h = fmix32(pairs ^ salts[:, None])

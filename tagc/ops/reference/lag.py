@@ -1,4 +1,4 @@
-"""Undoing the lag of error feedback: eager torch."""
+"""Undoes the lag of error feedback: eager torch."""
 
 from __future__ import annotations
 

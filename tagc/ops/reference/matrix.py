@@ -1,4 +1,4 @@
-"""Quantized matrices."""
+"""The operators of quantized matrices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
 def _quantize(
     grad: Tensor, residual: Tensor | None, message: Tensor, layout: MatrixLayout, average: float
 ) -> None:
-    """One matrix for each destination."""
+    """Quantize one matrix for each destination."""
     if not layout.rows:
         return
     x = grad.float() if residual is None else grad.float() + residual.float()
@@ -77,7 +77,7 @@ def _quantize(
 
 
 def _dequantize(message: Tensor, out: Tensor, layout: MatrixLayout, divisor: int) -> None:
-    """Messages of one matrix each."""
+    """Add up messages of one matrix each."""
     if not layout.rows:
         return
     total = None
@@ -89,12 +89,12 @@ def _dequantize(message: Tensor, out: Tensor, layout: MatrixLayout, divisor: int
 
 
 def _bounded(x: Tensor) -> Tensor:
-    """Magnitudes, at most ``LARGEST``, and 0 for what is not finite."""
+    """Magnitudes, at most ``LARGEST``; 0 where ``x`` is not finite."""
     return torch.where(x.isfinite(), x.abs().clamp(max=LARGEST), 0.0)
 
 
 def _lane_sum(x: Tensor, lanes: int) -> Tensor:
-    """Sum over the last dimension, in the order that the format asks for."""
+    """Sum over the last dimension, in the format's order."""
     parts = grouped(x, lanes)
     total = parts[..., 0, :]
     for k in range(1, parts.shape[-2]):
@@ -111,12 +111,12 @@ def _upper(x: Tensor, bits: int) -> Tensor:
 
 
 def _float(upper: Tensor, bits: int) -> Tensor:
-    """The float32 with these upper bits, int64; the others are 0."""
+    """The float32 with these upper bits (int64); the lower bits are 0."""
     return (upper << (32 - bits)).to(torch.int32).view(torch.float32)
 
 
 def code_sum(c: Tensor, layout: MatrixLayout) -> Tensor:
-    """Sum over the last dimension, a number for every code of a row, in the order of
+    """Sum over the last dimension, which has a number for every code of a row, in the order of
     :attr:`MatrixLayout.word_lanes`."""
     places, words = layout.places, layout.row_words
     chunks = -(-words // layout.word_lanes)
@@ -148,14 +148,14 @@ def _column_scales(columns: Tensor) -> Tensor:
 
 
 def _base(top: Tensor, rows: int) -> Tensor:
-    """The matrices' bases, ``[D, 1]`` int64, by the upper bits of their largest columns' sums."""
+    """The matrices' bases, ``[D, 1]`` int64, from the upper bits of the largest columns' sums."""
     exponent = (top >> 1) - (rows.bit_length() - 1)
     return torch.where(exponent < MIN_EXPONENT, 0, 8 * exponent - CENTRE)
 
 
 def _largest(y: Tensor, group: int) -> Tensor:
     """Places ``[..., codes, 1]`` of the first largest magnitudes."""
-    # Rows with a NaN send no codes, but their groups need a place all the same.
+    # Rows with a NaN send no codes, but their groups still need a place.
     y = y.abs()
     return grouped(torch.where(y.isnan(), 0.0, y), group).argmax(-1, keepdim=True)
 
@@ -174,7 +174,8 @@ def _rows(x: Tensor, v: Tensor, place: Tensor | None, base: Tensor, layout: Matr
 
 
 def _row_scales(rows: Tensor, base: Tensor) -> Tensor:
-    """``[..., rows]`` int64, the scales' bytes, to ``[..., rows]`` float32: 0 or NaN for none."""
+    """``[..., rows]`` int64, the scales' bytes, to ``[..., rows]`` float32: 0 for ``NOTHING``, NaN
+    for ``NOT_FINITE``."""
     f = _float(rows + base, 12)
     f = torch.where(rows == NOTHING, 0.0, f)
     return torch.where(rows == NOT_FINITE, torch.nan, f)
@@ -214,7 +215,7 @@ def _codes(q: Tensor, layout: MatrixLayout) -> Tensor:
 
 
 def _values(message: Tensor, layout: MatrixLayout) -> Tensor:
-    """What messages ``[..., words]`` int32 stand for, ``[..., rows, columns]`` float32."""
+    """The values of messages ``[..., words]`` int32: ``[..., rows, columns]`` float32."""
     sizes = [*layout.head, layout.rows * layout.row_words]
     base, columns, rows, words = message.split(sizes, dim=-1)
     v = _column_scales(_unpacked(columns, 4, layout.columns))[..., None, :]

@@ -1,4 +1,4 @@
-"""Sparse messages."""
+"""The operators of sparse messages."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def grouped(x: Tensor, size: int) -> Tensor:
 def select_groups(
     groups: Tensor, threshold: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Which groups of a row are kept.
+    """Select the groups of a row to keep.
 
     Args:
         groups: ``[groups, elements]`` float32.
@@ -42,6 +42,6 @@ def _keep_largest(selected: Tensor, size: Tensor, capacity: int) -> Tensor:
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in the dtype of a residual; what is finite stays finite."""
+    """``x`` in the dtype of a residual; finite values stay finite."""
     largest = torch.finfo(dtype).max
     return torch.where(x.isfinite(), x.clamp(-largest, largest), x).to(dtype)

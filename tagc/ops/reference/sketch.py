@@ -138,11 +138,11 @@ def peel(
 def _peel(
     cells: Tensor, present: Tensor, seed: Tensor, layout: SketchLayout
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Peel in rounds: every cell with one key left gives that key, then all its cells lose it.
+    """Peel in rounds: every cell with one key left yields that key, which leaves all its cells.
 
     Returns:
-        symbols ``[groups]``, unresolved ``[groups]`` bool, what is left in the cells, and the
-        number of keys left per cell ``[cells]``.
+        Symbols ``[groups]``; unresolved ``[groups]`` bool; the remaining sums of the cells
+        ``[cells]``; and the number of keys left in each cell ``[cells]``.
     """
     keys = present.nonzero().flatten()
     where = positions(keys, seed, layout)  # [K, hashes]

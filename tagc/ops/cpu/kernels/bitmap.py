@@ -1,4 +1,4 @@
-"""Sets of groups: as bitmaps, as keys in ascending order, as Elias-Fano."""
+"""Sets of groups as bitmaps, as ascending keys, and as Elias-Fano codes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from numba.extending import register_jitable
 from tagc.ops.cpu.kernels.llvm import popcount, put_places, shift_left, shift_right, trailing_zeros
 from tagc.ops.cpu.kernels.scalar import N, U, compiled
 
-# How far past the last key ``list_groups`` and ``write_keys`` may write.
+# Number of entries that ``list_groups`` and ``write_keys`` may write past the last key.
 SLACK = 72
-# Places of the set bits of every byte, in as many bytes; then zeros.
+# For every byte, the places of its set bits, one byte each, then zeros.
 _PLACES = np.array(
     [
         sum(place << 8 * i for i, place in enumerate(p for p in range(8) if byte >> p & 1))
@@ -18,7 +18,7 @@ _PLACES = np.array(
     ],
     np.uint64,
 )
-# Set bits in 64 from which on a table of bytes is faster than a bit at a time.
+# From this many set bits in 64, a table of bytes is faster than one bit at a time.
 _DENSE = 5
 
 
@@ -37,16 +37,16 @@ def list_groups(words, at, w, size, dense, keys, to, t, room):
 
     Args:
         words: ``[...]`` uint32, in which the bitmap begins at ``at``.
-        w: uint64, the word of the bitmap to begin with.
+        w: uint64, the bitmap's word to start with.
         size: uint64, words of the bitmap.
         dense: whether many bits are set, for speed.
-        keys: ``[...]`` uint32, in which ``room + SLACK`` are written from ``to`` on; what follows
-            the last one is garbage.
-        t: uint64, keys that are there already.
-        room: uint64, keys that are enough; fewer than 64 more may be listed.
+        keys: ``[...]`` uint32; up to ``room + SLACK`` entries are written from ``to`` on, with
+            garbage after the last key.
+        t: uint64, number of keys already listed.
+        room: uint64, number of keys that are enough; fewer than 64 more may be listed.
 
     Returns:
-        The first word that was not listed, and how many keys are there, uint64.
+        The first word that was not listed, and the number of keys, uint64.
     """
     while t < room and w < size:
         word = N(words[at + w])
@@ -60,7 +60,7 @@ def list_groups(words, at, w, size, dense, keys, to, t, room):
                 put_places(keys, to + t, U(first + U(N(8) * i)), _PLACES[byte])
                 t += N(popcount(byte))
         else:
-            # Four at a time without a branch; what runs past the last set bit is overwritten next.
+            # Four at a time without a branch; the next keys overwrite the surplus.
             end = t + N(popcount(word))
             while True:
                 for j in range(N(4)):
@@ -81,15 +81,15 @@ def is_dense(words, count):
 
 @compiled
 def write_keys(words, keys, room):
-    """List the groups of a bitmap in ascending order, the first ``room`` of them.
+    """List the first ``room`` groups of a bitmap in ascending order.
 
     Args:
         words: ``[words]`` uint32, the bitmap.
-        keys: ``[room + SLACK]`` uint32, written; what follows the last group is garbage.
-        room: groups that fit.
+        keys: ``[room + SLACK]`` uint32, written, with garbage after the last group.
+        room: number of groups that fit.
 
     Returns:
-        How many groups are listed, uint64.
+        The number of listed groups, uint64.
     """
     none, size = N(0), N(words.size)
     dense = is_dense(words.size, count_bits(words))
@@ -130,17 +130,17 @@ def write_index(keys, low_bits, low, high):
 
 @compiled
 def read_index(low_bits, low, high, keys, room):
-    """Read the Elias-Fano code of :mod:`tagc.ops.packed`, the first ``room`` keys.
+    """Read the first ``room`` keys of the Elias-Fano code of :mod:`tagc.ops.packed`.
 
     Args:
         low_bits: bits of a low part, 1 to 16.
         low: ``[low_words]`` uint32, the low parts.
         high: ``[high_words]`` uint32, the bitmap of the high parts.
-        keys: ``[room + SLACK]`` uint32, written, ascending; what follows the last key is garbage.
-        room: keys that fit.
+        keys: ``[room + SLACK]`` uint32, written, ascending, with garbage after the last key.
+        room: number of keys that fit.
 
     Returns:
-        How many keys are read, uint64.
+        The number of keys read, uint64.
     """
     count = write_keys(high, keys, room)
     width = N(low_bits)
@@ -157,7 +157,7 @@ def write_bitmap(keys, groups, words):
     """Mark groups in a bitmap.
 
     Args:
-        keys: ``[count]`` uint32; those that are not below ``groups`` are left out.
+        keys: ``[count]`` uint32; keys from ``groups`` on are left out.
         groups: number of groups.
         words: ``[words]`` uint32, written.
     """

@@ -1,8 +1,8 @@
-"""Decoding on a CPU: groups are listed and peeled, the shard is written front to back, and the
-residual gets an estimate of what could not be recovered.
+"""Decoding on a CPU: lists the groups, peels them, writes the shard front to back, and adds an
+estimate of unrecovered groups to the residual.
 
-It is one call from Python. Between the steps of training Python's own code falls out of the caches:
-three calls, each with a few tensors made into arrays, took as long as peeling 13,000 keys.
+It is one call from Python. Between training steps, Python's own code falls out of the caches: three
+calls, each of which converts a few tensors to arrays, took as long as peeling 13,000 keys.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def decode_shard(
         divisor: the number of ranks.
         out: ``[n]`` float32 or the bits of bfloat16 as uint16, written if the index is not
             poisoned.
-        residual: ``[n]``, likewise, updated; or None.
-        stats: ``[2]`` int32, written: groups present, and groups that were not recovered.
+        residual: ``[n]`` float32 or the bits of bfloat16 as uint16, updated; or None.
+        stats: ``[2]`` int32, written: groups present, and groups not recovered.
 
     Returns:
         Whether the index is poisoned.
@@ -104,14 +104,14 @@ def _dequantize(v, lane, lanes, step):
 
 @compiled
 def estimate(keys, done, where, degree, cells, n, lanes, step, hashes, residual):
-    """Give the owner's residual an estimate of what could not be peeled.
+    """Add an estimate of the unrecovered groups to the owner's residual.
 
     Args:
         keys: ``[count]`` uint32, ascending.
         done: ``[count]`` uint8, 1 where recovered.
         where: ``[count * hashes]`` uint32, the cells of each key.
         degree: ``[cells]`` int32, keys left in each cell.
-        cells: ``[cells]`` int32, what is left in them.
+        cells: ``[cells]`` int32, the remaining sums.
         n: elements.
         lanes: elements of a group.
         step: float32.

@@ -1,4 +1,4 @@
-"""The sparse pass of encoding: the symbols of the kept groups are added to their cells."""
+"""The sparse pass of encoding: adds the symbols of the kept groups to their cells."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _BATCH = 256
 
 @compiled
 def keep_marked(lanes, kept, keys, stream, words):
-    """Drop the collected groups that are not marked: those of a support that are not finite.
+    """Drop the collected groups that are not marked: groups of a support that are not finite.
 
     Args:
         lanes: elements of a group.
-        kept: groups collected.
-        keys: ``[kept]`` uint32, or longer, ascending; what stays moves to the front.
+        kept: number of collected groups.
+        keys: ``[kept]`` uint32, or longer, ascending; the groups that stay move to the front.
         stream: ``[kept * lanes]`` float32, or longer, their x; moved along with the keys.
         words: ``[words]`` uint32, the bitmap of the marked groups.
 
     Returns:
-        How many groups are left, uint64.
+        The number of groups that stay, uint64.
     """
     width, left = N(lanes), N(0)
     for t in range(N(kept)):
@@ -55,7 +55,7 @@ def insert_shard(symbols, words, seed, hashes, partition, cells):
 def write_cells(
     e, n, group, step, seed, levels, keys, stream, hashes, partition, cells,
 ):  # fmt: skip
-    """Quantize what is kept, leave the rest in the residual, add the symbols to the cells.
+    """Quantize the kept groups, leave the rest in the residual, and add the symbols to the cells.
 
     Args:
         e: ``[n]``, the residual, float32 or the bits of bfloat16 as uint16, updated; or None.
@@ -71,7 +71,7 @@ def write_cells(
         cells: ``[cells]`` int32, written.
 
     Returns:
-        How many groups have an element that was clipped, int64.
+        The number of groups with a clipped element, int64.
     """
     cells[:] = 0
     lanes, salts = len(group), salts_of(seed, hashes)
@@ -94,14 +94,14 @@ def write_cells(
 
 @register_jitable(inline="always")
 def _quantize(x, first, e, at, size, group, step, inverse, limit):
-    """Symbol of one group, int32; what it does not say goes to the residual.
+    """Symbol of one group, int32; the residual keeps the quantization error.
 
     Args:
         x: ``[...]`` float32, in which the group begins at ``first``.
-        first: where the group begins in ``x``.
+        first: start of the group in ``x``.
         e: ``[n]``, the residual, float32 or the bits of bfloat16 as uint16, updated; or None.
-        at: where the group begins in ``e``.
-        size: elements of the group that exist, at most ``len(group)``.
+        at: start of the group in ``e``.
+        size: number of existing elements of the group, at most ``len(group)``.
         group: a tuple of as many entries as a symbol has lanes.
         step, inverse: float32, the step and one over it.
         limit: float32, largest magnitude of a lane.
@@ -127,7 +127,7 @@ def _scatter(keys, symbols, count, salts, partition, where, cells):
     Args:
         keys: ``[count]`` uint32, or longer, all different.
         symbols: ``[count]`` int32, or longer.
-        count: keys to look at.
+        count: number of keys.
         salts: ``[hashes]`` uint32; ``[0]`` for a direct layout.
         partition: cells of a partition.
         where: ``[hashes, count]`` uint64, or wider: scratch.

@@ -1,4 +1,4 @@
-"""Kernel that undoes the lag of error feedback, in one pass."""
+"""The kernel that undoes the lag of error feedback, in one pass."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-# numba passes its typing context first; callers do not, which type checkers cannot follow.
+# numba passes its typing context first and callers do not, which type checkers cannot follow.
 _instruction: Callable[..., Any] = intrinsic
 
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
@@ -101,7 +101,7 @@ def shift_right_signed(typingctx, x, by):
 
 @_instruction
 def mask_at_least(typingctx, words, at, least):
-    """Which of the 32 uint32 from ``words[at]`` on are at least so large, as bits."""
+    """Bits that mark which of the 32 uint32 from ``words[at]`` on are at least ``least``."""
 
     def codegen(context, builder, signature, args):
         lanes = _load(builder, _address(context, builder, signature, args, 0), _INT, 32)
@@ -113,7 +113,8 @@ def mask_at_least(typingctx, words, at, least):
 
 @_instruction
 def mask_outside(typingctx, words, at, start, size):
-    """Which of the 32 uint32 from ``words[at]`` on are not in ``[start, start + size)``, as bits.
+    """Bits that mark which of the 32 uint32 from ``words[at]`` on are outside
+    ``[start, start + size)``.
 
     A number below ``start`` wraps around and is far outside.
     """
@@ -150,11 +151,11 @@ def put_keys(typingctx, keys, t, places, at, first, low, width, most):
 
     Args:
         keys: ``[...]`` uint32, written from ``t`` on.
-        places: ``[...]`` uint32, of which those from ``at`` on are the places of set bits.
-        first: uint32, how many set bits come before these.
+        places: ``[...]`` uint32, from ``at`` on the places of set bits.
+        first: uint32, number of set bits before these.
         low: uint32, 8 low parts, the lowest bits first.
         width: uint32, bits of a low part, at most 4.
-        most: uint32, the largest high part that there can be.
+        most: uint32, the largest possible high part.
     """
 
     def codegen(context, builder, signature, args):
@@ -203,7 +204,7 @@ add_one, add_two, add_four = _adds(1), _adds(2), _adds(4)
 
 
 def _codes(add: bool) -> Any:
-    """An instruction that takes 8 words of codes apart; ``add`` to what is there, or write it."""
+    """An instruction that unpacks 8 words of codes, and adds or writes the elements (``add``)."""
 
     def take_apart(typingctx, words, at, group, s, out, to, apart):
         width = 32 // len(group)
@@ -262,14 +263,14 @@ def add_pairs(typingctx, source, at, target, to):
 
 @_instruction
 def drain(typingctx, sums, at, factor, out, to):
-    """Move 32 bytes of the output past the caches, and leave zeros where they come from.
+    """Write 32 bytes of the output past the caches, and set the sums to zero.
 
     Args:
-        sums: ``[...]`` float32; those from ``at`` on are read, and become zeros.
-        factor: float32, by which they are multiplied.
+        sums: ``[...]`` float32, read from ``at`` on, and set to zero.
+        factor: float32, multiplies the sums.
         out: ``[...]`` float32 or the bits of bfloat16 as uint16, written from ``to`` on, rounded to
-            nearest even. ``out[to]`` lies at a multiple of 32 bytes. A NaN stays one if its lower
-            16 bits are zeros, as those of arithmetic are.
+            nearest even. ``out[to]`` lies at a multiple of 32 bytes. A NaN stays a NaN if its lower
+            16 bits are zeros, as in NaNs from arithmetic.
     """
     lanes = 32 // (out.dtype.bitwidth // 8)
 
@@ -290,7 +291,7 @@ def drain(typingctx, sums, at, factor, out, to):
 
 @_instruction
 def fence(typingctx):
-    """Let other threads see what went past the caches before what is written from here on."""
+    """Make stores past the caches visible to other threads before any later store."""
 
     def codegen(context, builder, signature, args):
         builder.fence("seq_cst")
@@ -300,13 +301,13 @@ def fence(typingctx):
 
 
 def _address(context: Any, builder: Any, signature: Any, args: Any, i: int) -> Any:
-    """Where element ``args[i + 1]`` of the array ``args[i]`` is."""
+    """Address of element ``args[i + 1]`` of the array ``args[i]``."""
     data = context.make_array(signature.args[i])(context, builder, args[i]).data
     return builder.gep(data, [args[i + 1]])
 
 
 def _load(builder: Any, address: Any, dtype: Any, lanes: int) -> Any:
-    """``lanes`` neighbours, at any address."""
+    """Load ``lanes`` neighbours from any address."""
     pointer = builder.bitcast(address, ir.VectorType(dtype, lanes).as_pointer())
     return builder.load(pointer, align=4)
 
@@ -317,7 +318,7 @@ def _store(builder: Any, lanes: Any, address: Any) -> None:
 
 
 def _splat(builder: Any, x: Any, lanes: int) -> Any:
-    """A vector of one number."""
+    """A vector that repeats one number."""
     vector = ir.VectorType(x.type, lanes)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), x, ir.Constant(_INT, 0))
     zeros = ir.Constant(ir.VectorType(_INT, lanes), None)

@@ -1,6 +1,6 @@
-"""Kernels of quantized matrices: rows are quantized one by one, and added up some at a time.
+"""Kernels of quantized matrices: quantize rows one by one, and add up several rows at a time.
 
-The gradient and the residual are read twice: a row's codes need the scales of all columns.
+They read gradient and residual twice, because a row's codes need the scales of all columns.
 
 LLVM inlines the helpers; numba's own inlining warns of assignments in loops and branches.
 """
@@ -55,19 +55,20 @@ def _pairs(total, lanes):
 
 @register_jitable
 def code_sum(c, lanes, words, table):
-    """Sum of what a row's codes stand for, see :attr:`tagc.ops.matrix.MatrixLayout.word_lanes`.
+    """Sum of one number for every code of a row, in the order of
+    :attr:`tagc.ops.matrix.MatrixLayout.word_lanes`.
 
     Args:
-        c: ``[codes]`` float32, contiguous, of which there are at most ``lanes * words``.
+        c: ``[codes]`` float32, contiguous, at most ``lanes * words``.
         lanes, words: uint64, codes of a word, a power of two, and words.
-        table: ``[2 * lanes * wide + 16]`` float32, scratch, ``wide`` a power of two: as many words
-            as are added to side by side, or no fewer than there are.
+        table: ``[2 * lanes * wide + 16]`` float32, scratch; ``wide`` is a power of two, either the
+            number of words that are summed side by side, or at least ``words``.
     """
     n = N(c.size)
     size = (N(table.size) - N(16)) // N(2)
     wide, source, target = size // lanes, N(0), size
     if n == size and wide > N(1) and n & N(15) == N(0):
-        # As many codes as places: the table would be a copy of them.
+        # If there are as many codes as places, the table would be a copy of them.
         for k in range(N(0), size // N(2), N(8)):
             add_pairs(c, N(2) * k, table, target + k)
         source, target, size = target, source, size // N(2)
@@ -83,10 +84,10 @@ def code_sum(c, lanes, words, table):
             for chunk in range(wide, there, wide):
                 for j in range(min(wide, there - chunk)):
                     table[row + j] += c[first + chunk + j]
-    # Rows are neighbours, each a power of two wide: so pairs are those of the flat table.
+    # Rows are adjacent, and a power of two wide, so pairs are those of the flat table.
     while size > lanes:
         size //= N(2)
-        # Up to 7 places past `size` are written, too: scratch, or what was read already.
+        # Up to 7 places past `size` are also written: scratch, or places that were read already.
         for k in range(N(0), size, N(8)):
             add_pairs(table, source + N(2) * k, table, target + k)
         source, target = target, source
@@ -104,10 +105,10 @@ def _load_row(g, e, base, weights, x, u):
 
     Args:
         g: ``[...]``, the gradient, float32 or the bits of bfloat16 as uint16.
-        e: ``[...]``, the residual, likewise; or None.
-        base: where the row begins in both.
+        e: ``[...]``, the residual in the same dtypes; or None.
+        base: start of the row in both.
         weights: ``[columns]`` float32.
-        x: ``[columns]`` float32, written: their sum.
+        x: ``[columns]`` float32, written: the sum of gradient and residual.
         u: ``[columns]`` float32, written: bounded magnitudes of ``x``, times the weights.
 
     Returns:
@@ -133,11 +134,11 @@ def read_scales(columns, v):
 
 @compiled
 def quantize_columns(g, e, rows, v, columns):
-    """Find the columns' scales and the base of the rows'.
+    """Find the columns' scales, and the base of the rows' scales.
 
     Args:
         g: ``[rows * columns]``, the gradient, float32 or the bits of bfloat16 as uint16.
-        e: ``[rows * columns]``, the residual, likewise; or None.
+        e: ``[rows * columns]``, the residual in the same dtypes; or None.
         rows: number of rows.
         v: ``[columns]`` float32, written: the columns' scales.
         columns: ``[ceil(columns / 8)]`` uint32, written: their codes, 4 bits each.
@@ -194,13 +195,13 @@ def quantize_rows(g, e, rows, v, base, size, group, distance, kept, fresh, scale
 
     Args:
         g: ``[rows * columns]``, the gradient, float32 or the bits of bfloat16 as uint16.
-        e: ``[rows * columns]``, the residual, likewise, updated; or None.
+        e: ``[rows * columns]``, the residual in the same dtypes, updated; or None.
         rows: number of rows.
         v: ``[columns]`` float32, the columns' scales.
         base: uint32, from :func:`quantize_columns`.
         size: uint64, neighbours that share a code; 1 for none.
         group: a tuple of as many entries as a word has codes.
-        distance: float32, what a row's fit is multiplied by.
+        distance: float32, factor on a row's fit.
         kept, fresh: float32, shares of the old and of the new residual.
         scales: ``[ceil(rows / 4)]`` uint32, written: the rows' bytes.
         codes: ``[rows * row_words]`` uint32, written.
@@ -276,12 +277,12 @@ def quantize_rows(g, e, rows, v, base, size, group, distance, kept, fresh, scale
 
 @register_jitable
 def _find_largest(x, u, v, inverse, size, place, squares):
-    """The first largest ``|x * inverse|`` of every ``size`` neighbours of a row.
+    """Find the first largest ``|x * inverse|`` of every ``size`` neighbours of a row.
 
     Args:
         x: ``[columns]`` float32.
-        u: ``[columns]`` float32, bounded magnitudes of ``x``; the first ``codes`` become ``u * v``
-            of the elements found.
+        u: ``[columns]`` float32, bounded magnitudes of ``x``; the first ``codes`` entries become
+            ``u * v`` of the elements found.
         v, inverse: ``[columns]`` float32, the columns' scales and one over them.
         size: uint64, neighbours that share a code.
         place: ``[codes]`` uint64, written: places of the elements found, from 0 to ``size - 1``.
@@ -302,11 +303,11 @@ def _find_largest(x, u, v, inverse, size, place, squares):
 
 @register_jitable
 def _add_row(source, at, words, group, f, v, sums, first):
-    """Add the elements of a row in which each has a code of its own.
+    """Add the elements of a row in which each element has its own code.
 
     Args:
         source: ``[...]`` uint32.
-        at: where the row's codes begin in ``source``.
+        at: start of the row's codes in ``source``.
         words: words of a row's codes.
         group: a tuple of as many entries as a word has codes.
         f: float32, the row's scale.
@@ -336,14 +337,14 @@ def _add_groups(source, at, words, group, size, f, v, sums, first):
     Args:
         source, at, words, group, f: as in :func:`_add_row`.
         size: uint64, neighbours that share a code.
-        v, sums, first: likewise.
+        v, sums, first: as in :func:`_add_row`.
     """
     width = U(32 // len(group))
     for k in range(N(len(group))):
         for j in range(words):
             code = shift_right(source[at + j], U(k) * width)
             place = (k * words + j) * size + N(code & U(size - N(1)))
-            if place < N(v.size):  # always true in a message that quantize_rows wrote
+            if place < N(v.size):  # always true if quantize_rows wrote the message
                 step = f * v[place]
                 sums[first + place] += -step if code & U(size) else step
 
@@ -355,11 +356,11 @@ def dequantize_rows(
     """Add up messages, see :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`.
 
     Args:
-        messages: ``[...]`` uint32, in which the messages begin ``stride`` words apart; each with
-            the base, then the columns' scales.
-        stride: from one message to the next, in words.
+        messages: ``[...]`` uint32, in which the messages begin ``stride`` words apart; each begins
+            with the base and the columns' scales.
+        stride: words from one message to the next.
         ranks: number of messages.
-        scales, codes: where the rows' bytes and the codes begin in a message, in words.
+        scales, codes: start of the rows' bytes and of the codes in a message, in words.
         rows: number of rows.
         size: uint64, neighbours that share a code; 1 for none.
         group: a tuple of as many entries as a word has codes.
@@ -372,7 +373,7 @@ def dequantize_rows(
     for r in range(N(ranks)):
         first = r * N(stride)
         read_scales(messages[first + N(1) : first + N(scales)], v[r])
-    # Rows of a tile, whose elements are a multiple of 16 where that many fit, see `new_tile`.
+    # Rows of a tile. Its elements are a multiple of 16 if enough rows fit, see `new_tile`.
     many, even = max(N(1), N(TILE) // n), N(1)
     while even * n & N(15):
         even += even

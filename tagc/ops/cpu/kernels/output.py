@@ -1,13 +1,13 @@
-"""The last step of the decoders: sums become elements of the shard, a tile at a time.
+"""The last step of the decoders: turns sums into elements of the shard, a tile at a time.
 
-A shard is larger than the caches, and whoever decodes it writes it once. So a tile of sums stays in
-the L1 cache (one of ``TILE`` elements does) while it is filled, and then goes to memory past the
-caches, which spares a read of what is overwritten, and what the caches held. A shard that fits in
-the L2 cache is stored as usual: whoever reads it finds it there.
+A shard is larger than the caches, and a decoder writes it once. So a tile of ``TILE`` sums stays in
+the L1 cache while it is filled, and is then written to memory past the caches. This saves a read of
+the overwritten memory, and keeps the content of the caches. A shard that fits in the L2 cache is
+stored as usual, so that its reader finds it there.
 
-Sums are divided by the number of ranks. Half of the time of a large shard would go into divisions;
-where the divisor is a power of two, a product with its reciprocal has the same bits. Example: 3
-divided by 8 and 3 * 0.125 are both 0.375; 3 divided by 10 and 3 * 0.1 differ in float32.
+Sums are divided by the number of ranks. Divisions would take half of the time of a large shard. If
+the divisor is a power of two, the product with its reciprocal has the same bits. Example: 3 divided
+by 8 and 3 * 0.125 are both 0.375; 3 divided by 10 and 3 * 0.1 differ in float32.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from tagc.ops.cpu.kernels.llvm import drain, fence, float_bits
 from tagc.ops.cpu.kernels.scalar import N, U, compiled, store
 
-# Elements of a tile; a multiple of 256 groups of any size, as ``unpacker`` asks.
+# Elements of a tile; a multiple of 256 groups of any size, as ``unpacker`` needs.
 TILE = 8192
-# float32 of a line of the caches.
+# Number of float32 in a cache line.
 _LINE = 16
-# Bytes of a shard from which on it goes past the caches.
+# From this many bytes, a shard is written past the caches.
 _LARGE = 1 << 20
 
 
@@ -29,11 +29,11 @@ _LARGE = 1 << 20
 def new_tile(size, out):
     """A tile of zeros for :func:`write_tile`: ``[size]`` float32.
 
-    It begins as many elements after a multiple of 64 bytes as ``out`` does, so that where a store
-    to ``out`` is aligned, the loads and stores of sums are, too: without, they take twice as long.
+    It begins as many elements after a multiple of 64 bytes as ``out`` does. So if a store to
+    ``out`` is aligned, the loads and stores of sums also are; otherwise they take twice as long.
 
     Args:
-        size: elements; tiles that follow one another all profit if it is a multiple of 16.
+        size: number of elements; with a multiple of 16, all tiles of a shard are aligned.
         out: ``[n]`` float32 or the bits of bfloat16 as uint16, the shard.
     """
     room = np.zeros(N(size) + N(_LINE), np.float32)
@@ -44,10 +44,10 @@ def new_tile(size, out):
 
 @compiled
 def write_tile(sums, count, divisor, out, base):
-    """Divide, round and write a tile of the shard, and leave zeros in ``sums``.
+    """Divide, round and write a tile of the shard, and set ``sums`` to zero.
 
     Args:
-        sums: ``[...]`` float32, from :func:`new_tile`; what is written becomes zeros.
+        sums: ``[...]`` float32, from :func:`new_tile`; the first ``count`` become zeros.
         count: elements to write.
         divisor: float32.
         out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
@@ -55,7 +55,7 @@ def write_tile(sums, count, divisor, out, base):
     """
     size, zero = N(count), np.float32(0.0)
     factor = np.float32(1.0) / divisor
-    if U(float_bits(divisor) & U(0x007FFFFF)) != U(0):  # no power of two
+    if U(float_bits(divisor) & U(0x007FFFFF)) != U(0):  # not a power of two
         for j in range(size):
             sums[j] = sums[j] / divisor
         factor = np.float32(1.0)
@@ -66,7 +66,7 @@ def write_tile(sums, count, divisor, out, base):
             sums[j] = zero
         return
     lanes = N(32 // out.itemsize)
-    # What lies before the first and past the last multiple of 32 bytes is stored as usual.
+    # Elements before the first and past the last multiple of 32 bytes are stored as usual.
     place = N(out.ctypes.data // out.itemsize) + base
     head = min(size, (lanes - place) & (lanes - N(1)))
     tail = head + ((size - head) & ~(lanes - N(1)))

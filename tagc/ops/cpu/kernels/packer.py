@@ -1,4 +1,4 @@
-"""The sparse pass of packing: the kept groups are quantized."""
+"""The sparse pass of packing: quantizes the kept groups."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tagc.ops.cpu.kernels.scalar import N, U, compiled, store_finite
 
 @compiled
 def pack_values(e, n, lanes, keys, stream, block, group, limit, unit, scales, codes):
-    """Quantize the kept groups, and leave in the residual what the codes do not say.
+    """Quantize the kept groups; the residual keeps the quantization error.
 
     Args:
         e: ``[n]``, the residual, float32 or the bits of bfloat16 as uint16, updated; or None.
         n: elements.
         lanes: elements of a group.
         keys: ``[count]`` uint32, ascending: the kept groups.
-        stream: ``[count * lanes]`` float32, their x, which becomes what the codes leave; longer by
-            a block or more, which is overwritten.
+        stream: ``[count * lanes]`` float32, their x, which becomes the quantization error; longer
+            by at least a block, which is overwritten.
         block: elements of a block.
         group: a tuple of as many entries as a word has codes.
         limit, unit: float32, the largest code and one over it.

@@ -1,4 +1,4 @@
-"""Peeling of a count sketch on a CPU: queues of the cells with one key left.
+"""Peels a count sketch on a CPU, with queues of the cells that have one key left.
 
 Example: keys A in cells 0 and 3, B in 0 and 4. Cell 3 has A alone, so its sum is the symbol of A;
 without A, cell 0 has B alone.
@@ -25,14 +25,13 @@ def recover(keys, seed, hashes, partition, cells):
         seed: int32.
         hashes: cells of a key.
         partition: cells of a partition.
-        cells: ``[cells]`` int32, the sums; those of keys that are not recovered become what is
-            left in them.
+        cells: ``[cells]`` int32, the sums; cells of unrecovered keys get their remaining sums.
 
     Returns:
         ``[count]`` int32, the symbols by key, 0 where not recovered;
         ``[count]`` uint8, 1 where recovered; ``[count * hashes]`` uint32, the cells of each key;
-        ``[cells]`` int32, how many keys are left in each cell that a key which was not recovered
-        has. The last two are garbage if all were recovered.
+        ``[cells]`` int32, the number of keys left in each cell of an unrecovered key. The last two
+        are garbage if all keys were recovered.
     """
     salts = salts_of(seed, hashes)
     where = np.empty(keys.size * salts.size, np.uint32)
@@ -47,10 +46,10 @@ def recover(keys, seed, hashes, partition, cells):
 
 @compiled
 def _build(keys, salts, partition, table, unit, where):
-    """Add ``unit * slot + 1`` for every key to the entry of each of its cells; note the cells.
+    """For every key, add ``unit * slot + 1`` to the entries of its cells, and note the cells.
 
     Args:
-        keys: ``[count]`` uint32, ascending; a key's slot is its place here.
+        keys: ``[count]`` uint32, ascending; a key's slot is its place in this array.
         salts: ``[hashes]`` uint32.
         partition: cells of a partition.
         table: ``[cells]`` int64, the entries, added to.
@@ -77,12 +76,12 @@ def _list_lonely(table, begin, end, mask, queue):
 
     Args:
         table: ``[cells]`` int64, entries whose lowest bits are the number of keys.
-        begin, end: uint64, the cells to look at.
-        mask: the lowest bits.
+        begin, end: uint64, the range of cells.
+        mask: mask of the lowest bits.
         queue: ``[end - begin + 1]`` uint32, or longer, written.
 
     Returns:
-        How many cells are listed, uint64.
+        The number of listed cells, uint64.
     """
     tail = N(0)
     for c in range(begin, end):
@@ -93,22 +92,21 @@ def _list_lonely(table, begin, end, mask, queue):
 
 @compiled
 def _peel_compact(keys, salts, partition, cells, where, values, done, degree):
-    """Peel with a queue a partition, all that is known of a cell in one 64-bit entry.
+    """Peel with one queue per partition and one 64-bit entry per cell.
 
-    From the top: the sum of the symbols (32 bits, wraps), the sum of the keys' slots (26 bits),
-    the number of keys (6 bits). A key leaves a cell by one subtraction. Slots below 2**20 and
-    fewer than 64 keys in a cell keep the lower fields from running over; with no more keys than
-    cells a fuller cell has probability below 1e-40.
+    An entry has, from the top, the sum of the symbols (32 bits, wraps), the sum of the keys' slots
+    (26 bits) and the number of keys (6 bits), so one subtraction removes a key from a cell. Slots
+    below 2**20 and fewer than 64 keys in a cell keep the lower fields from overflowing; with no
+    more keys than cells, a fuller cell has probability below 1e-40.
 
-    The partitions take turns, each until its queue is empty. Their turns end when none finds a key.
-    What a key was recovered from is left as it is: no key that is not recovered is in that cell.
+    The partitions take turns, each until its queue is empty, and stop when none finds a key. The
+    cell from which a key was recovered is left unchanged: it has no unrecovered key.
 
     Args:
         keys: ``[count]`` uint32, ascending; at most 2**20.
         salts: ``[hashes]`` uint32.
         partition: cells of a partition.
-        cells: ``[cells]`` int32, the sums; those of keys that are not recovered become what is
-            left in them.
+        cells: ``[cells]`` int32, the sums; cells of unrecovered keys get their remaining sums.
         where: ``[count * hashes]`` uint32, written if a key is not recovered.
         values: ``[count]`` int32, zeros, written where recovered.
         done: ``[count]`` uint8, zeros, written where recovered.
@@ -126,8 +124,8 @@ def _peel_compact(keys, salts, partition, cells, where, values, done, degree):
             for t in range(N(count)):
                 table[row[t]] += entry
                 entry += np.int64(64)
-    # A cell enters for good when its degree falls to one, which happens once. So a queue needs room
-    # for a partition, and one more, where the cell that does not enter is written.
+    # A cell enters its queue once, when its degree falls to one. So a queue needs room for a
+    # partition, plus one entry for the branchless write of a cell that does not enter.
     room = N(partition) + N(1)
     queues = np.empty((salts.size, room), np.uint32)
     heads, tails = np.zeros(salts.size, np.uint64), np.empty(salts.size, np.uint64)
@@ -154,26 +152,26 @@ def _peel_compact(keys, salts, partition, cells, where, values, done, degree):
 
 @register_jitable(inline="always")
 def _take(keys, table, queue, heads, tails, i, owners, entries, values, done):
-    """Recover the keys of a batch of a partition's queue; their cells there are left as they are.
+    """Recover the keys of a batch of a partition's queue, without changing their cells there.
 
-    No key comes twice, since each has one cell in a partition.
+    No key comes twice, because each has one cell in a partition.
 
     Args:
         keys, values, done: as in :func:`_peel_compact`.
         table: ``[cells]`` int64, the entries.
         queue: ``[...]`` uint32, the cells of partition ``i`` that held one key.
-        heads, tails: ``[hashes]`` uint64, where queues begin and end; ``heads[i]`` is updated.
+        heads, tails: ``[hashes]`` uint64, the starts and ends of queues; ``heads[i]`` is updated.
         owners: ``[_BATCH]`` uint32, written: the keys.
-        entries: ``[_BATCH]`` int64, written: what their cells held.
+        entries: ``[_BATCH]`` int64, written: the entries of their cells.
 
     Returns:
-        How many keys there are, uint64.
+        The number of keys, uint64.
     """
     count, head = N(0), heads[i]
     end = min(head + N(_BATCH), tails[i])
     while head < end:
         entry = table[queue[head]]
-        alone = entry & 63 == 1  # or its key was found in another partition
+        alone = entry & 63 == 1  # if not, its key was found in another partition
         entries[count] = entry
         owners[count] = keys[N((entry >> 6) & (_MAX_COMPACT_KEYS - 1)) if alone else N(0)]
         count += N(alone)
@@ -193,8 +191,8 @@ def _remove(table, row, entries, count, queue, tail):
     Args:
         table: ``[cells]`` int64, the entries.
         row: ``[count]`` uint32, the keys' cells.
-        entries: ``[count]`` int64, what is taken out.
-        count: uint64.
+        entries: ``[count]`` int64, subtracted from the cells.
+        count: uint64, number of keys.
         queue: ``[...]`` uint32, written from ``tail`` on.
         tail: uint64.
 
@@ -205,7 +203,7 @@ def _remove(table, row, entries, count, queue, tail):
         p = row[t]
         rest = table[p] - entries[t]
         table[p] = rest
-        # Without a branch.
+        # Branchless.
         queue[tail] = p
         tail += N(rest & 63 == 1)
     return tail
@@ -233,16 +231,16 @@ def _locate(keys, salts, partition, at, where):
 
 @compiled
 def _peel_large(keys, salts, partition, cells, where, values, done, degree):
-    """Peel any number of keys with one queue; values and keys of a cell are in two tables.
+    """Peel any number of keys with one queue; a cell's sum and its keys are in two tables.
 
     Args:
         keys: ``[count]`` uint32, ascending.
-        cells: ``[cells]`` int32, the sums; become what is left in them.
+        cells: ``[cells]`` int32, the sums, which become the remaining sums.
         where, degree: as in :func:`_peel_compact`, always written.
         salts, partition, values, done: as in :func:`_peel_compact`.
     """
     hashes = N(salts.size)
-    # Upper 40 bits the sum of the slots, lower 24 the number of keys.
+    # The upper 40 bits are the sum of the slots, the lower 24 the number of keys.
     table = np.zeros(cells.size, np.int64)
     _build(keys, salts, partition, table, np.int64(1 << 24), where)
     queue = np.empty(table.size + 1, np.uint32)
@@ -255,7 +253,7 @@ def _peel_large(keys, salts, partition, cells, where, values, done, degree):
             c = queue[head]
             head += N(1)
             slot = N(table[c] >> 24)
-            if table[c] & _DEGREE == 1 and not done[slot]:  # or it was found in another cell
+            if table[c] & _DEGREE == 1 and not done[slot]:  # else it was found in another cell
                 slots[found] = slot
                 values[slot] = cells[c]
                 done[slot] = 1

@@ -1,4 +1,4 @@
-"""Kernels of block quantization: elements lie in a scratch array that stays in L1."""
+"""Kernels of block quantization, with elements in a scratch array that stays in the L1 cache."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _LARGEST_SCALE, _MIN_SCALE, _NAN = U(0x7F7F0000), U(0x00800000), U(0x7FC00000)
 
 @register_jitable
 def _scale_of(largest, unit, salt):
-    """Scale of a block, a bfloat16 as the bits of a float32, uint32; rounded up, with a salt.
+    """Scale of a block, a bfloat16 as the uint32 bits of a float32; rounded up if there is a salt.
 
     Args:
         largest: uint32, bits of the block's largest magnitude.
         unit: float32, one over the largest code.
-        salt: of :func:`dither_at`.
+        salt: as in :func:`dither_at`.
     """
     if largest >= _INF:
         return _NAN
@@ -40,13 +40,13 @@ def _scale_of(largest, unit, salt):
 
 
 def dither_at(salt, place):
-    """What is added to the code at ``place`` of a row before it is rounded, float32; minus zero,
-    which changes nothing, where ``salt`` is None."""
+    """The float32 to add to the code at ``place`` of a row before it is rounded. Without a salt
+    (None) it is minus zero, which changes nothing."""
     raise NotImplementedError
 
 
 def salt_of(seed):
-    """Hash of the seed of a row's dither, uint32; None where it is None."""
+    """Hash of the seed of a row's dither, uint32; None if the seed is None."""
     raise NotImplementedError
 
 
@@ -63,7 +63,7 @@ def _(salt, place):
         return lambda salt, place: np.float32(-0.0)
 
     def dithered(salt, place):
-        # The lower half is for even places.
+        # Even places get the lower half.
         h = shift_right(fmix32(U(U(N(place) >> N(1)) ^ salt)), U((U(place) & U(1)) << U(4)))
         h = U(h & U(0xFFFF))
         return np.float32(np.int32(h + h) - np.int32(65535)) * np.float32(2.0**-17)
@@ -76,7 +76,7 @@ def quantize_block(x, c, group, limit, unit, salt, first, codes, at):
     """Quantize one block.
 
     Args:
-        x: ``[block]`` float32; becomes what the codes leave, or stays if it is not all finite.
+        x: ``[block]`` float32; becomes the quantization error, or stays if it is not all finite.
         c: ``[block]`` uint32, scratch.
         group: a tuple of as many entries as a word has codes.
         limit: float32, the largest code.
@@ -84,7 +84,7 @@ def quantize_block(x, c, group, limit, unit, salt, first, codes, at):
         salt: uint32, the hash of the row's seed; None to round to nearest.
         first: place of the block's first element in the row.
         codes: ``[...]`` uint32, written from ``at`` on, ``block / len(group)`` words.
-        at: where the block's codes begin.
+        at: start of the block's codes.
 
     Returns:
         The scale, the bits of a float32 as uint32; NaN if ``x`` is not all finite.
@@ -93,7 +93,7 @@ def quantize_block(x, c, group, limit, unit, salt, first, codes, at):
     size = N(x.size)
     words = size // lanes
     largest = U(0)
-    # Builtin min and max can keep such loops from being vectorized.
+    # Builtin min and max can prevent vectorization of this loop.
     for j in range(size):
         m = U(float_bits(x[j]) & _ABS)
         largest = m if m > largest else largest
@@ -127,13 +127,13 @@ def quantize_row(g, e, n, block, group, limit, unit, kept, fresh, seed, scales, 
 
     Args:
         g: ``[n]``, the gradient, float32 or the bits of bfloat16 as uint16.
-        e: ``[n]``, the residual, likewise, updated; or None.
+        e: ``[n]``, the residual in the same dtypes, updated; or None.
         n: elements.
         block: elements of a block.
         group: a tuple of as many entries as a word has codes.
         limit, unit: float32, the largest code and one over it.
         kept, fresh: float32, shares of the old and of the new residual.
-        seed: uint32, of the dither; None to round to nearest.
+        seed: uint32, seed of the dither; None to round to nearest.
         scales: ``[2 * scale_words]`` uint16, written.
         codes: ``[blocks * block_words]`` uint32, written.
     """
@@ -164,7 +164,7 @@ def quantize_row(g, e, n, block, group, limit, unit, kept, fresh, seed, scales, 
 
 @register_jitable
 def scale_at(words, at, b):
-    """float32 scale of block ``b``, where scales begin at ``words[at]``, ``[...]`` uint32."""
+    """float32 scale of block ``b``; scales begin at ``words[at]``, ``[...]`` uint32."""
     word = words[at + (b >> N(1))]
     return bits_float(U(word & U(0xFFFF0000)) if b & N(1) else shift_left(word, U(16)))
 
@@ -193,7 +193,7 @@ def dequantize_block(words, at, count, group, s, out, to):
 
 @register_jitable
 def add_block(words, at, count, group, s, out, to):
-    """As :func:`dequantize_block`, but add to ``out``."""
+    """:func:`dequantize_block`, but adds to ``out``."""
     if count & N(7) == N(0):
         for j in range(N(0), count, N(8)):
             add_codes(words, at + j, group, s, out, to + j, count)
@@ -211,7 +211,7 @@ def dequantize_shard(messages, stride, ranks, n, block, group, divisor, out):
 
     Args:
         messages: ``[...]`` uint32, in which the messages begin ``stride`` words apart.
-        stride: from one message to the next, in words.
+        stride: words from one message to the next.
         ranks: number of messages.
         n: elements.
         block: elements of a block.

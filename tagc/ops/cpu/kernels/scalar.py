@@ -1,11 +1,11 @@
 """Scalars for the CPU kernels: storage dtypes, the hash, lanes of a symbol.
 
 Three habits make these kernels fast. numba promotes uint32 arithmetic to 64 bits, so every hash
-step is cast back. It lets a signed index be negative, so hot loops index with ``N`` (uint64). And
-the number of lanes is the length of a tuple of type ``Group``, which makes it a constant that
-LLVM unrolls by.
+step is cast back. numba lets a signed index be negative, so hot loops index with ``N`` (uint64).
+The number of lanes is the length of a tuple of type ``Group``, so it is a constant by which LLVM
+unrolls.
 
-Functions that depend on a dtype are stubs here, which ``overload`` fills in at compile time.
+Functions that depend on a dtype are stubs, which ``overload`` fills in at compile time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba.extending import overload, register_jitable
 from tagc.ops.cpu.kernels.llvm import bits_float, float_bits, high_product, shift_right
 
 U, N = np.uint32, np.uint64
-# Nothing calls them from C. Numba's stub does not know all of its options.
+# Nothing calls the kernels from C. numba's type stub lacks some options.
 compiled = njit(  # pyright: ignore[reportCallIssue]
     nogil=True, cache=True, boundscheck=False, no_cfunc_wrapper=True
 )
@@ -34,8 +34,8 @@ def group_of(lanes: int) -> Group:
 def load(a, j):
     """Element ``j`` of ``a`` as float32.
 
-    ``a`` is ``[n]`` float32, ``[n]`` uint16 with the bits of bfloat16, or None for zeros; those are
-    -0.0, which changes nothing that it is added to.
+    ``a`` is ``[n]`` float32, ``[n]`` uint16 with the bits of bfloat16, or None for -0.0, which
+    changes no sum.
     """
     raise NotImplementedError
 
@@ -43,14 +43,14 @@ def load(a, j):
 def store(a, j, x):
     """Write float32 ``x`` to element ``j`` of ``a``, rounded to nearest even in its dtype.
 
-    ``a`` is ``[n]`` float32, ``[n]`` uint16 with the bits of bfloat16, or None, to which nothing is
-    written.
+    ``a`` is ``[n]`` float32, ``[n]`` uint16 with the bits of bfloat16, or None, which stores
+    nothing.
     """
     raise NotImplementedError
 
 
 def store_finite(a, j, x):
-    """As :func:`store`, for residuals: what is finite stays finite in bfloat16, too."""
+    """:func:`store` for residuals: finite numbers stay finite, even in bfloat16."""
     raise NotImplementedError
 
 
@@ -93,10 +93,10 @@ def _within_bfloat16(b):
 
 @register_jitable
 def _put_bfloat16(a, j, b):
-    """Round a float32, ``b`` its bits as uint32, to nearest even in bfloat16. A NaN stays one if
-    its lower 16 bits are zeros, as those of arithmetic are.
+    """Round a float32 with the bits ``b`` (uint32) to nearest even in bfloat16, and write its bits
+    to element ``j`` of ``a``, ``[n]`` uint16.
 
-    ``a`` is ``[n]`` uint16, of which element ``j`` gets the bits.
+    A NaN stays a NaN if its lower 16 bits are zeros, as in NaNs from arithmetic.
     """
     odd = U(shift_right(b, U(16)) & U(1))
     a[j] = np.uint16(shift_right(U(U(b + U(0x7FFF)) + odd), U(16)))
@@ -114,7 +114,7 @@ def fmix32(x):
 
 @register_jitable(inline="always")
 def salts_of(seed, hashes):
-    """What tells the hashes of a key apart: ``[hashes]`` uint32 from an int32 seed."""
+    """One salt for each hash of a key: ``[hashes]`` uint32 from an int32 seed."""
     salts = np.empty(hashes, np.uint32)
     for i in range(hashes):
         salts[i] = fmix32(U(U(seed) * U(0x9E3779B9) + U(U(i + 1) * U(0x7F4A7C15))))
@@ -123,11 +123,11 @@ def salts_of(seed, hashes):
 
 @register_jitable(inline="always")
 def positions(keys, count, salts, partition, where):
-    """Cells of keys, a loop per hash so that it vectorizes.
+    """Cells of keys, in one loop per hash, so that it vectorizes.
 
     Args:
         keys: ``[count]`` uint32, or longer.
-        count: keys to look at.
+        count: number of keys.
         salts: ``[hashes]`` uint32, from :func:`salts_of`.
         partition: cells of a partition.
         where: ``[hashes, count]`` uint64, or wider, written: cell ``i`` of key ``t`` at ``[i, t]``.
@@ -141,7 +141,7 @@ def positions_in(keys, count, salts, i, partition, row):
     """The cell of every key in one partition.
 
     Args:
-        i: the partition, and the hash that leads to it.
+        i: index of the partition and of its hash.
         row: ``[count]`` uint32 or uint64, or longer, written: the cells.
         keys, count, salts, partition: as in :func:`positions`.
     """

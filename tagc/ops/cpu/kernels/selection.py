@@ -1,4 +1,4 @@
-"""Which groups of a row are kept: one dense pass over gradient and residual."""
+"""Selects the groups of a row in one dense pass over gradient and residual."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tagc.ops.cpu.kernels.llvm import float_bits, mask_at_least, popcount, trail
 from tagc.ops.cpu.kernels.scalar import N, U, compiled, load, store_finite
 
 _ABS, _INF = U(0x7FFFFFFF), U(0x7F800000)
-# Elements seen at a time.
+# Elements processed at a time.
 _TILE = 1024
-# Elements that the stream has room for past the last one: a whole block.
+# Room in the stream past the last element: a whole block.
 _SLACK = 4096
 
 
@@ -23,24 +23,25 @@ def select_groups(g, e, n, group, threshold_bits, select_bits, support, room, wo
 
     Args:
         g: ``[n]``, the gradient, float32 or the bits of bfloat16 as uint16.
-        e: ``[n]``, the residual, likewise, updated; or None.
+        e: ``[n]``, the residual in the same dtypes, updated; or None.
         n: elements.
         group: a tuple of as many entries as a group has elements.
-        threshold_bits: bits of the float32 threshold as uint32; for the count only.
-        select_bits: bits of the least magnitude that is selected, likewise.
+        threshold_bits: bits of the float32 threshold as uint32; only for the count.
+        select_bits: bits of the least selected magnitude, float32 as uint32.
         support: ``[words]`` uint32, a bitmap, or ``[0]`` for none.
-        room: groups that are expected to be selected at most.
+        room: the expected most groups.
         words: ``[words]`` uint32, written: the bitmap of the marked groups.
 
     Returns:
-        Groups above the threshold, groups not zero and groups collected, all uint64; 1 if a group
-        is not finite, else 0; the keys of the groups collected, ``[collected]`` uint32, ascending;
-        their x, ``[collected * len(group)]`` float32. Both arrays are longer, with garbage.
+        The numbers of groups above the threshold, groups not zero and groups collected, all uint64;
+        1 if a group is not finite, else 0; the keys of the collected groups, ``[collected]``
+        uint32, ascending; their x, ``[collected * len(group)]`` float32. Both arrays are longer,
+        with garbage at the end.
     """
     lanes = len(group)
     tile, width = N(_TILE), N(lanes)
     groups = tile // width
-    # ``trailing_zeros`` of nothing points past the end.
+    # ``trailing_zeros`` of an empty mask points past the end.
     x, size = np.empty(_TILE + 32, np.float32), np.empty(_TILE, np.uint32)
     bits = x.view(np.uint32)
     keys = np.empty(room + _TILE + 32, np.uint32)
@@ -97,7 +98,7 @@ def select_groups(g, e, n, group, threshold_bits, select_bits, support, room, wo
                 continue
             end = t + N(popcount(word))
             while True:
-                # Four at a time without a branch; what is too much is overwritten next.
+                # Four at a time without a branch; the next groups overwrite the surplus.
                 for _ in range(4 if lanes == 1 else 1):
                     i = at + N(trailing_zeros(word))
                     word &= U(word - U(1))
@@ -115,7 +116,7 @@ def select_groups(g, e, n, group, threshold_bits, select_bits, support, room, wo
 def _longer(a, size):
     """A copy of ``a``, ``[n]`` of any dtype, with ``size`` entries, garbage from ``n`` on."""
     b = np.empty(size, a.dtype)
-    # numba's assignment of slices would have to be compiled with all of its error messages.
+    # numba's assignment of slices would compile all of its error messages.
     for i in range(N(a.size)):
         b[i] = a[i]
     return b
@@ -128,8 +129,8 @@ def _measure(bits, lanes, size):
     Args:
         bits: ``[_TILE]`` uint32, or longer: bits of the float32 elements.
         lanes: elements of a group, 1, 2 or 4.
-        size: ``[_TILE]`` uint32, written: for each group the bits of its largest magnitude, which
-            order as the magnitudes do; garbage past the last group.
+        size: ``[_TILE]`` uint32, written: the bits of each group's largest magnitude, which sort
+            like the magnitudes; garbage past the last group.
     """
     if lanes == 1:
         for i in range(N(_TILE)):
@@ -147,7 +148,7 @@ def _measure(bits, lanes, size):
 
 @compiled
 def _count_at_least(size, least):
-    """How many of ``size``, ``[count]`` uint32, are at least ``least``; uint64."""
+    """Number of ``size``, ``[count]`` uint32, that are at least ``least``; uint64."""
     count = U(0)
     for t in range(N(size.size)):
         count += U(size[t] >= least)
@@ -160,11 +161,11 @@ def keep_largest(lanes, capacity, kept, keys, stream, words):
 
     Args:
         lanes: elements of a group.
-        capacity: groups that stay; fewer than ``kept``.
-        kept: groups collected.
-        keys: ``[kept]`` uint32, or longer, ascending; the first ``capacity`` are those that stay.
+        capacity: number of groups that stay; fewer than ``kept``.
+        kept: number of collected groups.
+        keys: ``[kept]`` uint32, or longer, ascending; the groups that stay move to the front.
         stream: ``[kept * lanes]`` float32, or longer, their x; moved along with the keys.
-        words: ``[words]`` uint32, the bitmap, in which the bits of the others are cleared.
+        words: ``[words]`` uint32, the bitmap, in which the bits of the other groups are cleared.
     """
     width = N(lanes)
     size = np.empty(kept, np.uint32)
@@ -173,7 +174,7 @@ def keep_largest(lanes, capacity, kept, keys, stream, words):
         for j in range(t * width, (t + N(1)) * width):
             m = max(m, U(float_bits(stream[j]) & _ABS))
         size[t] = m
-    # The largest number that at least ``capacity`` sizes reach, bit by bit.
+    # Find the largest number that at least ``capacity`` sizes reach, bit by bit.
     last = U(0) if capacity > 0 else _INF
     for b in range(31 if capacity > 0 else 0):
         trial = U(last | U(U(0x40000000) >> U(b)))

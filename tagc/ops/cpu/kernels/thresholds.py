@@ -1,4 +1,4 @@
-"""Kernel that steers thresholds, one after the other."""
+"""The kernel that steers thresholds, one after the other."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Unpacking: sparse messages are added up a tile of the shard at a time, nothing is listed whole.
+"""Unpacking: adds up sparse messages one tile of the shard at a time, without listing all keys.
 
-For every message there is a chunk of keys and of their elements, which stay in the caches with the
-tile. They are read on when a tile needs more of them.
+For every message there is a chunk of keys and their elements, which stay in the caches with the
+tile. When a tile needs more of them, the next chunk is read.
 
-Example: with tiles of 8 groups, a message with the groups 3, 9 and 10 adds its first element to the
-first tile and stops at 9; the second tile goes on there.
+Example: with tiles of 8 groups, a message with the groups 3, 9 and 10 adds its first group to the
+first tile and stops at 9; the second tile continues there.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from tagc.ops.cpu.kernels.quantizer import dequantize_block, scale_at
 from tagc.ops.cpu.kernels.scalar import N, U, compiled
 from tagc.ops.packed import POISON
 
-# Elements of a message that are read at a time, a power of two; more for large blocks.
+# Elements of a message to read at a time, a power of two; more for large blocks.
 _CHUNK = 1024
-# Of a message: groups in all, added so far, and read so far; words of the bitmap that were listed,
-# places found in them that are not read yet, whether the bitmap is dense, and the last key.
+# State of a message: number of groups, of groups added and of groups read; number of bitmap words
+# listed, of places found in them and not yet read; whether the bitmap is dense; the last key.
 _COUNT, _ADDED, _READ, _WORDS, _FOUND, _DENSE, _LAST = range(7)
 
 
 @compiled
 def _read_keys(places, words, low, first, count, low_bits, most, last, keys, k):
-    """Put keys together, see :mod:`tagc.ops.packed`.
+    """Assemble keys, see :mod:`tagc.ops.packed`.
 
-    Keys of any words lie in tiles that follow one another, if the groups of a tile are a multiple
-    of ``2**8``: high parts ascend, since places do; and with 16 low bits keys are made to.
+    Even for arbitrary words, keys lie in ascending tiles if a tile has a multiple of ``2**8``
+    groups: high parts ascend because places do, and with 16 low bits keys are forced to ascend.
 
     Args:
         places: ``[count]`` uint32, or 8 longer, places of the set bits of the index's bitmap.
         words: ``[...]`` uint32, from ``low`` on the low parts of Elias-Fano.
-        first: uint64, how many keys come before; a multiple of 32.
-        count: uint64, keys to read.
+        first: uint64, number of keys before these; a multiple of 32.
+        count: uint64, number of keys to read.
         low_bits: bits of a low part; 0 for a bitmap.
-        most: uint32, the largest high part that there can be.
+        most: uint32, the largest possible high part.
         last: uint32, the key before the first.
         keys: ``[...]`` uint32, written from ``k`` on, up to 8 more than ``count``.
 
     Returns:
-        uint32, the last key with 16 low bits, ``last`` with others.
+        uint32: with 16 low bits the last key, otherwise ``last``.
     """
     width, before = U(low_bits), U(first)
     if low_bits == 0:
@@ -86,14 +86,14 @@ def _read_chunk(
     """Read the next chunk of a message.
 
     Args:
-        scales, codes: where the message's scales and codes begin in ``messages``.
-        low, high: where its low parts and its bitmap begin in ``messages``.
+        scales, codes: start of the message's scales and codes in ``messages``.
+        low, high: start of its low parts and of its bitmap in ``messages``.
         size: uint64, elements of a group.
-        chunk: uint64, groups to read.
-        places: ``[2 * chunk + SLACK]`` uint32, those that wait, then scratch.
+        chunk: uint64, number of groups to read.
+        places: ``[2 * chunk + SLACK]`` uint32, the places not yet read, then scratch.
         keys: ``[...]`` uint32, written from ``k`` on.
         values: ``[...]`` float32, written from ``k * size`` on.
-        state: ``[7]`` uint64, of the message, updated.
+        state: ``[7]`` uint64, the message's state, updated.
     """
     t, dense = state[_READ], state[_DENSE] != N(0)
     w, found = list_groups(
@@ -120,23 +120,23 @@ def unpack_shard(
 
     Args:
         messages: ``[...]`` uint32, in which the messages begin ``stride`` words apart.
-        stride: from one message to the next, in words.
+        stride: words from one message to the next.
         ranks: number of messages.
-        scales, codes: where scales and codes begin in a message, in words.
+        scales, codes: start of scales and codes in a message, in words.
         n: elements.
         lanes: elements of a group.
-        low: where the low parts begin in a message, in words.
-        high: where the bitmap begins, which follows them.
+        low: start of the low parts in a message, in words.
+        high: start of the bitmap, which follows them.
         high_words: words of the bitmap.
         low_bits: bits of a low part; 0 for a bitmap of the groups.
-        capacity: groups that a message has room for; more of an index are left out.
+        capacity: number of groups that fit in a message; further groups of an index are left out.
         block: elements of a block.
         group: a tuple of as many entries as a word has codes.
         divisor: float32.
         out: ``[n]`` float32 or the bits of bfloat16 as uint16, written if no message is poisoned.
 
     Returns:
-        Whether one is.
+        Whether a message is poisoned.
     """
     for r in range(N(ranks)):
         if messages[r * N(stride) + N(POISON)]:
@@ -145,7 +145,7 @@ def unpack_shard(
     chunk = max(N(_CHUNK), N(block)) // size
     room, groups = chunk + N(32), N(TILE) // size
     most = shift_right(U((N(n) + size - N(1)) // size), U(low_bits))
-    # A piece of each for every message.
+    # One row for every message.
     places = np.empty((ranks, 2 * chunk + SLACK), np.uint32)
     keys = np.empty(N(ranks) * room, np.uint32)
     values = np.empty(N(ranks) * room * size, np.float32)
