@@ -38,7 +38,7 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     blocks = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     largest_code = 2 ** (bits - 1) - 1
     scales = (blocks.abs().amax(-1, keepdim=True) * (1 / largest_code)).bfloat16()
-    scales = torch.where(scales < 2.0**-126, 0, scales)  # smaller scales have an infinite inverse
+    scales = torch.where(scales < 2.0**-126, 0, scales)  # the inverse may be infinite
     # A block with an element that is infinite or NaN arrives as NaN.
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     codes = (blocks * (1 / scales.float())).clamp(-largest_code, largest_code).round()
@@ -118,7 +118,7 @@ class Unit:
     @torch.no_grad()
     def gather_parameters(self) -> None:
         """All-gather: set the model's parameters to the shards of all ranks, after 8 bits. The
-        exact shard stays with its owner, so nothing needs feedback."""
+        exact shard stays with its owner, so nothing needs a residual."""
         shard = torch.cat([shard.flatten() for shard in self.shards])[None]
         message = self._encode(shard, PARAMETER_BITS, feedback=False)
         received = [torch.empty_like(message) for _ in range(self.world_size)]

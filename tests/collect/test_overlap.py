@@ -222,6 +222,7 @@ def test_a_wait_for_another_unit_would_be_seen():
         assert notes.foreign
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_on_other_ways_as_well(way):
     ranks, _, at_once = WAYS[way]
