@@ -89,7 +89,7 @@ docs: $(INSTALLED) ## build the documentation's site in build/docs/site; any war
 bench: $(INSTALLED) ## run the kernel benchmark
 	$(BIN)/python -m benchmarks kernels
 
-gpu: $(INSTALLED) ## GPU tests, compile table, benchmark, training steps: a report in runs/gpu
+gpu: $(INSTALLED) ## GPU tests, benchmark, training steps: a report in runs/gpu
 	$(BIN)/python -m benchmarks gpu --out runs/gpu
 
 bench-network: $(INSTALLED) ## train over rate-limited links; needs root, ip and tc, under an hour

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,43 +130,34 @@ def _finite(x: float) -> bool:
     return abs(x) < float("inf")
 
 
-def _rank(rank: int, kinds: list[str], device_type: str, small: bool, folder: str) -> None:
+def _rank(rank: int, kind: str, device_type: str, small: bool, folder: str) -> None:
     if device_type == "cuda":
         torch.cuda.set_device(0)
     join(rank, _RANKS, folder, minutes=1)
     try:
         device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
-        for kind in kinds:
-            result = train(kind, device, small=small)
-            if rank == 0:
-                append(Path(folder) / "results.jsonl", {"run": kind} | result)
-            dist.barrier()
+        result = train(kind, device, small=small)
+        if rank == 0:
+            append(Path(folder) / "result.jsonl", result)
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def attempts(kinds: list[str], device: str, *, small: bool) -> Iterator[dict[str, Any]]:
-    """The results of all runs; after one that fails, new processes do the rest."""
+def attempt(kind: str, device: str, *, small: bool) -> Record:
+    """A run's result, or why it has none."""
     # CUDA does not survive a fork.
     start = "fork" if device == "cpu" else "spawn"
-    while kinds:
-        error = None
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                mp.start_processes(
-                    _rank, args=(kinds, device, small, folder), nprocs=_RANKS, start_method=start
-                )
-            except Exception as raised:  # goes into the report; the other run is tried all the same
-                traceback.print_exc()
-                error = str(raised).strip().splitlines()[-1]
-            results = Path(folder) / "results.jsonl"
-            done = read([results]) if results.exists() else []
-        for result in done:
-            yield result | {"wrong": problem_with(result)}
-        kinds = kinds[len(done) :]
-        if kinds:
-            yield {"run": kinds[0], "wrong": error or "ended without a result"}
-            kinds = kinds[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.start_processes(
+                _rank, args=(kind, device, small, folder), nprocs=_RANKS, start_method=start
+            )
+            (result,) = read([Path(folder) / "result.jsonl"])
+        except Exception as raised:  # goes into the report; the other run is tried all the same
+            traceback.print_exc()
+            return {"run": kind, "wrong": str(raised).strip().splitlines()[-1]}
+    return {"run": kind, **result, "wrong": problem_with(result)}
 
 
 def table(records: Sequence[Record]) -> str:
@@ -198,8 +189,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     results = []
     facts = {"suite": "fsdp2", "backend": "gloo", "ranks": _RANKS, "device": args.device}
-    for found in attempts(["dense", "tagc"], args.device, small=args.rehearse):
-        result = facts | found
+    for kind in ("dense", "tagc"):
+        result = facts | attempt(kind, args.device, small=args.rehearse)
         print(result, file=sys.stderr, flush=True)
         if args.json:
             append(args.json, result)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gpu, suites
-from benchmarks.gpu import LIMIT, Part, parts, training
+from benchmarks.gpu import Part, parts, training
 
 
-def python(name: str, code: str, limit: float = 30.0, **options: Any) -> Part:
-    command = [sys.executable, "-S", "-c", code]
-    return Part(name=name, about="a test", command=command, limit=limit, **options)
+def python(name: str, code: str, limit: float = 30.0) -> Part:
+    return Part(name=name, command=[sys.executable, "-S", "-c", code], limit=limit)
 
 
 @pytest.mark.slow
@@ -26,19 +24,12 @@ def test_rehearsal(tmp_path, capsys):
     code = suites.main(["gpu", "--device", "cpu", "--out", str(out)])
     report = (out / "report.md").read_text()
     assert code == 0, report
-    assert report.count("| passed |") == 4
-    for said in (
-        "48 passed",
-        "| 90 | emit |",
-        "encode/2^12",
-        "quantize/2^12/float32/float32/int4",
-        "![kernels-time]",
-        "| tagc |",
-    ):
+    assert report.count(": passed") == 3
+    for said in ("48 passed", "encode/2^12", "quantize/2^12/float32/float32/int4", "| tagc |"):
         assert said in report
     files = {p.name for p in out.iterdir()}
     assert files >= {
-        "report.md", "compile.jsonl", "kernels.jsonl", "fsdp2.jsonl", "kernels-time.png",
+        "report.md", "kernels.jsonl", "fsdp2.jsonl", "kernels-time.png",
         "kernels-fraction.png",
     }  # fmt: skip
     assert suites.main(["gpu", "--device", "cpu", "--out", str(out)]) == 2
@@ -50,7 +41,6 @@ def test_a_part_that_fails_or_hangs_takes_nothing_from_the_others(tmp_path):
     fail = "import sys; print('half'); print('why', file=sys.stderr); raise SystemExit(3)"
     todo = [
         python("tests", fail),
-        python("compile", hang, limit=1.0, background=True),
         python("kernels", hang, limit=1.0),
         python("fsdp2", "print('well')"),
     ]
@@ -58,15 +48,13 @@ def test_a_part_that_fails_or_hangs_takes_nothing_from_the_others(tmp_path):
     assert gpu.run_parts(todo, "cpu", tmp_path) == 1
     assert time.monotonic() - began < 30
     report = (tmp_path / "report.md").read_text()
-    rows = [line for line in report.splitlines() if line.startswith("| ")][2:]
-    outcomes = [row.split("|")[3].strip() for row in rows]
-    assert outcomes[0] == "failed with exit status 3"
-    assert outcomes[1].startswith("stopped after")
-    assert outcomes[2].startswith("stopped after")
-    assert outcomes[3] == "passed"
-    assert report.count("so far") == 2
+    outcomes = [line for line in report.splitlines() if line.startswith("## ")]
+    assert outcomes[0] == "## tests: failed with exit status 3"
+    assert outcomes[1].startswith("## kernels: stopped after")
+    assert outcomes[2] == "## fsdp2: passed"
+    assert report.count("so far") == 1
     assert "half\n\nThe end of its log:\n\n```text\nwhy\n```" in report
-    assert "## fsdp2\n\nwell\n" in report
+    assert "## fsdp2: passed\n\nwell\n" in report
 
 
 def test_only_files_with_tests_for_gpus_are_collected(tmp_path):
@@ -79,9 +67,7 @@ def test_only_files_with_tests_for_gpus_are_collected(tmp_path):
 
 
 def test_limits_add_up_to_less_than_eight_minutes(tmp_path):
-    todo = parts("cuda", tmp_path)
-    assert sum(part.limit for part in todo if not part.background) < 8 * 60
-    assert all(part.limit < LIMIT < 8 * 60 for part in todo)
+    assert sum(part.limit for part in parts("cuda", tmp_path)) < 8 * 60
 
 
 def test_training_says_what_is_wrong():
@@ -92,25 +78,15 @@ def test_training_says_what_is_wrong():
     assert "unresolved" in str(training.problem_with(good | {"unresolved": 2}))
 
 
-def test_training_goes_on_after_a_run_that_fails(monkeypatch, capsys):
-    """As where gloo does not take CUDA tensors: the error is the result, the next run is tried."""
-    calls = []
+def test_training_says_why_a_run_failed(monkeypatch, capsys):
+    """As where gloo does not take CUDA tensors: the error is the result."""
 
     def start(function, args, **options):
-        kinds, folder = args[0], args[-1]
-        calls.append(kinds)
-        if "a" in kinds:
-            raise RuntimeError("process 0 terminated\n\nno backend for cuda")
-        for kind in kinds:
-            training.append(
-                training.Path(folder) / "results.jsonl", {"run": kind, "losses": [2, 1]}
-            )
+        raise RuntimeError("process 0 terminated\n\nno backend for cuda")
 
     monkeypatch.setattr(training.mp, "start_processes", start)
-    results = list(training.attempts(["a", "b"], "cpu", small=True))
-    assert calls == [["a", "b"], ["b"]]
-    assert results[0] == {"run": "a", "wrong": "no backend for cuda"}
-    assert results[1]["wrong"] is None
+    found = training.attempt("dense", "cpu", small=True)
+    assert found == {"run": "dense", "wrong": "no backend for cuda"}
     capsys.readouterr()
 
 
