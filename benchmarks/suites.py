@@ -27,7 +27,6 @@ SUITES = {
     "gpu": ".gpu",
     "ready": ".ready",
     "soak": ".soak",
-    "structure": ".structure",
     "report": ".report",
 }
 _DEFAULT = "kernels"
