@@ -115,7 +115,6 @@ def parts(device: str, out: Path) -> list[Part]:
     if importlib.util.find_spec("matplotlib"):
         kernels += ["--plots", str(out)]
     training = [*python, f"{_PACKAGE}.training", "--device", device]
-    training += ["--json", str(out / "fsdp2.jsonl"), *(["--rehearse"] if small else [])]
     return [
         Part(name="tests", command=_pytest(small), limit=200),
         Part(name="kernels", command=kernels, limit=170),

@@ -28,10 +28,7 @@ def test_rehearsal(tmp_path, capsys):
     for said in ("[100%]", "encode/2^12", "quantize/2^12/float32/float32/int4", "| tagc |"):
         assert said in report
     files = {p.name for p in out.iterdir()}
-    assert files >= {
-        "report.md", "kernels.jsonl", "fsdp2.jsonl", "kernels-time.png",
-        "kernels-fraction.png",
-    }  # fmt: skip
+    assert files >= {"report.md", "kernels.jsonl", "kernels-time.png", "kernels-fraction.png"}
     assert suites.main(["gpu", "--device", "cpu", "--out", str(out)]) == 2
     assert "not empty" in capsys.readouterr().err
 
@@ -85,7 +82,7 @@ def test_training_says_why_a_run_failed(monkeypatch, capsys):
         raise RuntimeError("process 0 terminated\n\nno backend for cuda")
 
     monkeypatch.setattr(training.mp, "start_processes", start)
-    found = training.attempt("dense", "cpu", small=True)
+    found = training.attempt("dense", "cpu")
     assert found == {"run": "dense", "wrong": "no backend for cuda"}
     capsys.readouterr()
 
