@@ -10,12 +10,10 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compiled import Launch, compiling
 from ..records import Record
@@ -25,27 +23,7 @@ from .follow import follow
 from .h100 import ARCH
 from .instructions import executed
 from .operators import OPERATORS, Operator
-
-
-class _Noted(TorchDispatchMode):
-    """Notes the bytes that torch's kernels would move instead of running them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moved: list[int] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        parameters = func._schema.arguments
-        written = [i for i, a in enumerate(parameters) if a.alias_info and a.alias_info.is_write]
-        if not written:
-            return func(*args, **kwargs)
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        self.moved.append(sum(x.numel() * x.element_size() for x in tensors))
-        at = written[0]
-        return args[at] if at < len(args) else kwargs[parameters[at].name]
+from .torch_kernels import TorchKernels
 
 
 def count(case: Case) -> Record:
@@ -58,8 +36,9 @@ def count(case: Case) -> Record:
     ops = importlib.import_module("tagc.triton_kernels.ops")
     operator = OPERATORS[case.op](ops, case)
     launched: list[Launch] = []
+    copied: list[int] = []  # bytes of each of torch's kernels
     try:
-        with compiling(ARCH, launched.append), _Noted() as torchs:
+        with compiling(ARCH, launched.append), TorchKernels(copied.append):
             operator.call()
     finally:
         ops.release()
@@ -76,8 +55,7 @@ def count(case: Case) -> Record:
             _add(kernels[name], one)
         else:
             kernels[name] = {"launches": 1, **one}
-    copied = sum(torchs.moved)
-    took = total["seconds"] + copy_seconds(copied)
+    took = total["seconds"] + copy_seconds(sum(copied))
     return {
         "suite": "counts",
         "machine": "H100",
@@ -85,10 +63,10 @@ def count(case: Case) -> Record:
         "case": case.name,
         **{k: v for k, v in asdict(case).items() if v is not None},
         "note": operator.note,
-        "launches": len(launched) + len(torchs.moved),
-        "torch_launches": len(torchs.moved),
+        "launches": len(launched) + len(copied),
+        "torch_launches": len(copied),
         "floor_bytes": int(operator.floor),
-        "bytes": int(total["bytes"] + copied),
+        "bytes": int(total["bytes"] + sum(copied)),
         "atomics": int(total["atomics"]),
         "per_element": round(total["instructions"] * 32 / case.numel, 3),
         "pipes": {k: round(v * 32 / case.numel, 3) for k, v in sorted(pipes.items()) if v},
