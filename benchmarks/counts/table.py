@@ -71,7 +71,8 @@ def _beside(
     columns: dict[str, Callable[[Record], object]],
 ) -> tuple[list[str], list[list[object]]]:
     """Head and rows; where records have others before them, each column twice: before and now."""
-    head, rows = [name], [[key_of(record)] for record in records]
+    head = [name]
+    rows: list[list[object]] = [[key_of(record)] for record in records]
     for column, say in columns.items():
         head += [f"{column} before", "now"] if before else [column]
         for row, record in zip(rows, records, strict=True):
