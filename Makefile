@@ -89,8 +89,14 @@ docs: $(INSTALLED) ## build the documentation's site in build/docs/site; any war
 bench: $(INSTALLED) ## run the kernel benchmark
 	$(BIN)/python -m benchmarks kernels
 
-gpu: $(INSTALLED) ## GPU tests, benchmark, training steps: a report in runs/gpu
-	$(BIN)/python -m benchmarks gpu --out runs/gpu
+# A part that fails or hangs takes nothing from the others.
+gpu: $(INSTALLED) ## GPU tests, benchmark, training steps, each with a time limit; output in runs/gpu
+	@mkdir -p runs/gpu; \
+	part() { timeout -s KILL $$2 $(BIN)/python -m $$3 > runs/gpu/$$1 2>&1 || failed="$$failed $$1"; cat runs/gpu/$$1; }; \
+	part tests.txt 200 "pytest -n 4 -rfEs -m gpu tests/triton tests/test_no_sync.py"; \
+	part kernels.md 170 "benchmarks kernels --device cuda --time-limit 130 --json runs/gpu/kernels.jsonl --plots runs/gpu"; \
+	part fsdp2.md 80 "benchmarks fsdp2"; \
+	test -z "$$failed" || { echo "failed or stopped:$$failed" >&2; exit 1; }
 
 bench-network: $(INSTALLED) ## train over rate-limited links; needs root, ip and tc, under an hour
 	$(BIN)/python -m benchmarks network

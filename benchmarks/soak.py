@@ -27,8 +27,8 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 
 from .figure import Curve, Panel, draw
+from .fsdp2 import Net
 from .gloo import join
-from .gpu.training import Net
 from .records import Record, markdown
 
 __all__ = ["about", "add_arguments", "plots", "run", "soak", "table"]

@@ -1,4 +1,4 @@
-"""FSDP2 training steps on two ranks that share one device through gloo: dense beside tagc.
+"""``fsdp2``: training steps on two ranks that share one device through gloo: dense beside tagc.
 
 Whether the step works there, what the loss does and what a step takes. gloo stages CUDA tensors
 through host memory and both ranks share one GPU, so times compare only with each other.
@@ -7,6 +7,7 @@ through host memory and both ranks share one GPU, so times compare only with eac
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -25,8 +26,10 @@ from torch.distributed.fsdp import fully_shard
 
 import tagc
 
-from ..gloo import join
-from ..records import Record, append, markdown, read
+from .gloo import join
+from .records import Record, append, markdown, read
+
+about = "training steps of FSDP2 on one GPU, dense beside tagc"
 
 _RANKS = 2
 _UNTIMED = 3
@@ -113,17 +116,13 @@ def train(kind: str, device: torch.device) -> dict[str, Any]:
 def problem_with(result: dict[str, Any]) -> str | None:
     """Why a run is not what training should look like; None if it is."""
     losses = result["losses"]
-    if not all(map(_finite, losses)):
+    if not all(map(math.isfinite, losses)):
         return "the loss is not finite"
     if losses[-1] >= losses[0]:
         return f"the loss did not fall: {losses[0]} to {losses[-1]}"
     if result.get("unresolved"):
         return f"{result['unresolved']} groups were unresolved"
     return None
-
-
-def _finite(x: float) -> bool:
-    return abs(x) < float("inf")
 
 
 def _rank(rank: int, kind: str, device_type: str, folder: str) -> None:
@@ -141,13 +140,9 @@ def _rank(rank: int, kind: str, device_type: str, folder: str) -> None:
 
 def attempt(kind: str, device: str) -> Record:
     """A run's result, or why it has none."""
-    # CUDA does not survive a fork.
-    start = "fork" if device == "cpu" else "spawn"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.start_processes(
-                _rank, args=(kind, device, folder), nprocs=_RANKS, start_method=start
-            )
+            mp.spawn(_rank, args=(kind, device, folder), nprocs=_RANKS)
             (result,) = read([Path(folder) / "result.jsonl"])
         except Exception as raised:  # goes into the report; the other run is tried all the same
             traceback.print_exc()
@@ -162,18 +157,21 @@ def table(records: Sequence[Record]) -> str:
     return markdown(keys, ([r.get(key, "-") for key in keys] for r in records))
 
 
-def main() -> int:
-    """Both runs; 0 if both trained."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.training", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    device = parser.parse_args().device
-    results = [attempt(kind, device) for kind in ("dense", "tagc")]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this suite."""
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Both runs, print the table; 0 if both trained."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here; --device cpu rehearses the runs", file=sys.stderr)
+        return 2
+    results = [attempt(kind, args.device) for kind in ("dense", "tagc")]
     print(
-        f"{_RANKS} ranks on one {device} device, gloo: every message goes through host memory, so "
-        f"times only compare with each other.\n\n{table(results)}"
+        f"{_RANKS} ranks on one {args.device} device, gloo: every message goes through host "
+        f"memory, so times only compare with each other.\n\n{table(results)}"
     )
     return 1 if any(result["wrong"] for result in results) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
