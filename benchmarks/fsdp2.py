@@ -128,7 +128,7 @@ def problem_with(result: dict[str, Any]) -> str | None:
 def _rank(rank: int, kind: str, device_type: str, folder: str) -> None:
     if device_type == "cuda":
         torch.cuda.set_device(0)
-    join(rank, _RANKS, folder, minutes=1)
+    join(rank, _RANKS, folder, minutes=1 if device_type == "cuda" else 5)
     try:
         result = train(kind, torch.device(device_type))
         if rank == 0:
