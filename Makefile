@@ -3,6 +3,7 @@
 #   make demo                              plain FSDP2 beside policy hybrid, under four minutes
 #   make demo POLICIES=hybrid,non-attn     more policies (names or YAML files), a run each
 #   make demo TORCH=torch                  the registry's newest torch; TORCH= keeps what is installed
+#   make gpu INSTALLED= BIN=/usr/bin OUT=/tmp/gpu    with the Python that is there, output elsewhere
 #   make test-device TRITON=3.6.0          kernels as an older Triton compiles them, in an environment of its own
 
 PYTHON ?= python3
@@ -10,6 +11,7 @@ TORCH ?= torch==2.13.0
 RANKS ?= 2
 POLICIES ?= hybrid
 STEPS ?= 900
+OUT ?= runs/gpu
 TRITON ?=
 
 VENV := .venv$(if $(TRITON),-triton-$(TRITON))
@@ -89,8 +91,14 @@ docs: $(INSTALLED) ## build the documentation's site in build/docs/site; any war
 bench: $(INSTALLED) ## run the kernel benchmark
 	$(BIN)/python -m benchmarks kernels
 
-gpu: $(INSTALLED) ## GPU tests, compile table, benchmark, training steps: a report in runs/gpu
-	$(BIN)/python -m benchmarks gpu --out runs/gpu
+# A part that fails or hangs takes nothing from the others.
+gpu: $(INSTALLED) ## GPU tests, benchmark, training steps, each with a time limit (OUT)
+	@mkdir -p $(OUT); \
+	part() { timeout -s KILL $$2 $(BIN)/python -m $$3 > $(OUT)/$$1 2>&1 || failed="$$failed $$1"; cat $(OUT)/$$1; }; \
+	part tests.txt 200 "pytest -n 4 -rfEs -m gpu tests/triton tests/test_no_sync.py"; \
+	part kernels.md 170 "benchmarks kernels --device cuda --time-limit 130 --json $(OUT)/kernels.jsonl --plots $(OUT)"; \
+	part fsdp2.md 80 "benchmarks fsdp2"; \
+	test -z "$$failed" || { echo "failed or stopped:$$failed" >&2; exit 1; }
 
 bench-network: $(INSTALLED) ## train over rate-limited links; needs root, ip and tc, under an hour
 	$(BIN)/python -m benchmarks network

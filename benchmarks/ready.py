@@ -30,24 +30,22 @@ from tagc.selfcheck import Recorder, check
 from tagc.selfcheck.cases import case_of
 from tagc.selfcheck.placement import PLACEMENTS
 
-from .machine import machine
-from .options import add_outputs
-from .records import Record, append, markdown
+from .records import Record, markdown
 
 __all__ = ["about", "add_arguments", "ready", "run", "table"]
 
 about = "kernels that tagc.wrap compiles and checks before the first step; needs no GPU"
 RANKS = 8
+_ARCH = 90
 _BF16 = torch.bfloat16
 _CPU = torch.device("cpu")
 
 
-def ready(policy: str, shapes: ModelShapes | None = None, arch: int = 90) -> Record:
+def ready(policy: str, shapes: ModelShapes | None = None) -> Record:
     """Compile and check what a policy needs.
 
     Args:
         shapes: of the model; default: a transformer of 7e9 parameters.
-        arch: compute capability, times ten.
     """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -74,7 +72,7 @@ def ready(policy: str, shapes: ModelShapes | None = None, arch: int = 90) -> Rec
         tempfile.TemporaryDirectory() as cache,
         mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache),
         # Another name each time: a process keeps the kernels that it compiled for a device.
-        mock.patch.object(driver, "_active", Compiler(arch, f"{time.monotonic_ns()}")),
+        mock.patch.object(driver, "_active", Compiler(_ARCH, f"{time.monotonic_ns()}")),
         mock.patch.object(JITFunction, "run", compiling),
         ops.compiling_only(),
     ):
@@ -93,11 +91,7 @@ def ready(policy: str, shapes: ModelShapes | None = None, arch: int = 90) -> Rec
         check(stand_in, _CPU, recorder.calls)
         checked = time.perf_counter()
     return {
-        "suite": "ready",
         "policy": policy,
-        "arch": arch,
-        "parameters": shapes.numel,
-        "ranks": RANKS,
         "calls": recorder.count,
         "kinds": len(recorder.calls),
         "variants": of_steps,
@@ -131,8 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "policy", nargs="*", help="names or files (default: all shipped policies that compress)"
     )
-    parser.add_argument("--arch", type=int, default=90, help="compute capability, times ten")
-    add_outputs(parser, plots=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -144,12 +136,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     torch.set_num_threads(1)
     results: list[Record] = []
-    if args.json:
-        append(args.json, {"suite": "ready", "machine": machine()})
     for policy in args.policy or [n for n in tagc.policies() if n not in ("auto", "dense")]:
-        results.append(ready(policy, arch=args.arch))
-        if args.json:
-            append(args.json, results[-1])
+        results.append(ready(policy))
         print(f"{policy}: {', '.join(results[-1]['variants'])}", file=sys.stderr, flush=True)
     print(table(results))
     return 0

@@ -27,11 +27,9 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 
 from .figure import Curve, Panel, draw
+from .fsdp2 import Net
 from .gloo import join
-from .gpu.training import Net
-from .machine import machine
-from .options import add_outputs
-from .records import Record, append, markdown
+from .records import Record, markdown
 
 __all__ = ["about", "add_arguments", "plots", "run", "soak", "table"]
 
@@ -84,16 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="train on two hosts with this many ranks each (default: 2 ranks, no hosts)",
     )
-    add_outputs(parser)
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots there, as PNG")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, print the table."""
-    facts = {"suite": "soak"} | machine()
-    records = [facts | record for record in soak(args.steps, args.hosts)]
-    if args.json:
-        for record in records:
-            append(args.json, record)
+    records = soak(args.steps, args.hosts)
     print(table(records))
     if args.plots:
         for file in plots(records, args.plots):
@@ -119,7 +113,7 @@ def _rank(rank: int, ranks: int, steps: int, folder: str, hosts: int | None) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a model this small may send more when compressed
         tagc.wrap(model, POLICY if hosts is None else ON_HOSTS, hosts=hosts)
-    record = {"ranks_per_host": hosts or 1} | _train(model, rank, steps, hosts)
+    record = _train(model, rank, steps, hosts)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(record))
     dist.barrier()
     dist.destroy_process_group()
@@ -152,13 +146,11 @@ def _train(model: Any, rank: int, steps: int, hosts: int | None) -> Record:
     tracemalloc.stop()
     metrics = tagc.compressor(model).metrics()
     return {
-        "kind": "memory",
         "rank": rank,
         "steps": metrics.steps,
         "density_target": metrics.density_target,
         "density": metrics.density,
         "unresolved": metrics.unresolved,
-        "loss": loss.item(),
         **noted,
     }
 

@@ -24,7 +24,7 @@ SUITES = {
     "counts": ".counts",
     "quality": ".quality",
     "network": ".network",
-    "gpu": ".gpu",
+    "fsdp2": ".fsdp2",
     "ready": ".ready",
     "soak": ".soak",
     "structure": ".structure",

@@ -3,7 +3,7 @@
 An operator's launchers run on tensors of ``2**28`` elements that take no memory, with a driver that
 compiles and launches nothing (:mod:`.count`). What a launch executes is its machine code
 (:mod:`.sass`) times how often each statement is executed (:mod:`.follow`); what it moves is what
-its statements access. Both, at the rates of a GPU (:mod:`.machines`), give the least time
+its statements access. Both, at the rates of an H100 (:mod:`.h100`), give the least time
 (:mod:`.estimate`), and the share of a copy.
 """
 
@@ -39,17 +39,17 @@ def run(args: argparse.Namespace) -> int:
         return 2
     import tagc
 
-    from .cases import all_cases
+    from .cases import CASES
     from .count import count
     from .steps import count_step
 
     results: list[Record] = []
-    for machine, case in all_cases():
+    for case in CASES:
         if args.op in (None, case.op):
             began = time.monotonic()
-            results.append(count(case, machine))
+            results.append(count(case))
             took = time.monotonic() - began
-            print(f"{machine.name} {case.name}: {took:.1f} s", file=sys.stderr, flush=True)
+            print(f"{case.name}: {took:.1f} s", file=sys.stderr, flush=True)
     if args.op is None:
         # What `auto` becomes, the others are.
         policies = [p for p in tagc.policies() if p not in ("auto", "dense")]

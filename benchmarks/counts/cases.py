@@ -3,10 +3,7 @@ the sides."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-
-from .machines import MACHINES, Machine
 
 # As policies have it.
 BLOCK = 256
@@ -107,13 +104,3 @@ CASES = (
     Case(op="insert", symbol="int8x4", density=0.05, residual=None, rows=1),
     Case(op="peel", symbol="int8x4", density=0.05, residual=None, rows=1),
 )
-
-
-def all_cases() -> Iterator[tuple[Machine, Case]]:
-    """What the record has: every case on H100, and the first of each operator on all machines."""
-    for machine in MACHINES:
-        seen: set[str] = set()
-        for case in CASES:
-            if machine.name == "H100" or case.op not in seen:
-                yield machine, case
-            seen.add(case.op)

@@ -1,4 +1,4 @@
-"""The count of one operator on one machine: its record.
+"""The count of one operator: its record.
 
 The operator runs without launching anything: kernels are compiled, and torch's own calls (zeros,
 copies) are noted and not executed. Its tensors are never touched, so that the system gives them
@@ -10,56 +10,35 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compiled import Launch, compiling
 from ..records import Record
 from .cases import Case
 from .estimate import copy_seconds, moved, seconds
 from .follow import follow
+from .h100 import ARCH
 from .instructions import executed
-from .machines import Machine, occupancy
 from .operators import OPERATORS, Operator
+from .torch_kernels import TorchKernels
 
 
-class _Noted(TorchDispatchMode):
-    """Notes the bytes that torch's kernels would move instead of running them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moved: list[int] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        parameters = func._schema.arguments
-        written = [i for i, a in enumerate(parameters) if a.alias_info and a.alias_info.is_write]
-        if not written:
-            return func(*args, **kwargs)
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        self.moved.append(sum(x.numel() * x.element_size() for x in tensors))
-        at = written[0]
-        return args[at] if at < len(args) else kwargs[parameters[at].name]
-
-
-def count(case: Case, machine: Machine) -> Record:
+def count(case: Case) -> Record:
     """Count one operator.
 
     Returns:
-        the case's fields; by kernel, launches, programs, registers, occupancy, bytes, instructions
-        per element and what bounds it; and the sums. Seconds are estimates, not measurements.
+        the case's fields; by kernel, launches, programs, registers, bytes, instructions per element
+        and what bounds it; and the sums. Seconds are estimates, not measurements.
     """
     ops = importlib.import_module("tagc.triton_kernels.ops")
     operator = OPERATORS[case.op](ops, case)
     launched: list[Launch] = []
+    copied: list[int] = []  # bytes of each of torch's kernels
     try:
-        with compiling(machine.arch, launched.append), _Noted() as torchs:
+        with compiling(ARCH, launched.append), TorchKernels(copied.append):
             operator.call()
     finally:
         ops.release()
@@ -68,7 +47,7 @@ def count(case: Case, machine: Machine) -> Record:
     total = Counter[str]()
     pipes = Counter[str]()
     for launch in launched:
-        one = count_launch(launch, operator, machine)
+        one = count_launch(launch, operator)
         pipes.update(one.pop("all_pipes"))
         total.update({k: one[k] for k in ("bytes", "atomics", "instructions", "seconds")})
         name = launch.kernel.name.removesuffix("_kernel")
@@ -76,27 +55,23 @@ def count(case: Case, machine: Machine) -> Record:
             _add(kernels[name], one)
         else:
             kernels[name] = {"launches": 1, **one}
-    copied = sum(torchs.moved)
-    took = total["seconds"] + copy_seconds(machine, copied)
-    launches = len(launched) + len(torchs.moved)
+    took = total["seconds"] + copy_seconds(sum(copied))
     return {
         "suite": "counts",
-        "machine": machine.name,
-        "arch": machine.arch,
+        "machine": "H100",
         "triton": triton.__version__,
         "case": case.name,
         **{k: v for k, v in asdict(case).items() if v is not None},
         "note": operator.note,
-        "launches": launches,
-        "torch_launches": len(torchs.moved),
+        "launches": len(launched) + len(copied),
+        "torch_launches": len(copied),
         "floor_bytes": int(operator.floor),
-        "bytes": int(total["bytes"] + copied),
+        "bytes": int(total["bytes"] + sum(copied)),
         "atomics": int(total["atomics"]),
         "per_element": round(total["instructions"] * 32 / case.numel, 3),
         "pipes": {k: round(v * 32 / case.numel, 3) for k, v in sorted(pipes.items()) if v},
         "microseconds": round(took * 1e6, 1),
-        "launch_microseconds": round(launches * machine.launch * 1e6, 1),
-        "share_of_copy": round(copy_seconds(machine, operator.floor) / took, 3),
+        "share_of_copy": round(copy_seconds(operator.floor) / took, 3),
         "kernels": {name: _rounded(k, case.numel, took) for name, k in kernels.items()},
     }
 
@@ -118,23 +93,19 @@ def _check_names(operator: Operator, launched: list[Launch]) -> None:
         )
 
 
-def count_launch(launch: Launch, operator: Operator, machine: Machine) -> Record:
+def count_launch(launch: Launch, operator: Operator) -> Record:
     """One launch: bytes, atomics, instructions, seconds and what bounds them."""
     kernel = launch.kernel
     followed = follow(launch, operator.hints, operator.results)
     pipes, instructions = executed(kernel, followed.executions)
     sizes = {name: _bytes(x) for name, x in launch.arguments.items() if isinstance(x, Tensor)}
     x, y, z = launch.grid
-    what = moved(followed.accesses, sizes, y * z, machine.cache)
-    times = seconds(machine, pipes, instructions, what, x * y * z)
+    what = moved(followed.accesses, sizes, y * z)
+    times = seconds(pipes, instructions, what, x * y * z)
     bound = max(times, key=lambda k: times[k])
-    held = occupancy(machine, registers=kernel.registers, shared=kernel.shared, warps=kernel.warps)
     return {
         "programs": x * y * z,
-        "warps": kernel.warps,
         "registers": kernel.registers,
-        "shared": kernel.shared,
-        "occupancy": round(held, 3),
         "bytes": what.memory,
         "sectors": what.sectors,
         "atomics": what.atomics,

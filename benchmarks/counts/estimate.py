@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from . import h100
 from .language import Access
-from .machines import Machine
 
 _SECTOR = 32
-# A copy reaches about 90% of the memory's bandwidth on all three (BabelStream's published runs have
-# 0.87 to 0.93). Assumed, without a source: that pipes and schedulers are busy 80% of the clocks at
+# A copy reaches about 90% of the memory's bandwidth (BabelStream's published runs have 0.87 to
+# 0.93). Assumed, without a source: that pipes and schedulers are busy 80% of the clocks at
 # best, as warps wait for each other's results.
 COPY, BUSY = 0.9, 0.8
 
@@ -37,9 +37,7 @@ class Moved:
     atomics: float = 0.0
 
 
-def moved(
-    accesses: list[tuple[Access, float]], sizes: dict[str, int], rows: int, cache: int
-) -> Moved:
+def moved(accesses: list[tuple[Access, float]], sizes: dict[str, int], rows: int) -> Moved:
     """Bytes that a launch moves.
 
     What is accessed side by side costs its own bytes; what lies apart costs sectors. Of a tensor
@@ -48,7 +46,6 @@ def moved(
     Args:
         sizes: bytes of every argument.
         rows: programs go through so many parts of them one after the other.
-        cache: bytes of L2.
     """
     memory = sectors = atomics = 0.0
     lanes: defaultdict[tuple[str, str, str], float] = defaultdict(float)
@@ -65,7 +62,7 @@ def moved(
         if access.apart == "hashed":
             moves = -(-run // _SECTOR) * _SECTOR * made / access.run * both
             sectors += moves
-            if sizes[access.name] / rows <= cache:
+            if sizes[access.name] / rows <= h100.L2_BYTES:
                 dense[access.name, access.kind] += moves
             else:
                 memory += moves
@@ -86,32 +83,32 @@ def moved(
             dense[access.name, access.kind] += access.unique * times * size * both
     for (name, _), size in dense.items():
         # What a launch goes over again, it finds in L2 if that holds the whole.
-        memory += min(size, sizes[name]) if sizes[name] / rows <= cache else size
+        memory += min(size, sizes[name]) if sizes[name] / rows <= h100.L2_BYTES else size
     # Neighbours read the same words at the same time.
     memory += sum(min(size, sizes[name]) for (name, _), size in rising.items())
     return Moved(memory=memory, sectors=sectors, atomics=atomics)
 
 
-def copy_seconds(machine: Machine, moved: float) -> float:
+def copy_seconds(moved: float) -> float:
     """Seconds of a copy that moves so many bytes, there and back together."""
-    return moved / machine.memory / COPY
+    return moved / h100.MEMORY / COPY
 
 
 def seconds(
-    machine: Machine, pipes: Mapping[str, float], instructions: float, what: Moved, programs: int
+    pipes: Mapping[str, float], instructions: float, what: Moved, programs: int
 ) -> dict[str, float]:
     """Least seconds by what may bound a launch; the launch takes the largest."""
-    clocks = machine.clock * min(machine.multiprocessors, max(1, programs)) * BUSY
+    clocks = h100.CLOCK * min(h100.MULTIPROCESSORS, max(1, programs)) * BUSY
     found = {
-        "memory": copy_seconds(machine, what.memory),
-        "L2": what.sectors / machine.level2,
-        "issue": instructions / machine.issue / clocks,
+        "memory": copy_seconds(what.memory),
+        "L2": what.sectors / h100.L2,
+        "issue": instructions / h100.ISSUE / clocks,
     }
     for pipe, made in pipes.items():
-        found[pipe] = made / machine.rates[pipe] / clocks
+        found[pipe] = made / h100.RATES[pipe] / clocks
     # Integer multiplication occupies lanes of the FMA pipe; loads, stores and shuffles go through
     # one unit.
-    found["fma"] = (pipes.get("fma", 0) + pipes.get("imul", 0)) / machine.rates["fma"] / clocks
+    found["fma"] = (pipes.get("fma", 0) + pipes.get("imul", 0)) / h100.RATES["fma"] / clocks
     units = sum(pipes.get(p, 0) for p in ("shuffle", "shared", "global", "atomic"))
     found["load/store unit"] = units / clocks
     return found

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 import networkx
 
 from ..compiled import Compiled
+from .h100 import pipe_of
 from .lines import name_of, statements
-from .machines import passes, pipe_of
 from .sass import Block, Chain, blocks_of, disassemble
 
 
 def executed(kernel: Compiled, executions: Mapping[Chain, float]) -> tuple[dict[str, float], float]:
-    """Warp instructions of all programs: by pipe (twice what passes twice), and all together.
+    """Warp instructions of all programs: by pipe, and all together.
 
     Args:
         executions: of every statement, by its chain.
@@ -34,7 +34,7 @@ def executed(kernel: Compiled, executions: Mapping[Chain, float]) -> tuple[dict[
     total = 0.0
     for block, times in zip(code, _frequencies(kernel, code, executions), strict=True):
         for one in block.instructions:
-            pipes[pipe_of(one.opcode)] += times * kernel.warps * passes(one.opcode)
+            pipes[pipe_of(one.opcode)] += times * kernel.warps
             total += times * kernel.warps
     return pipes, total
 

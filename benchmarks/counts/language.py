@@ -122,6 +122,7 @@ class Language:
 
         names = {n: getattr(real, n) for n in dir(real) if isinstance(getattr(real, n), real.dtype)}
         own = {n: getattr(self, f"_{n}") for n in _FUNCTIONS}
+        own |= {n: _lane_by_lane(how) for n, how in _LANE_BY_LANE.items()}
         return SimpleNamespace(**names, **own, constexpr=real.constexpr)
 
     def _program_id(self, axis: Any) -> Value:
@@ -228,23 +229,8 @@ class Language:
         # The upper half of a product is how a hash becomes a place.
         return Value(shape=made.shape, dtype=made.dtype, share=made.share, run=1, hashed=True)
 
-    def _minimum(self, x: Any, y: Any, **_: Any) -> Value:
-        return combine(np.minimum, x, y)
-
-    def _maximum(self, x: Any, y: Any, **_: Any) -> Value:
-        return combine(np.maximum, x, y)
-
-    def _abs(self, x: Any) -> Value:
-        return combine(np.abs, x)
-
     def _cdiv(self, x: Any, y: Any) -> Any:
         return (x + y - 1) // y
-
-    def _div_rn(self, x: Any, y: Any) -> Value:
-        return combine(operator.truediv, x, y)
-
-    def _fma(self, x: Any, y: Any, z: Any) -> Value:
-        return combine(lambda a, b, c: a * b + c, x, y, z)
 
     def _zeros(self, shape: Any, dtype: Any) -> Value:
         return self._full(shape, 0, dtype)
@@ -269,10 +255,8 @@ class Language:
         axis = int(_plain(axis)) % (len(x.shape) + 1)
         return x.reshaped((*x.shape[:axis], 1, *x.shape[axis:]))
 
-    def _trans(self, x: Value, *axes: Any) -> Value:
-        shape = tuple(reversed(x.shape))
-        known = None if x.known is None else np.broadcast_to(x.known, x.shape).T
-        return Value(shape=shape, known=known, dtype=x.dtype, share=x.share)
+    def _trans(self, x: Value) -> Value:
+        return self._permute(x, (1, 0))
 
     def _permute(self, x: Value, *axes: Any) -> Value:
         axes = axes[0] if len(axes) == 1 else axes
@@ -319,6 +303,16 @@ class Language:
 
     def _static_assert(self, *_: Any, **__: Any) -> None:
         pass
+
+
+_LANE_BY_LANE: dict[str, Callable[..., Any]] = {
+    "minimum": np.minimum, "maximum": np.maximum, "abs": np.abs, "div_rn": operator.truediv,
+    "fma": lambda x, y, z: x * y + z,
+}  # fmt: skip
+
+
+def _lane_by_lane(how: Callable[..., Any]) -> Callable[..., Value]:
+    return lambda *operands, **_: combine(how, *operands)
 
 
 _FUNCTIONS = [

@@ -38,7 +38,7 @@ class Operator:
         hints: what arguments of kernels hold, by the name of an argument, or by
             ``kernel.argument``.
         results: what is known of device functions, by ``kernel.function``.
-        note: what is assumed of the input.
+        note: what the simulation of peeling found.
     """
 
     call: Callable[[], object]
@@ -145,10 +145,6 @@ def _selecting(layout: PackedLayout | SketchLayout, kept: int) -> dict[str, Hint
     return {"counts": Hint(number=lambda _: kept), "count_kernel.index": _bits(kept, layout.groups)}
 
 
-def _above(layout: PackedLayout | SketchLayout, kept: int) -> str:
-    return f"{100 * kept / layout.groups:.3g}% of the groups above the threshold, evenly"
-
-
 def _pack(ops: Any, case: Case) -> Operator:
     layout, kept = _packed_layout(case)
     x, residual = _rows(case, case.gradient), _rows(case, case.residual)
@@ -163,7 +159,6 @@ def _pack(ops: Any, case: Case) -> Operator:
             "bitmap": _bits(kept, layout.groups),
             "keys": Hint(listed=True),
         },
-        note=_above(layout, kept),
     )
 
 
@@ -187,7 +182,6 @@ def _unpack(ops: Any, case: Case) -> Operator:
         floor=_receiving(case, layout.words),
         hints=hints,
         results={"unpack_kernel.run_start": start},
-        note=f"{100 * kept / layout.groups:.3g}% of the groups in every message, evenly",
     )
 
 
@@ -212,7 +206,6 @@ def _select(ops: Any, case: Case) -> Operator:
         call=lambda: ops.select(x, threshold, bitmap, counts, layout=layout),
         floor=_sending(case, layout.bitmap_words),
         hints=_selecting(layout, kept),
-        note=_above(layout, kept),
     )
 
 
@@ -245,7 +238,6 @@ def _encode(ops: Any, case: Case) -> Operator:
         ),
         floor=_sending(case, layout.index_words + layout.cells),
         hints=hints,
-        note=_above(layout, kept),
     )  # fmt: skip
 
 
@@ -256,11 +248,10 @@ def _union(
     full as planned."""
     keys = min(layout.groups, int(_KEPT * capacity) * case.rows)
     hints = {"union": _bits(keys, layout.groups)}
-    note = f"{100 * keys / layout.groups:.3g}% of the groups in the union, evenly"
     if layout.direct:
-        return hints, {}, note
-    more, results, how = _peeling(layout, keys)
-    return hints | more, results, f"{note}: {how}"
+        return hints, {}, ""
+    more, results, note = _peeling(layout, keys)
+    return hints | more, results, note
 
 
 def _peeling(layout: SketchLayout, keys: int) -> tuple[dict[str, Hint], dict[str, Result], str]:
@@ -346,7 +337,6 @@ def _insert(ops: Any, case: Case) -> Operator:
         call=lambda: ops.insert(symbols, index, seed, cells, layout=layout),
         floor=floor,
         hints={"index": _bits(keys, layout.groups), "stash": Hint(listed=True)},
-        note=f"{100 * share:.3g}% of the groups, evenly: {keys} keys",
     )
 
 

@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tagc.codecs import CodecSetup, Coder
 from tagc.codecs.feedback.share import EVERY, FIRST
@@ -30,28 +29,11 @@ from tagc.plan import UnitPlan
 from tagc.policy import Policy
 
 from ..records import Record
+from .torch_kernels import TorchKernels
 
 RANKS = 8
 _META = torch.device("meta")
 _BF16 = torch.bfloat16
-
-
-class _Kernels(TorchDispatchMode):
-    """Counts torch's kernels: what neither makes a view nor allocates."""
-
-    def __init__(self, found: Counter[str]) -> None:
-        super().__init__()
-        self._found = found
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        aliases = [r.alias_info for r in func._schema.returns]
-        view = any(a is not None and not a.is_write for a in aliases)
-        allocates = "empty" in func._schema.name
-        if not view and not allocates and func._schema.name not in ("aten::detach", "aten::alias"):
-            self._found["torch"] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def count_step(policy: str, shapes: ModelShapes | None = None) -> Record:
@@ -103,6 +85,9 @@ def _launches(unit: UnitPlan) -> Counter[str]:
     def run(self: Any, *args: Any, grid: Any, warmup: Any, **kwargs: Any) -> None:
         found[self.__name__.removesuffix("_kernel")] += 1
 
+    def run_torchs(_: int) -> None:
+        found["torch"] += 1
+
     if not unit.compressed:
         return found
     gathers = unit.direction == "parameters"
@@ -111,7 +96,7 @@ def _launches(unit: UnitPlan) -> Counter[str]:
         dtype=unit.info.dtype, ops=ops, device=_META, workspace=Workspace(_META),
     )  # fmt: skip
     coder = Coder(unit.segments, setup, apart=gathers)
-    with mock.patch.object(JITFunction, "run", run), _Kernels(found):
+    with mock.patch.object(JITFunction, "run", run), TorchKernels(run_torchs):
         try:
             (_gather if gathers else _reduce)(unit, coder, setup, found)
         finally:

@@ -26,13 +26,7 @@ from ..records import Record
 about = "time and bytes of FSDP training steps over rate-limited links; needs root"
 
 _RATES = "unlimited,10gbit,1gbit,200mbit,100mbit"
-_QUICK: dict[str, Any] = {
-    "ranks": "2",
-    "rates": "unlimited,200mbit",
-    "width": 160,
-    "layers": 4,
-    "steps": 6,
-}
+_QUICK: dict[str, Any] = {"ranks": "2", "rates": "unlimited,200mbit", "steps": 6}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,13 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--methods",
         help="names from benchmarks/network/methods.py, POLICY or POLICY@bf16 (parameters travel "
-        "in bf16); +NAME,... adds to the default, all of them and some built-in policies",
+        "in bf16); default: all of them and some built-in policies",
     )
     add("--steps", type=int, default=8, help="timed steps of a cell, at most")
-    add("--passes", type=int, default=1, help="measure this often, in alternating order")
-    add("--width", type=int, default=320, help="width of the model (default: %(default)s)")
-    add("--layers", type=int, default=8, help="layers of the model (default: %(default)s)")
-    add("--batch", type=int, default=1, help="sequences of 128 bytes per rank and micro-batch")
     add("--micro-batches", type=int, default=1, help="backward passes per optimizer step")
     add_outputs(parser, "runs/network.jsonl")
 
@@ -109,9 +99,7 @@ def _options(args: argparse.Namespace) -> Any:
     if args.quick:
         vars(args).update(_QUICK)
     names = list(QUICK) if args.quick else default_methods()
-    if args.methods and args.methods.startswith("+"):
-        names += args.methods[1:].split(",")
-    elif args.methods:
+    if args.methods:
         names = args.methods.split(",")
     ranks = tuple(int(part) for part in args.ranks.split(","))
     if min(ranks) < 2:
@@ -123,20 +111,15 @@ def _options(args: argparse.Namespace) -> Any:
     if args.micro_batches < 1:
         raise ValueError(f"--micro-batches {args.micro_batches}: a step has at least one")
     rates = [Rate.parse(text) for text in args.rates.split(",")]
+    size = {"width": 160, "layers": 4} if args.quick else {}
     return Options(
         ranks=ranks,
         # The unlimited steps tell compute from communication, and how long the others will take.
         rates=(UNLIMITED, *(rate for rate in rates if rate != UNLIMITED)),
         methods=tuple(resolve_all(names)),
-        settings=Settings(
-            width=args.width,
-            layers=args.layers,
-            batch=args.batch,
-            micro_batches=args.micro_batches,
-        ),
+        settings=Settings(**size, micro_batches=args.micro_batches),
         ranks_per_host=args.ranks_per_host,
         steps=args.steps,
-        passes=args.passes,
     )
 
 

@@ -39,10 +39,9 @@ class Options:
         ranks: world sizes.
         ranks_per_host: ranks that share a host and its link.
         rates: links; the unlimited one is measured first in any case.
-        methods: in the order of measurement, which every second pass reverses.
+        methods: in the order of measurement.
         settings: of the training.
         steps: timed steps of a cell at most, and 3 at least.
-        passes: how often to measure every step time.
     """
 
     ranks: tuple[int, ...]
@@ -51,7 +50,6 @@ class Options:
     settings: Settings
     ranks_per_host: int = 1
     steps: int = 8
-    passes: int = 1
 
 
 @dataclass
@@ -99,16 +97,15 @@ def measure(options: Options, results: ResultsFile, say: Callable[[str], None] =
 
 
 def _keys(options: Options, ranks: int) -> Iterator[dict[str, Any]]:
-    for turn in range(options.passes):
-        for rate in options.rates:
-            yield _key("link", options, ranks, rate, turn)
-            yield from (_key("step", options, ranks, rate, turn, m) for m in options.methods)
+    for rate in options.rates:
+        yield _key("link", options, ranks, rate)
+        yield from (_key("step", options, ranks, rate, m) for m in options.methods)
 
 
 def _key(
-    kind: str, options: Options, ranks: int, rate: Rate, turn: int, method: Method | None = None
+    kind: str, options: Options, ranks: int, rate: Rate, method: Method | None = None
 ) -> dict[str, Any]:
-    key: dict[str, Any] = {"kind": kind, "ranks": ranks, "rate": str(rate), "pass": turn}
+    key: dict[str, Any] = {"kind": kind, "ranks": ranks, "rate": str(rate)}
     key["settings"] = asdict(options.settings)
     if options.ranks_per_host > 1:
         key["ranks_per_host"] = options.ranks_per_host
@@ -133,12 +130,10 @@ class _Run:
             self.results.facts |= workers.ask("ready")[0]
             for method in options.methods:
                 self._settle(workers, method)
-            for turn in range(options.passes):
-                order = options.methods[::-1] if turn % 2 else options.methods
-                for rate in options.rates:
-                    self._link(network, workers, rate, turn)
-                    for method in order:
-                        self._steps(network, workers, rate, turn, method)
+            for rate in options.rates:
+                self._link(network, workers, rate)
+                for method in options.methods:
+                    self._steps(network, workers, rate, method)
 
     def _settle(self, workers: Ranks, method: Method) -> None:
         # Before the first limit: it is not measured, so it need not wait for a slow link.
@@ -146,8 +141,8 @@ class _Run:
         if any(self.results.get(key) is None for key in mine):
             workers.ask("settle", method=method.name)
 
-    def _link(self, network: Network, workers: Ranks, rate: Rate, turn: int) -> None:
-        key = _key("link", self.options, self.ranks, rate, turn)
+    def _link(self, network: Network, workers: Ranks, rate: Rate) -> None:
+        key = _key("link", self.options, self.ranks, rate)
         if self.results.get(key):
             return
         network.limit(rate)
@@ -165,10 +160,8 @@ class _Run:
             f"Mbit/s, gloo's all-gather {numbers['all_gather_rate'] / 1e6:.0f}"
         )
 
-    def _steps(
-        self, network: Network, workers: Ranks, rate: Rate, turn: int, method: Method
-    ) -> None:
-        key = _key("step", self.options, self.ranks, rate, turn, method)
+    def _steps(self, network: Network, workers: Ranks, rate: Rate, method: Method) -> None:
+        key = _key("step", self.options, self.ranks, rate, method)
         if self.results.get(key):
             return
         most = int(_CELL_SECONDS / self._expected_seconds(rate, method))
@@ -179,18 +172,9 @@ class _Run:
             network.limit(UNLIMITED)
             workers.ask("settle", method=method.name)
             network.limit(rate)
-        before = network.shaped_bytes()
         answers = workers.ask("time", method=method.name, warm_up=_WARM_UP, steps=steps)
-        after = network.shaped_bytes()
-        numbers = combine(answers) | {
-            "about": method.about,
-            "parameters": answers[0]["parameters"],
-            "shaped_bytes": (
-                None
-                if before is None or after is None
-                else (sum(after) - sum(before)) / network.hosts / (_WARM_UP + steps)
-            ),
-        }
+        numbers = combine(answers)
+        numbers |= {"about": method.about, "parameters": answers[0]["parameters"]}
         self.results.add(key, numbers)
         self.say(
             f"{self.ranks} ranks  {rate.label:10}  {method.name:16}  "
@@ -199,7 +183,7 @@ class _Run:
         )
 
     def _expected_seconds(self, rate: Rate, method: Method) -> float:
-        unlimited = self.results.get(_key("step", self.options, self.ranks, UNLIMITED, 0, method))
+        unlimited = self.results.get(_key("step", self.options, self.ranks, UNLIMITED, method))
         if unlimited is None:
             return 1.0
         seconds = statistics.median(unlimited["step_seconds"])
@@ -227,7 +211,6 @@ def combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
         "communication_seconds": [statistics.fmean(times) for times in zip(*waited, strict=True)],
         "compute_seconds": statistics.median(compute),
         "kernel_bytes": statistics.fmean(a["kernel_bytes"] for a in answers),
-        "kernel_bytes_max": max(a["kernel_bytes"] for a in answers),
         "tagc_bytes": {"gradients": gradients, "parameters": parameters} if counted else None,
         "payload_bytes": answers[0]["payload_bytes"],
         "collectives": answers[0]["collectives"],

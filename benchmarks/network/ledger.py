@@ -115,13 +115,8 @@ def direction(name: str) -> Iterator[None]:
         _direction = before
 
 
-def payload_bytes(kind: str, sent: Tensor, world_size: int, splits: list[int] | None = None) -> int:
-    """Bytes that a rank must send to others for a collective whose input is ``sent``.
-
-    Args:
-        splits: rows to each rank, of an all-to-all with uneven ones; the largest share is taken
-            as staying here, which is a lower bound.
-    """
+def payload_bytes(kind: str, sent: Tensor, world_size: int) -> int:
+    """Bytes that a rank must send to others for a collective whose input is ``sent``."""
     size = sent.numel() * sent.element_size()
     if kind == "receive":
         return 0
@@ -131,8 +126,6 @@ def payload_bytes(kind: str, sent: Tensor, world_size: int, splits: list[int] | 
         return size * (world_size - 1)
     if kind == "all_reduce":
         return 2 * size * (world_size - 1) // world_size
-    if splits:
-        return size * (sum(splits) - max(splits)) // max(1, sum(splits))
     return size * (world_size - 1) // world_size
 
 
@@ -162,7 +155,7 @@ def _counted(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         sent = list(arguments.values())[0 if kind in _IN_PLACE else 1]
         ranks = dist.get_world_size(arguments.get("group"))
-        size = payload_bytes(kind, sent, ranks, arguments.get("input_split_sizes"))
+        size = payload_bytes(kind, sent, ranks)
         if arguments.get("tag") == HEADER_TAG:
             size = 0  # beside what has to be sent; the kernel counts it
         toward = _direction or (PARAMETERS if kind == "all_gather" else GRADIENTS)

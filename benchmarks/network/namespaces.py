@@ -9,7 +9,6 @@ is not shaped; in symmetric collectives that is the sum of what the others may s
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -187,18 +186,6 @@ class Network:
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
         """``argv``, to be run on a rank's host; the process is ``argv``'s own."""
         return ["ip", "netns", "exec", self.namespaces[rank // self.ranks_per_host], *argv]
-
-    def shaped_bytes(self) -> list[int] | None:
-        """Bytes that each host's shaper let pass since its rate was set; None when unlimited.
-
-        They count the headers of every packet, where the interface's own ``tx_bytes`` counts
-        those of a segmentation offload's large packet once.
-        """
-        if self._rate.bits_per_second is None:
-            return None
-        show = f"-s -j qdisc show dev {INTERFACE}".split()
-        answers = [_run(["tc", "-n", name, *show]) for name in self.namespaces]
-        return [json.loads(answer)[0]["bytes"] for answer in answers]
 
 
 def existing() -> list[str]:

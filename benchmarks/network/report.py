@@ -19,11 +19,10 @@ NOTES = f"""\
 Step time is the median over the timed steps of the slowest rank; × is relative to `{REFERENCE}` on
 the same link. Compute is a step on the unlimited link less the time that the rank waits in
 collectives (FSDP on a CPU does not overlap them). The kernel's bytes are `tx_bytes` of the host's
-interface, with TCP/IP headers counted once for each large packet of the segmentation offload;
-headers on the wire are those of every packet, as the shaper counts them. Payload is what a rank
-must send for the collectives it starts, to its own host, too: less than the kernel counts where
-gloo's reduce-scatter sends twice what it must. On hosts of several ranks, tagc's count is what all
-of them send to other hosts."""
+interface, with TCP/IP headers counted once for each large packet of the segmentation offload.
+Payload is what a rank must send for the collectives it starts, to its own host, too: less than the
+kernel counts where gloo's reduce-scatter sends twice what it must. On hosts of several ranks,
+tagc's count is what all of them send to other hosts."""
 
 
 def table(cells: Sequence[Record]) -> str:
@@ -110,15 +109,12 @@ def bytes_table(r: Results) -> str:
         kernel = statistics.fmean(c["kernel_bytes"] for c in cells)
         payload = cells[-1]["payload_bytes"]
         must = sum(payload.values())
-        shaped = [c["shaped_bytes"] for c in cells if c["shaped_bytes"]]
         tagc = cells[-1]["tagc_bytes"]
         rows.append(
             [
                 f"`{method}`",
                 _megabytes(kernel),
-                _megabytes(max(c["kernel_bytes_max"] for c in cells)),
                 f"{kernel / must - 1:+.1%}" if must and r.ranks_per_host == 1 else "-",
-                _megabytes(statistics.fmean(shaped)) if shaped else "-",
                 _megabytes(payload.get("parameters", 0)),
                 _megabytes(payload.get("gradients", 0)),
                 "-" if tagc is None else " + ".join(_megabytes(v) for v in tagc.values() if v),
@@ -126,8 +122,8 @@ def bytes_table(r: Results) -> str:
             ]
         )
     header = [
-        "MB per host and step", "kernel, mean", "max", "over payload", "with all headers",
-        "payload: parameters", "gradients", "tagc's count (+ parameters)", "collectives",
+        "MB per host and step", "kernel", "over payload", "payload: parameters", "gradients",
+        "tagc's count (+ parameters)", "collectives",
     ]  # fmt: skip
     return markdown(header, rows) if rows else ""
 

@@ -41,7 +41,7 @@ class Results:
         return sorted(found, key=lambda r: -(r.bits_per_second or float("inf")))
 
     def steps(self, method: str, rate: Rate) -> list[Record]:
-        """Step cells of a method on a link, one a pass."""
+        """Step cells of a method on a link; older records have several passes."""
         return self._find("step", method=method, rate=str(rate))
 
     def links(self, rate: Rate) -> list[Record]:
@@ -61,7 +61,7 @@ class Results:
         if rate == unlimited or self.ranks_per_host > 1:
             return None
         taken, said = [], []
-        for turn in sorted({c["key"]["pass"] for c in self.steps(method, rate)}):
+        for turn in sorted({c["key"].get("pass", 0) for c in self.steps(method, rate)}):
             found = [
                 _of_pass(cells, turn)
                 for cells in (
@@ -106,4 +106,4 @@ def group(cells: Iterable[Record]) -> list[Results]:
 
 
 def _of_pass(cells: Iterable[Record], turn: int) -> Record | None:
-    return next((cell for cell in cells if cell["key"]["pass"] == turn), None)
+    return next((cell for cell in cells if cell["key"].get("pass", 0) == turn), None)

@@ -50,9 +50,6 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add("--methods", help="names from benchmarks/quality/methods.py, separated by ';'")
     add("--steps", type=int, nargs="+", default=[1500], help="lengths of training in steps")
     add("--seeds", type=int, default=3, help="the first sweeps the rates, others use the best")
-    add("--ranks", type=int, default=4, help="processes, a rank each (default: %(default)s)")
-    add("--batch", type=int, default=8, help="sequences per rank and step (default: %(default)s)")
-    add("--context", type=int, default=64, help="bytes per sequence (default: %(default)s)")
     add("--width", type=int, default=128, help="width of the model, a multiple of 32")
     add("--layers", type=int, default=4, help="layers of the model")
     add("--max-rates", type=int, default=6, help="try at most this many rates for a method")
@@ -64,22 +61,13 @@ def _paired_arguments(parser: argparse.ArgumentParser) -> None:
     add("--settings", help=f"separated by ';', from: {'; '.join(SETTINGS)}")
     add("--lines", help=f"separated by ';', from: {'; '.join(LINES)}")
     add("--rates-not-kept", action="store_true", help="train without keep_rates")
-    add(
-        "--seeds", type=int, nargs=2, default=(3, 8), metavar=("MIN", "MAX"), help="pairs of a line"
-    )
-    add("--within", type=float, default=0.3, metavar="PERCENT",
-        help="add seeds while half of an interval is wider than this (default: %(default)s)",
-    )  # fmt: skip
     add_outputs(parser, "runs/quality.jsonl", plots=False)
 
 
 def _untuned_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--policies", default=",".join(tagc.policies()), help="names or files, with commas")
-    add("--steps", type=int, default=150, help="length of training (default: %(default)s)")
     add("--seeds", type=int, default=3, help="runs of each policy (default: %(default)s)")
-    add("--rate", type=float, default=1e-3, help="dense's learning rate (default: %(default)s)")
-    add("--clip", type=float, default=1.0, help="limit on the gradient's norm, for dense")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--tuned", action="store_true", help="apply the factors that a policy names")
     how.add_argument("--kept", action="store_true", help="let tagc keep rate and limit")
@@ -122,22 +110,19 @@ def _chosen(asked: str | None, known: dict, default: tuple[str, ...] = ()) -> li
 
 def _sweep(args: argparse.Namespace) -> Comparison:
     if args.quick:
-        args.steps, args.seeds, args.max_rates, args.ranks = [100], 1, 3, 2
+        args.steps, args.seeds, args.max_rates = [100], 1, 3
         args.width, args.layers = 64, 2
     names = _chosen(args.methods, METHODS, QUICK if args.quick else ())
     if args.width % 32:
         raise ValueError(f"--width {args.width}: not a multiple of 32")
-    shape = Shape(
-        width=args.width,
-        heads=args.width // 32,
-        layers=args.layers,
-        context=args.context,
-        ranks=args.ranks,
-        batch=args.batch,
-    )
     return Sweep(
         methods=[METHODS[name] for name in names],
-        shape=shape,
+        shape=Shape(
+            width=args.width,
+            heads=args.width // 32,
+            layers=args.layers,
+            ranks=2 if args.quick else 4,
+        ),
         steps=args.steps,
         seeds=args.seeds,
         max_rates=args.max_rates,
@@ -145,15 +130,10 @@ def _sweep(args: argparse.Namespace) -> Comparison:
 
 
 def _paired(args: argparse.Namespace) -> Comparison:
-    least, most = args.seeds
-    if not 2 <= least <= most:
-        raise ValueError(f"--seeds {least} {most}: an interval needs at least 2, and MIN <= MAX")
     return Pairs(
         settings=[SETTINGS[name] for name in _chosen(args.settings, SETTINGS)],
         lines=_chosen(args.lines, LINES),
         kept=not args.rates_not_kept,
-        seeds=(least, most),
-        within=args.within / 100,
     )
 
 
@@ -169,10 +149,10 @@ def _untuned_run(policy: str, seed: int, args: argparse.Namespace) -> Run:
     return Run(
         method=Method(name=policy, policy=None if dense else policy),
         shape=NANO,
-        steps=args.steps,
-        rate=args.rate * rate,
+        steps=150,
+        rate=1e-3 * rate,
         seed=seed,
-        recipe=replace(NANO_RECIPE, clip=args.clip * norm, kept=args.kept and not dense),
+        recipe=replace(NANO_RECIPE, clip=norm, kept=args.kept and not dense),
     )
 
 

@@ -16,7 +16,7 @@ Betas = tuple[float, float]
 
 def make_optimizers(model: nn.Module, recipe: Recipe, rate: float) -> list[torch.optim.Optimizer]:
     """The recipe's optimizer; a second one where Muon takes only the matrices of the blocks."""
-    return OPTIMIZERS[recipe.optimizer](model, rate, (recipe.beta1, recipe.beta2))
+    return OPTIMIZERS[recipe.optimizer](model, rate, (0.9, recipe.beta2))
 
 
 def factor(step: int, steps: int, floor: float) -> float:

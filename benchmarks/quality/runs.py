@@ -79,14 +79,14 @@ class Pairs:
         lines: names in ``LINES``.
         kept: whether tagc keeps the optimizer's rates.
         seeds: the fewest and the most pairs of a line.
-        within: half of an interval that is small enough, relative to the loss.
+        within: seeds are added while half of an interval is wider than this, relative to the loss.
     """
 
     settings: Sequence[Setting]
     lines: Sequence[str]
     kept: bool
-    seeds: tuple[int, int]
-    within: float
+    seeds: tuple[int, int] = (3, 8)
+    within: float = 0.003
 
     def next_runs(self, losses: Losses) -> Iterator[Run]:
         for setting in self.settings:

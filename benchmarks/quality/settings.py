@@ -36,7 +36,7 @@ class Recipe:
 
     Attributes:
         optimizer: a name in ``OPTIMIZERS``.
-        beta1, beta2: Adam's first and second momentum.
+        beta2: Adam's second momentum; the first is 0.9.
         clip: limit on the norm of the gradient; None for no limit.
         floor: end of the cosine schedule, as a share of the rate.
         windows: held-out windows of text, evenly spaced, the same for all runs.
@@ -46,7 +46,6 @@ class Recipe:
     """
 
     optimizer: str = "adamw"
-    beta1: float = 0.9
     beta2: float = 0.95
     clip: float | None = 1.0
     floor: float = 0.1

@@ -18,7 +18,6 @@ from benchmarks.counts import count as counter
 from benchmarks.counts.cases import Case
 from benchmarks.counts.count import count, count_launch
 from benchmarks.counts.language import Hint
-from benchmarks.counts.machines import H100
 from benchmarks.counts.operators import Operator
 from benchmarks.records import Record
 
@@ -127,7 +126,7 @@ def launched(operator: Operator) -> Record:
     with compiling(90, launches.append):
         operator.call()
     (launch,) = launches
-    return count_launch(launch, operator, H100)
+    return count_launch(launch, operator)
 
 
 def ints(numel: int = N) -> torch.Tensor:
@@ -224,4 +223,4 @@ def test_a_hint_without_its_argument_is_an_error(monkeypatch, hint: str, result:
     monkeypatch.setitem(counter.OPERATORS, "select", lambda ops, case: operator)
     lost = "y" if hint == "y" else result
     with pytest.raises(ValueError, match=f"no kernel that is launched has {lost}: "):
-        count(Case(op="select"), H100)
+        count(Case(op="select"))

@@ -74,9 +74,6 @@ def test_the_kernel_counts_what_tagc_counts(tmp_path):
         assert wasted == pytest.approx(gathered + 2 * dense, rel=0.03)
         for cell in steps.values():
             assert cell["payload_bytes"]["parameters"] in (gathered, gathered / 2)
-    # Every header of every packet of 1500 bytes, and acknowledgements.
-    slow = steps["fp32-messages", "400mbit"]
-    assert 1.02 < slow["shaped_bytes"] / slow["kernel_bytes"] < 1.10
 
     before = results.path.read_text()
     measure(options, ResultsFile(results.path), lambda text: None)

@@ -70,9 +70,7 @@ def test_kept_rates_make_larger_steps(rank: int, world_size: int) -> None:
 def test_the_command_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "quality.jsonl"
     command = ["quality", "sweep", "--methods", "dense; matrix, 1 bit", "--seeds", "2"]
-    for name, value in {"width": 32, "layers": 1, "context": 16, "ranks": 2, "batch": 2}.items():
-        command += [f"--{name}", str(value)]
-    command += ["--max-rates", "3", "--steps", "2", "3"]
+    command += ["--width", "32", "--layers", "1", "--max-rates", "3", "--steps", "2", "3"]
     command += ["--json", str(file), "--plots", str(tmp_path)]
     assert suites.main(command) == 0
     said = capsys.readouterr().out

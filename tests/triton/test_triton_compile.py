@@ -1,7 +1,4 @@
-"""The Triton kernels compile for NVIDIA GPUs, without one: registers, spills, width of accesses.
-
-``python -m benchmarks.gpu.compile`` prints the numbers as a table.
-"""
+"""The Triton kernels compile for NVIDIA GPUs, without one: registers, spills, width of accesses."""
 
 from __future__ import annotations
 
@@ -20,7 +17,8 @@ from tagc.ops.symbols import SYMBOLS
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 import triton
 
-from benchmarks.compiled import (
+from benchmarks.compiled import Compiled, Compiler, compiling
+from support.compiled_kernels import (
     ARCHITECTURES,
     BF16,
     BLOCKS,
@@ -29,19 +27,14 @@ from benchmarks.compiled import (
     MATRIX,
     PACKED,
     SKETCH,
-    Compiled,
-    Compiler,
     blocks,
     compile_all,
-    compiling,
     decode,
     encode,
     layout_of,
     matrix,
     packed,
-    rows,
 )
-from benchmarks.compiled_table import table
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.device]
 # Few of the combinations that have among them every kernel, symbol, residual and choice of groups.
@@ -266,8 +259,7 @@ def test_sizes_of_one_compile():
         encode(SYMBOLS["int8x4"], BF16, BF16, 3, "some", numel=1, W=1)
         decode(SYMBOLS["int16x2"], F32, BF16, 3, 3, numel=1, W=1)
     assert {k.name for k in found} == SKETCH - {
-        "insert_kernel", "expand_kernel", "clear_kernel", "write_kernel", "count_kernel",
-        "drop_kernel",
+        "insert_kernel", "expand_kernel", "write_kernel", "count_kernel", "drop_kernel",
     }  # fmt: skip
     check_memory(found)
     with compiling(90) as found:
@@ -291,16 +283,6 @@ def test_rows_that_are_not_aligned_compile_without_spills():
         packed(4, 256, 4, 1, BF16, BF16, "all", 3, numel=4095)
     # Scalar accesses take more registers: fewer warps fit, which these rare segments can bear.
     assert [k.name for k in found if k.spilled] == []
-
-
-def test_the_table_spans_the_variants_of_every_kernel(compiled):
-    records = rows(compiled)
-    assert {f"{r['kernel']}_kernel" for r in records} == KERNELS
-    assert sum(r["variants"] for r in records) == len(compiled)
-    (emit,) = (r for r in records if r["kernel"] == "emit")
-    registers = {k.registers for k in compiled if k.name == "emit_kernel"}
-    assert emit["registers"] == [min(registers), max(registers)]
-    assert len(table(records).splitlines()) == 2 + len(KERNELS)
 
 
 def test_the_compiler_leaves_no_trace(compiled):

@@ -1,4 +1,4 @@
-"""FSDP2 training steps on two ranks that share one device through gloo: dense beside tagc.
+"""``fsdp2``: training steps on two ranks that share one device through gloo: dense beside tagc.
 
 Whether the step works there, what the loss does and what a step takes. gloo stages CUDA tensors
 through host memory and both ranks share one GPU, so times compare only with each other.
@@ -7,12 +7,13 @@ through host memory and both ranks share one GPU, so times compare only with eac
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from torch.distributed.fsdp import fully_shard
 
 import tagc
 
-from ..gloo import join
-from ..records import Record, append, markdown, read
+from .gloo import join
+from .records import Record, append, markdown, read
+
+about = "training steps of FSDP2 on one GPU, dense beside tagc"
 
 _RANKS = 2
 _UNTIMED = 3
@@ -63,10 +66,11 @@ class Net(nn.Module):
         return self.head(x.flatten(0, 1))
 
 
-def train(kind: str, device: torch.device, *, small: bool) -> dict[str, Any]:
+def train(kind: str, device: torch.device) -> dict[str, Any]:
     """A few steps on one batch; losses, and the median time of a step in milliseconds. The kernels
     are those that tagc takes by itself, compiled and checked in ``tagc.wrap``, whose seconds are
-    there, too."""
+    there, too. On a CPU, which only rehearses this, the model is tiny."""
+    small = device.type == "cpu"
     width, layers, batch, length, steps = (64, 2, 2, 16, 4) if small else (512, 4, 8, 128, 15)
     torch.manual_seed(0)
     model = Net(width, layers).to(device)
@@ -93,20 +97,15 @@ def train(kind: str, device: torch.device, *, small: bool) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
     result: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "steps": steps,
-        "losses": [round(x, 4) for x in losses],
+        "losses": [round(x, 3) for x in losses],
         "step_ms": round(1e3 * statistics.median(seconds[_UNTIMED:]), 2),
         "first_step_ms": round(1e3 * seconds[0], 1),
     }
     if kind == "tagc":
-        compressor = tagc.compressor(model)
-        metrics = compressor.metrics()
+        metrics = tagc.compressor(model).metrics()
         result |= {
             # Kernels that other parts compiled are in Triton's cache.
             "wrap_s": round(wrap_s, 2),
-            "kernels": next(
-                (line for line in str(compressor.plan()).splitlines() if "kernels:" in line), None
-            ),
             "density": round(metrics.density, 4),
             "unresolved": metrics.unresolved,
             "bytes_saved": round(metrics.dense_bytes / metrics.wire_bytes, 2),
@@ -117,7 +116,7 @@ def train(kind: str, device: torch.device, *, small: bool) -> dict[str, Any]:
 def problem_with(result: dict[str, Any]) -> str | None:
     """Why a run is not what training should look like; None if it is."""
     losses = result["losses"]
-    if not all(map(_finite, losses)):
+    if not all(map(math.isfinite, losses)):
         return "the loss is not finite"
     if losses[-1] >= losses[0]:
         return f"the loss did not fall: {losses[0]} to {losses[-1]}"
@@ -126,87 +125,53 @@ def problem_with(result: dict[str, Any]) -> str | None:
     return None
 
 
-def _finite(x: float) -> bool:
-    return abs(x) < float("inf")
-
-
-def _rank(rank: int, kinds: list[str], device_type: str, small: bool, folder: str) -> None:
+def _rank(rank: int, kind: str, device_type: str, folder: str) -> None:
     if device_type == "cuda":
         torch.cuda.set_device(0)
-    join(rank, _RANKS, folder, minutes=1)
+    join(rank, _RANKS, folder, minutes=1 if device_type == "cuda" else 5)
     try:
-        device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
-        for kind in kinds:
-            result = train(kind, device, small=small)
-            if rank == 0:
-                append(Path(folder) / "results.jsonl", {"run": kind} | result)
-            dist.barrier()
+        result = train(kind, torch.device(device_type))
+        if rank == 0:
+            append(Path(folder) / "result.jsonl", result)
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def attempts(kinds: list[str], device: str, *, small: bool) -> Iterator[dict[str, Any]]:
-    """The results of all runs; after one that fails, new processes do the rest."""
-    # CUDA does not survive a fork.
-    start = "fork" if device == "cpu" else "spawn"
-    while kinds:
-        error = None
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                mp.start_processes(
-                    _rank, args=(kinds, device, small, folder), nprocs=_RANKS, start_method=start
-                )
-            except Exception as raised:  # goes into the report; the other run is tried all the same
-                traceback.print_exc()
-                error = str(raised).strip().splitlines()[-1]
-            results = Path(folder) / "results.jsonl"
-            done = read([results]) if results.exists() else []
-        for result in done:
-            yield result | {"wrong": problem_with(result)}
-        kinds = kinds[len(done) :]
-        if kinds:
-            yield {"run": kinds[0], "wrong": error or "ended without a result"}
-            kinds = kinds[1:]
+def attempt(kind: str, device: str) -> Record:
+    """A run's result, or why it has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(_rank, args=(kind, device, folder), nprocs=_RANKS)
+            (result,) = read([Path(folder) / "result.jsonl"])
+        except Exception as raised:  # goes into the report; the other run is tried all the same
+            traceback.print_exc()
+            return {"run": kind, "wrong": str(raised).strip().splitlines()[-1]}
+    return {"run": kind, **result, "wrong": problem_with(result)}
 
 
 def table(records: Sequence[Record]) -> str:
     """A row for each run."""
-    keys = ["parameters", "wrap_s", "step_ms", "first_step_ms", "density", "bytes_saved"]
-    keys += ["unresolved"]
-
-    def row(r: Record) -> list[object]:
-        losses = r.get("losses")
-        loss = f"{losses[0]} → {losses[-1]} in {r['steps']} steps" if losses else "-"
-        return [r["run"], *(r.get(key, "-") for key in keys), loss, r["wrong"] or "none"]
-
-    first = records[0]
-    parts = [
-        f"{first['ranks']} ranks on one {first['device']} device, {first['backend']}: every "
-        "message goes through host memory, so times only compare with each other.",
-        markdown(["run", *keys, "loss", "error"], map(row, records)),
-        *(r["kernels"].strip("- ") for r in records if r.get("kernels")),
-    ]
-    return "\n\n".join(parts)
+    keys = ["run", "parameters", "wrap_s", "step_ms", "first_step_ms", "density", "bytes_saved",
+            "unresolved", "losses", "wrong"]  # fmt: skip
+    return markdown(keys, ([r.get(key, "-") for key in keys] for r in records))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Both runs; 0 if both trained."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.training", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results there")
-    parser.add_argument("--rehearse", action="store_true", help="a tiny model")
-    args = parser.parse_args(argv)
-    results = []
-    facts = {"suite": "fsdp2", "backend": "gloo", "ranks": _RANKS, "device": args.device}
-    for found in attempts(["dense", "tagc"], args.device, small=args.rehearse):
-        result = facts | found
-        print(result, file=sys.stderr, flush=True)
-        if args.json:
-            append(args.json, result)
-        results.append(result)
-    print(table(results))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this suite."""
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Both runs, print the table; 0 if both trained."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here; --device cpu rehearses the runs", file=sys.stderr)
+        return 2
+    results = [attempt(kind, args.device) for kind in ("dense", "tagc")]
+    print(
+        f"{_RANKS} ranks on one {args.device} device, gloo: every message goes through host "
+        f"memory, so times only compare with each other.\n\n{table(results)}"
+    )
     return 1 if any(result["wrong"] for result in results) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Every GPU kernel in every combination of dtypes and shapes, to be compiled without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+
+import torch
+
+from benchmarks.compiled import Compiled, compiling
+from tagc.ops.blocks import BITS, BlockLayout
+from tagc.ops.matrix import BITS as MATRIX_BITS
+from tagc.ops.matrix import GROUP, MatrixLayout
+from tagc.ops.packed import GROUPS as PACKED_GROUPS
+from tagc.ops.packed import PackedLayout
+from tagc.ops.sketch import SketchLayout
+from tagc.ops.symbols import SYMBOLS, Symbol
+
+ops = importlib.import_module("tagc.triton_kernels.ops")
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+ARCHITECTURES = (80, 90)
+SKETCH = {
+    "select_kernel", "count_kernel", "drop_kernel", "emit_kernel", "insert_kernel", "union_kernel",
+    "keys_kernel", "singles_kernel", "peel_kernel", "finish_kernel", "clear_kernel",
+    "estimate_kernel", "write_kernel", "expand_kernel",
+}  # fmt: skip
+BLOCKS = {"quantize_kernel", "dequantize_kernel"}
+MATRIX = {
+    "matrix_columns_kernel", "matrix_scales_kernel", "quantize_matrix_kernel",
+    "matrix_read_scales_kernel", "dequantize_matrix_kernel",
+    "dequantize_groups_kernel",
+}  # fmt: skip
+PACKED = {
+    "select_kernel", "count_kernel", "drop_kernel", "rank_kernel", "scan_kernel", "list_kernel",
+    "index_kernel", "read_kernel", "values_kernel", "unpack_kernel",
+}  # fmt: skip
+OTHERS = {"undo_lag_kernel", "steer_kernel"}
+KERNELS = SKETCH | BLOCKS | MATRIX | PACKED | OTHERS
+
+
+def layout_of(symbol: Symbol, hashes: int, numel: int = 4096) -> SketchLayout:
+    """Three hashes: entries of the peeling table are packed; one: direct."""
+    groups = -(-numel // symbol.lanes)
+    partition = {1: groups, 3: 1 << 17}.get(hashes, 64)
+    return SketchLayout(numel=numel, symbol=symbol, keys=100, hashes=hashes, partition=partition)
+
+
+def encode(symbol, grad, residual, hashes, kind, numel=4096, W=2) -> None:
+    """``kind``: room for ``some`` groups or ``all``, or a ``support``."""
+    layout = layout_of(symbol, hashes, numel)
+    support = torch.empty(W, layout.words, dtype=torch.int32) if kind == "support" else None
+    ops.encode(
+        torch.empty(W, numel, dtype=grad),
+        None if residual is None else torch.empty(W, numel, dtype=residual),
+        torch.ones(W), torch.ones(W), torch.zeros(1, dtype=torch.int32),
+        torch.empty(W, layout.index_words, dtype=torch.int32),
+        torch.empty(W, layout.cells, dtype=torch.int32), torch.empty(W, 4, dtype=torch.int32),
+        layout=layout, levels=symbol.levels(W), capacity=layout.groups if kind == "all" else 10,
+        support=support,
+    )  # fmt: skip
+
+
+def decode(symbol, out, residual, hashes, divisor, numel=4096, W=2) -> None:
+    layout = layout_of(symbol, hashes, numel)
+    ops.decode(
+        torch.empty(W, layout.index_words, dtype=torch.int32),
+        torch.empty(layout.cells, dtype=torch.int32), torch.ones(1),
+        torch.zeros(1, dtype=torch.int32), torch.empty(numel, dtype=out),
+        None if residual is None else torch.empty(numel, dtype=residual),
+        torch.empty(2, dtype=torch.int32), layout=layout, divisor=divisor,
+    )  # fmt: skip
+
+
+def codec(symbol, hashes) -> None:
+    layout = layout_of(symbol, hashes)
+    index, seed = torch.zeros(layout.words, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    cells = torch.empty(layout.cells, dtype=torch.int32)
+    ops.insert(torch.empty(layout.groups, dtype=torch.int32), index, seed, cells, layout=layout)
+    ops.peel(cells, index, seed, layout=layout)
+
+
+def blocks(bits, block, grad, residual, average, divisor, numel=1 << 14, R=2) -> None:
+    layout = BlockLayout(numel=numel, bits=bits, block=block)
+    message = torch.empty(R, layout.words, dtype=torch.int32)
+    left = None if residual is None else torch.empty(R, numel, dtype=residual)
+    ops.quantize(torch.empty(R, numel, dtype=grad), left, message, layout=layout, average=average)
+    out = torch.empty(1, numel, dtype=grad)
+    ops.dequantize(message[None], out, layout=layout, divisor=divisor)
+
+
+def matrix(bits, group, grad, residual, average, divisor, rows=64, columns=1024, R=2) -> None:
+    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, group=group)
+    message = torch.empty(R, layout.words, dtype=torch.int32)
+    x = torch.empty(R, layout.numel, dtype=grad)
+    left = None if residual is None else torch.empty(R, layout.numel, dtype=residual)
+    ops.quantize_matrix(x, left, message, layout=layout, average=average)
+    ops.dequantize_matrix(message[None], x[:1], layout=layout, divisor=divisor)
+
+
+def packed(bits, block, group, low, grad, residual, kind, divisor, numel=1 << 14, R=2) -> None:
+    """``kind``: room for ``some`` groups or ``all``."""
+    groups = -(-numel // group)
+    capacity = groups if kind == "all" else groups // 2
+    layout = PackedLayout(
+        numel=numel, group=group, capacity=capacity, low_bits=low,
+        values=BlockLayout(numel=capacity * group, bits=bits, block=block),
+    )  # fmt: skip
+    message = torch.empty(R, layout.words, dtype=torch.int32)
+    marks = torch.empty(R, layout.bitmap_words, dtype=torch.int32)
+    counts = torch.empty(R, 4, dtype=torch.int32)
+    x, left = torch.empty(R, numel, dtype=grad), None
+    if residual is not None:
+        left = torch.empty(R, numel, dtype=residual)
+    ops.pack(x, left, torch.ones(R), message, counts, layout=layout)
+    ops.unpack(message, torch.empty(numel, dtype=grad), layout=layout, divisor=divisor)
+    if residual is None:
+        ops.select(x, torch.ones(R), marks, counts, layout=layout)
+        ops.write_index(marks, message[:, 2 : 2 + layout.index_words], layout=layout)
+
+
+def lag(out, numel=1 << 14) -> None:
+    sum_, sent = torch.empty(numel), torch.empty(numel)
+    ops.undo_lag(sum_, sent, torch.empty(numel, dtype=out), torch.empty(2))
+
+
+def thresholds(segments, destinations) -> None:
+    counts = torch.empty(segments, destinations, 4, dtype=torch.int32)
+    numbers = [torch.empty(segments) for _ in range(3)]
+    ops.steer(counts, *numbers, torch.empty(6, segments, destinations))
+
+
+HASHES = (4, 3, 5, 6, 1)
+# Every symbol with every pair of dtypes; hashes and the rest take turns.
+ENCODES = [
+    (symbol, grad, residual, HASHES[i % 5], ("some", "all", "support")[(i // 3 + i) % 3])
+    for i, (symbol, grad, residual) in enumerate(
+        itertools.product(SYMBOLS.values(), (F32, BF16, F16), (F32, BF16, None))
+    )
+]
+DECODES = [
+    (symbol, out, residual, HASHES[i % 5], 2 + i // 3 % 2)
+    for i, (symbol, out, residual) in enumerate(
+        itertools.product(SYMBOLS.values(), (F32, BF16, F16), (F32, BF16, None))
+    )
+]
+DTYPES = list(itertools.product((F32, BF16, F16), (F32, BF16, None)))
+# Every pair of bits and block size; dtypes and the rest take turns.
+BLOCK_SIZES = [32 << i for i in range(8)]
+QUANTIZES = [
+    (bits, block, *DTYPES[i % 9], (0.0, 0.9)[i // 2 % 2], 2 + i // 4 % 2)
+    for i, (bits, block) in enumerate(itertools.product(BITS, BLOCK_SIZES))
+]
+# Every kind of code, with dtypes in turn and others for one of them.
+CODES = [*((bits, 1) for bits in MATRIX_BITS), (1, GROUP)]
+MATRICES = [
+    (*code, *DTYPES[(i + k) % 9], (0.0, 0.9)[(i + k) % 2], 2 + (i + k) // 2 % 2)
+    for i, code in enumerate(CODES)
+    for k in range(4 if code == (1, 1) else 1)
+]
+# Every size of a group with every pair of dtypes; the rest takes turns.
+PACKS = [
+    (
+        BITS[i % len(BITS)], BLOCK_SIZES[i % 8], group, (0, 1, 2, 4, 8, 16)[(i // 3 + i) % 6],
+        *dtypes, ("some", "all")[i // 6 % 2], 2 + i // 2 % 2,
+    )
+    for i, (dtypes, group) in enumerate(itertools.product(DTYPES, PACKED_GROUPS))
+]  # fmt: skip
+CODECS = list(itertools.product((SYMBOLS["int8x4"], SYMBOLS["int32x1"]), HASHES))
+
+
+def compile_all(
+    arch: int, *, share: int = 1, turn: int = 0, codecs: int = len(CODECS)
+) -> list[Compiled]:
+    """Every kernel, in one of ``share`` combinations of dtypes, beginning with ``turn``.
+
+    Args:
+        codecs: combinations of ``insert`` and ``peel``, which only ``CountSketch`` calls.
+    """
+    with compiling(arch) as found:
+        for arguments in ENCODES[turn::share]:
+            encode(*arguments)
+        for arguments in DECODES[turn::share]:
+            decode(*arguments)
+        if share > 1:
+            for hashes in (3, 1):
+                decode(SYMBOLS["int8x4"], F32, BF16, hashes, 3)
+            packed(*PACKS[5])  # of large blocks, all groups
+        for arguments in CODECS[:codecs]:
+            codec(*arguments)
+        # Fewer of these; strides that take turns with all that varies.
+        for arguments in QUANTIZES[turn :: 9 if share > 1 else 1]:
+            blocks(*arguments)
+        for arguments in MATRICES[turn :: 7 if share > 1 else 1]:
+            matrix(*arguments)
+        matrix(1, 1, BF16, BF16, 0.9, 3, columns=8448, R=8)  # so many that programs have more
+        for arguments in PACKS[turn :: 17 if share > 1 else 1]:
+            packed(*arguments)
+        for dtype in (F32, BF16, F16):
+            lag(dtype)
+        for shape in ((1, 1), (2, 8)):
+            thresholds(*shape)
+    return found
