@@ -1,4 +1,4 @@
-"""Steps that must come out the same on every rank, or fail on every rank."""
+"""Steps that must give the same result on every rank, or fail on every rank."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def agree_on(
     doing: str = "tagc.wrap",
     remedy: str = "Every rank must call tagc.wrap with the same model, policy and tagc version",
 ) -> dict[str, Any]:
-    """Run the steps on this rank, and compare with the others what came of them.
+    """Run the steps on this rank, and compare the outcome with the other ranks.
 
-    A rank whose own steps failed takes part, so that the others learn of it instead of hanging
+    A rank that failed takes part in the comparison, so that the others raise instead of hanging
     in their next collective.
 
     Args:
-        groups: those of the ranks that must agree.
-        steps: functions that give a result, and a text that must be equal on all ranks.
-        doing: what is done, for the message about a rank that failed.
-        remedy: for the message about ranks that disagree.
+        groups: the groups that connect the ranks that must agree.
+        steps: functions that return a result, and a text that must be equal on all ranks.
+        doing: names the operation in the error about a rank that failed.
+        remedy: ends the error about ranks that disagree.
 
     Returns:
-        The results.
+        The results, by the names of the steps.
 
     Raises:
-        Exception: what a step raised on this rank.
+        Exception: the error of a step on this rank.
         RuntimeError: if a step failed on another rank, or ranks disagree.
     """
     results: dict[str, Any] = {}
@@ -48,8 +48,8 @@ def agree_on(
         failure = error
     mine["error"] = None if failure is None else f"{type(failure).__name__}: {failure}"
     complaint = None
-    # Once around tells a rank of those it shares a group with; on a mesh of several dimensions the
-    # furthest rank is at most as many groups away as there are.
+    # Each round informs a rank about the ranks in its groups. On a mesh the furthest rank is at
+    # most as many rounds away as there are dimensions, which is the number of groups.
     for _ in groups:
         for group in groups:
             said: list[dict[str, str | None]] = [{} for _ in range(group.size())]
@@ -65,10 +65,10 @@ def agree_on(
 
 
 def gather_by_rank(groups: Sequence[dist.ProcessGroup], mine: Mapping[int, Any]) -> dict[int, Any]:
-    """What all ranks that these groups connect say, by rank.
+    """Gather values from all ranks that these groups connect, by rank.
 
     Args:
-        mine: what this rank says, by its rank among all processes; picklable.
+        mine: this rank's value, by its rank among all processes; picklable.
     """
     return gather_merged(groups, mine, lambda _, other: other)
 
@@ -76,13 +76,13 @@ def gather_by_rank(groups: Sequence[dist.ProcessGroup], mine: Mapping[int, Any])
 def gather_merged(
     groups: Sequence[dist.ProcessGroup], mine: Mapping[K, V], merge: Callable[[V, V], V]
 ) -> dict[K, V]:
-    """What all ranks that these groups connect say, by key; a rank sends no more for each than one
-    value.
+    """Merge values from all ranks that these groups connect, by key. A rank sends at most one value
+    per key and collective.
 
     Args:
-        mine: what this rank says; picklable.
-        merge: makes one of two values for a key. Ranks hear of the same values several times and in
-            any order, which must make no difference.
+        mine: this rank's values; picklable.
+        merge: merges two values of a key. It must be idempotent and independent of order: ranks
+            receive the same values several times and in any order.
     """
     known = dict(mine)
     for _ in groups:  # as in agree_on
@@ -98,11 +98,12 @@ def gather_merged(
 def complaint_of(
     names: Iterable[str], said: Mapping[int, Mapping[str, Any]], doing: str, remedy: str
 ) -> str | None:
-    """What is wrong with what ranks said, or heard of others; None if nothing.
+    """The first problem in the ranks' answers, in words; None if there is none.
 
     Args:
-        names: of texts that must be equal.
-        said: by rank, these texts, ``error`` and perhaps ``complaint``.
+        names: keys of the texts that must be equal.
+        said: every rank's answer: these texts, ``error``, and perhaps ``complaint``, a problem that
+            it heard of from other ranks.
     """
     for rank, other in said.items():
         if other["error"] is not None:

@@ -6,18 +6,21 @@ import torch
 from torch import Tensor
 
 LAG = 2
-"""Notes that a GPU is behind the host at most, so that to wait for an older one takes no time."""
+"""Assume that a GPU is at most ``LAG`` notes behind the host, so that waiting for older notes takes
+no time."""
 
 
 class Alarm:
-    """Raises ``RuntimeError(message)`` once a condition was true: on a CPU where it is noted, on a
-    GPU after ``LAG`` more notes, on all ranks in the same step, and in all that follow. Until then
-    the data that is wrong are NaN."""
+    """Raises ``RuntimeError(message)`` after a condition was true.
+
+    On a CPU it raises at once; on a GPU after ``LAG`` more notes, on all ranks in the same step,
+    and in every later step. Until then, the affected data is NaN.
+    """
 
     def __init__(self, message: str) -> None:
         self._message = message
         self._ever: Tensor | None = None
-        # Of the last notes: what they were copied to on the host, and when that is done.
+        # The last notes: a copy on the host, and an event that tells when the copy is done.
         self._noted: list[tuple[Tensor, torch.cuda.Event]] = []
         self._notes = 0
 
@@ -25,8 +28,8 @@ class Alarm:
         """Note a condition.
 
         Args:
-            wrong: boolean, ``[]``.
-            floats: set to NaN if ``wrong``, on a GPU.
+            wrong: the condition; boolean, ``[]``.
+            floats: filled with NaN on a GPU if ``wrong``.
 
         Raises:
             RuntimeError: on a CPU, if ``wrong``.
@@ -37,10 +40,10 @@ class Alarm:
             return
         floats.masked_fill_(wrong, torch.nan)
         if self._ever is None:
-            # In training nothing could be written to one that an evaluation made in inference mode.
+            # Training cannot write to a tensor that an evaluation made in inference mode.
             with torch.inference_mode(False):
                 self._ever = torch.zeros((), dtype=torch.bool, device=wrong.device)
-        # It stays true, so that no copy hides what an earlier one would have told.
+        # It stays true, so a later note cannot hide an earlier one.
         self._ever.logical_or_(wrong)
         if wrong.device.type != "cuda":
             return
@@ -54,15 +57,15 @@ class Alarm:
         self._notes += 1
 
     def check(self) -> None:
-        """Raise RuntimeError for what was noted ``LAG`` notes before the last one, or earlier."""
+        """Raise RuntimeError if a note was true, the last ``LAG`` notes excepted."""
         if self._notes <= LAG:
             return
-        # Whether the device is done already differs from rank to rank, so nobody asks that.
+        # Wait, and don't ask whether the device is done: the answer would differ between ranks.
         on_host, copied = self._noted[self._notes % (LAG + 1)]
         copied.synchronize()
         if on_host:
             raise RuntimeError(self._message)
 
     def reset(self) -> None:
-        """Forget what was noted: it has been put right."""
+        """Forget all notes, because their cause was fixed."""
         self._ever, self._noted, self._notes = None, [], 0

@@ -1,14 +1,15 @@
-"""An all-gather from a copy: ranks tell each other what changed, once for every step of the
-optimizer, and read all else from the copy that they keep.
+"""An all-gather from a copy: ranks send each other changes once per optimizer step, and otherwise
+read the copy that they keep.
 
-With several ranks on a host these have one copy between them, each the rows of those with its own
-place on all hosts; a rank exchanges messages with these, and the host's ranks tell each other their
-rows in every all-gather. Else every rank has all rows, and after a message nothing is sent.
+The ranks of a host share one copy: each keeps the shards of the ranks with its own place on all
+hosts, and exchanges messages with these ranks. In every all-gather the ranks of a host exchange
+their rows. With one rank on a host, every rank keeps all rows, and sends nothing but the messages.
 
-When a message is due, all ranks must know without asking. It is due in the first forward after an
-optimizer stepped that holds any of the unit's parameters, which every rank sees; and in the first
-one of every call of a closure in such a step. While none has been seen (it may be none of torch's),
-it is due after a reduction of the unit's gradients.
+All ranks must know without communication when a message is due. It is due in the first forward
+after a step of an optimizer that holds any of the unit's parameters; every rank sees such steps. If
+the step calls a closure, it is also due in the first forward of every call. Until an optimizer's
+step was seen (the optimizer may not be torch's), a message is due after each reduction of the
+unit's gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class CopyGatherer(UnitGatherer):
     """Keeps a copy and sends changes. See :class:`UnitGatherer`.
 
     Attributes:
-        copy: what all ranks believe the parameters to be.
+        copy: the parameters as all other ranks know them.
     """
 
     def __init__(
@@ -45,24 +46,24 @@ class CopyGatherer(UnitGatherer):
         reductions: Callable[[], int],
         versions: Callable[[], int],
     ) -> None:
-        """New state.
+        """Start without a copy.
 
         Args:
-            rank: of this process in the unit's group.
-            reductions: how often the unit's gradients left this host so far; the same on all ranks.
-            versions: a number that grows when anybody writes to the unit's parameters, as far as
-                torch counts that.
+            rank: this process's rank in the unit's group.
+            reductions: returns how often the unit's gradients have left this host; the same on all
+                ranks.
+            versions: returns torch's count of writes to the unit's parameters.
         """
         super().__init__(setup)
         self.copy = HostCopy(setup, own=rank // self.plan.info.ranks_per_host)
         self._reductions, self._versions = reductions, versions
-        # Whether rows of the copy are known: this rank's own one, and those of the others.
+        # Whether this rank's row of the copy is known, and whether the others are.
         self._knows_own = self._knows_others = False
         self._due = False
-        # Whether any optimizer was seen to step.
+        # Whether an optimizer's step was seen.
         self._sees_steps = False
         self._reductions_then = 0
-        # After the last step that was seen here; none after a load.
+        # The count after the last step seen here; None after loading a state.
         self._versions_then: int | None = None
         self._fingerprint = torch.zeros(2, dtype=torch.int64, device=setup.device)
         self._by_others = Alarm(
@@ -72,23 +73,24 @@ class CopyGatherer(UnitGatherer):
             "are changed by other means, such as eval() and train() of a schedule-free optimizer"
         )
         self._since_forward = Alarm(
-            f"tagc: the parameters of unit {self._name!r} are others in a backward than in its "
-            "forward (an optimizer's step, or weights loaded in between). FSDP would gather them "
+            f"tagc: the parameters of unit {self._name!r} changed between a forward and its "
+            "backward (by an optimizer's step, or by loading weights). FSDP would gather them "
             "again, but with a codec 'delta' nothing is sent in backward: change parameters after "
             "the backward"
         )
 
     def note_step(self, *, ended: bool) -> None:
-        """An optimizer steps that holds any of the unit's parameters; all ranks call it together.
+        """Note a step of an optimizer that holds any of the unit's parameters. All ranks call it
+        together.
 
         Args:
-            ended: whether it changes nothing any more in this step.
+            ended: whether the step is over; False if it still changes parameters.
         """
         self._due = self._sees_steps = True
         self._versions_then = self._versions() if ended else None
 
     def note_forward(self) -> None:
-        """See :meth:`UnitGatherer.note_forward`: the copy serves any."""
+        """See :meth:`UnitGatherer.note_forward`. The copy serves every forward."""
 
     def refresh(self) -> None:
         """See :meth:`UnitGatherer.refresh`."""
@@ -106,10 +108,10 @@ class CopyGatherer(UnitGatherer):
         self._by_others.check()
         self._since_forward.check()
         exchange = self._broadcast(group)
-        # A backward reads what its forward did, and so do forwards that it does once more.
+        # A backward reads the same copy as its forward. So do forwards that it recomputes.
         reads_as_is = self._knows_others and (phase is Phase.BACKWARD or _in_backward())
         if not self._knows_others and self._knows_own:
-            # A part of loading a state, whose bytes no step has sent.
+            # This completes load_state; its bytes are not counted as a step's.
             self._send_rows(exchange, group)
         changed = None
         if not reads_as_is and self._is_due:
@@ -128,18 +130,18 @@ class CopyGatherer(UnitGatherer):
             changed = (fingerprint(inp) != self._fingerprint).any()
         self._share(rows, exchange, group)
         if changed is not None:
-            # To send them is no way out: other ranks may not know that they have to receive.
+            # Sending changes here is not possible: other ranks would not know to receive them.
             alarm = self._since_forward if reads_as_is and self._is_due else self._by_others
             alarm.note(changed, rows[:, :1])
 
     def _warn_of_others(self) -> None:
-        """Say so if anybody wrote to the parameters after the optimizer. (Who clips or normalizes
-        weights in every step may do that: it is a difference like the optimizer's.)"""
+        """Warn if the parameters were written to after the optimizer's step. (If you clip or
+        normalize weights in every step, that is fine: the difference includes it.)"""
         if self._due and self._versions_then not in (None, self._versions()):
             _warn_of_others()
 
     def _send_rows(self, exchange: Broadcast, group: dist.ProcessGroup) -> int:
-        """Give this rank's row to all who keep it, as it is; the bytes sent."""
+        """Send this rank's row, uncompressed, to all ranks that keep it. Return the bytes sent."""
         rows, own = self.copy.rows, self.copy.own
         self._lockstep.announce(exchange.transports, rows.shape[1])
         self._lockstep.confirm()
@@ -176,7 +178,7 @@ class CopyGatherer(UnitGatherer):
         self.inside_bytes += exchange.inside_bytes
 
     def state(self) -> dict[str, Tensor]:
-        """See :meth:`UnitGatherer.state`: this rank's row of the copy; the others have theirs."""
+        """See :meth:`UnitGatherer.state`. Of the copy it holds this rank's row only."""
         flags = [self._knows_own, self._is_due, self._sees_steps]
         return super().state() | {
             "copy": self.copy.rows[self.copy.own],
@@ -202,7 +204,7 @@ class CopyGatherer(UnitGatherer):
         self._fingerprint.copy_(state["copy_fingerprint"])
 
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
-        """See :meth:`UnitGatherer.relative_error`: what a message about it now would leave out."""
+        """See :meth:`UnitGatherer.relative_error`, for a message sent now."""
         if not self._knows_own:
             return squared_norms(shard, shard)
         message = torch.empty(1, self.plan.words, dtype=torch.int32, device=shard.device)
@@ -215,12 +217,13 @@ class CopyGatherer(UnitGatherer):
 @cache
 def _warn_of_others() -> None:
     warn(
-        "parameters were changed after the optimizer's step and before the next forward. With a "
-        "codec 'delta' what changed goes as one difference, as coarse as it is large: if other "
+        "parameters were changed after the optimizer's step and before the next forward. A codec "
+        "'delta' sends all changes as one difference, and the larger it is, the coarser: if other "
         "weights were loaded or swapped in, call tagc.compressor(model).refresh() on all ranks"
     )
 
 
 def _in_backward() -> bool:
-    """Whether autograd runs a backward now, as torch's own checkpoints find out."""
+    """Whether autograd is running a backward now. torch's activation checkpointing checks the
+    same way."""
     return torch._C._current_graph_task_id() != -1

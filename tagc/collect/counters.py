@@ -1,4 +1,4 @@
-"""What the next reduction of a unit depends on, and its counters, in parts that know themselves."""
+"""A unit's counters, and the parts of a reducer that save and load their own state."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tagc.codecs.state import MAX_COUNT, nested, part_of
 
 
 class Stateful(Protocol):
-    """A part of a reducer; names and shapes of its state never change."""
+    """A part of a reducer that has state; the state's names and shapes never change."""
 
     def state(self) -> dict[str, Tensor]:
-        """Live tensors or new ones, after waiting for what is in flight."""
+        """The state: live tensors or copies. Waits for work in flight."""
         ...
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for values that :meth:`state` never has."""
+        """Raise ValueError for values that :meth:`state` never returns."""
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where :meth:`state` was taken, given that it passes the check."""
+        """Continue from a :meth:`state` that passes :meth:`check_state`."""
         ...
 
 
-# In the order that checkpoints have.
+# The order in checkpoints.
 _COUNTS = (
     "steps",
     "compressed_steps",
@@ -41,16 +41,17 @@ _COUNTS = (
 
 @dataclass
 class Counters:
-    """Of one unit's reductions.
+    """Counts one unit's reductions and bytes.
 
     Attributes:
         steps: reductions so far.
-        compressed_steps: those after the warm-up.
-        earlier_steps: reductions of the run that this one goes on from with another layout: they
-            count for the warm-up, but not in the metrics.
-        native_bytes, message_bytes, other_bytes: sent so far in dense collectives, in messages, and
-            beside those; where ranks of a host add up first, to other hosts.
-        inside_bytes: sent so far to ranks of the same host.
+        compressed_steps: reductions that sent messages.
+        earlier_steps: reductions of an earlier run with another layout, which this run continues.
+            They count for the warm-up, but not in the metrics.
+        native_bytes, message_bytes, other_bytes: bytes sent so far in dense collectives, in
+            messages, and in the codecs' other exchanges; if ranks of a host add up first, only
+            those to other hosts.
+        inside_bytes: bytes sent so far to ranks of the same host.
         on_hosts: whether ranks of a host add up first.
     """
 
@@ -65,12 +66,12 @@ class Counters:
 
     @property
     def all_steps(self) -> int:
-        """Reductions, those of earlier runs too."""
+        """Reductions, including those of the earlier run."""
         return self.earlier_steps + self.steps
 
     @property
     def sent_bytes(self) -> int:
-        """All of them, but for those inside hosts."""
+        """All bytes except those inside hosts."""
         return self.native_bytes + self.message_bytes + self.other_bytes
 
     def state(self) -> dict[str, Tensor]:
@@ -99,11 +100,11 @@ class Counters:
 
 
 Parts = Iterator[tuple[str, Stateful]]
-"""Stateful parts with the prefix of their states' names; empty if the names are complete."""
+"""Stateful parts, each with the prefix of its names; empty if the names need none."""
 
 
 def state_of(parts: Parts) -> dict[str, Tensor]:
-    """The states of all of them."""
+    """The states of all parts."""
     found: dict[str, Tensor] = {}
     for name, part in parts:
         found |= nested(name, part.state()) if name else part.state()
@@ -111,12 +112,12 @@ def state_of(parts: Parts) -> dict[str, Tensor]:
 
 
 def check_parts(parts: Parts, state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for values that :func:`state_of` never has."""
+    """Raise ValueError for values that :func:`state_of` never returns."""
     for name, part in parts:
         part.check_state(part_of(name, state) if name else state)
 
 
 def load_parts(parts: Parts, state: Mapping[str, Tensor]) -> None:
-    """Go on where :func:`state_of` was taken, given that it passes the check."""
+    """Continue from a :func:`state_of` that passes :func:`check_parts`."""
     for name, part in parts:
         part.load_state(part_of(name, state) if name else state)

@@ -1,4 +1,4 @@
-"""What codecs send besides their messages, and the all-gather of messages on one or two levels."""
+"""The codecs' exchanges besides messages, and the all-gather of messages on one or two levels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Exchange:
     """The exchange of one reduction, over one transport. See :class:`tagc.codecs.Exchange`.
 
     Attributes:
-        wire_bytes: sent so far, messages not counted.
+        wire_bytes: bytes sent so far, without messages.
     """
 
     def __init__(self, transport: Transport, workspace: Workspace, *, for_all: bool) -> None:
-        """New counts.
+        """Start with no bytes sent.
 
         Args:
-            for_all: whether this is an all-reduce, one message for everybody, and everybody decodes
-                the same row; else a reduce-scatter, in which every rank owns a row.
+            for_all: True for an all-reduce, with one message for all, in which all ranks decode the
+                same row; False for a reduce-scatter, in which every rank owns a row.
         """
         self._transport, self._workspace, self._for_all = transport, workspace, for_all
         self.row = 0 if for_all else transport.rank
@@ -28,7 +28,7 @@ class Exchange:
         self.wire_bytes = 0
 
     def sum_cells(self, cells: Tensor) -> tuple[CollectiveWork, Tensor]:
-        """See :meth:`tagc.codecs.Exchange.sum_cells`; in an all-reduce in place."""
+        """See :meth:`tagc.codecs.Exchange.sum_cells`. An all-reduce works in place."""
         if self._for_all:
             return self._counted(self._transport.all_reduce(cells)), cells[0]
         total = self._workspace.take("cells_sum", (cells.shape[1],), cells.dtype)
@@ -51,12 +51,12 @@ class Exchange:
 
 
 class Broadcast:
-    """An all-gather of messages. Where ranks share hosts it has two levels: each rank gets those
-    of the ranks with its own place on all hosts, and the ranks of a host hand them on.
+    """An all-gather of messages. If ranks share hosts it has two levels: each rank gets the
+    messages of the ranks with its own place on all hosts, and the ranks of a host forward them.
 
     Attributes:
-        transports: that this rank sends anything by, the one between hosts last.
-        inside_bytes: sent so far to ranks of the same host.
+        transports: the transports that this rank uses, the one between hosts last.
+        inside_bytes: bytes sent so far to ranks of the same host.
     """
 
     def __init__(self, across: Transport, inside: Transport | None = None) -> None:
@@ -65,11 +65,11 @@ class Broadcast:
         self.inside_bytes = 0
 
     def send(self, received: Tensor, message: Tensor) -> CollectiveWork:
-        """``message`` ``[1, n]`` of every rank to its row of ``received`` ``[W, n]``, on two
-        levels at once: row ``h * R + r`` is of the ``r``-th rank of host ``h``.
+        """Gather every rank's ``message`` ``[1, n]`` to its row of ``received`` ``[W, n]``; row
+        ``h * R + r`` is from the ``r``-th rank of host ``h``.
 
         Returns:
-            The work, with the bytes to other hosts.
+            The work between hosts, with its bytes. Wait for it.
         """
         if self._inside is None:
             return self._across.gather(received, message)
@@ -80,15 +80,15 @@ class Broadcast:
         return work
 
     def send_across(self, received: Tensor, message: Tensor) -> CollectiveWork:
-        """Likewise, between hosts only: ``message`` ``[1, n]`` of the rank with this one's place on
-        host ``h`` to ``received[h]`` ``[n]``, where it may lie already."""
+        """Gather between hosts only: ``message`` ``[1, n]`` of the rank with this one's place on
+        host ``h`` to ``received[h]`` ``[n]``. ``message`` may be a view of its row."""
         return self._across.gather(received, message)
 
     def share(self, out: Tensor, rows: Tensor) -> None:
-        """Write what the ranks of a host have between them to ``out`` ``[H * R, n]``.
+        """Gather the rows of the ranks of a host to ``out`` ``[H * R, n]``.
 
         Args:
-            rows: ``[H, n]``, those of this rank: its ``h`` is row ``h * R + r`` of ``out``.
+            rows: this rank's rows ``[H, n]``; row ``h`` becomes row ``h * R + r`` of ``out``.
         """
         if self._inside is None:
             out.copy_(rows)
@@ -98,8 +98,8 @@ class Broadcast:
         self._hand_on(hosts, self._inside)
 
     def _hand_on(self, hosts: Tensor, inside: Transport) -> None:
-        """Tell the neighbours what this rank has of every host in ``hosts`` ``[H, R, n]``, in
-        place, as they do."""
+        """All-gather inside the host, in place: ``hosts`` ``[H, R, n]`` has this rank's ``[H, n]``
+        and gets those of its neighbours."""
         own = inside.rank
         works = [inside.gather(rows, rows[own : own + 1]) for rows in hosts]
         for work in works:

@@ -1,8 +1,7 @@
-"""FSDP1's flat gradient, rearranged so that segments are columns.
+"""Rearranges FSDP1's flat gradient so that segments are columns.
 
-:mod:`tagc.plan.param_slices` says which elements go where.
-
-It costs a copy of the buffer on the way in, and one of the shard on the way out.
+:mod:`tagc.plan.param_slices` says which elements go where. The cost is a copy of the buffer on the
+way in, and one of the shard on the way out.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tagc.plan.param_slices import filled_columns, is_whole, param_slices
 
 @dataclass(frozen=True)
 class _Copy:
-    """Elements that lie side by side both in FSDP's row and in ours."""
+    """Elements that are contiguous both in FSDP's row and in ours."""
 
     start: int
     column: int
@@ -29,8 +28,8 @@ class _Copy:
 class FlatRows:
     """Copies between FSDP1's rows ``[W, S]`` and those of a unit's plan, ``[W, columns]``.
 
-    Elements that belong to no segment, padding and frozen parameters, are left out on the way in
-    and come out as zeros.
+    Elements in no segment (padding and frozen parameters) are dropped on the way in and come out as
+    zeros.
     """
 
     def __init__(self, plan: UnitPlan, workspace: Workspace) -> None:
@@ -52,7 +51,8 @@ class FlatRows:
         self._has_gaps = [sum(copy.length for copy in row) < S for row in self._copies]
 
     def arrange(self, grad: Tensor) -> Tensor:
-        """The plan's rows ``[W, columns]`` of ``grad`` ``[W, S]``, until the next call."""
+        """Copy ``grad`` ``[W, S]`` to the plan's rows ``[W, columns]``, a buffer that the next call
+        overwrites."""
         rows = self._workspace.take("flat_grad", (len(grad), self._columns), grad.dtype)
         for row, columns in self._unused:
             rows[row, columns].zero_()
@@ -63,11 +63,11 @@ class FlatRows:
         return rows
 
     def shard_buffer(self, dtype: torch.dtype) -> Tensor:
-        """Room for a shard in the plan's columns, ``[columns]``."""
+        """A buffer for a shard in the plan's columns, ``[columns]``."""
         return self._workspace.take("flat_shard", (self._columns,), dtype)
 
     def restore(self, shard: Tensor, out: Tensor, row: int) -> None:
-        """Write ``shard`` ``[columns]``, which is this row's, to ``out`` ``[S]``."""
+        """Copy ``shard`` ``[columns]``, the shard of rank ``row``, to ``out`` ``[S]``."""
         if self._has_gaps[row]:
             out.zero_()
         copies = self._copies[row]
@@ -81,7 +81,7 @@ class FlatRows:
 
 
 def flat_rows(plan: UnitPlan, workspace: Workspace) -> FlatRows | None:
-    """What rearranges the unit's gradient; None where it is right as it is."""
+    """The rearrangement of the unit's gradient; None if it needs none."""
     if plan.info.flat is None or not plan.compressed:
         return None
     if is_whole(plan.info, plan.segments[0].params):
@@ -90,7 +90,7 @@ def flat_rows(plan: UnitPlan, workspace: Workspace) -> FlatRows | None:
 
 
 def _append(row: list[_Copy], new: _Copy) -> None:
-    """Add a copy, to the last one where that goes on in both."""
+    """Add a copy; merge it with the last one if it continues that in both rows."""
     if row:
         last = row[-1]
         if last.start + last.length == new.start and last.column + last.length == new.column:
@@ -100,6 +100,6 @@ def _append(row: list[_Copy], new: _Copy) -> None:
 
 
 def _copy(to: list[Tensor], of: list[Tensor]) -> None:
-    # One kernel on a GPU, instead of one a piece.
+    # One kernel on a GPU, instead of one per piece.
     if to:
         torch._foreach_copy_(to, of)

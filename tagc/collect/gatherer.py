@@ -1,7 +1,7 @@
-"""One unit's all-gather, from this rank's shard to every rank's copy of all shards.
+"""All-gathers one unit's parameters, from this rank's shard to all shards on every rank.
 
-Every rank decodes every shard, its own too, from the same messages: all ranks compute with the
-same parameters, to the bit. The optimizer's own shard stays exact.
+Every rank decodes every shard, including its own, from the same messages. So all ranks compute with
+the same parameters, bit for bit. The optimizer's own shard stays exact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tagc.plan import UnitPlan
 
 
 class Phase(Enum):
-    """What FSDP gathers parameters for."""
+    """Why FSDP gathers parameters."""
 
     FORWARD = "a forward that autograd records: its backward reads the same parameters"
     BACKWARD = "a backward"
@@ -36,10 +36,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class GatherSetup:
-    """What a gatherer is made for.
+    """The constructor arguments of gatherers.
 
     Attributes:
-        hosts: the groups of this rank, where ranks of a host hand messages on.
+        hosts: this rank's groups, if ranks of a host forward messages to each other.
         connect: makes the transport of a group.
     """
 
@@ -52,7 +52,7 @@ class GatherSetup:
 
 
 def gather_coder(setup: GatherSetup) -> Coder:
-    """A coder of messages about shards, with a codec for every segment."""
+    """The coder of a unit's messages about shards, with a codec for every segment."""
     plan = setup.plan
     made_for = CodecSetup(
         destinations=1,
@@ -69,11 +69,11 @@ class UnitGatherer(ABC):
     """Gathers the parameters of one FSDP unit as its plan says.
 
     Attributes:
-        plan: segments of the unit.
-        wire_bytes: bytes sent to other ranks so far; to other hosts, where those of a host hand
-            messages on.
-        dense_bytes: what the native all-gathers would have sent.
-        inside_bytes: sent so far to ranks of the same host.
+        plan: the unit's plan.
+        wire_bytes: bytes sent to other ranks so far; only those to other hosts, if ranks of a host
+            forward messages to each other.
+        dense_bytes: bytes that the native all-gathers would have sent.
+        inside_bytes: bytes sent so far to ranks of the same host.
     """
 
     def __init__(self, setup: GatherSetup) -> None:
@@ -81,7 +81,7 @@ class UnitGatherer(ABC):
         self.wire_bytes = 0
         self.dense_bytes = 0
         self.inside_bytes = 0
-        # What the last gather was for, if it brought messages.
+        # The phase of the last gather, if it used messages.
         self._last: Phase | None = None
         self._ops, self._workspace = setup.ops, setup.workspace
         self._connect = setup.connect
@@ -95,11 +95,11 @@ class UnitGatherer(ABC):
         """Write all ranks' ``inp`` ``[S]`` to the rows of ``out`` ``[W * S]``.
 
         Raises:
-            RuntimeError: if the buffer is not what the plan was made for; or if parameters changed
-                where nothing is sent that would tell the others.
+            RuntimeError: if the plan was made for another buffer; or if parameters changed although
+                this gather sends no message that could carry the change.
         """
         info, self._last = self.plan.info, None
-        # With reshard_after_forward an int, the backward gathers in a smaller group.
+        # If reshard_after_forward is an int, the backward gathers in a smaller group.
         if group.size() != info.world_size:
             inside = info.ranks_per_host % group.size() == 0
             if not inside:
@@ -122,7 +122,7 @@ class UnitGatherer(ABC):
 
     @abstractmethod
     def _gather(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
-        """:meth:`gather` of a unit with anything compressed.
+        """:meth:`gather` for units with at least one compressed segment.
 
         Args:
             rows: ``[W, S]``.
@@ -130,39 +130,38 @@ class UnitGatherer(ABC):
 
     @abstractmethod
     def note_forward(self) -> None:
-        """A forward that autograd records begins. FSDP gathers now, has done so already
-        (prefetching), or finds parameters that are still unsharded. All ranks call it together."""
+        """Note that a forward that autograd records begins. FSDP gathers now, has already gathered
+        (prefetching), or finds the parameters still unsharded. All ranks call it together."""
 
     def state(self) -> dict[str, Tensor]:
-        """What the next step and the counters depend on, between two steps. The names and shapes
-        never change."""
+        """The gatherer's state between two steps, with counters. Names and shapes never change."""
         counters = [self.wire_bytes, self.dense_bytes]
         counters += [self.inside_bytes] if self.plan.info.ranks_per_host > 1 else []
         return {"counters": torch.tensor(counters, dtype=torch.int64, device="cpu")}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for values that :meth:`state` never has."""
+        """Raise ValueError for values that :meth:`state` never returns."""
         counters = state["counters"]
         if bool(((counters < 0) | (counters > MAX_COUNT)).any()):
             raise ValueError("a counter is negative, or larger than any run is long")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where :meth:`state` was taken, given that it passes the check."""
+        """Continue from a :meth:`state` that passes :meth:`check_state`."""
         self.wire_bytes, self.dense_bytes, *inside = state["counters"].tolist()
         self.inside_bytes = sum(inside)
 
     @abstractmethod
     def refresh(self) -> None:
-        """Send parameters whole in the next forward, if otherwise changes are sent."""
+        """Make the next forward send parameters whole, if messages otherwise carry changes."""
 
     def release(self) -> None:
-        """Let go of the scratch buffers of the operators."""
+        """Free the operators' scratch buffers."""
         self._ops.release()
 
     @abstractmethod
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
-        """Squared Euclidean norms of what quantization changes in ``shard`` ``[S]``, and of it;
-        of its finite elements."""
+        """Squared Euclidean norms of the quantization error of ``shard`` ``[S]``, and of the finite
+        elements of ``shard``."""
 
     def _gather_uncompressed(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup) -> None:
         if self.plan.info.ranks_per_host == 1:
@@ -175,13 +174,17 @@ class UnitGatherer(ABC):
             self._send(exchange, rows, inp[None])
 
     def _broadcast(self, group: dist.ProcessGroup) -> Broadcast:
-        """For one all-gather."""
+        """A new broadcast, for one all-gather."""
         return Broadcast(*(self._levels or [self._connect(group)]))
 
     def _gather_natively(
         self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, *, inside: bool = False
     ) -> None:
-        """By the backend's own collective; perhaps among neighbours inside a host."""
+        """Gather with the backend's own collective.
+
+        Args:
+            inside: whether ``group`` lies inside a host, which decides the counter of its bytes.
+        """
         transport = self._connect(group)
         self._lockstep.check(transport, 0)
         with failing_in(self._lockstep.what, group):
@@ -192,7 +195,7 @@ class UnitGatherer(ABC):
             self.wire_bytes += sent
 
     def _send(self, exchange: Broadcast, received: Tensor, message: Tensor) -> None:
-        """``message`` ``[1, n]`` of every rank to the rows of ``received`` ``[W, n]``."""
+        """Gather every rank's ``message`` ``[1, n]`` to the rows of ``received`` ``[W, n]``."""
         work = exchange.send(received, message)
         work.wait()
         self.wire_bytes += work.wire_bytes
@@ -200,8 +203,8 @@ class UnitGatherer(ABC):
 
 
 def squared_norms(decoded: Tensor, shard: Tensor) -> tuple[float, float]:
-    """Of ``decoded - shard`` and of ``shard``, which may hold infinities that arrive; both
-    ``[S]``."""
+    """Squared norms of ``decoded - shard`` and of the finite elements of ``shard``, both ``[S]``.
+    Equal infinities differ by 0."""
     wide = shard.double()
     off = (decoded.double() - wide).masked_fill_(decoded == shard, 0.0)
     whole = wide.masked_fill(~wide.isfinite(), 0.0)

@@ -1,17 +1,16 @@
-"""How much larger the gradients of a unit come out of its codecs than they would densely.
+"""Measures the RMS of a unit's decoded gradients relative to the dense gradient.
 
-An optimizer that divides by the root of a gradient's mean square (Adam) answers the codecs' noise
-with smaller steps: by ``f``, the root mean square of what is handed out over that of the dense
-gradient. Nobody has the dense gradient. But in its mean square every rank has the same part on
-average, so the owner of a shard, who is one of the ranks, can tell it from its own gradient ``g``
-and from what it hands out, ``h``, as long as all of a step's gradient is in ``h`` and the noise
-knows nothing of ``g``::
+Adam divides by the RMS of gradients, so the codecs' noise makes its steps smaller, by the factor
+``f``: the RMS of the decoded gradient over that of the dense gradient. No rank has the dense
+gradient. But every rank contributes the same part of its mean square on average, so the owner of a
+shard can estimate it from its own gradient ``g`` and from the decoded result ``h``, if ``h``
+contains the step's whole gradient and the noise is independent of ``g``::
 
-    1 / f^2 = E[g h] / E[h h]        of averages; of sums over W ranks W E[g h] / E[h h]
+    1 / f^2 = E[g h] / E[h h]        for averages; for sums over W ranks W E[g h] / E[h h]
 
-Both means are over a sample of the elements, other ones in every step. Over steps their ratio is
-averaged: gradients may fall by a factor of 20 in the first ones, which would otherwise be all that
-counts for long.
+Both means are over a sample of the elements, a different one in every step. The ratio, not each
+mean, is averaged over steps: gradients may fall by a factor of 20 in the first steps, and large
+early means would dominate for long.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from tagc.codecs.state import MAX_COUNT
 from tagc.plan import UnitPlan
 
 SAMPLE = 4096
-"""Elements of a segment that are looked at in a step."""
+"""The most elements of a segment that a step samples."""
 DECAY = 0.95
-"""Share of the older ones in the moving average: it reaches back by 20 measurements."""
+"""Weight of older measurements in the moving average, which spans about 20 of them."""
 FIRST, EVERY = 32, 4
-"""Steps that are all measured, and of how many later ones one is."""
+"""The first ``FIRST`` steps are all measured, then one step in ``EVERY``."""
 
 
 class NoiseGauge:
     """The noise in one unit's compressed segments on one rank.
 
     Attributes:
-        sums: float64 ``[segments, 2]``: weight of the steps that were measured, below 1 for the
-            first ones, and their ``1 / f^2``, weighted likewise.
-        agreed: likewise, but over all ranks, as of the last exchange; on the CPU.
-        agreed_at: reductions after which that was; int64 ``[]``.
+        sums: float64 ``[segments, 2]``: the total weight of the measured steps, which rises from 0
+            towards 1, and the weighted sum of their ``1 / f^2``.
+        agreed: the same over all ranks, as of the last exchange; on the CPU.
+        agreed_at: the number of reductions at that exchange; int64 ``[]``.
     """
 
     def __init__(self, plan: UnitPlan, device: torch.device) -> None:
@@ -50,16 +49,16 @@ class NoiseGauge:
         self._own: list[Tensor] = []
 
     def look(self, gradient: Tensor, step: int) -> None:
-        """Before a reduction: remember some of this rank's own gradient ``[S]``."""
+        """Before a reduction: keep a sample of this rank's own gradient ``[S]``."""
         if step < FIRST or step % EVERY == 0:
             self._own = [part.double() for part in self._sampled(gradient, step)]
 
     def compare(self, out: Tensor, step: int, scale: float) -> None:
-        """After it: compare them with what is handed out.
+        """After a reduction: compare the sample with the result.
 
         Args:
-            out: ``[S]``.
-            scale: ranks over what their sum is divided by.
+            out: the decoded gradient, ``[S]``.
+            scale: the number of ranks over the divisor of their sum.
         """
         if not self._own:
             return
@@ -70,30 +69,30 @@ class NoiseGauge:
         self._own = []
         share = torch.stack(shares)
         new = torch.stack((torch.ones_like(share), share), dim=1)
-        # What is not finite (nor is 0 / 0) is seen in the gradient; here it would stay for ever.
+        # Users see non-finite values in the gradient; here they (or 0 / 0) would stay for ever.
         usable = share.isfinite()[:, None]
-        # In place: FSDP's stream may still work with a tensor that is let go.
+        # In place, because FSDP's stream may still use a tensor that is freed here.
         torch.where(usable, self.sums * DECAY + new * (1 - DECAY), self.sums, out=self.sums)
 
     def state(self) -> dict[str, Tensor]:
-        """What factors depend on."""
+        """The measurements, by name."""
         # Errors about a state name the first of these.
         return {"noise": self.sums, "noise.agreed": self.agreed, "noise.agreed_at": self.agreed_at}
 
     @staticmethod
     def in_state(state: Container[str]) -> bool:
-        """Whether these names of a unit's state have a gauge's among them."""
+        """Whether the names of a unit's state include a gauge's."""
         return "noise" in state
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for values that :meth:`state` never has."""
+        """Raise ValueError for values that :meth:`state` never returns."""
         if bool((state["noise"][:, 0] < 0).any() | (state["noise.agreed"][:, 0] < 0).any()):
             raise ValueError("a weight of measured noise is negative")
         if not 0 <= int(state["noise.agreed_at"]) <= MAX_COUNT:
-            raise ValueError("the count of reductions before the noise was agreed on is none")
+            raise ValueError("the count of reductions at the exchange of noise is out of range")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where :meth:`state` was taken."""
+        """Continue from a :meth:`state`."""
         self.sums.copy_(state["noise"])
         self.agreed.copy_(state["noise.agreed"])
         self.agreed_at.copy_(state["noise.agreed_at"])
@@ -102,15 +101,15 @@ class NoiseGauge:
         found = []
         for start, stop in self._segments:
             stride = -(-(stop - start) // SAMPLE)
-            # Other elements in every step, in an order that repeats after all of them only.
+            # Different elements in every step; the order repeats only after all of them.
             offset = step * 0x9E3779B1 % stride
             found.append(row[start + offset : stop : stride])
         return found
 
 
 def noise_factor(sums: Tensor) -> float:
-    """``f`` from a row of sums ``[2]`` on the CPU; 1 where nothing was measured, and between 1/2
-    and 32 whatever was."""
+    """``f`` from a row of sums ``[2]`` on the CPU, clamped to between 1/2 and 32; 1 if nothing was
+    measured."""
     weight, shares = sums.tolist()
     if weight <= 0:
         return 1.0

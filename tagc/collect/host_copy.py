@@ -1,4 +1,4 @@
-"""What everybody else believes a unit's parameters to be: the copy that changes are added to."""
+"""The copy of a unit's parameters that changes are added to."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tagc.collect.gatherer import GatherSetup, gather_coder
 
 
 class HostCopy:
-    """A unit's parameters as of the last exchange; the ranks of a host have one between them.
+    """A unit's parameters as of the last exchange. The ranks of a host share one copy.
 
-    All ranks that keep a row compute it from the same messages by the same arithmetic, its owner
-    too: ``row <- round(row + q * s)`` for segments of changes, and what the message says for
-    others. So they all have the same bits.
+    All ranks that keep a row, including its owner, compute it from the same messages with the same
+    arithmetic: ``row <- round(row + q * s)`` in segments of changes, the decoded values in others.
+    So they all have the same bits.
 
     Attributes:
         rows: ``[H, S]`` in the dtype that FSDP gathers; row ``h`` is the shard of rank
@@ -34,7 +34,7 @@ class HostCopy:
         """Write the message about ``shard`` ``[S]`` to ``message`` ``[1, words]`` int32.
 
         Args:
-            row: of the copy; by default the own one.
+            row: the row of the copy that the shard is compared with; by default :attr:`own`.
         """
         known = self.rows[self.own if row is None else row]
         changes = self._workspace.take("changes", (1, shard.numel()), torch.float32)
@@ -44,14 +44,14 @@ class HostCopy:
             if part.plan.of_changes:
                 changes[0, columns].copy_(shard[columns]).sub_(known[columns])
                 if columns.start in self._frozen:
-                    # A mask's infinities stay, which is no change: their difference would be NaN.
+                    # A mask's infinities do not change, but their difference would be NaN.
                     changes[0, columns].masked_fill_(shard[columns] == known[columns], 0.0)
                 codec.encode_rows(changes, words)
             else:
                 codec.encode_rows(shard[None], words)
 
     def decode(self, received: Tensor, rows: Tensor) -> None:
-        """Change ``rows`` ``[n, S]`` as messages ``[n, words]`` int32 about them say."""
+        """Update ``rows`` ``[n, S]`` with the messages ``[n, words]`` int32 about them."""
         step = max(1, AT_A_TIME // max(1, self._columns))
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
@@ -60,7 +60,7 @@ class HostCopy:
                 (part,) = codec.parts
                 if part.plan.of_changes:
                     codec.decode_rows(words, changes)
-                    # In float32, rounded once.
+                    # The addition is in float32, so the sum is rounded once.
                     some[:, part.columns].add_(changes[:, part.columns])
                 else:
                     codec.decode_rows(words, some)

@@ -1,4 +1,5 @@
-"""The first of two levels: what the ranks of a host add up before one message a host is sent."""
+"""The first of two levels: the ranks of a host add up gradients before they send messages to other
+hosts."""
 
 from __future__ import annotations
 
@@ -15,16 +16,18 @@ from tagc.collect.transport import Transport, failing_in
 
 
 class HostSum(Stage):
-    """Rank ``h * R + r`` adds up its host's gradients for the ranks ``r`` of all hosts:
-    ``[H * R, S]`` to ``[H, S]``, one row for each of these ranks. The ranks of a host send each
-    other gradients as they are, or in messages without error feedback
-    (:mod:`tagc.plan.inside`)."""
+    """Sums a host's gradients: ``[H * R, S]`` to ``[H, S]``.
+
+    Rank ``h * R + r`` gets host ``h``'s sums of the rows of the ranks ``r`` of all hosts. The ranks
+    of a host send each other gradients uncompressed, or in messages without error feedback
+    (:mod:`tagc.plan.inside`).
+    """
 
     def __init__(self, setup: StageSetup, inside: Transport | None) -> None:
-        """New state.
+        """Start with empty state.
 
         Args:
-            inside: to the ranks of the host; None where compression is switched off.
+            inside: connects the ranks of the host; None if compression is switched off.
         """
         super().__init__(setup)
         unit = setup.unit
@@ -38,16 +41,16 @@ class HostSum(Stage):
 
     @property
     def transports(self) -> list[Transport]:
-        """The transport to the ranks of the host; none where compression is switched off."""
+        """The transport between the ranks of the host; empty if compression is switched off."""
         return [] if self._transport is None else [self._transport]
 
     def room(self, grad: Tensor) -> Tensor:
-        """Where the sum of ``grad`` ``[W, S]`` fits, ``[H, S]``, until the next call."""
+        """A buffer ``[H, S]`` for the sum of ``grad`` ``[W, S]``, valid until the next call."""
         shape = (self._setup.unit.peers, grad.shape[1])
         return self._setup.workspace.take("inside_sum", shape, grad.dtype)
 
     def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
-        """See :meth:`Stage.run`: ranks are added in their order."""
+        """See :meth:`Stage.run`. Ranks are added in rank order."""
         assert self._transport is not None
         with (
             failing_in(self._setup.lockstep.what, self._transport.group),
@@ -70,7 +73,7 @@ class HostSum(Stage):
     def _add_messages(self, coder: Coder, grad: Tensor, total: Tensor, inside: Transport) -> None:
         assert self._message is not None
         take, words = self._setup.workspace.take, self._message.row_words
-        # [h, q]: what neighbour q says about the row that this rank adds up for host h.
+        # received[h, q]: neighbour q's message about the row that this rank sums for host h.
         shape = (len(total), inside.size, words)
         messages = take("inside_send", (len(grad), words), torch.int32)
         received = take("inside_received", shape, torch.int32)

@@ -1,8 +1,8 @@
-"""Ranks that share a host: who they are, and the two groups of each.
+"""Finds ranks that share a host, and makes each rank's two groups.
 
-The ranks of a sharding group lie host by host: rank ``h * R + r`` is the ``r``-th of host ``h``. It
-adds up gradients with the other ranks of its host (``inside``), and exchanges messages with the
-ranks ``r`` of the other hosts (``across``).
+The ranks of a sharding group are ordered host by host: rank ``h * R + r`` is the ``r``-th of host
+``h``. It adds up gradients with the other ranks of its host (group ``inside``), and exchanges
+messages with the ranks ``r`` of the other hosts (group ``across``).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 
 Hosts = Literal["auto"] | int | None
-"""What a user says about hosts: found by themselves, so many ranks on each, or nothing of it."""
+"""The argument ``hosts``: find hosts, this many ranks on each, or send from every rank itself."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostLayout:
-    """How the ranks of a group lie on hosts.
+    """How the ranks of a group are distributed over hosts.
 
     Attributes:
-        ranks_per_host: so many neighbours share a host; 1 where every rank sends for itself.
-        why: for people.
+        ranks_per_host: how many neighbours share a host; 1 if every rank sends for itself.
+        why: the reason, as text for users.
     """
 
     ranks_per_host: int
@@ -50,10 +50,10 @@ class HostGroups:
     _users: int = 0
 
     def release(self) -> None:
-        """Destroy both, if nobody else uses them; nothing if the user destroyed all groups.
+        """Destroy both groups after their last user; do nothing if the user destroyed all groups.
 
-        Groups of a part of all processes stay, to be used again: torch would give new ones of the
-        same ranks their name, and these then wait for what the former ones left behind.
+        Groups of only some of the processes stay, to be used again: torch would reuse their names
+        for new groups of the same ranks, and these would wait on keys left by the old ones.
         """
         self._users -= 1
         world, ranks, *_ = self._key
@@ -65,24 +65,24 @@ class HostGroups:
                 dist.destroy_process_group(group)
 
 
-# Models are wrapped again and again, and not all are unwrapped; groups are sockets and threads. By
-# the group of all processes, the ranks of the sharding group, how many of them share a host,
-# backend and timeout.
+# Groups are sockets and threads, so models share them: users wrap repeatedly, and don't always
+# unwrap. The key: the group of all processes, the ranks of the sharding group, how many of them
+# share a host, backend, timeout.
 _made: dict[tuple[Any, ...], HostGroups] = {}
 
 
 def host_identity() -> str:
-    """What tells this host from others.
+    """The host's name and boot ID.
 
-    Containers of one machine share its boot; those with a name of their own each count as a host,
-    as they may not reach each other by anything but the network.
+    Containers on one machine share its boot ID. Those with different host names count as different
+    hosts, because only the network may connect them.
     """
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot}"
 
 
 def check_hosts(hosts: Hosts) -> None:
-    """Raise for what no group can have.
+    """Raise for values that no group can have.
 
     Raises:
         ValueError: if ``hosts`` is neither ``"auto"`` nor None nor a positive integer.
@@ -95,10 +95,10 @@ def check_hosts(hosts: Hosts) -> None:
 
 
 def forced_layout(ranks_per_host: int, world_size: int) -> HostLayout:
-    """The layout of a group whose user says how many ranks share a host.
+    """The layout of a group if the user gives the number of ranks on a host.
 
     Raises:
-        ValueError: if they are not whole hosts.
+        ValueError: if the group is not at least two whole hosts.
     """
     if world_size % ranks_per_host:
         raise ValueError(
@@ -107,16 +107,16 @@ def forced_layout(ranks_per_host: int, world_size: int) -> HostLayout:
         )
     if ranks_per_host == world_size > 1:
         raise ValueError(
-            f"hosts={ranks_per_host} leaves a single host of all {world_size} ranks, which has no "
+            f"hosts={ranks_per_host} puts all {world_size} ranks on a single host, which has no "
             "other host to send to: give fewer, or hosts=None"
         )
     return HostLayout(ranks_per_host=ranks_per_host, why=f"hosts={ranks_per_host}")
 
 
 def found_layout(identities: Sequence[str]) -> HostLayout:
-    """The layout of ranks by the hosts that they are on, in the group's order.
+    """The layout of ranks from their host identities, in the group's order.
 
-    Two levels need at least two hosts of equally many neighbours, at least two.
+    Two levels need at least two hosts, each with the same number of neighbours, at least two.
     """
     world_size, names = len(identities), list(dict.fromkeys(identities))
     ranks_per_host, rest = divmod(world_size, len(names))
@@ -138,15 +138,15 @@ def found_layout(identities: Sequence[str]) -> HostLayout:
 
 @dataclass(frozen=True)
 class RankOnHost:
-    """What ranks tell each other before they decide how they lie.
+    """The facts that a rank tells the others before they decide on a layout.
 
     Attributes:
         host: see :func:`host_identity`.
-        everywhere, partial: by which torch names new groups that all processes make, and those
-            that only their members do.
-        made: what it has :class:`HostGroups` of.
-        shardings: sharding groups of the model that it is in.
-        splits: whether torch makes new groups by splitting that of all processes.
+        everywhere, partial: the counters from which torch names new groups that all processes make,
+            and new groups that only their members make.
+        made: keys of the :class:`HostGroups` that the rank has.
+        shardings: how many of the model's sharding groups the rank is in.
+        splits: whether torch makes new groups by splitting the group of all processes.
     """
 
     host: str
@@ -158,7 +158,7 @@ class RankOnHost:
 
     @classmethod
     def mine(cls, shardings: int = 1) -> RankOnHost:
-        """Of this rank, now."""
+        """This rank's facts now."""
         for key in [key for key in _made if key[0] is not dist.group.WORLD]:
             del _made[key]  # the user destroyed all groups
         made = frozenset(key[1:] for key in _made)
@@ -179,12 +179,12 @@ def layout_of(
     """The layout of a group, the same on all of its ranks.
 
     Args:
-        ranks: those of the group, in its order.
-        said: what each of them told.
-        processes: in all.
+        ranks: the ranks of the group, in its order.
+        said: what each of them told the others.
+        processes: the number of all processes.
 
     Raises:
-        ValueError: if the user asks for hosts that this group cannot have.
+        ValueError: if this group cannot have the hosts that the user asks for.
     """
     if hosts is None or len(ranks) == 1:
         return HostLayout(ranks_per_host=1, why="hosts=None" if hosts is None else "a single rank")
@@ -201,18 +201,18 @@ def layout_of(
 
 
 def _obstacle(ranks: Sequence[int], said: Sequence[RankOnHost], processes: int) -> str | None:
-    """Why ranks of a group cannot make groups of hosts; None if nothing is in the way."""
+    """Why the ranks of a group cannot make groups of hosts; None if they can."""
     if [*ranks] != sorted(ranks):
         return f"the ranks of the group are not in ascending order: {[*ranks]}"
     everywhere = len(ranks) == processes
-    # torch names new groups by how many there are, and ranks that name one differently wait for
-    # each other.
+    # torch names a new group by the number of groups before it. Ranks that give it different names
+    # would wait for each other for ever.
     if len({one.everywhere if everywhere else one.partial for one in said}) > 1:
         return "its ranks have made different numbers of process groups before"
     if not everywhere and max(one.shardings for one in said) > 1:
-        return "its ranks share the model in several groups of a part of all processes"
+        return "its ranks are in several sharding groups, each of only some of the processes"
     if not everywhere and any(one.splits for one in said):
-        return "init_process_group(device_id=...) makes new groups of all processes together only"
+        return "after init_process_group(device_id=...) only all processes can make new groups"
     return None
 
 
@@ -222,10 +222,10 @@ def host_groups(
     device: torch.device,
     said: Mapping[int, RankOnHost],
 ) -> HostGroups:
-    """The two groups of this rank, to be released; all ranks of ``group`` call it together.
+    """The two groups of this rank; release them after use. All ranks of ``group`` call it together.
 
     Args:
-        said: what each of them told: groups that all of them have are used again.
+        said: what each rank told the others. Groups that all of them already have are used again.
     """
     ranks = tuple(dist.get_process_group_ranks(group))
     options: Any = getattr(group._get_backend(device), "options", None)
@@ -243,8 +243,8 @@ def _new_groups(group: dist.ProcessGroup, key: tuple[Any, ...]) -> HostGroups:
     everywhere = len(ranks) == dist.get_world_size()
 
     def made(members: Sequence[tuple[int, ...]], mine: int, name: str) -> dist.ProcessGroup:
-        # Where not all processes take part, those of a group make it by themselves. In the same
-        # order on all ranks: each waits for the others of its group.
+        # If not all processes take part, only the members make a group. All ranks make groups in
+        # the same order, because each waits for the others of its group.
         new = [
             dist.new_group(
                 some,

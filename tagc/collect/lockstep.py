@@ -1,10 +1,10 @@
-"""All ranks at the same collective of the same unit, and an error where they are not.
+"""Checks that all ranks are at the same collective of the same unit, and raises if not.
 
-Where the backend has messages (gloo on a CPU), ranks exchange headers on a tag of their own before
-anything else is sent, and a mix-up is an error on all ranks that are in it. Headers travel while a
-message is encoded. Elsewhere (NCCL) a rank whose neighbours are in another collective waits, or
-takes what it gets; there two words behind each message say whose it is, and are compared on the
-device.
+If the backend has messages (gloo on a CPU), ranks exchange headers with their own tag before they
+send anything else, and all ranks in a mix-up raise. Headers are in flight while a message is
+encoded. On other backends (NCCL) a rank whose neighbours are in another collective hangs, or takes
+what it receives. There, two words after each message identify its collective, and are compared on
+the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tagc.collect.alarm import Alarm
 from tagc.collect.transport import CollectiveWork, Transport, failing_in
 from tagc.plan import Direction
 
-# A header is int64: step, words of a message, part of the unit, and the end of the unit's name.
+# A header is int64: step, words of a message, part of the unit, the end of the unit's name.
 _NUMBERS, _NAME_BYTES = 3, 48
 _REMEDY = (
     "Every rank must run the same units in the same order, forward and backward: look for a unit, "
@@ -41,10 +41,10 @@ class DesyncError(RuntimeError):
 
 
 class Lockstep:
-    """The collectives of one unit in one direction, of which every rank must have as many.
+    """Compares the ranks' positions among the collectives of one unit in one direction.
 
     Attributes:
-        what: their name, for people.
+        what: the name of these collectives in errors.
     """
 
     def __init__(self, direction: Direction, label: str, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class Lockstep:
         )
 
     def check(self, transport: Transport, words: int, step: int | None = None) -> None:
-        """Before a collective with nothing to do until then: both of what follows."""
+        """:meth:`announce` and :meth:`confirm` at once, for a collective that encodes nothing."""
         self.announce([transport], words, step)
         self.confirm()
 
@@ -72,16 +72,16 @@ class Lockstep:
         step: int | None = None,
         part: int = 0,
     ) -> None:
-        """Start telling the others where this rank is.
+        """Start telling the other ranks which collective this rank is at.
 
         Args:
-            transports: to the others.
-            words: of the message to a rank, the same on every rank.
-            step: how many collectives there were before, likewise; by default counted here.
-            part: of the unit's parameters that this is about, a number; 0 for all.
+            transports: connect this rank with the others.
+            words: words of the message to a rank, the same on every rank.
+            step: the number of collectives before, the same on every rank; by default counted here.
+            part: a number for the part of the unit's parameters; 0 for all.
 
         Raises:
-            RuntimeError: for what is known by now of an earlier one, see :class:`Alarm`.
+            RuntimeError: if an earlier collective's stamps differed, see :class:`Alarm`.
         """
         self._alarm.check()
         step, self._count = self._count if step is None else step, self._count + 1
@@ -94,11 +94,11 @@ class Lockstep:
                     self._pending.append((transport, *transport.gather_headers(mine), mine))
 
     def confirm(self) -> None:
-        """Wait for what the others told; nothing if that was done.
+        """Wait for the headers of the others, if any are still in flight, and compare them.
 
         Raises:
             DesyncError: if another rank is at another collective.
-            RuntimeError: if it does not answer in time.
+            RuntimeError: if another rank does not answer in time.
         """
         while self._pending:
             transport, work, headers, mine = self._pending.pop()
@@ -113,12 +113,12 @@ class Lockstep:
                 )
 
     def stamp(self, tail: Tensor, transport: Transport, part: int = 0) -> None:
-        """Write ``tail`` ``[D, STAMP_WORDS]`` int32, behind the messages to all destinations;
-        nothing where headers are exchanged."""
+        """Write stamps to ``tail`` ``[D, STAMP_WORDS]`` int32, after the messages to all
+        destinations; do nothing if ranks exchange headers."""
         if transport.by_messages(self._device):
             return
         if self._stamp is None:
-            # On the device, now and later: to bring a number there would wait.
+            # It stays on the device: copying a number there would wait.
             self._stamp = torch.zeros(STAMP_WORDS, dtype=torch.int32, device=tail.device)
         if self._stamped != part:
             self._stamp[:1].fill_(self._mark ^ part)
@@ -127,10 +127,10 @@ class Lockstep:
         tail.copy_(self._stamp.expand_as(tail))
 
     def check_stamps(self, tail: Tensor, out: Tensor) -> None:
-        """Compare what is behind the messages of all ranks, ``[W, STAMP_WORDS]`` int32.
+        """Compare the stamps ``[W, STAMP_WORDS]`` int32 after the messages of all ranks.
 
         Args:
-            out: the result, of any floating-point dtype; see :class:`Alarm`.
+            out: set to NaN on a GPU if they differ; any floating-point dtype.
 
         Raises:
             RuntimeError: see :class:`Alarm`.

@@ -1,7 +1,7 @@
-"""Ranks that meet over the store that their processes started with, and not in a collective.
+"""Synchronizes ranks through the process group's store instead of a collective.
 
-Ranks that come early to a collective of NCCL wait under its watchdog, which ends the job after the
-group's timeout. Writing files may take one rank longer than that.
+A rank that waits in an NCCL collective is under its watchdog, which ends the job after the group's
+timeout. Another rank may take longer than that to write its files.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from tagc.collect.agreement import complaint_of
 T = TypeVar("T")
 
 PATIENCE = timedelta(minutes=30)
-"""How long the first rank waits for the others; these wait twice as long for its answer."""
+"""How long the first rank waits for the others. They wait twice as long for its answer."""
 _LONGEST_PAUSE = 0.5
 
 
 class Meeting:
-    """Steps that some ranks take together. All of them must take as many, in the same order.
+    """Steps that some ranks take together, the same number on all of them, in the same order.
 
-    The first rank hears what the others say, and tells them what came of it: so a rank asks the
-    store for little, however many there are.
+    The first rank reads the answers of the others and writes the outcome for them. So the other
+    ranks' requests to the store do not grow with the number of ranks.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], *, doing: str, remedy: str) -> None:
-        """Nobody has met.
+        """Start before the first step.
 
         Args:
-            name: no other meeting's, and the same on all ranks.
-            ranks: who meets, among all processes; ascending.
-            doing: what is done, for errors.
-            remedy: for the error about ranks that are at different steps.
+            name: unique among meetings, and the same on all ranks.
+            ranks: the ranks that meet, among all processes; ascending.
+            doing: names the operation in errors.
+            remedy: ends the error about ranks that are at different steps.
         """
         assert dist.group.WORLD is not None
         self._store = dist.PrefixStore(f"tagc/{name}", dist.group.WORLD.get_group_store())
         self._rank, self._first, self._others = dist.get_rank(), ranks[0], ranks[1:]
         self._doing, self._remedy = doing, remedy
         self._count = 0
-        # Why nobody waits for the others any more.
+        # Why this rank no longer waits for the others; None while it does.
         self._lost: str | None = None
 
     def together(self, progress: str, do: Callable[[], T]) -> dict[int, T]:
-        """Take a step on this rank, and hear how others fared.
+        """Take a step on this rank, and wait for the others' outcome.
 
         Args:
-            progress: which step, equal on all ranks.
-            do: returns what can be pickled.
+            progress: names the step; equal on all ranks.
+            do: the step; its result must be picklable.
 
         Returns:
-            By rank, what it returned: on the first rank that of all, on others their own.
+            Results by rank: the first rank gets all, every other rank only its own.
 
         Raises:
-            Exception: what the step raised on this rank.
-            RuntimeError: if it failed on another rank, which is named, or that rank is at another
-                step, or does not come in time. After that no step waits for others; all raise.
+            Exception: the step's error on this rank.
+            RuntimeError: if the step failed on another rank, or another rank is at another step or
+                does not come in time. After a rank did not come, no step waits; all raise.
         """
         mine: dict[str, Any] = {"progress": progress, "error": None, "result": None}
         failure: Exception | None = None
@@ -85,7 +85,7 @@ class Meeting:
         return {rank: answer["result"] for rank, answer in said.items()}
 
     def _meet(self, mine: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], str | None]:
-        """What this rank heard, and what is wrong, the same on all."""
+        """The answers that this rank knows, and the problem, the same on all ranks."""
         self._count += 1
         store, answer, read = self._store, f"{self._count}/answer", f"{self._count}/read"
         if self._rank != self._first:
@@ -94,7 +94,7 @@ class Meeting:
             if self._lost is not None:
                 return {}, self._lost
             complaint, self._lost = pickle.loads(store.get(answer))
-            # Who reads it last removes it.
+            # The last reader deletes it.
             if store.add(read, 1) == len(self._others):
                 store.delete_key(answer)
                 store.delete_key(read)
@@ -112,9 +112,10 @@ class Meeting:
         return said, complaint
 
     def _missing(self, keys: Mapping[int, str], patience: timedelta) -> str | None:
-        """Wait for what ranks say under these keys; who did not, for people."""
+        """Wait until the ranks have set these keys. Return an error that names the ranks that did
+        not in time, or None."""
         end, pause = time.monotonic() + patience.total_seconds(), 0.001
-        # Not by `wait`, under which other threads of this process cannot use the store.
+        # The store's `wait` would block other threads of this process from using the store.
         while not self._store.check([*keys.values()]):
             if time.monotonic() > end:
                 late = [str(rank) for rank, key in keys.items() if not self._store.check([key])]
@@ -128,4 +129,4 @@ class Meeting:
 
 
 def _packed(said: Any) -> Any:
-    return pickle.dumps(said)  # bytes, which a store takes, though torch declares text
+    return pickle.dumps(said)  # torch declares str, but a store takes bytes

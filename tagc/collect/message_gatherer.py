@@ -1,5 +1,5 @@
-"""An all-gather of messages: each says all of a shard, and is sent every time, or kept from the
-forward for the backward."""
+"""An all-gather of messages that each describe a whole shard. Every gather sends them, or the
+backward reuses those of its forward."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tagc.plan import as_list
 
 
 class MessageGatherer(UnitGatherer):
-    """Encodes the shard anew for every all-gather. See :class:`UnitGatherer`."""
+    """Encodes the shard again for every all-gather. See :class:`UnitGatherer`."""
 
     def __init__(self, setup: GatherSetup) -> None:
         super().__init__(setup)
         plan = self.plan
         self._coder = gather_coder(setup)
         self._changed = Alarm(
-            f"tagc: the parameters of unit {self._name!r} are others in a backward than in its "
-            "forward (an optimizer's step, or weights loaded in between). FSDP would gather them "
+            f"tagc: the parameters of unit {self._name!r} changed between a forward and its "
+            "backward (by an optimizer's step, or by loading weights). FSDP would gather them "
             "again, but with 'keep_for_backward' nothing is sent in backward: change parameters "
             "after the backward, or set 'keep_for_backward: false'"
         )
@@ -34,15 +34,15 @@ class MessageGatherer(UnitGatherer):
             segment.start: Alarm(
                 f"tagc: frozen parameters of unit {self._name!r} "
                 f"({as_list([param.name for param in segment.params])}) hold values that "
-                f"{segment.codec.name} cannot carry, which they did not in tagc.wrap: they are not "
-                f"finite, or at the edge of {plan.info.dtype}. Set them before tagc.wrap, which "
-                "then gathers such parameters as they are; or wrap again now, after "
+                f"{segment.codec.name} cannot carry (not finite, or at the edge of "
+                f"{plan.info.dtype}), but did not in tagc.wrap. Set them before tagc.wrap, which "
+                "then gathers such parameters uncompressed; or wrap again now, after "
                 "tagc.compressor(model).remove()"
             )
             for segment in plan.compressed
             if segment.frozen
         }
-        # The message of the last forward with a backward to come, while that has not read it.
+        # The messages of the last forward that autograd recorded, for its backward to read.
         self._forward_message: Tensor | None = None
         self._has_forward_message = False
         if plan.reuses_forward_message:
@@ -61,7 +61,7 @@ class MessageGatherer(UnitGatherer):
         else:
             shape = (self.plan.info.world_size, self.plan.messages.row_words)
             received = self._workspace.take("parameters_recv", shape, torch.int32)
-        # Before anything is decoded: `inp` is this rank's row of `rows`.
+        # Compare before decoding, which overwrites `inp`: it is this rank's row of `rows`.
         changed = self._differs(inp, received[group.rank()]) if reads_kept else None
         if not reads_kept:
             exchange = self._broadcast(group)
@@ -73,27 +73,27 @@ class MessageGatherer(UnitGatherer):
         if self._unfit and not reads_kept:
             self._check_frozen(received, rows)
         if changed is not None:
-            # To gather anew is no way out: other ranks may not know that they have to.
+            # Gathering again is not possible: other ranks may not know that they have to.
             self._changed.note(changed, rows[:, :1])
         if phase is not Phase.OTHER:
             self._has_forward_message = kept is not None and phase is Phase.FORWARD
 
     def note_forward(self) -> None:
         """See :meth:`UnitGatherer.note_forward`."""
-        # If parameters are still unsharded, from an evaluation or `unshard()`, this forward gathers
-        # nothing: the message is of an earlier one, whose backward may never have gathered. If this
-        # forward does gather, there is a new message.
+        # If parameters are still unsharded, after an evaluation or `unshard()`, this forward
+        # gathers nothing. A kept message is then from an earlier forward, whose backward may never
+        # have gathered. If this forward does gather, it keeps a new message.
         if self._last is not Phase.FORWARD:
             self._has_forward_message = False
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`UnitGatherer.load_state`. (The forward's message needs no saving: between two
-        steps no backward still waits for it, and the next forward gathers anew.)"""
+        """See :meth:`UnitGatherer.load_state`. (A forward's message need not be saved: between two
+        steps no backward still needs it, and the next forward gathers again.)"""
         super().load_state(state)
         self._has_forward_message = False
 
     def refresh(self) -> None:
-        """See :meth:`UnitGatherer.refresh`: every message says all."""
+        """See :meth:`UnitGatherer.refresh`. Every message already carries the whole shard."""
 
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
         """See :meth:`UnitGatherer.relative_error`."""
@@ -106,8 +106,9 @@ class MessageGatherer(UnitGatherer):
         return squared_norms(decoded[0], shard)
 
     def _check_frozen(self, received: Tensor, rows: Tensor) -> None:
-        """All ranks have the same messages, so the alarm is everyone's. (Trainable parameters come
-        out NaN instead, as a training that diverges does natively.)"""
+        """Sound the alarm if a frozen parameter holds values that its codec cannot carry. All ranks
+        have the same messages, so all raise. (Trainable parameters come out NaN instead, as in a
+        run that diverges natively.)"""
         for codec, words in self._coder.split(received):
             start = codec.parts[0].columns.start
             alarm = self._unfit.get(start)
@@ -116,7 +117,8 @@ class MessageGatherer(UnitGatherer):
                 alarm.note(lost, rows[:, start : start + 1])
 
     def _differs(self, inp: Tensor, message: Tensor) -> Tensor:
-        """Whether ``inp`` ``[S]`` has another message than ``[words]``; boolean, ``[]``."""
+        """Whether ``inp`` ``[S]`` encodes to something else than ``message`` ``[words]``; boolean,
+        ``[]``."""
         now = self._workspace.take(
             "parameters_send", (1, self.plan.messages.row_words), torch.int32
         )
@@ -134,9 +136,9 @@ class MessageGatherer(UnitGatherer):
             self._send(exchange, received, send)
 
     def _encode(self, inp: Tensor, message: Tensor) -> None:
-        """``[S]`` to ``[1, words]``."""
+        """Encode ``inp`` ``[S]`` to ``message`` ``[1, words]``."""
         self._coder.encode_rows(inp[None], message)
 
     def _decode(self, received: Tensor, rows: Tensor) -> None:
-        """``[R, words]`` to ``[R, S]``."""
+        """Decode ``received`` ``[R, words]`` to ``rows`` ``[R, S]``."""
         self._coder.decode_rows(received, rows)

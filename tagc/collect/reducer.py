@@ -1,4 +1,4 @@
-"""One unit's reduction, from FSDP's buffer to this rank's shard."""
+"""Reduces one unit's gradients, from FSDP's buffer to this rank's shard."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tagc.plan import UnitPlan
 class UnitReducer(ReducerState):
     """Leads the gradient buffer of one unit through the stages of its plan.
 
-    One message to each destination carries all columns. The cells of sketches are summed beside it.
-    A unit with nothing to compress, and any unit during its warm-up, is added up as it is: by the
+    One message to each destination carries all columns; cells of sketches are summed separately.
+    A unit with nothing to compress, and any unit during its warm-up, is summed uncompressed: by the
     backend's own collective, unless ranks of a host add up first.
     """
 
@@ -43,13 +43,13 @@ class UnitReducer(ReducerState):
         crosses: Callable[[], bool] = lambda: True,
         connect: Connect = Transport,
     ) -> None:
-        """New state.
+        """Start with empty state.
 
         Args:
-            rank: of this process, of all.
-            hosts: the groups of this rank, where ranks of a host add up first.
-            crosses: whether hosts exchange anything in this backward, if ranks of a host add up
-                first; where not, their sum waits. The same on all ranks.
+            rank: this process's rank among all processes.
+            hosts: this rank's groups, if ranks of a host add up first.
+            crosses: says whether hosts exchange anything in this backward, if ranks of a host add
+                up first. If not, their sum waits. It must return the same on all ranks.
             connect: makes the transport of a group.
         """
         self._crosses, self._connect = crosses, connect
@@ -67,7 +67,7 @@ class UnitReducer(ReducerState):
         native: ReduceNatively | None = None,
         reached: Set[str] | None = None,
     ) -> None:
-        """Write this rank's shard of the sum or average of all ranks' ``inp`` to ``out``; zeros if
+        """Sum or average all ranks' ``inp`` and write this rank's shard to ``out``; write zeros if
         the gradient waits inside the host.
 
         Args:
@@ -75,14 +75,14 @@ class UnitReducer(ReducerState):
             inp: ``[W * S]``, row ``d`` for rank ``d``; across replicas ``[S]``, and all ranks get
                 the same ``out``, which may be ``inp``.
             op: SUM or AVG; any, if the unit has nothing to compress.
-            native: reduces units with nothing to compress, and all during the warm-up; default:
-                the backend's own reduce-scatter.
-            reached: names of the parameters whose columns these are, the same on every rank, if
-                the backward did not reach all: see :mod:`tagc.collect.part`.
+            native: reduces units with nothing to compress, and all units during the warm-up;
+                default: the backend's own reduce-scatter.
+            reached: names of the parameters in the buffers, the same on every rank, if the backward
+                did not reach all of them; see :mod:`tagc.collect.part`.
 
         Raises:
-            RuntimeError: if buffer, group or operation are not what the plan was made for, before
-                anything is sent; or if another rank does not answer in time.
+            RuntimeError: if the plan was made for another buffer, group or operation (nothing is
+                sent then), or if another rank does not answer in time.
         """
         plan = self.plan
         part = None if reached is None else Part(plan, frozenset(reached))
@@ -90,7 +90,7 @@ class UnitReducer(ReducerState):
             check_reduction(plan, part, out, inp, group, op)
         on_hosts = self._adds_inside(group, op)
         stays = on_hosts and not self._crosses()
-        # Of a part without anything compressed, room for everything would be mostly zeros.
+        # If the part has nothing compressed, expanding it to all columns would send mostly zeros.
         whole = part is None or part.compressed or stays or (on_hosts and bool(self.waiting))
         on_hosts = on_hosts and whole
         warm = self.counters.all_steps >= plan.warmup_steps
@@ -121,10 +121,10 @@ class UnitReducer(ReducerState):
         *,
         stays: bool,
     ) -> None:
-        """:meth:`reduce` of all columns; but for those of ``part`` they are zeros.
+        """:meth:`reduce` for buffers with all columns; columns outside ``part`` are zero.
 
         Args:
-            stays: whether the sum of the host's ranks waits.
+            stays: whether the host's sum waits instead of being sent.
         """
         plan, lockstep, step = self.plan, self._lockstep, self.counters.all_steps
         words = plan.words if call.compresses else 0
@@ -133,7 +133,7 @@ class UnitReducer(ReducerState):
             lockstep.announce([call.transport], words, step, call.part)
         else:
             assert self.inside is not None
-            # A micro-batch that stays inside is no other host's matter.
+            # Other hosts take no part in a micro-batch that stays inside.
             across = [] if stays else [call.transport]
             words = 0 if stays else words
             lockstep.announce([*self.inside.transports, *across], words, step, call.part)
@@ -169,8 +169,8 @@ class UnitReducer(ReducerState):
             self._flat.restore(shard, out, row)
 
     def _adds_inside(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> bool:
-        """Whether ranks of a host add up first: a unit with nothing compressed may be reduced in
-        any way, which is left to the backend then, the same on all ranks."""
+        """Whether ranks of a host add up first, the same on all ranks. A unit with nothing
+        compressed may be reduced with any operation over any group; then the backend does it."""
         if self.inside is None:
             return False
         known = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -181,7 +181,7 @@ class UnitReducer(ReducerState):
         return False
 
     def _without(self, part: Part, group: dist.ProcessGroup) -> AbstractContextManager[None]:
-        """Let wait what is owed for parameters that the backward did not reach."""
+        """Preserve the feedback state of parameters that the backward did not reach."""
         codecs = [c for c in self.coder.codecs.values() if c.controllers]
         missing = [c for c in codecs if part.misses(c, self.plan.segments)]
         return set_aside(self.messages.debts(part, group.rank()), missing)

@@ -1,4 +1,4 @@
-"""What a unit's reduction remembers from step to step, and its counters."""
+"""The state that a unit's reduction keeps between steps, and its counters."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tagc.plan import UnitPlan
 
 
 class ReducerState:
-    """The stages of a unit that keep a state, and that state.
+    """A unit's stages and their state.
 
     Attributes:
-        plan: segments of the unit.
-        inside: the stage in which ranks of a host add up; None where every rank sends for itself.
+        plan: the unit's plan.
+        inside: the stage in which ranks of a host add up; None if every rank sends for itself.
         messages: the stage that sends messages.
-        counters: of reductions and bytes.
-        waiting: micro-batches that stay inside a host, or in a replica.
-        gauge: measures how much larger gradients come out than densely; None where nobody asked.
+        counters: counts of reductions and bytes.
+        waiting: the sum of micro-batches that wait inside a host, or in a replica.
+        gauge: measures the RMS of gradients relative to dense; None unless asked for.
     """
 
     def __init__(
@@ -61,12 +61,16 @@ class ReducerState:
             stage=1 if plan.direction == "replicas" else 0,
         )
         self.gauge: NoiseGauge | None = None
-        # Inside hosts in float32, whatever FSDP reduces: there may be many of them.
+        # Inside hosts in float32, whatever FSDP reduces: there may be many micro-batches to sum.
         self.waiting = Waiting(plan, torch.float32 if plan.direction == "gradients" else None)
         self.reset()
 
     def reset(self, earlier_steps: int = 0) -> None:
-        """Start anew, with empty residuals, after so many reductions elsewhere."""
+        """Start over with empty residuals.
+
+        Args:
+            earlier_steps: see :class:`Counters`.
+        """
         plan = self.plan
         on_hosts = plan.info.ranks_per_host > 1
         self.counters = Counters(earlier_steps=earlier_steps, on_hosts=on_hosts)
@@ -86,26 +90,25 @@ class ReducerState:
             self.measure_noise()
 
     def measure_noise(self) -> None:
-        """Measure from now on how much larger gradients come out than densely, where anything is
-        compressed."""
+        """Measure the RMS of gradients relative to dense from now on, if anything is compressed."""
         self.gauge = (
             NoiseGauge(self.plan, self._codec_setup.device) if self.plan.compressed else None
         )
 
     @property
     def coder(self) -> Coder:
-        """Of the gradients' messages."""
+        """The coder of the messages that carry gradients."""
         return self.messages.coder
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes sent so far, all columns; where ranks of a host add up first, those to other
+        """Bytes sent so far for all columns; if ranks of a host add up first, only those to other
         hosts."""
         return self.counters.sent_bytes
 
     @property
     def compressed_wire_bytes(self) -> int:
-        """Bytes sent so far for the columns that the policy compresses, warm-up included."""
+        """Bytes sent so far for the columns that the policy compresses, including the warm-up."""
         columns = sum(self.plan.dense_columns(s.params) for s in self.plan.compressed)
         if not columns:
             return 0
@@ -122,56 +125,58 @@ class ReducerState:
 
     @property
     def feedbacks(self) -> Mapping[int, SegmentFeedback]:
-        """Of every segment, by its first column in the unit."""
+        """Every segment's feedback, by the segment's first column in the unit."""
         return self.messages.feedbacks
 
     @property
     def owner_feedbacks(self) -> Mapping[int, SegmentFeedback]:
-        """The same for the sums that this rank sends out in the second of two shots; empty without
-        one."""
+        """The feedbacks of the sums that this rank sends out in the second of two shots; empty in
+        one shot."""
         return self.messages.owner_feedbacks
 
     @property
     def _shares(self) -> dict[str, MeasuredShare]:
-        """Where they are measured, by the first column of the segment in the unit."""
+        """The measured shares, by the segment's first column in the unit."""
         return {str(i): f.share for i, f in self.feedbacks.items() if f.share is not None}
 
     @property
     def residuals(self) -> dict[int, Tensor]:
-        """Residual ``[D, columns]`` by first column of the segment in the unit, to look at; in two
+        """Residuals ``[D, columns]``, by the segment's first column in the unit, to read; in two
         shots ``[N, columns of a slice]``."""
         return _read(self.feedbacks)
 
     @property
     def owner_residuals(self) -> dict[int, Tensor]:
-        """What this rank owes as the owner of a slice, ``[1, columns of a slice]``, likewise."""
+        """This rank's residuals as the owner of a slice, ``[1, columns of a slice]``, by the
+        segment's first column in the unit."""
         return _read(self.owner_feedbacks)
 
     @property
     def owner_states(self) -> dict[int, Tensor]:
-        """What this rank keeps as the owner of its shard, ``[1, columns]``, likewise, where the
-        feedback has such a state."""
+        """Owner states ``[1, columns]``, by the segment's first column in the unit, of the
+        feedbacks that have one."""
         found = {i: f.owner_state for i, f in self.feedbacks.items()}
         return {i: state[None] for i, state in found.items() if state is not None}
 
     @contextmanager
     def open_residuals(self) -> Iterator[dict[int, Tensor]]:
-        """:attr:`residuals` to be changed in place."""
+        """:attr:`residuals`, to change in place."""
         with _opened(self.feedbacks) as residuals:
             yield residuals
 
     @contextmanager
     def open_owner_residuals(self) -> Iterator[dict[int, Tensor]]:
-        """:attr:`owner_residuals` to be changed in place."""
+        """:attr:`owner_residuals`, to change in place."""
         with _opened(self.owner_feedbacks) as residuals:
             yield residuals
 
     def selection_counts(self) -> list[SelectionCount]:
-        """What codecs that select did so far, by segment. Waits for the device."""
+        """Counts of the selected and kept groups so far, by segment. Waits for the device."""
         return self.coder.selection_counts()
 
     def rescale(self, factor: float | Tensor) -> None:
-        """Expect gradients that are ``factor`` times as large, the same on every rank."""
+        """Multiply all state that is in units of the gradients by ``factor``, the same on every
+        rank. Call it if gradients become ``factor`` times as large."""
         for share in self._shares.values():
             share.rescale(factor)
         with self.open_residuals() as residuals, self.open_owner_residuals() as owed:
@@ -182,33 +187,33 @@ class ReducerState:
                 controller.rescale(factor)
 
     def release(self) -> None:
-        """Let go of the scratch buffers of the operators."""
+        """Free the operators' scratch buffers."""
         self._codec_setup.ops.release()
 
     def state(self, *, noise: bool | None = None) -> dict[str, Tensor]:
-        """What the next reduction and the counters depend on, beside the residuals; names and
-        shapes never change. Waits for what is in flight.
+        """All state except the residuals and owner states; names and shapes never change. Waits for
+        work in flight.
 
         Args:
-            noise: with measured noise, or without; by default if it is measured.
+            noise: whether to include measured noise; by default if it is measured.
         """
         return state_of(self._parts(self.gauge is not None if noise is None else noise))
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for values that :meth:`state` never has."""
+        """Raise ValueError for values that :meth:`state` never returns."""
         check_parts(self._parts(NoiseGauge.in_state(state)), state)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where :meth:`state` was taken, given that it passes the check. If that has measured
-        noise, measure on; if not, and noise is measured here, begin anew."""
+        """Continue from a :meth:`state` that passes :meth:`check_state`. If it has measured noise,
+        continue measuring; if not, and noise is measured here, start measuring afresh."""
         noise = NoiseGauge.in_state(state)
         if noise or self.gauge is not None:
             self.measure_noise()
         load_parts(self._parts(noise), state)
 
     def memory(self) -> Parts:
-        """What codecs remember from step to step, beside residuals; not what was sent so far, nor
-        the noise that was measured."""
+        """The parts that hold the codecs' state between steps, except residuals and owner states;
+        no counters of bytes, and no measured noise."""
         if self.inside is not None:
             yield from self.inside.memory()
         yield from self.messages.memory()

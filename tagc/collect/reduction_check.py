@@ -1,4 +1,4 @@
-"""What a unit's plan is checked against, before anything of a reduction is sent."""
+"""Checks that a reduction fits the unit's plan, before anything is sent."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def check_reduction(
     group: dist.ProcessGroup,
     op: dist.ReduceOp.RedOpType,
 ) -> None:
-    """Refuse buffers, group or operation that the plan was not made for.
+    """Raise if the plan was not made for these buffers, this group or this operation.
 
     Args:
-        part: what the backward reached; None for all parameters of the unit.
+        part: the part that the backward reached; None for all parameters of the unit.
 
     Raises:
         RuntimeError: naming the unit, what differs, and the remedy.
@@ -57,7 +57,7 @@ def check_reduction(
 
 
 def refuse_others(plan: UnitPlan, op: dist.ReduceOp.RedOpType, ranks: int) -> None:
-    """Refuse a reduction of another kind than that which micro-batches wait for.
+    """Raise because micro-batches wait inside the host, and this reduction cannot include them.
 
     Raises:
         RuntimeError: always.
@@ -69,7 +69,7 @@ def refuse_others(plan: UnitPlan, op: dist.ReduceOp.RedOpType, ranks: int) -> No
 
 
 def _name_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
-    """An operation in words."""
-    # An operation with a factor is an object that does not say its name.
+    """The operation's name."""
+    # An operation with a factor has no name of its own.
     kinds = dist.ReduceOp.RedOpType.__members__.items()
     return next((name for name, kind in kinds if op == kind), str(op))

@@ -1,7 +1,7 @@
-"""Steps of a unit without ranks and without memory, which show the operators that it calls.
+"""Runs a unit's steps without other ranks and without memory, to show which operators it calls.
 
-Tensors are on device ``meta``: they have shapes, strides and an alignment, but no contents. That is
-enough to compile everything that a step launches before the first step.
+Tensors are on device ``meta``: they have shapes, strides and alignment, but no contents. That is
+enough to compile all kernels of a step before the first step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tagc.ops import Ops
 from tagc.plan import Plan, UnitPlan
 
 _META = torch.device("meta")
-# The first step has its own way of choosing thresholds.
+# The first step chooses thresholds differently.
 _STEPS = 2
 
 
@@ -30,7 +30,8 @@ def rehearse(plan: Plan, ops: Ops) -> None:
     """Call the operators of ``ops`` as the steps of a model will, on ``meta`` tensors.
 
     Args:
-        ops: must write nothing, as :meth:`tagc.ops.implementations.DeviceOps.compiling_only` does.
+        ops: operators that write nothing, such as those of
+            :meth:`tagc.ops.implementations.DeviceOps.compiling_only`.
     """
     workspace = Workspace(_META)
     for unit in (*plan.units, *plan.replicas):
@@ -42,7 +43,7 @@ def rehearse(plan: Plan, ops: Ops) -> None:
 
 
 def _rehearse_reductions(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None:
-    """Reduce a unit's gradients, as after its warm-up."""
+    """Reduce a unit's gradients as it does after its warm-up."""
     reducer = UnitReducer(
         unit, ops, _META, workspace, seed=0, hosts=_hosts(unit), connect=SilentTransport
     )
@@ -55,7 +56,7 @@ def _rehearse_reductions(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None
 
 
 def _rehearse_gathers(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None:
-    """Gather a unit's parameters in a forward that is not the first one, and in its backward."""
+    """Gather a unit's parameters as its steps do, including a later forward from a copy."""
     setup = GatherSetup(
         plan=unit,
         ops=ops,
@@ -73,7 +74,7 @@ def _rehearse_gathers(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None:
             gatherer.gather(out, shard, group, phase)
         return
     copies = CopyGatherer(setup, rank=0, reductions=lambda: 0, versions=lambda: 0)
-    for _ in range(2):  # the first one sends all as it is
+    for _ in range(2):  # the first gather sends shards uncompressed
         copies.gather(out, shard, group, Phase.FORWARD)
         copies.note_step(ended=True)
 

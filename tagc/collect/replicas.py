@@ -1,4 +1,4 @@
-"""Gradients across replicas: one unit's average over the ranks that hold the same shard."""
+"""Averages one unit's gradients over replicas: the ranks that hold the same shard."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tagc.collect.reducer import UnitReducer
 class ReplicaAverage:
     """FSDP's all-reduce hook for one unit.
 
-    It runs after every reduce-scatter. In a backward that the replicas do not share
-    (``set_requires_all_reduce(False)``) the shard's gradient waits here, and FSDP adds zeros to
-    ``.grad`` instead; with the next one that they share, all of it is averaged at once, as in
-    FSDP's own hybrid sharding.
+    It runs after every reduce-scatter. If the replicas do not share a backward
+    (``set_requires_all_reduce(False)``), the shard's gradient waits here, and FSDP adds zeros to
+    ``.grad`` instead. The next shared backward averages the whole sum at once, as FSDP's own hybrid
+    sharding does.
     """
 
     def __init__(
@@ -28,24 +28,25 @@ class ReplicaAverage:
         shared: Callable[[], bool],
         reached: Callable[[], Set[str] | None] = lambda: None,
     ) -> None:
-        """New state.
+        """Start with nothing waiting.
 
         Args:
-            shared: whether the replicas share the gradient of this backward; the same on all ranks.
-            reached: see :meth:`UnitReducer.reduce`; likewise.
+            shared: says whether the replicas share the gradient of this backward; the same on all
+                ranks.
+            reached: returns ``reached`` of :meth:`UnitReducer.reduce`; the same on all ranks.
         """
         self._reducer, self._group, self._shared = reducer, group, shared
         self._reached, self._waiting = reached, reducer.waiting
 
     @torch.no_grad()
     def __call__(self, shard: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG) -> None:
-        """Replace ``shard`` ``[S]`` by the average over the replicas, or by zeros.
+        """Replace ``shard`` ``[S]`` by the average over the replicas, or by zeros if it waits.
 
         Args:
-            op: AVG, or SUM for their sum.
+            op: AVG, or SUM for the sum.
         """
         if shard.is_cuda:
-            # FSDP allocated it in another stream, and lets go of it while this one still works.
+            # FSDP allocated it on another stream, and frees it while this stream still uses it.
             shard.record_stream(torch.cuda.current_stream(shard.device))
         names = self._reached()
         part = None if names is None else Part(self._reducer.plan, frozenset(names))
@@ -58,7 +59,7 @@ class ReplicaAverage:
             self._waiting.hand_over(whole, part)
             if part is not None:
                 part.pick(whole, shard)
-        # What owners owe is in units of the average, whatever the operation.
+        # Owners' residuals are in units of the average for both operations.
         scaled = op == dist.ReduceOp.SUM and self._reducer.plan.shots is not None
         mean = dist.ReduceOp.AVG if scaled else op
         self._reducer.reduce(shard, shard, self._group, mean, reached=names)

@@ -1,4 +1,4 @@
-"""What is owed for columns that a backward does not reach, kept as it is during a reduction."""
+"""Preserves residuals and owner states of columns that a backward does not reach."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Places = Sequence[slice] | Tensor
 
 @dataclass(frozen=True)
 class Debt:
-    """What is owed for missing columns of a segment.
+    """The missing columns of a segment, whose feedback state must not change.
 
     Attributes:
-        residual: where these are in the feedback's residual.
-        owner_state: likewise in what the owner keeps.
+        residual: their place in the feedback's residual.
+        owner_state: their place in the feedback's owner state.
     """
 
     feedback: SegmentFeedback
@@ -32,12 +32,12 @@ class Debt:
 
 @contextmanager
 def set_aside(debts: Sequence[Debt], codecs: Iterable[Codec]) -> Iterator[None]:
-    """After a reduction, owe for missing columns what was owed before. Messages carry some of
-    that, too, and FSDP has no place for it.
+    """Restore the missing columns' residuals and owner states after a reduction. Messages carry
+    some of these residuals, but FSDP has no buffer for the result.
 
     Args:
-        codecs: those whose segments are missing altogether. Thresholds would follow the zeros, so
-            their state is also as before.
+        codecs: codecs with no present parameter. Their thresholds would follow the zeros, so their
+            state is restored, too.
     """
     states = [(codec, {k: t.clone() for k, t in codec.state().items()}) for codec in codecs]
     kept = []
@@ -67,7 +67,7 @@ def _take(stored: Tensor, places: Places) -> Sequence[Tensor]:
 
 def _put(stored: Tensor, places: Places, taken: Sequence[Tensor]) -> None:
     if isinstance(places, Tensor):
-        # Boolean indexing would wait for the device.
+        # No boolean indexing: it would wait for the device.
         stored.copy_(torch.where(places, taken[0], stored))
         return
     for columns, piece in zip(places, taken, strict=True):

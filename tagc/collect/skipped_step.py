@@ -1,4 +1,4 @@
-"""Copies what a step changes in reducers, to undo steps that the optimizer skips."""
+"""Copies the reducers' state before a step, and restores it if the optimizer skips the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tagc.collect.reducer import UnitReducer
 
 
 def copy_step_state(reducers: Sequence[UnitReducer]) -> list[Tensor]:
-    """Residuals first, then what codecs and shares remember."""
+    """Copy residuals and owner states, then the state of codecs and measured shares."""
     copies = [
         stored.clone()
         for reducer in reducers
@@ -35,7 +35,7 @@ def restore_step_state(
     with _opened(reducers) as residuals:
         now = [*residuals, *(t for state in states for t in state.values())]
         if [t.shape for t in now] != [c.shape for c in copy]:
-            raise ValueError("the copy is not of this model's residuals under this plan")
+            raise ValueError("the copy was not taken from this model under this plan")
         for residual, before in zip(residuals, copy, strict=False):
             if isinstance(where, Tensor):
                 flag = where.to(residual.device, torch.bool)
@@ -47,12 +47,13 @@ def restore_step_state(
         before = {name: next(saved) for name in state}
         if not isinstance(where, Tensor):
             if where:
-                # What was selected was sent, whatever became of it.
+                # Totals count every group that was sent, even in a skipped step.
                 kept = {name: state[name] for name in ("totals",) if name in state}
                 part.load_state(before | kept)
         elif isinstance(part, MeasuredShare):
             part.restore(before["sums"], where)
-        # Other parts count on the host, and their numbers and tensors belong together.
+        # Other parts count on the host; their tensors alone, restored by a flag on the device,
+        # would no longer match those counts.
 
 
 def _parts(reducers: Sequence[UnitReducer]) -> Iterator[Stateful]:

@@ -1,11 +1,11 @@
-"""Stages of a reduction: a collective, the ranks that it goes over, and the coder of its messages.
+"""Stages of a reduction: each is a collective, its ranks and the coder of its messages.
 
-:class:`tagc.collect.UnitReducer` leads a unit's gradients through one or two of them::
+:class:`tagc.collect.UnitReducer` leads a unit's gradients through one or two stages::
 
     [W, S] --HostSum--> [H, S] --ReduceMessages--> [S]     or TwoShots, or Sum, or Native
 
-``HostSum`` is there only if ranks of a host add up first. ``Sum`` and ``Native`` send gradients as
-they are.
+``HostSum`` runs only if ranks of a host add up first. ``Sum`` and ``Native`` send gradients
+uncompressed.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ ReduceNatively = Callable[[Tensor, Tensor, Transport, dist.ReduceOp.RedOpType], 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What the stages of one reduction need to know.
+    """The parameters of one reduction, for its stages.
 
     Attributes:
-        transport: between the ranks that exchange messages: the whole group, or the ranks with
-            this one's place on each host.
-        op: SUM or AVG; any, for :class:`Native`.
-        divisor: of the sum.
-        compresses: whether messages are sent; otherwise gradients are added up as they are.
+        transport: connects the ranks that exchange messages: the whole group, or the ranks with the
+            same place on each host.
+        op: SUM or AVG; :class:`Native` takes any.
+        divisor: divides the sum.
+        compresses: whether messages are sent; otherwise gradients are summed uncompressed.
         on_hosts: whether ranks of a host add up first.
-        part: number of the part of the unit that the backward reached; 0 for the whole unit.
+        part: :attr:`Part.mark` of the part of the unit that the backward reached; 0 for the whole
+            unit.
         native: replaces the backend's reduce-scatter; see :class:`Native`.
     """
 
@@ -59,7 +60,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSetup:
-    """What the stages of a unit are made with.
+    """The constructor arguments that a unit's stages share.
 
     Attributes:
         codec: setup of the codecs whose messages go to other hosts.
@@ -72,7 +73,7 @@ class StageSetup:
 
     @property
     def workspace(self) -> Workspace:
-        """Buffers that all units share."""
+        """Scratch buffers, shared by all units."""
         return self.codec.workspace
 
 
@@ -85,7 +86,7 @@ class Stage(ABC):
 
     @abstractmethod
     def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
-        """Write this rank's part of the sum of all ranks' ``rows`` to ``out``. All ranks call it
+        """Sum all ranks' ``rows`` and write this rank's part to ``out``. All ranks call it
         together."""
 
 
@@ -103,7 +104,7 @@ class Native(Stage):
 
 
 class Sum(Stage):
-    """A sum of gradients as they are, in their own dtype, divided afterwards."""
+    """Sums uncompressed gradients in their own dtype, and then divides."""
 
     def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
         """See :meth:`Stage.run`; across replicas ``out`` may be ``rows``."""
@@ -125,8 +126,8 @@ class Messages(Stage):
     """A stage that sends gradients in messages.
 
     Attributes:
-        coder: of the gradients' messages.
-        owner_coder: of the messages in which owners send out sums; None if there are none.
+        coder: encodes and decodes the messages that carry gradients.
+        owner_coder: the same for messages in which owners send out sums; None if there are none.
     """
 
     coder: Coder
@@ -135,24 +136,24 @@ class Messages(Stage):
     @property
     @abstractmethod
     def feedbacks(self) -> Mapping[int, SegmentFeedback]:
-        """Of every segment, by its first column in the unit."""
+        """Every segment's feedback, by the segment's first column in the unit."""
 
     @property
     def owner_feedbacks(self) -> Mapping[int, SegmentFeedback]:
-        """The same for the sums that this rank sends out as an owner."""
+        """The feedbacks of the sums that this rank sends out as an owner."""
         return {}
 
     @abstractmethod
     def debts(self, part: Part, rank: int) -> list[Debt]:
-        """What this rank owes for the parameters that the backward did not reach."""
+        """Where the feedbacks keep state for the parameters that the backward did not reach."""
 
     @abstractmethod
     def memory(self) -> Iterator[tuple[str, Codec]]:
-        """The codecs that keep a state from step to step, by the name of that state."""
+        """The codecs that keep state between steps, each with the name of its state."""
 
     @abstractmethod
     def skip(self, steps: int) -> None:
-        """Go on as if so many sums had been made elsewhere."""
+        """Continue as if this stage had already run ``steps`` times."""
 
 
 class MessageRows:
@@ -162,15 +163,16 @@ class MessageRows:
         self._plan, self._lockstep, self._workspace = plan, setup.lockstep, setup.workspace
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """``[D, row_words]`` and ``[W, row_words]`` int32, until the next call."""
+        """Buffers to send, ``[D, row_words]``, and to receive, ``[W, row_words]``, int32. They are
+        valid until the next call."""
         plan, take = self._plan, self._workspace.take
         send = take("message_send", (plan.made, plan.row_words), torch.int32)
         received = take("message_recv", (plan.read, plan.row_words), torch.int32)
         return send, received
 
     def stamp(self, send: Tensor, call: Call) -> None:
-        """Mark messages with unit, step and part. See :meth:`Lockstep.stamp`."""
-        if self._plan.sent is None:  # the end of a message that is sent in part does not travel
+        """Stamp messages with unit, step and part. See :meth:`Lockstep.stamp`."""
+        if self._plan.sent is None:  # otherwise the end of a message, and so its stamp, is not sent
             self._lockstep.stamp(self._stamps(send), call.transport, call.part)
 
     def check(self, received: Tensor, out: Tensor) -> None:
@@ -183,15 +185,13 @@ class MessageRows:
 
 
 class ReduceMessages(Messages):
-    """Every rank encodes a row for each destination, and decodes the sum of the messages that it
-    gets: a reduce-scatter; across replicas an all-reduce, with one message for all."""
+    """Encodes a row for each destination, then decodes and sums the messages that it receives.
+
+    This is a reduce-scatter; across replicas it is an all-reduce, with one message for all.
+    """
 
     def __init__(self, plan: MessagePlan, setup: StageSetup) -> None:
-        """New state.
-
-        Args:
-            plan: of the messages.
-        """
+        """Start with empty state."""
         super().__init__(setup)
         self._plan, self._rows = plan, MessageRows(plan, setup)
         self.coder = Coder(plan.segments, setup.codec)
@@ -204,9 +204,9 @@ class ReduceMessages(Messages):
         send, received = self._rows.take()
         self._rows.stamp(send, call)
         if not self._begun:
-            # Only then does a codec exchange anything before its message.
+            # Only in its first reduction does a codec exchange anything before its message.
             lockstep.confirm()
-        # Codecs that a part left out begin in the next reduction.
+        # A part may leave out codecs; those begin in a later reduction.
         self._begun = call.part == 0
         with record_function(f"TAGC::encode ({self._name})"):
             self.coder.encode(rows, send, exchange)

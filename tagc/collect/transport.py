@@ -1,14 +1,15 @@
-"""Transports: the collectives of a group of ranks, started together, waited for one by one, every
-byte counted. Nothing else in the library sends gradients or parameters.
+"""Transports: the collectives of one group of ranks, with a count of the bytes sent.
 
-Wire bytes are what a rank must send to others: ``(W - 1) / W`` of the buffer for a reduce-scatter
-or an all-to-all, twice that for an all-reduce.
+Nothing else in the library sends gradients or parameters.
 
-gloo gets messages instead of collectives. Its reduce-scatter sends twice what it must, so sums go
-by all-to-all and a local addition, to the same result. And its all-to-all and all-gather post a
-receive behind the sends to the same rank, so that the word that this rank is ready waits for data
-that goes the same way: with 2 ranks one direction often waits for the other (49 of 96 Mbit/s
-measured). Messages whose receives are all posted first use both.
+Wire bytes are the bytes that a rank must send to others: ``(W - 1) / W`` of the buffer for a
+reduce-scatter or an all-to-all, twice that for an all-reduce.
+
+On gloo, ranks send each other messages instead of calling collectives. gloo's reduce-scatter sends
+twice as much as necessary, so sums use an all-to-all and a local addition, with the same result.
+gloo's all-to-all and all-gather post a receive after the sends to the same rank, so the ready
+signal queues behind data in the same direction: with 2 ranks, one direction often waits for the
+other (49 of 96 Mbit/s measured). Messages post all receives first and use both directions.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from torch import Tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# So that a message of the user's own, over the same group, is never taken for one of these, nor a
-# header for what follows it.
+# Distinct tags keep these messages apart from the user's own over the same group, and headers apart
+# from the messages that follow them.
 _TAG, HEADER_TAG = 0x7A6C, 0x7A6D
 
 
@@ -37,6 +38,7 @@ class CollectiveWork:
 
     Attributes:
         wire_bytes: bytes that this rank sends to others.
+        parts, out: if both are given, :meth:`wait` sums the rows of ``parts`` into ``out``.
     """
 
     works: Sequence[Any]
@@ -45,7 +47,7 @@ class CollectiveWork:
     out: Tensor | None = None
 
     def wait(self) -> None:
-        """Until the result can be used (on a GPU: by the current stream)."""
+        """Wait until the result can be used (on a GPU: by the current stream)."""
         for work in self.works:
             work.wait()
         self.works = ()
@@ -58,7 +60,7 @@ class Transport:
     """The collectives of one group of ``W`` ranks.
 
     Attributes:
-        rank: of this process in the group.
+        rank: this process's rank in the group.
         size: ``W``.
     """
 
@@ -72,17 +74,18 @@ class Transport:
         return device.type == "cpu" and _is_gloo(self.group, device)
 
     def adds_itself(self, device: torch.device) -> bool:
-        """Whether :meth:`sum_rows` adds up by itself, and so writes to ``scratch``."""
+        """Whether :meth:`sum_rows` adds locally, and so writes to ``scratch``."""
         return _is_gloo(self.group, device)
 
     def all_to_all(
         self, out: Tensor, inp: Tensor, columns: Sequence[slice] | None = None
     ) -> CollectiveWork:
-        """Row ``d`` of ``inp`` ``[W, m]`` goes to rank ``d``; row ``r`` of ``out`` came from ``r``.
+        """Send row ``d`` of ``inp`` ``[W, m]`` to rank ``d``; row ``r`` of ``out`` is from rank
+        ``r``.
 
         Args:
-            columns: those that rank ``d`` needs of its row; the others of its ``out`` are zeros, or
-                what the row had there.
+            columns: ``columns[d]`` are the columns of its row that rank ``d`` needs. In the other
+                columns rank ``d``'s ``out`` has zeros, or the senders' values.
         """
         if columns is not None:
             return self._partial(out, inp, columns)
@@ -95,7 +98,7 @@ class Transport:
     def _partial(self, out: Tensor, inp: Tensor, columns: Sequence[slice]) -> CollectiveWork:
         by_messages = self.by_messages(inp.device)
         if _is_gloo(self.group, inp.device) and not by_messages:
-            return self.all_to_all(out, inp)  # it has no other for a GPU
+            return self.all_to_all(out, inp)  # gloo has no uneven all-to-all for a GPU
         own = columns[self.rank]
         out[:, : own.start].zero_()
         out[:, own.stop :].zero_()
@@ -109,10 +112,11 @@ class Transport:
         return CollectiveWork(works, numel * inp.element_size())
 
     def sum_rows(self, out: Tensor, inp: Tensor, scratch: Tensor) -> CollectiveWork:
-        """Reduce-scatter SUM: ``out`` ``[m]`` is the sum over ranks of their row for this rank.
+        """Reduce-scatter SUM: add all ranks' rows for this rank into ``out`` ``[m]``.
 
         Args:
-            scratch: like ``inp`` ``[W, m]``, used where the backend's reduce-scatter is wasteful.
+            inp: ``[W, m]``, row ``d`` for rank ``d``.
+            scratch: ``[W, m]``, written if :meth:`adds_itself`.
         """
         if self.adds_itself(inp.device):
             pending = self.all_to_all(scratch, inp)
@@ -128,15 +132,16 @@ class Transport:
         return CollectiveWork([work], self._to_others(inp))
 
     def gather(self, out: Tensor, inp: Tensor) -> CollectiveWork:
-        """``inp`` ``[1, m]`` of rank ``r`` is row ``r`` of ``out`` ``[W, m]`` on every rank; it may
-        lie there already."""
+        """All-gather: rank ``r``'s ``inp`` ``[1, m]`` becomes row ``r`` of ``out`` ``[W, m]`` on
+        every rank. ``inp`` may be a view of that row."""
         if self.by_messages(inp.device):
             return self.gather_to_rows(out.unbind(), inp[0])
         works = [all_gather(out.view(-1), inp.view(-1), group=self.group, async_op=True)]
         return CollectiveWork(works, (self.size - 1) * inp.numel() * inp.element_size())
 
     def gather_to_rows(self, out: Sequence[Tensor], inp: Tensor) -> CollectiveWork:
-        """``inp`` ``[m]`` of rank ``r`` is ``out[r]`` on every rank, wherever these rows lie."""
+        """All-gather: rank ``r``'s ``inp`` ``[m]`` becomes ``out[r]`` on every rank. The rows need
+        not be adjacent."""
         if self.by_messages(inp.device):
             works = self._messages(out, [inp] * self.size)
         else:
@@ -144,14 +149,13 @@ class Transport:
         return CollectiveWork(works, (self.size - 1) * inp.numel() * inp.element_size())
 
     def all_gather(self, out: Tensor, inp: Tensor) -> CollectiveWork:
-        """The backend's own all-gather of ``inp`` ``[m]`` to ``out`` ``[W * m]``, which is done
-        when this returns."""
+        """The backend's own all-gather of ``inp`` ``[m]`` to ``out`` ``[W * m]``. It blocks until
+        it is done."""
         all_gather(out, inp, group=self.group)
         return CollectiveWork((), (self.size - 1) * inp.numel() * inp.element_size())
 
     def gather_values(self, values: Tensor) -> tuple[Tensor, int]:
-        """``values`` of every rank, ``[W, *values.shape]``, once they are there; and the bytes
-        sent."""
+        """Every rank's ``values``, ``[W, *values.shape]``, and the bytes sent. Blocks."""
         out = values.new_empty((self.size, *values.shape))
         work = self.all_gather(out.view(-1), values.contiguous().view(-1))
         return out, work.wire_bytes
@@ -162,11 +166,10 @@ class Transport:
         return CollectiveWork([work], 2 * self._to_others(t))
 
     def gather_headers(self, header: Tensor) -> tuple[CollectiveWork, Tensor]:
-        """Start gathering ``header`` ``[n]`` of every rank, by messages that nothing else is taken
-        for.
+        """Start gathering every rank's ``header`` ``[n]``, by messages with a tag of their own.
 
         Returns:
-            The work, whose bytes are not counted, and where the headers ``[W, n]`` will be.
+            The work, with 0 bytes, and the tensor ``[W, n]`` that receives the headers.
         """
         out = header.new_empty(self.size, header.numel())
         works = self._messages(out.unbind(), [header] * self.size, HEADER_TAG)
@@ -175,8 +178,8 @@ class Transport:
     def _messages(
         self, out: Sequence[Tensor], sent: Sequence[Tensor], tag: int = _TAG
     ) -> list[Any]:
-        """An all-to-all by messages, every receive posted before the first send."""
-        # Each rank begins with its neighbour, so that no rank is everybody's first.
+        """An all-to-all by messages; all receives are posted before the first send."""
+        # Each rank begins with its next neighbour, so they don't all begin with the same rank.
         others = (*range(self.rank + 1, self.size), *range(self.rank))
         works = []
         for r in others:
@@ -199,11 +202,11 @@ class SilentGroup:
         self._size = size
 
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self._size
 
     def rank(self) -> int:
-        """The first one."""
+        """0."""
         return 0
 
 
@@ -256,11 +259,11 @@ Connect = Callable[[Any], Transport]
 
 @contextmanager
 def failing_in(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Say what failed, where a collective fails: in most cases another rank did not answer."""
+    """Name the operation in the error if a collective fails. Mostly another rank did not answer."""
     try:
         yield
     except RuntimeError as error:
-        # Other kinds, such as a device out of memory, are no matter of the exchange.
+        # Other kinds, such as a device out of memory, do not come from the exchange.
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             raise
         raise RuntimeError(
@@ -271,7 +274,7 @@ def failing_in(what: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def check_backends(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Refuse groups whose ranks cannot send each other anything, before they try.
+    """Refuse groups whose ranks cannot send each other anything.
 
     Raises:
         ValueError: for a group of backend ``fake``, or of no backend for any device.
@@ -280,18 +283,18 @@ def check_backends(groups: Sequence[dist.ProcessGroup]) -> None:
         name = dist.get_backend(group)
         if name == "fake":
             raise ValueError(
-                "the process group has backend 'fake', by which ranks hear nothing of each other. "
+                "the process group has backend 'fake', which sends nothing between ranks. "
                 "Start a process for each rank with backend gloo or nccl; for a plan without "
                 "processes call tagc.explain(model, policy, world_size=...)"
             )
         if not group._device_types:
             raise ValueError(
-                f"the process group of backend {name!r} has no backend for any device, as where "
-                "ranks are threads of one process. Start a process for each rank with backend gloo "
-                "or nccl"
+                f"the process group of backend {name!r} has no backend for any device; groups of "
+                "threads in one process are like that. Start a process for each rank with backend "
+                "gloo or nccl"
             )
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    # Not by dist.get_backend, which a group with a backend per device answers otherwise.
+    # dist.get_backend returns something else for a group with a backend per device.
     return group._get_backend(device).name().lower() == "gloo"

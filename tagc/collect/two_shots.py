@@ -1,5 +1,5 @@
-"""An all-reduce of a shard in two shots: a reduce-scatter of its slices, and an all-gather of what
-their owners added up. See :mod:`tagc.plan.two_shots`."""
+"""An all-reduce of a shard in two shots: a reduce-scatter of its slices, and an all-gather of the
+owners' sums. See :mod:`tagc.plan.two_shots`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TwoShots(Messages):
     owner_coder: Coder
 
     def __init__(self, setup: StageSetup) -> None:
-        """New state, of a unit with two shots."""
+        """Start with empty state. The unit's plan must have two shots."""
         super().__init__(setup)
         shots = setup.unit.shots
         assert shots is not None
@@ -46,7 +46,7 @@ class TwoShots(Messages):
         total = take("slice_sum", (self._plan.columns,), torch.float32)
         self._reduce.run(self._slices.arrange(rows), total, call)
         with record_function(f"TAGC::second shot ({self._name})"):
-            # Ranks that agreed in the first shot are together in the second: it has no stamps.
+            # Ranks that were in lockstep in the first shot are so in the second: it has no stamps.
             send, received = self._rows.take()
             self.owner_coder.encode_rows(total[None], send)
             work = call.transport.gather(received, send)
@@ -90,7 +90,7 @@ class TwoShots(Messages):
         self.owner_coder.skip(steps)
 
     def _in_unit(self, coder: Coder) -> dict[int, SegmentFeedback]:
-        """By first column in the unit, what the coder has by that in a slice."""
+        """The coder's feedbacks, by first column in the unit instead of in a slice."""
         feedbacks = coder.feedbacks
         pairs = zip(self._plan.segments, self._setup.unit.segments, strict=True)
         return {whole.start: feedbacks[part.start] for part, whole in pairs}
@@ -111,28 +111,29 @@ class Slices:
             at, column = at + cut.columns, column + cut.length
 
     def room(self, dtype: torch.dtype) -> Tensor:
-        """Room for slices, until the next call."""
+        """A buffer for slices, valid until the next call."""
         return self._workspace.take("slices", self._shape, dtype)
 
     def arrange(self, shard: Tensor) -> Tensor:
-        """The slices ``[N, C]`` of ``shard`` ``[1, S]`` or ``[S]``, until the next call."""
+        """Copy ``shard`` ``[1, S]`` or ``[S]`` to slices ``[N, C]``, valid until the next call."""
         rows = self.room(self._dtype)
         for owners, columns in self._empty:
             rows[owners, columns].zero_()
         flat = shard.view(-1)
         pairs = [(p.of_rows(rows), p.of_shard(flat)) for p in self._pieces]
-        # One kernel on a GPU, instead of one a piece.
+        # One kernel on a GPU, instead of one per piece.
         torch._foreach_copy_([row for row, _ in pairs], [piece for _, piece in pairs])
         return rows
 
     def restore(self, rows: Tensor, out: Tensor) -> None:
-        """Write slices ``[N, C]`` to ``out`` ``[S]``."""
+        """Copy slices ``[N, C]`` to ``out`` ``[S]``."""
         flat = out.view(-1)
         pairs = [(p.of_shard(flat), p.of_rows(rows)) for p in self._pieces]
         torch._foreach_copy_([piece for piece, _ in pairs], [row for _, row in pairs])
 
     def _add(self, at: int, column: int, columns: int, length: int) -> None:
-        """The pieces of neighbouring columns that are cut into slices."""
+        """Add the pieces of one cut: ``columns`` from column ``at`` of the shard, ``length`` in
+        each slice from its ``column``."""
         if not columns:
             return
         full, rest = divmod(columns, length)
@@ -148,7 +149,7 @@ class Slices:
 
 
 class _Piece:
-    """Elements that lie side by side in the shard, and are whole slices, or a part of one."""
+    """Contiguous elements of the shard that fill some columns of one or more slices."""
 
     def __init__(self, start: int, owners: slice, columns: slice) -> None:
         self._owners, self._columns = owners, columns
@@ -156,9 +157,9 @@ class _Piece:
         self._elements = slice(start, start + self._shape[0] * self._shape[1])
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Its place in the slices."""
+        """A view of the piece in the slices."""
         return rows[self._owners, self._columns]
 
     def of_shard(self, shard: Tensor) -> Tensor:
-        """Its place in the shard."""
+        """A view of the piece in the shard."""
         return shard[self._elements].view(self._shape)

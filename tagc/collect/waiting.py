@@ -1,4 +1,4 @@
-"""Gradients of micro-batches that wait for the backward which sends them further."""
+"""Gradients of micro-batches that wait until a later backward sends them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from tagc.plan import UnitPlan
 
 
 class Waiting:
-    """The sum of one unit's gradients, in the plan's columns, over the micro-batches that
-    ``set_requires_all_reduce(False)`` keeps inside a host, or in one replica."""
+    """The sum of one unit's gradients, in the plan's columns, over the micro-batches that stay
+    inside a host or in one replica (``set_requires_all_reduce(False)``)."""
 
     def __init__(self, unit: UnitPlan, dtype: torch.dtype | None = None) -> None:
-        """Nothing waits.
+        """Start with nothing waiting.
 
         Args:
-            dtype: of the sum; by default that of the gradients.
+            dtype: the dtype of the sum; by default the gradients' dtype.
         """
         self._unit, self._dtype = unit, dtype
         self._sum: Tensor | None = None
-        # Names of parameters that a backward reached.
+        # Names of the parameters that backwards reached since.
         self._reached: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return self._sum is not None
 
     def add(self, total: Tensor, part: Part | None = None) -> None:
-        """Let ``total`` ``[..., S]`` wait, too.
+        """Add ``total`` ``[..., S]`` to the waiting sum.
 
         Args:
-            part: what the backward reached, if not all: ``total`` is zero in other columns.
+            part: the part that the backward reached, if not the whole unit; ``total`` is zero in
+                other columns.
         """
         if self._sum is None:
             self._sum = total.to(self._dtype or total.dtype, copy=True)
@@ -40,8 +41,8 @@ class Waiting:
         self._reached |= self._names(part)
 
     def hand_over(self, total: Tensor, part: Part | None = None) -> None:
-        """Add to ``total`` ``[..., S]`` what waits for the parameters of ``part``, or for all. What
-        waits for others goes on waiting."""
+        """Move the waiting sum of the parameters in ``part``, or of all, into ``total``
+        ``[..., S]``. The sums of other parameters keep waiting."""
         if self._sum is None:
             return
         self._sum.add_(total)
@@ -56,16 +57,16 @@ class Waiting:
         self._reached = left
 
     def check_between_steps(self) -> None:
-        """Raise RuntimeError if the gradient of a micro-batch waits, which no state has."""
+        """Raise RuntimeError if a micro-batch's gradient waits; no saved state contains it."""
         if self:
             raise RuntimeError(
                 f"tagc: unit {self._unit.info.label!r} holds gradients of micro-batches that wait "
-                "for the last one (set_requires_all_reduce(False)), which no state has; save after "
-                "the optimizer's step, or call tagc.compressor(model).drop_waiting()"
+                "for the last one (set_requires_all_reduce(False)), and these are not saved; save "
+                "after the optimizer's step, or call tagc.compressor(model).drop_waiting()"
             )
 
     def drop(self) -> None:
-        """Forget what waits."""
+        """Drop the waiting sum."""
         self._sum, self._reached = None, frozenset()
 
     def _names(self, part: Part | None) -> frozenset[str]:

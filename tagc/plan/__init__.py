@@ -1,4 +1,4 @@
-"""Plans: which columns of every unit travel how, and what that costs, before any step."""
+"""Plans: how each column of every unit is sent, and what that costs, known before any step."""
 
 from tagc.plan.boxes import Box, span_of
 from tagc.plan.build import build_plan

@@ -1,4 +1,4 @@
-"""Rows of a plan that differ in a number of their names only, as of blocks: they are one line."""
+"""Merges rows of a plan whose names differ only in numbers, such as those of equal blocks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tagc.plan.row import Row
 
 
 def merged(rows: Sequence[Row]) -> list[Row]:
-    """One row for those that are alike, in the place of the first; bytes are those of all.
+    """Merge equal rows into one, in the place of the first. Its bytes are their sums.
 
     ``layers.0.wq`` to ``layers.31.wq`` become ``layers.{0–31}.wq``, experts of all blocks
-    ``layers.{0–31}.experts.{0–7}.w1``. Where not all combinations of two numbers are there, only
-    rows that share all but the first number are merged.
+    ``layers.{0–31}.experts.{0–7}.w1``. If some combinations of the numbers are missing, rows are
+    merged only if they share all but the first number.
     """
     done: dict[Row, Row] = {}
     for together in _grouped(rows, numbers=None):
@@ -28,7 +28,8 @@ def merged(rows: Sequence[Row]) -> list[Row]:
 
 
 def _grouped(rows: Sequence[Row], numbers: int | None) -> list[list[Row]]:
-    """Rows that are equal but for the first ``numbers`` numbers of their names; None for all."""
+    """Groups of rows that differ at most in the first ``numbers`` numbers of their names; None for
+    all numbers."""
     groups: dict[object, list[Row]] = {}
     for row in rows:
         sizes = (f"{size:.9g}" for size in (row.dense_bytes, row.wire_bytes, row.stored_bytes))
@@ -64,12 +65,12 @@ def _numbers(name: str) -> tuple[int, ...]:
 
 
 def _is_number(part: str) -> bool:
-    """Whether a part of a name counts something; Python refuses numbers of thousands of digits."""
+    """Whether a part of a name is a number of at most 18 digits; Python refuses thousands."""
     return part.isdecimal() and len(part) <= 18
 
 
 def _with(name: str, words: Iterator[str], numbers: int | None) -> str:
-    """``name`` with other words for its first ``numbers`` numbers; None for all."""
+    """``name`` with ``words`` for its first ``numbers`` numbers; None for all numbers."""
     parts = name.split(".")
     places = [i for i, part in enumerate(parts) if _is_number(part)]
     for i, word in zip(places[:numbers], words, strict=False):
@@ -78,7 +79,7 @@ def _with(name: str, words: Iterator[str], numbers: int | None) -> str:
 
 
 def _unit(row: Row, param: str) -> str:
-    """The unit's name with the numbers of ``param``, if it begins the parameter's."""
+    """The unit's name with the numbers of ``param``, if the parameter's name begins with it."""
     if not f"{row.param}.".startswith(f"{row.unit}."):
         return row.unit
     return ".".join(param.split(".")[: row.unit.count(".") + 1])
@@ -90,7 +91,7 @@ def _is_product(numbers: Sequence[tuple[int, ...]]) -> bool:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``{0–3,7}`` for 0, 1, 2, 3, 7; a number on its own stays as it is."""
+    """``{0–3,7}`` for 0, 1, 2, 3, 7; a single number without braces."""
     if len(numbers) == 1:
         return str(numbers[0])
     said = []

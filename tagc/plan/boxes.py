@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """In every dimension ``d`` of a tensor ``shape[d]`` indices, from ``start[d]`` on."""
+    """In every dimension ``d`` of a tensor, ``shape[d]`` indices from ``start[d]`` on."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor of that shape."""
+        """All elements of a tensor of that shape."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -25,7 +25,7 @@ class Box(NamedTuple):
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """The index after the last one, in every dimension."""
+        """The index after the last, in every dimension."""
         return tuple(first + length for first, length in zip(self.start, self.shape, strict=True))
 
     def narrow(self, dim: int, first: int, length: int) -> Box:
@@ -36,7 +36,7 @@ class Box(NamedTuple):
         return Box(tuple(start), tuple(shape))
 
     def overlap(self, other: Box) -> Box | None:
-        """The elements that are in both; None if there are none."""
+        """The elements in both boxes; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = map(min, self.stop, other.stop)
         shape = tuple(last - first for first, last in zip(start, stop, strict=True))
@@ -48,9 +48,8 @@ class Box(NamedTuple):
         return tuple(slice(a, a + n) for a, n in zip(firsts, part.shape, strict=True))
 
     def runs(self, first: int, last: int) -> Iterator[Box]:
-        """Elements ``first`` to ``last``, without the latter, of this box flattened, as boxes that
-        follow each other: of ``[4, 10]`` the elements 7 to 25 are the end of a row, a row, and the
-        beginning of a row."""
+        """Elements ``first`` to ``last`` (exclusive) of this box flattened, as consecutive boxes.
+        In ``[4, 10]``, elements 7 to 25 are the end of a row, a row, and the start of a row."""
         if first >= last:
             return
         if len(self.shape) < 2:
@@ -73,7 +72,7 @@ class Box(NamedTuple):
 
 
 def span_of(length: int, shard: int, shards: int) -> tuple[int, int]:
-    """First index and length of a shard of so many indices, as ``torch.chunk`` cuts them."""
+    """First index and length of a shard of ``length`` indices, as ``torch.chunk`` cuts them."""
     chunk = -(-length // shards)
     first = min(shard * chunk, length)
     return first, min(chunk, length - first)

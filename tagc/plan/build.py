@@ -1,4 +1,4 @@
-"""From rules to segments: the plan of a policy for the units of a model, before any step."""
+"""Builds the plan of a policy for the units of a model: rules become segments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import ParameterRule, Policy, PolicyError, Rule, When, first_match
 from tagc.policy.configs import AutoConfig
 
-# Where nothing is said about replicas, their gradients must be averaged all the same.
+# Replicas' gradients must be averaged even if the policy has no rules for them.
 _DENSE = (Rule(when=When(), codec=DenseConfig()),)
 
 
@@ -47,12 +47,12 @@ def build_plan(
 
     Args:
         units: the reduce-scatter of every unit.
-        gathers: the all-gather of every unit; needed for rules about parameters.
-        replicas: the all-reduce of every unit's shard; needed for rules about replicas.
+        gathers: the all-gather of every unit; needed if the policy has rules for parameters.
+        replicas: the all-reduce of every unit's shard; needed if the model has replicas.
         choose: resolves ``codec: auto``, given the position of a unit in these lists.
 
     Raises:
-        PolicyError: if the policy means to compress and compresses nothing here.
+        PolicyError: if the policy has compressing rules, but compresses nothing here.
     """
     matched: set[tuple[Direction, int]] = set()
     chosen: dict[tuple[Direction, str], list[str]] = {}
@@ -108,7 +108,7 @@ def build_plan(
 
 @dataclass
 class _Run:
-    """Parameters that become a segment."""
+    """The parameters of one segment."""
 
     rule: int | None
     role: str
@@ -124,7 +124,7 @@ def _plan_unit(
     direction: Direction,
     matched: set[tuple[Direction, int]],
 ) -> list[UnitPlan]:
-    """The unit's plan, or all that ``codec: auto`` may become, the least compressed first."""
+    """The unit's plan, or its options with ``codec: auto``, the least compressed first."""
     runs: list[_Run] = []
     for param in unit.params:
         info = policy.describe(param.name, param.shape)
@@ -135,14 +135,14 @@ def _plan_unit(
                 index = None
         if unit.native:
             index = None
-        # What is frozen may not share a block with what is trained: see MessageGatherer.
+        # A block may not mix frozen and trained parameters: see MessageGatherer.
         frozen = param.frozen and index is not None
-        # Nor what all tensor-parallel ranks have with what each has a part of: they would scale it,
-        # or select from it, in different ways.
+        # Nor duplicates with parameters that tensor parallelism divides: tensor-parallel ranks
+        # would scale the duplicates, or select from them, differently.
         duplicated = param.duplicate is not None and index is not None
         kind = info.role, frozen, duplicated
         last = [run for run in runs[-1:] if (run.role, run.frozen, run.duplicated) == kind]
-        # Where it is rearranged anyway, what shares a rule need not be adjacent, nor of one role.
+        # A flat buffer is rearranged anyway, so parameters of one rule need not be adjacent.
         run = next((r for r in (last if unit.flat is None else runs) if r.rule == index), None)
         if run is None:
             run = _Run(rule=index, role=info.role, frozen=frozen, duplicated=duplicated)
@@ -172,9 +172,9 @@ def _plan_unit(
         return plan_inside(in_fewest_bytes(plan), policy.inside)
 
     used = [rules[run.rule].codec for run in runs if run.rule is not None]
-    # What cannot be compressed is left as it is.
+    # Without a compressible dtype, `auto` stays dense.
     automatic = unit.dtype in COMPRESSIBLE and any(isinstance(c, AutoConfig) for c in used)
-    # min_bits makes some of them equal.
+    # With min_bits some of the options are equal.
     options = dict.fromkeys(map(with_bits, AUTO_BITS if automatic else AUTO_BITS[:1]))
     for option in options:
         check_dtype(option)
@@ -203,5 +203,5 @@ def _plan_segment(
     )
     try:
         return plan_codec(config, request)
-    except ValueError as error:  # such as sums of more ranks than a symbol can hold
+    except ValueError as error:  # such as more ranks than the sum of a symbol can hold
         raise PolicyError(f"{config.spelled} of {params[0].name}: {error}") from None

@@ -1,10 +1,9 @@
-"""The canonical form of a plan, version 1: the text that :attr:`tagc.plan.Plan.fingerprint` is the
-SHA-256 of.
+"""The canonical form of a plan, version 1; :attr:`tagc.plan.Plan.fingerprint` is its SHA-256.
 
-Ranks compare the fingerprint before the first step, and checkpoints have it: an exact resume needs
-the same one. So the form has names of its own, in an order of its own, and a rename in the code
-changes nothing in it. It says what decides arithmetic and the shapes of residuals, and nothing of
-where words lie in a message. What plans get later is left out where it has its default.
+Ranks compare the fingerprint before the first step, and an exact resume needs the same fingerprint
+as the checkpoint's. So the form has its own names in its own order, and renaming things in the code
+does not change it. It contains what determines arithmetic and the shapes of residuals, but not the
+layout of messages. It leaves out attributes added later if they have their default.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tagc.plan.units import UnitInfo, UnitParam
 
 
 def canonical(units: Iterable[UnitPlan]) -> str:
-    """All that ranks must agree on to exchange messages."""
+    """The canonical form of units: ranks must agree on it to exchange messages."""
     return json.dumps([_top(unit) for unit in units])
 
 
@@ -61,7 +60,7 @@ def _shots(info: UnitInfo, shots: TwoShots) -> dict[str, Any]:
 
 
 def _stage(info: UnitInfo, messages: MessagePlan, direction: str) -> dict[str, Any]:
-    """Messages of a stage, in the form of a unit without stages."""
+    """A stage's messages, in the form of a unit without stages."""
     return {
         "info": _info(info),
         "segments": _segments(messages.segments),
@@ -143,7 +142,7 @@ def _kind(plan: CodecPlan) -> tuple[str, dict[str, Any]]:
                 "low_bits": plan.layout.low_bits,
                 "values": _blocks(plan.layout.values),
             }
-            # `shared` is of an option that was removed.
+            # `shared` was an option, since removed.
             return "packed", {"target": plan.target, "shared": False, "layout": packed}
         case QuantizedPlan():
             return "quantized", {

@@ -1,4 +1,4 @@
-"""What is refused, and what speaks against a plan."""
+"""Checks of a plan: errors, warnings and notes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tagc.policy.configs import AutoConfig
 from tagc.policy.rules import SMALL
 
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
-"""What messages can be made of."""
+"""The dtypes that messages can carry."""
 
 
 def unshared_supports(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Iterator[str]:
-    """Which parameters' ranks keep groups of their own, although their rule wants shared ones."""
+    """A note about parameters without a shared support, although their rule asks for one."""
     names = [
         param.name
         for unit in units
@@ -43,7 +43,7 @@ def unshared_supports(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Itera
 
 
 def in_levels(units: Sequence[UnitPlan]) -> Iterator[str]:
-    """How many units of one direction travel in two levels, and what that sends inside hosts."""
+    """Notes on how many units of one direction use two levels, and the bytes inside hosts."""
     layouts = {(u.peers, u.info.ranks_per_host) for u in units if u.info.ranks_per_host > 1}
     for hosts, ranks in sorted(layouts):
         mine = [u for u in units if (u.peers, u.info.ranks_per_host) == (hosts, ranks)]
@@ -66,19 +66,19 @@ def in_levels(units: Sequence[UnitPlan]) -> Iterator[str]:
         else:
             yield (
                 f"{what}: a rank sends to one on each of the {others} other hosts, which is what "
-                f"the table counts, and the {ranks} of a host tell each other (each sends {inside} "
-                "in a step)"
+                f"the table counts, and the {ranks} ranks of a host forward it to each other (each "
+                f"sends {inside} in a step)"
             )
 
 
 def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
-    """What speaks against a plan.
+    """Warnings about a plan.
 
     Args:
-        matched: direction and index of the rules that select any parameter.
+        matched: direction and index of the rules that select at least one parameter.
 
     Raises:
-        PolicyError: if the policy means to compress, and compresses nothing here.
+        PolicyError: if the policy has compressing rules, but compresses nothing here.
     """
     policy, found = plan.policy, []
     rules = [
@@ -119,9 +119,8 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
 
 
 def mostly_small(plan: Plan) -> list[str]:
-    """A sentence where the gradients of most trained elements stay dense for one reason: their
-    parameters are below the size from which a rule takes them, and no rule gives one. Such are a
-    model's adapters (LoRA)."""
+    """A warning if the gradients of most trained elements stay dense only because their parameters
+    are smaller than the default ``min_numel``. A model's adapters (LoRA) are like that."""
     small: list[ParamInfo] = []
     total = 0
     for param, rule in ((p, s.rule) for u in plan.units for s in u.segments for p in s.params):
@@ -141,7 +140,7 @@ def mostly_small(plan: Plan) -> list[str]:
 
 
 def _reasons(plan: Plan) -> str:
-    """How many parameters no rule selects, why, and what to write to have them selected."""
+    """How many parameters no rule selects, why, and what to write to select them."""
     found: dict[Miss, list[ParamInfo]] = {}
     for unit in plan.all_units:
         for param in (p for s in unit.segments for p in s.params):
@@ -155,7 +154,7 @@ def _reasons(plan: Plan) -> str:
     if not found:
         return "0 parameters that are trained"
     count = len({info.name for infos in found.values() for info in infos})
-    # Those that a rule came nearest to can be had by the smallest change.
+    # Begin with the parameters that a rule came nearest to: they need the smallest change.
     listed = sorted(found.items(), key=lambda item: (-item[0].near, -item[1][0].numel))
     said = [
         f"{infos[0].name} ({infos[0].role}{f', and {len(infos) - 1} more' * (len(infos) > 1)}): "
@@ -173,7 +172,7 @@ def _reasons(plan: Plan) -> str:
 
 
 def left_out(units: Sequence[UnitPlan], policy: Policy) -> Iterator[str]:
-    """Which frozen parameters are gathered as they are, whatever their rule says, and why."""
+    """Notes on frozen parameters that are gathered uncompressed despite their rule, and why."""
     names: dict[Special, list[str]] = {}
     for unit in units:
         for segment in unit.segments:
@@ -189,7 +188,7 @@ def left_out(units: Sequence[UnitPlan], policy: Policy) -> Iterator[str]:
 
 
 def kept_native(units: Sequence[UnitPlan]) -> Iterator[str]:
-    """Which units travel as FSDP sends them, whatever their rules say, and why."""
+    """Notes on units that FSDP sends itself despite their rules, and why."""
     names: dict[str, list[str]] = {}
     for unit in units:
         if unit.info.native:
@@ -202,7 +201,7 @@ def kept_native(units: Sequence[UnitPlan]) -> Iterator[str]:
 
 
 def beyond_their_names(units: Sequence[UnitPlan]) -> Iterator[str]:
-    """Which parameters take more than twice the bits that their codec is known by."""
+    """Notes on parameters that take more than twice their codec's nominal bits."""
     costly: dict[str, list[str]] = {}
     for unit in units:
         for segment in unit.compressed:
@@ -223,12 +222,12 @@ def beyond_their_names(units: Sequence[UnitPlan]) -> Iterator[str]:
 
 
 def check_dtype(unit: UnitPlan) -> None:
-    """Refuse to compress what no codec can.
+    """Raise for dtypes that no codec can compress.
 
     Raises:
         PolicyError: if the unit's dtype is none of ``COMPRESSIBLE``.
     """
-    # FSDP gathers several dtypes as bytes; `tagc.wrap` has better words for that.
+    # FSDP gathers several dtypes as bytes; `tagc.wrap` raises a clearer error for that.
     if unit.compressed and unit.info.dtype not in (*COMPRESSIBLE, torch.uint8):
         what, remedy = {
             True: ("gathers parameters", "param_dtype"),
@@ -245,11 +244,10 @@ def check_dtype(unit: UnitPlan) -> None:
 def matrices_of(
     unit: UnitInfo, params: Sequence[UnitParam], codec: CodecConfig
 ) -> list[list[tuple[int, int]]]:
-    """Of what a shard has of every parameter the matrices, by their rows and columns, which
-    ``codec`` needs.
+    """The rows and columns of the matrices in a shard of each parameter, for ``codec``.
 
     Raises:
-        PolicyError: where that is no matrix.
+        PolicyError: if a parameter's shard is not a matrix.
     """
     if unit.flat is not None:
         raise PolicyError(
@@ -267,8 +265,8 @@ def matrices_of(
 
 
 def _matrices(param: UnitParam) -> list[tuple[int, int]]:
-    """One whose rows are all but the first dimension, or, of stacked matrices (experts
-    ``[E, d, f]``), each of them: what has fewer scales."""
+    """One matrix for the whole shard, or one for each of stacked matrices (experts ``[E, d, f]``),
+    whichever has fewer scales."""
     if param.local is None:
         return [shard_shape(param.shape, param.dim, param.columns)]
     whole = shard_shape(param.local, 0, param.columns)

@@ -1,4 +1,4 @@
-"""``codec: auto``: what it may become, and who chooses."""
+"""``codec: auto``: the codecs that it may become, and the protocol of the choice."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tagc.plan.unit_plan import UnitPlan
 from tagc.policy.configs import AutoConfig, AutoParametersConfig
 
 AUTO_BITS = (32, 16, 8, 4)
-"""What it chooses from, in bits per element; parameters stop at 8 where no copy may be stored."""
-# 8 bits and a scale of 16 for every 256.
+"""The options in bits per element; parameters stop at 8 if no copy may be stored."""
+# 8 bits per element, and a scale of 16 bits for every 256 elements.
 _KEPT_BYTES = 1 + 2 / 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One of several plans of a unit, and why."""
+    """The index of the chosen plan among a unit's options, and the reason."""
 
     index: int
     why: str
 
 
 class Choose(Protocol):
-    """Resolves ``codec: auto``, for a unit as a whole: what compresses one segment takes all of
-    the unit from the backend's own collective to messages.
+    """Resolves ``codec: auto`` for a whole unit: if one segment is compressed, the unit uses
+    messages instead of the backend's own collective.
 
     Attributes:
-        notes: what the choices rest on.
+        notes: the facts behind the choices.
     """
 
     @property
@@ -40,18 +40,16 @@ class Choose(Protocol):
 
     def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
         """Choose among plans of the unit at ``position``, the least compressed first. All ranks
-        must choose alike."""
+        must make the same choice."""
         ...
 
 
 def resolve_auto(config: AutoConfig, bits: int, *, copy_bytes: float, owes: bool) -> CodecConfig:
-    """The codec of so many bits, or of as few as the rule allows.
+    """The codec with ``bits`` bits, but at least the rule's ``min_bits``.
 
     Args:
-        copy_bytes: that a rank would store for every parameter of the model, to be sent changes of
-            it only.
-        owes: whether a gradient's residual is kept; where it is not, gradients are rounded by
-            chance.
+        copy_bytes: bytes per parameter of the model that a rank would store for a copy.
+        owes: whether gradients have a residual; without one they are rounded stochastically.
     """
     parameters = isinstance(config, AutoParametersConfig)
     bits = max(bits, config.min_bits)

@@ -1,9 +1,8 @@
-"""What the ranks of a host send each other about gradients that they add up: the gradients as they
-are, or in fewer bits.
+"""How the ranks of a host send each other the gradients that they add up: uncompressed or not.
 
-What a policy compresses between hosts may travel inside of them as bfloat16, or in 8 bits, rounded
-by chance: nothing is owed then, so no rank remembers anything of what its neighbours rounded away.
-What a policy leaves dense is added up as it is.
+Segments that a policy compresses between hosts may be sent inside them as bfloat16, or in 8 bits
+with stochastic rounding. Neither has feedback, so no rank keeps a residual for its neighbours.
+Dense segments are summed uncompressed.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ assert set(_CONFIGS) == set(get_args(Inside))
 
 
 def config_inside(inside: Inside) -> CodecConfig:
-    """The codec that stands behind the word."""
+    """The codec for a value of the policy's key ``inside``."""
     return _CONFIGS[inside]
 
 
 def without_effect(units: Sequence[UnitPlan], inside: Inside) -> Iterator[str]:
-    """Why nothing is sent in fewer bits inside hosts, although the policy asks for it."""
+    """A note if the policy asks for fewer bits inside hosts, but no unit sends fewer."""
     if inside == "native" or any(unit.inside is not None for unit in units):
         return
     if not any(unit.info.ranks_per_host > 1 for unit in units):
@@ -46,9 +45,9 @@ def without_effect(units: Sequence[UnitPlan], inside: Inside) -> Iterator[str]:
 
 
 def plan_inside(unit: UnitPlan, inside: Inside) -> UnitPlan:
-    """The unit, its ranks adding up inside a host as a policy says, where they do."""
+    """The unit with messages inside hosts, if its ranks add up there and messages send less."""
     adds_up = unit.direction == "gradients" and unit.info.ranks_per_host > 1
-    # Two bytes are no fewer than two.
+    # bfloat16 saves nothing if gradients have two bytes already.
     fewer = inside == "int8" or (inside == "bfloat16" and unit.info.dtype.itemsize > 2)
     if not (adds_up and fewer and unit.compressed):
         return unit

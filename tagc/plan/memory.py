@@ -1,4 +1,4 @@
-"""Memory that a rank needs for a plan: for good, and in buffers that all units share."""
+"""Memory that a rank needs for a plan: between steps, in shared buffers, and temporarily."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import UnitPlan
 
 Buffer = tuple[str, torch.dtype, int]
-"""Name, dtype and elements."""
+"""Name, dtype and number of elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of a rank, beside what FSDP itself needs.
+    """Bytes that a rank needs in addition to FSDP's own.
 
     Attributes:
-        stored: between steps: residuals, what owners keep, kept messages and copies.
-        buffers: allocated in the first step, and kept for all units.
-        moment: at most, for a moment, in the largest segment: what operators and feedback take
-            beside their arguments on a CPU. (The eager reference takes more. The scratch of the
-            kernels for GPUs is not counted.)
-        waiting: more, while micro-batches wait inside hosts (``set_requires_all_reduce(False)``).
+        stored: bytes kept between steps: residuals, owner states, kept messages and copies.
+        buffers: bytes allocated in the first step and shared by all units.
+        moment: the most temporary bytes: what operators and feedback allocate on a CPU for the
+            segment that needs most. (The eager reference takes more. The scratch of the kernels
+            for GPUs is not counted.)
+        waiting: additional bytes while micro-batches wait inside hosts
+            (``set_requires_all_reduce(False)``).
     """
 
     stored: int
@@ -38,12 +39,12 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All of it, without micro-batches."""
+        """The total without :attr:`waiting`."""
         return self.stored + self.buffers + self.moment
 
     @property
     def note(self) -> str:
-        """For people."""
+        """A sentence for users."""
         moment = f" and up to {format_bytes(self.moment)} for a moment" if self.moment else ""
         waiting = (
             f"; {format_bytes(self.waiting)} more while micro-batches wait inside hosts"
@@ -57,10 +58,10 @@ class Memory:
 
 
 def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
-    """What units need, in all directions.
+    """The memory of units in all directions.
 
     Args:
-        gloo: whether the backend is gloo on a CPU, which adds up in buffers of its own.
+        gloo: whether the backend is gloo on a CPU, where sums need additional buffers.
     """
     largest: dict[tuple[str, torch.dtype], int] = {}
     for unit in units:
@@ -75,8 +76,8 @@ def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
 
 
 def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
-    """The buffers of one unit after its warm-up, by the names that
-    :class:`tagc.codecs.workspace.Workspace` has them under; those of the warm-up, if it has one."""
+    """The buffers of one unit, including those of its warm-up, by their names in
+    :class:`tagc.codecs.workspace.Workspace`."""
     info, dtype, columns = unit.info, unit.info.dtype, unit.buffer_columns
     if info.world_size == 1:
         return
@@ -127,13 +128,13 @@ def _of_parameters(unit: UnitPlan) -> Iterator[Buffer]:
 
 
 def _waiting(unit: UnitPlan) -> int:
-    """The sum of a host's ranks, in float32."""
+    """Bytes of the waiting sum of a host's ranks, in float32."""
     inside = (stage for stage in unit.route if stage.level == "inside")
     return sum(4 * s.rows * s.columns for s in inside if unit.direction == "gradients")
 
 
 def _moment(unit: UnitPlan) -> int:
-    """At most, of the segments of every stage, one after the other."""
+    """The most temporary bytes of any segment; segments run one after another."""
     if unit.info.world_size == 1:
         return 0
     found = (
@@ -159,6 +160,6 @@ def _moment_of(unit: UnitPlan, stage: StagePlan, messages: MessagePlan, segment:
     if feedback is not None:
         found += feedback.scratch_bytes(messages.made, segment.columns, dtype)
     if half and adds_up and codec.compressed and (feedback is None or not feedback.owner_state):
-        # The sum in float32, two masks of its finite values and one of others, and a result.
+        # The sum in float32, two masks of its finite values, one of the others, and a result.
         found += 17 * segment.columns
     return found

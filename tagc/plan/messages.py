@@ -1,4 +1,4 @@
-"""The messages of one stage: their segments, how many a rank makes and reads, and their sizes."""
+"""The messages of one stage: segments, sizes, and how many a rank encodes and decodes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tagc.plan.units import UnitInfo, UnitParam
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Columns ``start`` to ``stop`` of a unit, which travel by one codec.
+    """Columns ``start`` to ``stop`` of a unit, sent by one codec.
 
     Attributes:
-        role: of its parameters; ``mixed`` in a flat buffer, where they need not share one.
+        role: the role of its parameters; ``mixed`` if they differ, as they may in a flat buffer.
+        rule: index of the rule that selects them; None if no rule does.
     """
 
     start: int
@@ -34,7 +35,7 @@ class Segment:
 
     @property
     def compressed(self) -> bool:
-        """Whether anything but the buffer itself travels."""
+        """Whether the segment is sent in another form than the buffer itself."""
         return self.codec.compressed
 
     @property
@@ -45,7 +46,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class MessagePlan:
-    """What the ranks of one stage send each other: a message has words of every segment.
+    """The messages of one stage. A message has words of every segment.
 
     Attributes:
         segments: in column order, without gaps.
@@ -53,7 +54,7 @@ class MessagePlan:
         read: messages that a rank decodes.
         rows: rows of elements that decoding writes.
         for_all: whether every rank gets the same message.
-        sent: words of the message to each rank that are sent; None for all of them.
+        sent: for each destination, the words of its message that are sent; None for all words.
     """
 
     segments: tuple[Segment, ...]
@@ -65,7 +66,7 @@ class MessagePlan:
 
     @cached_property
     def columns(self) -> int:
-        """Elements that a message is about."""
+        """Elements per message."""
         return self.segments[-1].stop if self.segments else 0
 
     @cached_property
@@ -75,12 +76,12 @@ class MessagePlan:
 
     @cached_property
     def row_words(self) -> int:
-        """Words of a message with its stamp and padding: from one to the next."""
+        """Words of a message including its stamp and padding."""
         return row_words(self.words)
 
     @cached_property
     def cells(self) -> int:
-        """Words for each destination that are summed on the way, besides the message."""
+        """Cells for each destination, which are summed on the way, besides the message."""
         return sum(s.codec.cells for s in self.segments)
 
     @cached_property
@@ -90,12 +91,12 @@ class MessagePlan:
 
     @cached_property
     def ordered(self) -> tuple[Segment, ...]:
-        """The segments in the order in which their words follow each other in a message."""
+        """The segments in the order of their words in a message."""
         return _ordered(self.segments)
 
     def words_of(self, segment: Segment) -> float:
-        """Words of a segment in a message, padding included; if messages are sent in part, on
-        average."""
+        """Words of a segment in a message, including padding; an average if messages are sent in
+        part."""
         if self.sent is None:
             end = self.row_words - self.words if segment is self._largest else 0
             return segment.codec.room + end
@@ -107,11 +108,11 @@ class MessagePlan:
 
     @cached_property
     def _largest(self) -> Segment:
-        """The segment that the end of a message, stamp and padding, is counted for."""
+        """The segment that counts the stamp and padding at the end of a message as its own."""
         return max(self.segments, key=lambda s: s.codec.room)
 
     def stored_bytes(self, segment: Segment) -> int:
-        """Bytes of a segment's error feedback: its residual, and what the owner keeps."""
+        """Bytes of a segment's feedback: its residual and the owner state."""
         feedback = segment.codec.feedback
         if feedback is None:
             return 0
@@ -120,10 +121,10 @@ class MessagePlan:
 
 
 def sent_spans(info: UnitInfo, segments: Sequence[Segment]) -> tuple[slice, ...] | None:
-    """Words of the message to each owner that are sent; None for all of them.
+    """For each owner, the words of its message that are sent; None for all words.
 
-    In a flat buffer an owner may have nothing of the first segments, or of the last, and fewer
-    elements of dense ones than another.
+    In a flat buffer an owner may have no elements in the first or last segments, and fewer elements
+    of a dense segment than another owner.
     """
     if info.flat is None:
         return None

@@ -1,10 +1,10 @@
-"""Where a parameter's elements lie in a unit's rows.
+"""Locates a parameter's elements in a unit's rows.
 
-FSDP2 cuts every parameter into as many parts as there are ranks, so that it has the same columns in
-each row of the buffer. FSDP1 lays its parameters end to end and cuts the whole: a parameter lies in
-few rows, in other columns of each, and may go on in the next. There a segment collects what each
-row has of its parameters; the fullest row decides how many columns it has, and the others are
-filled up with zeros::
+FSDP2 cuts every parameter into as many parts as there are ranks, so it has the same columns in each
+row of the buffer. FSDP1 lays its parameters end to end and cuts the whole: a parameter is in a few
+rows, in different columns of each, and may continue in the next row. There, a segment collects each
+row's elements of its parameters. It has as many columns as the fullest row needs, and zeros fill
+the others::
 
     FSDP1's buffer      segment of a and c    segment of b
      a a a a b           a a a a               b 0
@@ -25,9 +25,10 @@ class ParamSlice:
     """Elements ``offset`` to ``offset + length`` of a flattened parameter.
 
     Attributes:
-        row: rank that owns them.
-        column: of the first one, in the segment.
-        start: of the first one, in a row of FSDP1's buffer; in FSDP2's, the segment's own.
+        row: the rank that owns them.
+        column: column of the first element in the segment.
+        start: column of the first element in a row of FSDP1's buffer; for FSDP2 equal to
+            ``column``.
     """
 
     param: str
@@ -44,7 +45,7 @@ def is_whole(info: UnitInfo, params: Sequence[UnitParam]) -> bool:
 
 
 def columns_of(info: UnitInfo, params: Sequence[UnitParam]) -> int:
-    """Columns of a segment of these parameters, padding included."""
+    """Columns of a segment of these parameters, including padding."""
     if info.flat is None:
         return sum(param.columns for param in params)
     if is_whole(info, params):
@@ -53,9 +54,9 @@ def columns_of(info: UnitInfo, params: Sequence[UnitParam]) -> int:
 
 
 def param_slices(info: UnitInfo, params: Sequence[UnitParam]) -> Iterator[ParamSlice]:
-    """The pieces of a segment's parameters, row by row within each of them; none is empty.
+    """The non-empty pieces of a segment's parameters, parameter by parameter and row by row.
 
-    For FSDP2 they are right for parameters that are sharded in their first dimension.
+    For FSDP2 this assumes parameters that are sharded in their first dimension.
     """
     if info.flat is None:
         yield from _even(info, params)
@@ -82,7 +83,7 @@ def param_slices(info: UnitInfo, params: Sequence[UnitParam]) -> Iterator[ParamS
 
 
 def filled_columns(info: UnitInfo, params: Sequence[UnitParam]) -> list[int]:
-    """Columns of a segment of these parameters that each row uses: all that follow are padding."""
+    """How many columns of a segment of these parameters each row uses; the rest is padding."""
     columns = [0] * info.world_size
     for piece in param_slices(info, params):
         columns[piece.row] = max(columns[piece.row], piece.column + piece.length)

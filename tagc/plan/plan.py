@@ -1,4 +1,4 @@
-"""The plan of a model: what happens to every parameter, and what all ranks must agree on."""
+"""The plan of a model: how every parameter is sent, and the fingerprint that ranks compare."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from tagc.policy import ParamInfo, Policy, first_match, nearest_miss
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``tagc.wrap`` does to every parameter. ``str(plan)`` is a table, in which parameters
-    that differ in a number of their names only, as those of equal blocks, are one line; ``full``
-    has a line for each.
+    """What ``tagc.wrap`` does to every parameter.
+
+    ``str(plan)`` is a table. Parameters whose names differ only in numbers, such as those of equal
+    blocks, share a line; ``full`` has a line for each.
 
     Attributes:
         units: gradients in the reduce-scatter.
-        parameters: parameters in the all-gather; empty where the policy does not mention them.
-        replicas: gradients in the all-reduce across replicas; likewise.
-        notes: what ``codec: auto`` was decided by, and how; what else a user should know.
-        warnings: what speaks against this plan.
-        gloo: whether it is for gloo on CPUs.
+        parameters: parameters in the all-gather; empty if the policy has no rules for them.
+        replicas: gradients in the all-reduce across replicas; empty without replicas.
+        notes: text for users, such as the choices of ``codec: auto`` and their reasons.
+        warnings: reasons not to use this plan.
+        gloo: whether the plan is for gloo on CPUs.
     """
 
     policy: Policy
@@ -43,29 +44,29 @@ class Plan:
 
     @property
     def memory(self) -> Memory:
-        """That a rank needs, beside FSDP's own."""
+        """Memory that a rank needs in addition to FSDP's own."""
         return memory_of(self.all_units, gloo=self.gloo)
 
     @property
     def all_units(self) -> tuple[UnitPlan, ...]:
-        """Every direction."""
+        """The units of all directions."""
         return self.units + self.parameters + self.replicas
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """One row a parameter and direction, in the order of FSDP's buffers."""
+        """One row per parameter and direction, in the order of FSDP's buffers."""
         return tuple(
             row for u in self.all_units for s in u.segments for row in _rows(u, s, self.policy)
         )
 
     @property
     def warmup_steps(self) -> int:
-        """Reductions that go dense before any unit is compressed in full."""
+        """How many reductions are dense at first: the maximum over units."""
         return max((unit.warmup_steps for unit in self.all_units), default=0)
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of the canonical form, version 1, of all that ranks must agree on to
+        """SHA-256, in hex, of the plan's canonical form, version 1. Ranks must have the same to
         exchange messages."""
         return hashlib.sha256(canonical(self.all_units).encode()).hexdigest()
 
@@ -87,7 +88,7 @@ class Plan:
 
 
 def _rows(unit: UnitPlan, segment: Segment, policy: Policy) -> Iterator[Row]:
-    """One for each of a segment's parameters."""
+    """One row for each of a segment's parameters."""
     columns = [unit.dense_columns([param]) for param in segment.params]
     total = sum(columns) or 1
     shares = segment.codec.word_shares(columns)

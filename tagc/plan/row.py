@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One parameter of the plan, or several that are alike; bytes are those that this rank sends in
-    a step, or stores.
+    """One parameter of the plan, or several equal ones. Bytes are what a rank sends in a step, or
+    stores.
 
     Attributes:
-        why_dense: of what travels as it is, the reason.
-        alike: how many parameters these are.
+        why_dense: why it is not compressed; empty if it is.
+        alike: how many parameters the row stands for.
     """
 
     direction: str

@@ -15,19 +15,19 @@ Level = Literal["flat", "across", "inside"]
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """A collective among some ranks, which sends rows as they are, or messages about them.
+    """A collective that sends rows uncompressed, or messages about them.
 
     Attributes:
-        level: ``flat`` among all ranks of the unit; where the ranks of a host work together,
-            ``inside`` a host or ``across`` hosts.
-        ranks: that take part.
-        columns: elements of a row as it is.
-        dtype: of them.
-        rows: that a rank sends each other one.
-        repeats: how often it runs in a step of one backward.
-        decodes: how often its messages are decoded in that time.
-        each_backward: whether it runs in the backward of every micro-batch; otherwise in the last.
-        messages: that are sent; None where rows travel as they are.
+        level: ``flat`` among all ranks of the unit; with two levels, ``inside`` a host or
+            ``across`` hosts.
+        ranks: how many ranks take part.
+        columns: elements of an uncompressed row.
+        dtype: the dtype of these elements.
+        rows: rows that a rank sends to each other rank.
+        repeats: how often it runs in a step with one backward.
+        decodes: how often its messages are decoded in such a step.
+        each_backward: whether it runs in the backward of every micro-batch, or only in the last.
+        messages: the messages; None if rows are sent uncompressed.
     """
 
     collective: Collective
@@ -43,13 +43,13 @@ class StagePlan:
 
     @property
     def starts(self) -> int:
-        """Collectives that are started in a step of one backward."""
+        """Collectives started in a step with one backward."""
         found = self.messages
         return self.repeats + (0 if found is None else (found.cells > 0) + (found.counts > 0))
 
     @property
     def bytes(self) -> float:
-        """That a rank sends in a step of one backward, without those of :attr:`count_bytes`."""
+        """Bytes that a rank sends in a step with one backward, without :attr:`count_bytes`."""
         if self.messages is None:
             factor = self._reduced if self.collective == "all-reduce" else self.ranks - 1
             return factor * self.rows * self.columns * self.dtype.itemsize * self.repeats
@@ -57,18 +57,22 @@ class StagePlan:
 
     @property
     def count_bytes(self) -> float:
-        """In the all-reduce of counts, for thresholds."""
+        """Bytes that a rank sends in the all-reduce of counts, for thresholds."""
         return 0.0 if self.messages is None else sum(map(self._counts_of, self.messages.segments))
 
     def bytes_of(self, segment: int) -> float:
-        """Of one segment of the messages, its share of the counts included."""
+        """Bytes that a rank sends for one segment of the messages, including its counts.
+
+        Args:
+            segment: its index in the messages.
+        """
         assert self.messages is not None
         found = self.messages.segments[segment]
         return self._bytes_of(found) + self._counts_of(found)
 
     @property
     def _reduced(self) -> float:
-        """What a ring sends to reduce a byte on all ranks."""
+        """Bytes that a ring all-reduce sends per byte."""
         return 2 * (self.ranks - 1) / self.ranks
 
     def _bytes_of(self, segment: Segment) -> float:

@@ -1,4 +1,4 @@
-"""A plan as a table for people."""
+"""Formats a plan as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEFT = {"unit", "parameter", "shape", "role", "codec", "why dense"}
 
 
 def as_text(policy: str, rows: Sequence[Row], warmup_steps: int, notes: Sequence[str] = ()) -> str:
-    """What is sent in all, the notes, then a table of each direction."""
+    """The total sent, the notes, then a table for each direction."""
     dense, wire = _sum(rows, "dense_bytes"), _sum(rows, "wire_bytes")
     directions = list(dict.fromkeys(row.direction for row in rows))
     what = "gradient" if directions in ([], ["gradients"]) else " and ".join(directions)
@@ -69,12 +69,12 @@ def _sum(rows: Sequence[Row], name: str) -> float:
 
 
 def as_list(names: Sequence[str]) -> str:
-    """Some of the names and how many more."""
+    """The first two names, and how many more there are."""
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def format_bytes(n: float) -> str:
-    """Bytes for people: 1234567 is '1.18 MiB'."""
+    """Bytes as text: 1234567 is '1.18 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"

@@ -1,18 +1,18 @@
 """Two shots: an all-reduce of messages whose bytes do not grow with the number of replicas.
 
-In *one shot* every replica sends its message to all others, and all of them add up all: each
-receives ``(N - 1) * b`` bits per element. In *two shots* each of the ``N`` replicas owns a slice of
-the shard: it gets a message about its slice from every replica, adds them up, and sends all others
-one about the sum, by the same codec and with a residual of its own: ``2 * b * (N - 1) / N`` bits.
-That is less from 3 replicas on, and what 2 send each other anyway::
+In *one shot* every replica sends its message to all others, and each sums all messages: it receives
+``(N - 1) * b`` bits per element. In *two shots* each of the ``N`` replicas owns a slice of the
+shard. It gets a message about its slice from every replica, sums them, and sends one message about
+the sum to all others, with the same codec and a residual of its own: ``2 * b * (N - 1) / N`` bits.
+That is less with 3 or more replicas, and the same with 2::
 
     shard [S]           slices [N, C]       message about each      the owner's sum [C]
      a a a a b b   ->    a a b         ->    to its owner     ->     one message to all
                          a a b                                       rows [N, C] -> shard [S]
 
 Codecs that send every element can be cut: ``quantized`` between blocks, ``matrix`` between the rows
-of each matrix, ``dense`` anywhere. What selects elements goes in one shot: sums of ``sketch`` are
-made on the way, and those of ``packed`` have more elements than any message.
+of each matrix, ``dense`` anywhere. Codecs that select elements use one shot: the cells of
+``sketch`` are summed on the way, and a sum of ``packed`` has more elements than one message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tagc.plan.unit_plan import TwoShots, UnitPlan
 
 
 def in_fewest_bytes(unit: UnitPlan) -> UnitPlan:
-    """The average over replicas in two shots, where that is possible and sends less."""
+    """The unit in two shots if that is possible and sends less, otherwise as it is."""
     if unit.direction != "replicas" or why_one_shot(unit) is not None:
         return unit
     other = in_two_shots(unit)
@@ -38,10 +38,10 @@ def in_fewest_bytes(unit: UnitPlan) -> UnitPlan:
 
 
 def in_two_shots(unit: UnitPlan) -> UnitPlan:
-    """The same in two shots.
+    """The unit with its average over replicas in two shots.
 
     Raises:
-        ValueError: if :func:`why_one_shot` says why not.
+        ValueError: if that is not possible; see :func:`why_one_shot`.
     """
     why = why_one_shot(unit)
     if why is not None:
@@ -83,8 +83,8 @@ def why_one_shot(unit: UnitPlan) -> str | None:
 
 
 def slices_of(unit: UnitPlan, segment: Segment) -> Iterator[ParamSlice]:
-    """Where the elements that a shard has of a segment's parameters lie in the slices of two shots,
-    by owner; ``offset`` counts from the first element of the parameter's shard."""
+    """Locate the elements of a segment's parameters in the slices of two shots. ``row`` is the
+    owner of the slice; ``offset`` counts from the first element of the parameter's shard."""
     assert unit.shots is not None
     start, column = segment.start, 0
     for cut in unit.shots.cuts[unit.segments.index(segment)]:
@@ -109,7 +109,7 @@ def slices_of(unit: UnitPlan, segment: Segment) -> Iterator[ParamSlice]:
 
 
 def about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
-    """How many units are averaged over replicas in two shots, and which could not be."""
+    """Notes about the units averaged over replicas in two shots, and the reasons for one shot."""
     two = [unit for unit in units if unit.shots is not None]
     if two:
         once = sum(_wire_bytes(replace(unit, shots=None)) for unit in two)

@@ -1,9 +1,9 @@
-"""The plan of one unit in one direction: its segments, and what they cost on the wire.
+"""The plan of one unit in one direction: its segments, and the bytes that they send and store.
 
 FSDP's reduce-scatter buffer is ``[W, S]``, and a parameter occupies the same columns in each row;
-so it does in the all-gather's buffer. Adjacent parameters that share rule and role form a
-*segment*, which is compressed as one. In FSDP1's buffer, which is cut into rows regardless of
-parameters (see :mod:`tagc.plan.param_slices`), all parameters that share a rule form one.
+the same holds for the all-gather's buffer. Adjacent parameters with the same rule and role form a
+*segment*, which one codec compresses. FSDP1 cuts its buffer into rows regardless of parameters (see
+:mod:`tagc.plan.param_slices`), and all parameters with the same rule form a segment.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ Direction = Literal["gradients", "parameters", "replicas"]
 
 @dataclass(frozen=True, kw_only=True)
 class TwoShots:
-    """An all-reduce of a shard over ``N`` replicas in two shots, of which each owns a slice:
-    messages about every slice go to its owner, who adds them up, and sends one about the sum to
-    all. See :mod:`tagc.plan.two_shots`.
+    """An all-reduce of a shard over ``N`` replicas in two shots. See :mod:`tagc.plan.two_shots`.
+
+    Each replica owns a slice of the shard. It receives messages about its slice, sums them, and
+    sends one message about the sum to all.
 
     Attributes:
         reduce: messages of the first shot, ``[N, C]`` to ``[C]``: a reduce-scatter of slices.
-        gather: those of the second one, ``[C]`` to ``[N, C]``: an all-gather.
-        cuts: of each segment of the unit; in both, the slices of a segment are one, of as many
-            columns as its cuts have slices long.
+        gather: messages of the second shot, ``[C]`` to ``[N, C]``: an all-gather.
+        cuts: the cuts of each segment of the unit. In both shots a segment's slice has as many
+            columns as its cuts' ``length`` in total.
     """
 
     reduce: MessagePlan
@@ -47,10 +48,9 @@ class UnitPlan:
     """The segments of one unit in one direction, in column order, without gaps.
 
     Attributes:
-        shots: where replicas do not send each other everything: how they go about it instead.
-        inside: where ranks of a host add up and do not send each other the gradients as they are:
-            what each sends another about the rows of one host, and gets from it. See
-            :mod:`tagc.plan.inside`.
+        shots: the two shots of an average over replicas; None in one shot.
+        inside: messages between the ranks of a host that add up gradients; None if they send each
+            other gradients uncompressed, or none. See :mod:`tagc.plan.inside`.
     """
 
     info: UnitInfo
@@ -61,7 +61,7 @@ class UnitPlan:
 
     @cached_property
     def messages(self) -> MessagePlan:
-        """Of the first stage that sends messages to other hosts."""
+        """The messages of the first stage that sends messages to other hosts."""
         if self.shots is not None:
             return self.shots.reduce
         W, H, copies = self.info.world_size, self.peers, self.keeps_copy
@@ -117,7 +117,7 @@ class UnitPlan:
             each_backward=not self.keeps_copy,
             messages=self.messages if self.compressed else None,
         )
-        # Ranks of a host hand messages on, or rows of the copy that they have.
+        # Ranks of a host forward messages to each other, or exchange rows of their copy.
         hand_on = self.compressed and not self.keeps_copy
         inside = StagePlan(
             collective="all-gather",
@@ -150,13 +150,13 @@ class UnitPlan:
 
     @cached_property
     def words(self) -> int:
-        """int32 words of all segments in the messages of every stage but those inside hosts."""
+        """int32 words of all segments in the messages of all stages except those inside hosts."""
         shots = () if self.shots is None else (self.shots.gather,)
         return sum(messages.words for messages in (self.messages, *shots))
 
     @cached_property
     def columns(self) -> int:
-        """Elements of one shard of the unit, as the segments arrange it."""
+        """Elements of one shard of the unit in the segments' arrangement."""
         return self.segments[-1].stop if self.segments else 0
 
     @cached_property
@@ -165,8 +165,8 @@ class UnitPlan:
         return self.columns if self.info.flat is None else self.info.flat.columns
 
     def dense_columns(self, params: Sequence[UnitParam]) -> float:
-        """Columns of FSDP's buffer that these parameters take; where that is flat, their share of
-        it."""
+        """Columns of FSDP's buffer that these parameters take; in a flat buffer, an average over
+        rows."""
         if self.info.flat is None:
             return sum(param.columns for param in params)
         numel, total = (sum(math.prod(p.shape) for p in ps) for ps in (params, self.info.params))
@@ -174,53 +174,53 @@ class UnitPlan:
 
     @cached_property
     def for_all(self) -> bool:
-        """Whether all ranks get the same message, and decode the same."""
+        """Whether all ranks get and decode the same messages."""
         return self.direction != "gradients"
 
     @cached_property
     def peers(self) -> int:
-        """Ranks that send each other messages: one of every host, where those of a host work
-        together."""
+        """How many ranks send each other messages: all, or with two levels one on every host."""
         return self.info.world_size // self.info.ranks_per_host
 
     @cached_property
     def compressed(self) -> tuple[Segment, ...]:
-        """The segments that do not travel as they are."""
+        """The segments that are compressed."""
         return tuple(s for s in self.segments if s.compressed)
 
     @cached_property
     def dense(self) -> tuple[Segment, ...]:
-        """The segments that do."""
+        """The segments that are not compressed."""
         return tuple(s for s in self.segments if not s.compressed)
 
     def of(self, *plans: type[CodecPlan]) -> tuple[Segment, ...]:
-        """The segments with such codecs."""
+        """The segments whose codec plan is an instance of one of ``plans``."""
         return tuple(s for s in self.segments if isinstance(s.codec, plans))
 
     @cached_property
     def warmup_steps(self) -> int:
-        """Reductions of the whole unit that go dense first: the most that any segment asks for."""
+        """How many reductions of the whole unit are dense at first: the maximum over segments."""
         return max((s.codec.warmup_steps for s in self.segments), default=0)
 
     @cached_property
     def keeps_copy(self) -> bool:
-        """Whether ranks keep the unit's parameters, all of them, to add changes to."""
+        """Whether ranks keep a copy of all the unit's parameters, to add changes to."""
         return any(s.codec.of_changes for s in self.segments)
 
     @cached_property
     def reuses_forward_message(self) -> bool:
-        """Whether the message of the forward's all-gather serves the backward's, too."""
+        """Whether the backward reuses the messages of the forward's all-gather."""
         wanted = any(s.codec.reuses_forward_message for s in self.segments)
         return wanted and self.info.per_step > 1 and not self.keeps_copy
 
     @cached_property
     def exchanges(self) -> int:
-        """All-gathers that a rank takes part in, in a step of one backward."""
+        """How often the all-gather of all ranks, or across hosts, runs in a step with one
+        backward."""
         return 1 if self.reuses_forward_message or self.keeps_copy else self.info.per_step
 
     def dense_bytes(self, columns: float) -> float:
-        """Bytes that a rank sends in a step for so many columns uncompressed; where ranks of a host
-        work together, those to other hosts."""
+        """Bytes that a rank sends in a step for ``columns`` uncompressed columns; with two levels,
+        only those to other hosts."""
         others = self.peers - 1
         if self.direction == "replicas":  # an all-reduce of one shard
             return 2 * others / self.peers * columns * self.info.dtype.itemsize
@@ -228,21 +228,21 @@ class UnitPlan:
 
     @cached_property
     def inside_bytes(self) -> int:
-        """Bytes that a rank sends to those of its own host: of gradients in a backward, to add up
-        with them; of parameters in a step, to hand on what came from other hosts."""
+        """Bytes that a rank sends to ranks of its own host: of gradients in a backward, to add them
+        up; of parameters in a step, to forward what came from other hosts."""
         return int(sum(stage.bytes for stage in self.route if stage.level == "inside"))
 
     def wire_bytes(self, segment: Segment) -> float:
-        """Bytes that a rank sends in a step for a segment, its share of the counts included; where
-        ranks of a host work together, those to other hosts."""
+        """Bytes that a rank sends in a step for a segment, including its counts; with two levels,
+        only those to other hosts."""
         if not self.compressed:
             return self.dense_bytes(self.dense_columns(segment.params))
         i = self.segments.index(segment)
         return sum(stage.bytes_of(i) for stage in self.route if stage.level != "inside")
 
     def stored_bytes(self, segment: Segment) -> int:
-        """Bytes that a rank stores for a segment between steps: residual, what it keeps as an
-        owner, the forward's message, the copy."""
+        """Bytes that a rank stores for a segment between steps: residual, owner state, the
+        forward's message, the copy."""
         i = self.segments.index(segment)
         found = [stage.messages for stage in self.route if stage.messages is not None]
         stored = sum(messages.stored_bytes(messages.segments[i]) for messages in found)

@@ -1,4 +1,4 @@
-"""A unit as FSDP shards it: what a plan is made for."""
+"""A unit as FSDP shards it: the input of a plan."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class UnitParam:
     """A parameter as FSDP shards it.
 
     Attributes:
-        columns: elements in every shard, padding included; FSDP1: in the shard that has most.
-        dim: FSDP2: dimension of ``shape`` that is sharded.
-        start: FSDP1 only: its first element in the flat buffer.
-        local: FSDP2: shape of every shard, padding included. (With tensor parallelism ``shape``
-            does not say.)
+        columns: elements in every shard, including padding; FSDP1: in the shard that has most.
+        dim: FSDP2: the dimension of ``shape`` that is sharded.
+        start: FSDP1 only: index of its first element in the flat buffer.
+        local: FSDP2: shape of every shard, including padding. (With tensor parallelism it does not
+            follow from ``shape``.)
         box: with tensor parallelism, the elements of the parameter that this rank's sharding group
             has; None for all of them.
-        duplicate: with tensor parallelism, which of the sharding groups that have the same elements
-            this rank is in, and how many there are; None if there is one.
+        duplicate: with tensor parallelism, if several sharding groups have the same elements: the
+            index of this rank's group among them, and their number; None if only one has them.
         frozen: whether it has no gradient.
-        special: what is special about the values of a frozen one, on all ranks together.
+        special: a property of a frozen parameter's values, on all ranks together.
     """
 
     name: str
@@ -51,8 +51,8 @@ class FlatBuffer:
     """FSDP1's buffer of a unit, ``[W, columns]``.
 
     Attributes:
-        columns: elements of a shard, padding included.
-        whole: whether it holds nothing but the unit's parameters and padding: no frozen ones.
+        columns: elements of a shard, including padding.
+        whole: whether it holds only ``UnitInfo.params`` and padding, and no frozen parameters.
     """
 
     columns: int
@@ -64,16 +64,16 @@ class UnitInfo:
     """One collective of one FSDP unit.
 
     Attributes:
-        params: in the order of FSDP's buffer.
-        world_size: ranks that take part.
-        dtype: of the buffer, which is ``[world_size, sum of columns]``.
+        params: its parameters in the order of FSDP's buffer.
+        world_size: how many ranks take part.
+        dtype: the dtype of the buffer ``[world_size, sum of columns]``.
         per_step: how often it runs in a step: 2 for the all-gather of a unit that FSDP reshards
             after forward.
-        ranks_per_host: so many ranks, neighbours in the group, add their gradients up before one
-            of them sends, and hand on to each other the parameters that one of them gets; 1 where
-            everyone sends for itself.
-        flat: FSDP1's buffer, in which parameters have no columns of their own.
-        native: why it stays as it is, whatever a policy says; nothing where it need not.
+        ranks_per_host: how many neighbours in the group share a host. They add their gradients up
+            before one of them sends, and forward received parameters to each other. 1 if every rank
+            sends for itself.
+        flat: FSDP1's buffer, in which parameters do not have the same columns in every row.
+        native: why FSDP's own collective is used whatever the policy says; empty if it need not be.
     """
 
     name: str
@@ -87,5 +87,5 @@ class UnitInfo:
 
     @cached_property
     def label(self) -> str:
-        """For people: the root module has no name."""
+        """The name in texts for users: the root module has no name of its own."""
         return self.name or "(root)"

@@ -26,7 +26,7 @@ from support.gathering import INT8, KEPT, gathering
 from support.marks import slow
 from support.shrinking import anywhere, shrunk
 
-CHANGED = "are others in a backward than in its forward"
+CHANGED = "changed between a forward and its backward"
 CHANGES = {"kind": "delta", "bits": 8, "block": 32}
 COMMON = ["forward", "forward", "backward", "backward", "teach", "teach", "evaluate", "step"]
 # What native FSDP2 itself often fails after, which ends a sequence.

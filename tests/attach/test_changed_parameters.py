@@ -163,7 +163,7 @@ def test_a_step_between_a_forward_and_its_backward(rank: int, world_size: int) -
     losses = [loss_of(model, rank, i) for i in range(2)]
     losses[1].backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match="are others in a backward than in its forward"):
+    with pytest.raises(RuntimeError, match="changed between a forward and its backward"):
         losses[0].backward()
 
 

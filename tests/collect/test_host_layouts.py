@@ -67,7 +67,7 @@ def test_none_and_a_single_rank_are_flat() -> None:
     [
         ([2, 3, 0, 1], on("aabb"), "ascending order"),
         ([0, 1, 2, 3], on("aabb", groups="1121"), "different numbers of process groups"),
-        ([0, 1, 4, 5], on("aabbcc", shardings=2), "several groups of a part"),
+        ([0, 1, 4, 5], on("aabbcc", shardings=2), "several sharding groups"),
         ([0, 1, 4, 5], on("aabbcc", splits=True), "device_id"),
     ],
 )
