@@ -69,7 +69,7 @@ def check(
         if (name, device, call) not in _PASSED:
             progress(str(call))
             case = case_of(call)
-            complaint = _complaint(ops, device, case)
+            complaint = complaint_about(ops, device, case)
             if complaint is not None:
                 if not go_on:
                     raise KernelError(_message(name, complaint, case, checked.platform))
@@ -80,10 +80,13 @@ def check(
     return checked
 
 
-def _complaint(ops: Ops, device: torch.device, case: Case) -> str | None:
+def complaint_about(
+    ops: Ops, device: torch.device, case: Case, placements: Iterable[str] = PLACEMENTS
+) -> str | None:
     """What is wrong; None if nothing is."""
     wanted = case.run(get_ops("cpu", "reference"), Tensor.clone)
-    for how, place in PLACEMENTS.items():
+    for how in placements:
+        place = PLACEMENTS[how]
         try:
             # A kernel that ran into something says so when it is waited for, which a copy does.
             got = case.run(ops, lambda x, place=place: place(x, device))

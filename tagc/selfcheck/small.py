@@ -66,10 +66,12 @@ def small_packed(layout: PackedLayout) -> PackedLayout:
 
 def small_sketch(layout: SketchLayout, capacity: int) -> tuple[SketchLayout, int]:
     """A few words of a bitmap; a table with room for as large a share of the keys, and the
-    capacity. A large table stays so large that kernels treat it as one."""
+    capacity. A large table stays so large that kernels treat it as one. What is small stays."""
     lanes = layout.symbol.lanes
     large = not layout.direct and layout.partition >= _PARTITION
     numel = shortened(layout.numel, 32 * lanes, _WORDS_OF_LARGE if large else _WORDS)
+    if numel == layout.numel and not large:
+        return layout, capacity
     groups = -(-numel // lanes)
     keys = _share(layout.keys, layout.groups, groups)
     partition = groups
