@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tagc.ops import Ops, get_ops
 from tagc.selfcheck.calls import Call
-from tagc.selfcheck.cases import Case, case_of
+from tagc.selfcheck.cases import case_of
+from tagc.selfcheck.inputs import Case
 from tagc.selfcheck.placement import PLACEMENTS
 from tagc.selfcheck.platform import about
 

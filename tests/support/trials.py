@@ -19,7 +19,7 @@ from tagc.ops.packed import plan_packed
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 from tagc.selfcheck import Call, sketch_calls
-from tagc.selfcheck.cases import Inputs, case_of
+from tagc.selfcheck.cases import case_of
 from tagc.selfcheck.checking import complaint_about
 from tagc.selfcheck.everything import (
     block_calls,
@@ -30,6 +30,7 @@ from tagc.selfcheck.everything import (
     packed_calls,
     steer_call,
 )
+from tagc.selfcheck.inputs import Inputs
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 USUAL, ROUGH, TIES = "usual", "rough", "ties"
@@ -59,6 +60,14 @@ class Trial:
             where = {"placements": [placements[i % len(placements)]]} if placements else {}
             complaint = complaint_about(ops, device, case_of(call, inputs), **where)
             assert complaint is None, f"{call} of {inputs}: {complaint}"
+
+    def parts(self, count: int) -> list[Trial]:
+        """As many trials as this has sizes, with a number each."""
+        each = len(self.calls) // count
+        return [
+            replace(self, name=f"{self.name}, {i + 1}", calls=self.calls[i * each : (i + 1) * each])
+            for i in range(count)
+        ]
 
 
 # Rows of a trial's table, and those of all formats: each gets some of them.
@@ -329,7 +338,7 @@ def _others() -> Iterator[Trial]:
 
 
 # Sizes of each format where all of them would take long.
-SIZES = 5
+SIZES = 3
 TILE = 8192
 # Elements of shards of several of the CPU's tiles, and of one that goes past its caches (1 MiB).
 SHARDS = (TILE - 1, TILE, TILE + 1, 3 * TILE + 5, 2**19 + 77)
