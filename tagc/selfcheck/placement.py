@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+# What outputs hold before a call, and what lies beside rows; NaN for floats.
+GARBAGE = 0x5A5A5A5A
 # Elements before and after a row that is not aligned to 16 bytes.
 _BEFORE, _AFTER = 3, 5
 
@@ -38,10 +40,20 @@ def beside_others(x: Tensor, device: torch.device, *, before: int) -> Tensor:
 
 
 def _within(x: Tensor, device: torch.device, before: int, width: int) -> Tensor:
-    wide = torch.zeros(*x.shape[:-1], width, dtype=x.dtype, device=device)
+    garbage = torch.nan if x.dtype.is_floating_point else GARBAGE
+    wide = torch.full((*x.shape[:-1], width), garbage, dtype=x.dtype, device=device)
     view = wide[..., before : before + x.shape[-1]]
     view.copy_(x)
     return view
+
+
+def is_intact(x: Tensor) -> bool:
+    """Whether the elements beside a placed tensor are unchanged."""
+    wide, before = x._base, x.storage_offset()
+    if wide is None:
+        return True
+    beside = torch.cat([wide[..., :before], wide[..., before + x.shape[-1] :]], dim=-1)
+    return bool((beside.isnan() if x.dtype.is_floating_point else beside == GARBAGE).all())
 
 
 # Functions of a tensor and its device.

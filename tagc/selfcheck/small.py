@@ -67,10 +67,12 @@ def small_packed(layout: PackedLayout) -> PackedLayout:
 
 def small_sketch(layout: SketchLayout, capacity: int) -> tuple[SketchLayout, int]:
     """A few words of a bitmap, and a table and a capacity for the same share of the groups. A large
-    table stays large enough for the kernels of large tables."""
+    table stays large enough for the kernels of large tables. Small layouts stay as they are."""
     lanes = layout.symbol.lanes
     large = not layout.direct and layout.partition >= _PARTITION
     numel = shortened(layout.numel, 32 * lanes, _WORDS_OF_LARGE if large else _WORDS)
+    if numel == layout.numel and not large:
+        return layout, capacity
     groups = -(-numel // lanes)
     keys = _share(layout.keys, layout.groups, groups)
     partition = groups

@@ -1,4 +1,4 @@
-"""Encoding of sketches: the reference against the oracle, the CPU against the reference."""
+"""Encoding of sketches: the reference against the oracle, and what is not finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from support import oracle
 from support.sketch_cases import (
     CPU,
     F32,
-    LARGER,
     MODES,
     REFERENCE,
     SIZES,
@@ -20,7 +19,6 @@ from support.sketch_cases import (
     decode,
     encode,
     make_case,
-    same,
     share,
     spoil,
     variants,
@@ -54,18 +52,6 @@ def test_modes_are_what_they_say():
         assert bool(clipped.any()) == (mode not in ("nothing fits", "empty"))
 
 
-@pytest.mark.some(12)
-@pytest.mark.parametrize("mode", MODES)
-@variants
-def test_cpu_encodes_like_the_reference(symbol, grad_dtype, residual_dtype, mode):
-    rng = np.random.default_rng(1)
-    for n, W in zip(SIZES + LARGER, itertools.cycle((1, 3)), strict=False):
-        case = make_case(n, W, symbol, grad_dtype, residual_dtype, mode, rng)
-        same(encode(CPU, case), encode(REFERENCE, case))
-        spoil(case, rng)
-        same(encode(CPU, case), encode(REFERENCE, case))
-
-
 @pytest.mark.some(4)
 @pytest.mark.parametrize("mode", ["usual", "room for all"])
 @variants
@@ -77,21 +63,6 @@ def test_reference_encodes_a_support_by_the_contract(symbol, grad_dtype, residua
         got = encode(REFERENCE, case)
         check_against_oracle(case, got)
         assert got.index[:, -1].tolist() == [int(bad), 0]
-
-
-@pytest.mark.some(6)
-@pytest.mark.parametrize("mode", ["usual", "nothing fits", "room for all"])
-@variants
-def test_cpu_encodes_a_support_like_the_reference(symbol, grad_dtype, residual_dtype, mode):
-    rng = np.random.default_rng(7)
-    sizes = zip(SIZES + LARGER, itertools.cycle((1, 3)), strict=False)
-    for (n, W), bad in itertools.product(sizes, (False, True)):
-        case = make_case(n, W, symbol, grad_dtype, residual_dtype, mode, rng)
-        share(case, rng, bad=bad)
-        got = encode(CPU, case)
-        same(got, encode(REFERENCE, case))
-        if n in LARGER:  # more than what would fit
-            assert bool((got.counts[:, 2] > case.capacity).all()) == (mode != "room for all")
 
 
 @pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])

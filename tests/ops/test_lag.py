@@ -1,4 +1,4 @@
-"""Undoing the lag of error feedback: written out, the CPU against the reference, errors bounded."""
+"""Undoing the lag of error feedback: written out, and errors bounded."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from support import oracle
 from tagc.ops import cpu, reference
 
 both = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @both
@@ -22,26 +20,6 @@ def test_written_out(ops):
     assert torch.equal(out[[0, 1, 4]], torch.tensor([5.0, -2.5, 4.0]))
     assert out[2:4].isnan().all()
     assert torch.equal(sent, torch.tensor([3.0, -1.0, 0.0, 0.0, 0.0]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16", "f16"])
-@pytest.mark.parametrize("share", [0.1, 0.35, 0.65, 1.0])
-@pytest.mark.parametrize("n", [0, 1, 7, 1000, 4099])
-def test_the_cpu_has_the_bits_of_the_reference(dtype, share, n):
-    rng = np.random.default_rng(n)
-    weights, last = torch.tensor([1 - share, share]), oracle.values((n,), rng).float()
-    states = [last.clone(), last.clone()]
-    for _ in range(3):
-        decoded = oracle.values((n,), rng).float()
-        if n > 4:
-            decoded[n // 2], decoded[1] = torch.inf, -0.0
-        outs = []
-        for ops, state in zip((reference, cpu), states, strict=True):
-            wide = oracle.widened(oracle.poisoned(n, dtype=dtype))
-            ops.undo_lag(decoded, state, wide, weights)
-            outs.append(wide)
-        assert oracle.same_values(*outs)
-        assert oracle.same_bits(*states)
 
 
 @both

@@ -11,26 +11,15 @@ from torch import Tensor
 
 from support import oracle
 from support.marks import slow
+from support.trials import BLOCKS, RARER_BLOCKS
 from tagc.ops import get_ops
 from tagc.ops.blocks import BlockLayout
 
 OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 both = pytest.mark.parametrize("ops", OPS, ids=["cpu", "reference"])
-# bits, gradient, residual. Each row but those of float16, which the CPU widens first, costs a
-# compilation of seconds: the rarer ones are for `make test-slow`.
-VARIANTS = [
-    (4, F32, F32),
-    (4, F32, BF16),
-    (4, F16, BF16),
-    (8, BF16, None),
-    (8, F16, F32),
-    (8, F32, None),
-    (8, F16, None),
-]
-# bits, gradient: those rounded stochastically.
-DITHERED = [(4, F32), (8, F32)]
-RARER = [(4, BF16, F32), (4, BF16, BF16), (8, F32, F32), (8, BF16, F32)]
+VARIANTS = BLOCKS
+RARER = RARER_BLOCKS
 variants = pytest.mark.parametrize(
     ("bits", "grad_dtype", "residual_dtype"),
     [*VARIANTS, *(slow(*rarer) for rarer in RARER)],

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from support import block_cases, matrix_cases, packed_cases, sketch_cases
+from support.trials import BLOCKS, DITHERED, MATRICES, PACKED, SKETCHES
 from tagc.ops import get_ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import MatrixLayout
@@ -31,7 +31,7 @@ DECODED = [("int8x4", BF16), ("int16x2", F32), ("int32x1", F32)]
 
 def sketches() -> None:
     """All kernels of sketches."""
-    for symbol, gradient, residual in sketch_cases.VARIANTS:
+    for symbol, gradient, residual in SKETCHES:
         CPU.prepare(sketch(symbol), gradient, residual)
     one, seed, stats = torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.empty(2).int()
     for symbol, gradient in DECODED:
@@ -44,15 +44,15 @@ def sketches() -> None:
 
 def messages() -> None:
     """All other kernels."""
-    for bits, gradient, residual in block_cases.VARIANTS:
+    for bits, gradient, residual in BLOCKS:
         CPU.prepare_blocks(BlockLayout(numel=1, bits=bits), gradient, residual, 0.0)
-    for bits, gradient in block_cases.DITHERED:
+    for bits, gradient in DITHERED:
         layout = BlockLayout(numel=1, bits=bits)
         CPU.prepare_blocks(layout, gradient, None, 0.0, dithered=True)
-    for bits, group, gradient, residual in matrix_cases.VARIANTS:
+    for bits, group, gradient, residual in MATRICES:
         layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)
         CPU.prepare_matrix(layout, gradient, residual, 0.0)
-    for group, bits, gradient, residual in packed_cases.VARIANTS:
+    for group, bits, gradient, residual in PACKED:
         layout = plan_packed(32, capacity=1, group=group, bits=bits)
         CPU.prepare_packed(layout, gradient, residual)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from support import oracle
 from support.marks import named, slow
+from support.trials import MATRICES, RARER_MATRICES
 from tagc.ops import get_ops
 from tagc.ops.matrix import MatrixLayout
 
@@ -19,22 +20,8 @@ OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 both = pytest.mark.parametrize("ops", OPS, ids=["cpu", "reference"])
 SIZES = [(1, 1), (2, 1), (1, 8)]
-# bits, group, gradient, residual. Each row but those of float16, which the CPU widens first, costs
-# a compilation of many seconds: the rarer ones are for `make test-slow`.
-VARIANTS = [
-    (1, 1, F32, F32),
-    (2, 1, F32, BF16),
-    (2, 1, F16, BF16),
-    (2, 1, BF16, F32),
-    (1, 8, F32, F32),
-]
-RARER = [
-    (1, 1, BF16, BF16),
-    (1, 8, BF16, F32),
-    (1, 8, F32, None),
-    (1, 8, F32, BF16),
-    (1, 8, F16, BF16),
-]
+VARIANTS = MATRICES
+RARER = RARER_MATRICES
 variants = pytest.mark.parametrize(
     ("bits", "group", "grad_dtype", "residual_dtype"),
     [*VARIANTS, *(slow(*rarer) for rarer in RARER)],

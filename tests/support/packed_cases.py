@@ -11,6 +11,7 @@ from torch import Tensor
 
 from support import oracle
 from support.marks import slow
+from support.trials import PACKED, RARER_PACKED
 from tagc.ops import get_ops
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.blocks import BlockLayout
@@ -20,24 +21,8 @@ OPS = CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LOW_BITS = (0, 1, 2, 4, 8, 16)
 both = pytest.mark.parametrize("ops", OPS, ids=["cpu", "reference"])
-# group, bits, gradient, residual. Each row but those with float16, which the CPU widens first,
-# costs a compilation of seconds: the rarer ones are for `make test-slow`.
-VARIANTS = [
-    (1, 8, F32, F32),
-    (1, 4, F16, F32),
-    (4, 4, BF16, BF16),
-    (2, 8, F32, None),
-]
-RARER = [
-    (4, 8, F32, BF16),
-    (2, 8, BF16, BF16),
-    (4, 8, BF16, None),
-    (1, 4, BF16, BF16),
-    (2, 4, F32, None),
-    (2, 4, F16, BF16),
-    (4, 8, BF16, F32),
-    (2, 8, F16, None),
-]
+VARIANTS = PACKED
+RARER = RARER_PACKED
 variants = pytest.mark.parametrize(
     ("group", "bits", "grad_dtype", "residual_dtype"),
     [*VARIANTS, *(slow(*rarer) for rarer in RARER)],

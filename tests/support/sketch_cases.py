@@ -13,6 +13,7 @@ from torch import Tensor
 
 from support import oracle
 from support.marks import slow
+from support.trials import RARER_SKETCHES, SKETCHES
 from tagc.codecs.selection.quantization_step import quantization_step
 from tagc.ops import get_ops
 from tagc.ops.bitmap import to_bitmap
@@ -21,22 +22,8 @@ from tagc.ops.symbols import SYMBOLS
 
 CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-# symbol, gradient, residual. Each row but those with float16, which the CPU widens first, costs a
-# compilation of seconds: the rarer ones are for `make test-slow`.
-VARIANTS = [
-    ("int8x4", F32, F32),
-    ("int8x4", F16, F32),
-    ("int8x4", BF16, BF16),
-    ("int16x2", BF16, F32),
-    ("int32x1", F32, F32),
-    ("int32x1", BF16, None),
-]
-RARER = [
-    ("int8x4", F32, None),
-    ("int16x2", F32, BF16),
-    ("int16x2", F16, BF16),
-    ("int32x1", F32, BF16),
-]
+VARIANTS = SKETCHES
+RARER = RARER_SKETCHES
 variants = pytest.mark.parametrize(
     ("symbol", "grad_dtype", "residual_dtype"),
     [*VARIANTS, *(slow(*rarer) for rarer in RARER)],

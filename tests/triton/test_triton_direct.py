@@ -5,7 +5,6 @@ Every case runs interpreted on the CPU and, where there is a GPU, natively (``-m
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from support.kernel_cases import Cases, kernels
-from support.sketch_kernels import BF16, F16, F32, MODES, Problem, check, problem, share
+from support.sketch_kernels import BF16, F32, Problem, check, problem
 from support.sync import synchronizing_raises
 from tagc.ops import ABOVE, KEPT, SATURATED
 from tagc.ops.sketch import SketchLayout
@@ -53,45 +52,6 @@ def _(device):
     assert done["counts"][2, SATURATED] >= 2400 // 64
 
 
-for row in [
-    ("int8x4", BF16, F32), ("int8x4", F32, None), ("int16x2", F16, F32), ("int32x1", F32, F32),
-    ("int8x4", BF16, BF16),
-]:  # fmt: skip
-    name = " ".join(str(v).removeprefix("torch.") for v in row)
-
-    @case(name)
-    def _(device, row=row):
-        trimmed = 0
-        for mode, n in zip(MODES, itertools.cycle((700, 4099)), strict=False):
-            p = direct(row[0], row[1], row[2], n, mode, W=2)
-            counts = check(p, device)["counts"]
-            trimmed += int((counts[:, ABOVE] > p.capacity).sum())
-        assert trimmed >= 4
-
-
-@case("aligned rows")
-def _(device):
-    for symbol, mode in (("int8x4", "overflow"), ("int16x2", "usual")):
-        check(direct(symbol, BF16, F32, 8192, mode), device, aligned=True)
-
-
-@case("with a support")
-def _(device):
-    for symbol, residual in (("int8x4", F32), ("int32x1", None)):
-        p = direct(symbol, F32, residual, 1500, "overflow")
-        share(p)
-        p.grad[1, 77], p.grad[0, 300] = torch.inf, torch.nan
-        check(p, device)
-
-
-@case("what is not finite")
-def _(device):
-    for symbol, mode in (("int8x4", "overflow"), ("int16x2", "room for all"), ("int32x1", "usual")):
-        p = direct(symbol, F32, F32, 999, mode)
-        p.grad[0, 40:50], owed(p)[0, 400] = torch.inf, torch.nan
-        assert check(p, device)["index"][0, -1]
-
-
 @case("put off: not to be found again from cell and residual")
 def _(device):
     """Elements of 2**24 steps and more, and -0, in groups that stay and in others that go."""
@@ -120,8 +80,9 @@ def _(device):
 
 # --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
-FEW = ("put off, and nothing goes", "with a support")
-outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(__file__, *FEW)
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(
+    __file__, "put off, and nothing goes", edges=True
+)
 
 gpu = pytest.mark.gpu
 

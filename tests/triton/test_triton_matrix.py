@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.kernel_cases import Cases, kernels, same
+from support.kernel_cases import Cases, kernels
 from support.matrix_kernels import (
     BF16,
     F16,
@@ -36,26 +36,6 @@ LARGEST = torch.finfo(F32).max
 LEAST = 2.0**-60  # mean of the largest column
 
 CASES = case = Cases()
-
-# bits, group, rows, columns, gradient, residual, average, output, divisor
-GRID = [
-    (1, 1, 41, 131, F32, F32, 0.0, F32, 1),
-    (1, 1, 5, 1100, BF16, BF16, 0.9, BF16, 3),
-    (2, 1, 10, 70, F16, BF16, 0.3, F16, 2),
-    (2, 1, 7, 33, BF16, None, 0.0, F32, 7),
-    (2, 1, 17, 200, F32, BF16, 0.0, BF16, 4),
-    (1, 8, 11, 333, F32, F32, 0.5, F32, 3),
-    (1, 8, 5, 259, BF16, F32, 0.0, BF16, 5),
-    (1, 8, 5, 450, F16, BF16, 0.9, F16, 8),
-    (1, 8, 3, 30, F32, None, 0.0, F32, 6),
-]
-for row in GRID:
-    name = " ".join(str(v).removeprefix("torch.") for v in row)
-
-    @case(name)
-    def _(device, row=row):
-        *arguments, dtype, divisor = row
-        check(problem(*arguments), device, dtype=dtype, divisor=divisor)
 
 
 @case("additions in the order of the format")
@@ -83,20 +63,6 @@ def _(device):
     columns = torch.from_numpy(rng.choice([1, 0.75, 0.5, 0.375], 40))
     x = torch.from_numpy(rng.integers(-9, 10, (24, 40))) * rows * columns
     check(filled(x.float(), bits=2), device)
-
-
-@case("small matrices")
-def _(device):
-    for rows, columns in ((1, 1), (1, 5), (3, 1), (4, 8), (5, 17)):
-        check(problem(2, 1, rows, columns, D=1), device)
-        check(problem(1, 8, rows, columns, D=1), device)
-
-
-@case("one row and one column")
-def _(device):
-    for bits, group in ((1, 1), (2, 1), (1, 8)):
-        check(problem(bits, group, 1, 300, BF16, BF16, D=1), device, dtype=BF16)
-        check(problem(bits, group, 70, 1, F32, BF16, 0.5, D=1), device)
 
 
 @case("rows longer than a program's tile")
@@ -131,62 +97,6 @@ def _(device):
         check(filled(x, bits, group, residual=x.clone()), device)
 
 
-@case("as many messages as are in flight at a time, and some more")
-def _(device):
-    for bits, group in ((1, 1), (2, 1), (1, 8)):
-        for D in (1, 3, 4, 8):
-            p = problem(bits, group, 5, 70, residual=None, D=D)
-            p.grad[-1, 75] = float("nan")
-            message = quantized(reference, p, "cpu")["message"]
-            assert message is not None
-            check_sum(message[None].contiguous(), p.layout, device, divisor=D)
-
-
-@case("each row of messages for itself")
-def _(device):
-    for bits, group, columns in ((1, 1, 70), (2, 1, 64), (1, 8, 300)):
-        p = problem(bits, group, 5, columns, residual=None, D=6)
-        p.grad[1, 3] = float("nan")
-        message = quantized(reference, p, "cpu")["message"]
-        assert message is not None
-        for K, aligned in ((3, False), (6, columns == 64)):
-            rows = message.reshape(K, 6 // K, -1)
-            out = check_sum(rows, p.layout, device, divisor=2, aligned=aligned)
-            assert out.isnan().any(1).sum() == 1
-
-
-@case("several matrices of one shape")
-def _(device):
-    for bits, group, columns in ((1, 1, 131), (2, 1, 70), (1, 8, 300)):
-        p = problem(bits, group, 5, columns, BF16, BF16, 0.5, count=3)
-        p.grad[1, 5 * columns + 3] = float("nan")  # of the second one
-        assert check(p, device, dtype=BF16)["out"].isnan().sum() == columns
-        # Several results, too.
-        message = quantized(reference, replace(p, residual=None), "cpu")["message"]
-        assert message is not None
-        sent = message[:, None].expand(2, 3, -1).contiguous()
-        assert check_sum(sent, p.layout, device).isnan().any(1).tolist() == [False, True]
-
-
-@case("several aligned matrices")
-def _(device):
-    for bits, group in ((1, 1), (1, 8)):
-        check(problem(bits, group, 8, 128, BF16, BF16, count=4), device, aligned=True, divisor=4)
-
-
-@case("nothing at all")
-def _(device):
-    check(problem(1, 1, 0, 7), device)
-    check(problem(1, 1, 0, 7, count=2), device)
-
-
-@case("aligned rows")
-def _(device):
-    for bits, group, grad, residual in ((1, 1, F32, F32), (2, 1, BF16, BF16), (1, 8, F16, F32)):
-        p = problem(bits, group, 8, 128, grad, residual, 0.5, D=1)
-        check(p, device, aligned=True, divisor=4)
-
-
 @case("the largest column comes last")
 def _(device):
     # More partial maxima than are read at once.
@@ -205,12 +115,6 @@ def _(device):
     p = Problem(x.view(1, -1), None, layout)
     found = row_bytes(check(p, device)["message"][0], layout)
     assert found[-1] == 254 > found[0]
-
-
-@case("level")
-def _(device):
-    for level in (0.3, 1.3, 3.9):
-        check(problem(1, 8, 3, 40, level=level, D=1), device)
 
 
 @case("rows that are not finite are NaN and spare their residual")
@@ -318,25 +222,9 @@ def _(device):
     assert check_sum(message[None], p.layout, device, dtype=F16, divisor=1).isinf().all()
 
 
-@case("the same launches give the same bits")
-def _(device):
-    p = problem(1, 8, 9, 111, F32, BF16, 0.9)
-    first, second = (quantized(kernels("ops"), p, device) for _ in range(2))
-    for name, tensor in first.items():
-        assert tensor is not None
-        same(name, second[name], tensor.cpu())
-
-
 # --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
-FEW = (
-    "1 1 41 131 float32 float32 0.0 float32 1",
-    "1 8 5 450 float16 bfloat16 0.9 float16 8",
-    "2 1 10 70 float16 bfloat16 0.3 float16 2",
-    "aligned rows",
-    "several aligned matrices",
-)
-outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(__file__, *FEW)
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(__file__, edges=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from support import oracle
-from support.kernel_cases import Cases, check_margins, kernels, placed, same
+from support.kernel_cases import Cases, check_margins, kernels, placed
 from support.packed_kernels import (
     BF16,
     F32,
@@ -23,7 +23,6 @@ from support.packed_kernels import (
     LOW_BITS,
     check,
     check_index,
-    check_select,
     check_sum,
     packed,
     problem,
@@ -87,17 +86,6 @@ def _(device):
     p.threshold.fill_(1.5)
     with mock.patch.object(kernels("rank"), "_CHUNK", 1):
         assert check(p, device)["counts"][0, 2] == 80
-
-
-@case("select")
-def _(device):
-    for n, mode, group, dtype in (
-        (700, "usual", 1, F32), (2051, "overflow", 4, BF16), (99, "nothing fits", 2, F32),
-        (1300, "overflow", 2, F32), (300, "room for all", 4, BF16), (65, "empty", 1, F32),
-    ):  # fmt: skip
-        p = problem(n, mode, group=group, grad=dtype, residual=None, R=3)
-        p.grad[1, n // 2] = float("inf")
-        check_select(p.grad, p.threshold, p.layout, device)
 
 
 @case("additions in the order of the messages")
@@ -184,15 +172,6 @@ def _(device):
                 check_margins(index)
                 assert keys.tolist() == [[*range(40)]] * 2
         assert (guard[80:] == oracle.SENTINEL).all()
-
-
-@case("the same launches give the same bits")
-def _(device):
-    p = problem(1999, "overflow", group=2, low=2, residual=BF16)
-    first, second = (packed(kernels("ops"), p, device) for _ in range(2))
-    for name, tensor in first.items():
-        assert tensor is not None
-        same(name, second[name], tensor.cpu())
 
 
 # --- interpreted in a process of its own, compiled and emulated, natively ----------------------

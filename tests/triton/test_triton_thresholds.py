@@ -8,56 +8,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from support.kernel_cases import Cases, check_margins, kernels, placed, same
+from support.kernel_cases import Cases, kernels, same
 from support.sync import synchronizing_raises
 from tagc.ops import reference
 from tagc.ops.thresholds import SIDE, STATES, STEP, THRESHOLD
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 CASES = case = Cases()
-
-
-def check(segments: int, destinations: int, device: str, *, aligned: bool = False) -> None:
-    """Some steps: counts about the target, far from it, and none at all."""
-    rng = np.random.default_rng(segments)
-    shape = segments, destinations
-    state = torch.ones(STATES, *shape)
-    state[SIDE] = 0
-    state[THRESHOLD] = torch.from_numpy(np.exp2(rng.uniform(-60, 60, shape))).float()
-    target = torch.from_numpy(rng.uniform(1, 2000, segments)).float()
-    most = torch.from_numpy(rng.choice([1, 2, 8], segments)).float()
-    scale = torch.from_numpy(rng.choice([0, 0.25, 2], segments)).float()
-    numbers = target, most, scale
-    there = placed(state, device, aligned)
-    for step in range(4):
-        counts = rng.integers(0, 3000, (*shape, 4), dtype=np.int32)
-        counts[..., 3] //= rng.choice([1, 20, 400, 5000], shape).astype(np.int32)
-        counts[rng.random(shape) < 0.1] = 0
-        counts[rng.random(shape) < 0.1, 0] = 0
-        counts[rng.random(shape) < 0.05] = 2**31 - 1
-        found = torch.from_numpy(counts)
-        reference.steer(found, *numbers, state)
-        given = placed(found, device, aligned), *(placed(x, device, aligned) for x in numbers)
-        kernels("ops").steer(*given, there)
-        same(f"step {step}", there, state)
-        check_margins(there)
-
-
-for row in [(1, 1), (2, 8), (3, 5), (7, 37)]:
-
-    @case(f"{row[0]} by {row[1]}")
-    def _(device, row=row):
-        check(row[0], row[1], device)
-
-
-@case("a full program, and a thread more")
-def _(device):
-    check(8, 16, device, aligned=True)
-    check(43, 3, device, aligned=True)
 
 
 @case("at the bounds")
@@ -80,7 +40,7 @@ def _(device):
 # --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
 outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(
-    __file__, "3 by 5", "at the bounds"
+    __file__, "at the bounds", edges=True
 )
 
 gpu = pytest.mark.gpu

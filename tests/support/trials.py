@@ -1,0 +1,376 @@
+"""Calls of operators for tests: those of one format and pair of dtypes, of all sizes that kernels
+may stumble over, on inputs of every kind. All implementations are compared with the reference on
+them, wherever they run. The calls are made, and their inputs, by :mod:`tagc.selfcheck`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tagc.ops import Ops
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.matrix import MatrixLayout
+from tagc.ops.packed import plan_packed
+from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.symbols import SYMBOLS
+from tagc.selfcheck import Call, sketch_calls
+from tagc.selfcheck.cases import case_of
+from tagc.selfcheck.checking import complaint_about
+from tagc.selfcheck.everything import (
+    block_calls,
+    dithered_call,
+    encoder_calls,
+    lag_call,
+    matrix_calls,
+    packed_calls,
+    steer_call,
+)
+from tagc.selfcheck.inputs import Inputs
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+USUAL, ROUGH, TIES = "usual", "rough", "ties"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Some calls, each with its inputs.
+
+    Attributes:
+        name: of the operators' family and the format, with the dtypes of gradient and residual.
+        compiled: whether the CPU kernels of these dtypes are compiled before the tests run.
+    """
+
+    name: str
+    calls: tuple[tuple[Call, Inputs], ...]
+    compiled: bool = True
+
+    def check(self, ops: Ops, device: torch.device, *placements: str) -> None:
+        """Compare an implementation with the reference, to the bit.
+
+        Args:
+            placements: where tensors lie, see :mod:`tagc.selfcheck.placement`, in turn; default:
+                all of them for each call.
+        """
+        for i, (call, inputs) in enumerate(self.calls):
+            where = {"placements": [placements[i % len(placements)]]} if placements else {}
+            complaint = complaint_about(ops, device, case_of(call, inputs), **where)
+            assert complaint is None, f"{call} of {inputs}: {complaint}"
+
+    def parts(self, count: int) -> list[Trial]:
+        """As many trials as this has sizes, with a number each."""
+        each = len(self.calls) // count
+        return [
+            replace(self, name=f"{self.name}, {i + 1}", calls=self.calls[i * each : (i + 1) * each])
+            for i in range(count)
+        ]
+
+
+# Rows of a trial's table, and those of all formats: each gets some of them.
+Table = list[tuple[Any, ...]]
+
+
+def _dealt(table: Table, formats: list[Any], each: int | None) -> Iterator[tuple[Any, Table]]:
+    """Every format with ``each`` rows of the table, which take turns, or with all."""
+    rows = itertools.cycle(table)
+    for format_ in formats:
+        yield format_, table if each is None else [next(rows) for _ in range(each)]
+
+
+def _name(*parts: Any) -> str:
+    return " ".join(str(part).removeprefix("torch.") for part in parts)
+
+
+# bits, gradient, residual. The CPU's kernels are compiled for these before the tests run, for
+# seconds each (float16 is widened first); tests with RARER ones on a CPU are slow.
+BLOCKS = [
+    (4, F32, F32),
+    (4, F32, BF16),
+    (4, F16, BF16),
+    (8, BF16, None),
+    (8, F16, F32),
+    (8, F32, None),
+    (8, F16, None),
+]
+# bits, gradient: those rounded stochastically.
+DITHERED = [(4, F32), (8, F32)]
+RARER_BLOCKS = [
+    (4, BF16, F32),
+    (4, BF16, BF16),
+    (8, F32, F32),
+    (8, BF16, F32),
+    (8, BF16, BF16),
+    (4, F32, None),
+]
+# block, elements, destinations, average, divisor, messages, kind of inputs
+BLOCK_SIZES: Table = [
+    (32, 131, 2, 0.0, 1, 2, USUAL),
+    (4096, 5000, 2, 0.9, 3, 3, ROUGH),
+    (32, 1, 1, 0.0, 2, 1, USUAL),
+    (64, 333, 3, 0.3, 2, 4, TIES),
+    (32, 31, 1, 0.5, 5, 5, ROUGH),
+    (256, 1500, 2, 0.9, 7, 12, USUAL),
+    (1024, 1027, 1, 0.0, 6, 6, ROUGH),
+    (32, 32, 2, 0.0, 4, 4, TIES),
+    (256, 1280, 2, 0.25, 8, 8, ROUGH),
+    (32, 33, 1, 0.7, 3, 2, ROUGH),
+    (512, 2000, 2, 0.7, 5, 9, USUAL),
+    (2048, 2049, 1, 0.0, 1, 1, TIES),
+    (64, 1024, 2, 0.5, 4, 4, ROUGH),
+    (32, 513, 1, 0.0, 3, 7, ROUGH),
+    (256, 257, 3, 0.1, 9, 3, USUAL),
+    (256, 0, 2, 0.0, 2, 2, USUAL),
+    (32, 544, 1, 0.9, 6, 2, TIES),
+]
+
+
+def _blocks(each: int | None) -> Iterator[Trial]:
+    for (bits, grad, residual), rows in _dealt(BLOCK_SIZES, BLOCKS + RARER_BLOCKS, each):
+        calls = []
+        for block, numel, R, average, divisor, ranks, kind in rows:
+            layout = BlockLayout(numel=numel, bits=bits, block=block)
+            given = Inputs(kind=kind, destinations=R)
+            of_row = block_calls(layout, (grad, residual), average, divisor, ranks)
+            calls += [(_twofold(call), given) for call in of_row]
+        compiled = (bits, grad, residual) in BLOCKS
+        yield Trial(_name("blocks", bits, grad, residual), tuple(calls), compiled)
+    for (bits, grad), rows in _dealt(BLOCK_SIZES, [*DITHERED, (4, BF16), (8, F16)], each):
+        calls = []
+        for block, numel, R, *_, kind in rows:
+            layout = BlockLayout(numel=numel, bits=bits, block=block)
+            given = Inputs(kind=kind, destinations=min(R, 2))
+            calls.append((dithered_call(layout, grad), given))
+        compiled = (bits, grad) in DITHERED or grad == F16
+        yield Trial(_name("dithered", bits, grad), tuple(calls), compiled)
+
+
+def _twofold(call: Call) -> Call:
+    """Two results of a decoder, not one."""
+    return replace(call, rows=(2, call.rows[1])) if len(call.rows) == 2 else call
+
+
+# bits, group, gradient, residual
+MATRICES = [
+    (1, 1, F32, F32),
+    (2, 1, F32, BF16),
+    (2, 1, F16, BF16),
+    (2, 1, BF16, F32),
+    (1, 8, F32, F32),
+]
+RARER_MATRICES = [
+    (1, 1, BF16, BF16),
+    (1, 8, BF16, F32),
+    (1, 8, F32, None),
+    (1, 8, F32, BF16),
+    (1, 8, F16, BF16),
+    (2, 1, BF16, None),
+]
+# rows, columns, matrices, destinations, level, average, divisor, messages, kind of inputs
+MATRIX_SIZES: Table = [
+    (11, 131, 1, 2, 1.0, 0.0, 1, 3, USUAL),
+    (5, 1100, 1, 1, 1.0, 0.9, 3, 1, ROUGH),
+    (1, 1, 1, 2, 1.3, 0.0, 2, 2, USUAL),
+    (10, 70, 3, 2, 1.0, 0.3, 2, 2, USUAL),
+    (4, 8, 2, 1, 0.5, 0.7, 4, 4, TIES),
+    (17, 200, 1, 2, 1.0, 0.0, 4, 4, ROUGH),
+    (1, 300, 1, 1, 1.0, 0.5, 7, 5, USUAL),
+    (7, 33, 1, 3, 2.0, 0.0, 6, 6, ROUGH),
+    (16, 1, 2, 1, 1.0, 0.5, 3, 3, USUAL),
+    (8, 128, 4, 1, 1.0, 0.0, 4, 2, ROUGH),
+    (3, 450, 1, 2, 3.9, 0.9, 8, 8, TIES),
+    (0, 7, 2, 2, 1.0, 0.0, 2, 2, USUAL),
+    (16, 64, 1, 3, 0.3, 0.7, 5, 9, USUAL),
+]
+
+
+def _matrices(each: int | None) -> Iterator[Trial]:
+    formats = MATRICES + RARER_MATRICES
+    for (bits, group, grad, residual), table in _dealt(MATRIX_SIZES, formats, each):
+        calls = []
+        for rows, columns, count, D, level, average, divisor, ranks, kind in table:
+            layout = MatrixLayout(
+                rows=rows, columns=columns, bits=bits, group=group, level=level, count=count
+            )
+            given = Inputs(kind=kind)
+            encoder, decoder = matrix_calls(layout, (grad, residual), average, divisor, ranks)
+            calls += [(replace(encoder, rows=(D,)), given), (_twofold(decoder), given)]
+        compiled = (bits, group, grad, residual) in MATRICES
+        yield Trial(_name("matrix", bits, group, grad, residual), tuple(calls), compiled)
+
+
+# group, bits, gradient, residual
+PACKED = [
+    (1, 8, F32, F32),
+    (1, 4, F16, F32),
+    (4, 4, BF16, BF16),
+    (2, 8, F32, None),
+]
+RARER_PACKED = [
+    (4, 8, F32, BF16),
+    (2, 8, BF16, BF16),
+    (4, 8, BF16, None),
+    (1, 4, BF16, BF16),
+    (2, 4, F32, None),
+    (2, 4, F16, BF16),
+    (4, 8, BF16, F32),
+    (2, 8, F16, None),
+]
+# elements, share that the capacity holds, share above the threshold, block, low bits (None: those
+# planned), destinations, divisor, messages, kind of inputs
+PACKED_SIZES: Table = [
+    (700, 0.2, 0.1, 256, None, 2, 3, 2, USUAL),
+    (511, 0.2, 0.5, 32, 0, 2, 2, 3, TIES),
+    (1031, 0.2, 0.5, 64, 1, 1, 1, 1, USUAL),
+    (33, 0.5, 1.0, 32, 2, 2, 2, 2, ROUGH),
+    (1027, 0.2, 0.1, 128, 2, 2, 6, 4, ROUGH),
+    (2050, 0.2, 0.5, 32, 4, 2, 5, 5, TIES),
+    (300, 0.0, 0.3, 64, 1, 2, 2, 2, USUAL),
+    (2047, 0.5, 1.0, 512, 2, 1, 7, 2, USUAL),
+    (1, 1.0, 1.0, 32, 0, 2, 3, 3, USUAL),
+    (1500, 1.0, 0.2, 256, 1, 2, 3, 8, ROUGH),
+    (900, 0.2, 0.5, 1024, 8, 3, 3, 3, TIES),
+    (640, 0.1, 0.0, 64, 16, 2, 1, 2, USUAL),
+    (1024, 0.3, 0.6, 64, None, 1, 4, 2, USUAL),
+    (31, 0.2, 0.1, 32, 4, 1, 2, 1, USUAL),
+    (333, 0.5, 1.0, 4096, 4, 2, 9, 9, ROUGH),
+    (0, 0.0, 0.5, 32, 2, 2, 2, 2, USUAL),
+    (3001, 0.05, 0.2, 256, 16, 1, 2, 2, USUAL),
+]
+
+
+def _packed(each: int | None) -> Iterator[Trial]:
+    for (group, bits, grad, residual), rows in _dealt(PACKED_SIZES, PACKED + RARER_PACKED, each):
+        calls = []
+        for numel, room, above, block, low, R, divisor, ranks, kind in rows:
+            capacity = int(room * -(-numel // group))
+            layout = plan_packed(numel, capacity=capacity, group=group, bits=bits, block=block)
+            layout = layout if low is None else replace(layout, low_bits=low)
+            given = Inputs(kind=kind, above=above, destinations=R)
+            of_row = packed_calls(layout, (grad, residual), divisor, ranks)
+            calls += [(call, given) for call in of_row]
+        compiled = (group, bits, grad, residual) in PACKED
+        yield Trial(_name("packed", group, bits, grad, residual), tuple(calls), compiled)
+
+
+# symbol, gradient, residual
+SKETCHES = [
+    ("int8x4", F32, F32),
+    ("int8x4", F16, F32),
+    ("int8x4", BF16, BF16),
+    ("int16x2", BF16, F32),
+    ("int32x1", F32, F32),
+    ("int32x1", BF16, None),
+]
+RARER_SKETCHES = [
+    ("int8x4", F32, None),
+    ("int16x2", F32, BF16),
+    ("int16x2", F16, BF16),
+    ("int32x1", F32, BF16),
+    ("int8x4", F32, BF16),
+    ("int16x2", F32, None),
+]
+# elements, share that the capacity holds, share above the threshold, hashes (0: the table that is
+# planned, 1: a cell for each group), cells for each key, ranks, divisor, kind of inputs
+SKETCH_SIZES: Table = [
+    (2051, 0.2, 0.5, 4, 3.0, 2, 3, USUAL),
+    (129, 1.0, 0.2, 0, 3.0, 2, 5, ROUGH),
+    (4099, 0.2, 0.5, 3, 3.0, 2, 2, TIES),
+    (1027, 0.2, 0.1, 5, 3.0, 3, 1, ROUGH),
+    (1500, 0.2, 0.4, 1, 1.0, 2, 2, USUAL),
+    (600, 0.5, 1.0, 3, 0.5, 2, 2, USUAL),
+    (33, 0.3, 1.0, 0, 3.0, 2, 7, TIES),
+    (777, 0.2, 0.5, 6, 3.0, 2, 6, USUAL),
+    (1031, 0.0, 0.3, 4, 3.0, 2, 3, USUAL),
+    (2600, 0.3, 0.0, 0, 3.0, 3, 3, USUAL),
+    (2400, 0.3, 0.6, 1, 1.0, 3, 2, TIES),
+    (1, 1.0, 1.0, 0, 3.0, 2, 2, USUAL),
+    (1024, 0.2, 0.3, 4, 0.7, 5, 4, ROUGH),
+    (999, 1.0, 0.2, 1, 1.0, 2, 8, ROUGH),
+    (515, 0.2, 0.5, 2, 3.0, 2, 7, ROUGH),
+    (0, 0.0, 0.5, 0, 3.0, 2, 2, USUAL),
+    (31, 0.0, 0.5, 0, 3.0, 2, 2, USUAL),
+]
+
+
+def sketch_layout(
+    numel: int, symbol: str, keys: int, hashes: int = 0, room: float = 3.0
+) -> SketchLayout:
+    """A table of ``hashes`` partitions with ``room`` cells for each key; 0 for the planned one."""
+    layout = plan_layout(numel, SYMBOLS[symbol], keys)
+    if hashes == 1:
+        return replace(layout, hashes=1, partition=layout.groups)
+    if hashes:
+        cells = max(32, int(room * layout.keys))
+        layout = replace(layout, hashes=hashes, partition=-(-cells // hashes))
+    return layout
+
+
+def _sketches(each: int | None) -> Iterator[Trial]:
+    for (symbol, grad, residual), rows in _dealt(SKETCH_SIZES, SKETCHES + RARER_SKETCHES, each):
+        calls = []
+        for numel, room, above, hashes, cells, W, divisor, kind in rows:
+            groups = -(-numel // SYMBOLS[symbol].lanes)
+            capacity = int(room * groups)
+            layout = sketch_layout(numel, symbol, W * capacity, hashes, cells)
+            given = Inputs(kind=kind, above=above, destinations=W)
+            of_row = encoder_calls(layout, (grad, residual), divisor, W, capacity)
+            calls += [(call, given) for call in (*of_row, *sketch_calls(layout))]
+        compiled = (symbol, grad, residual) in SKETCHES
+        yield Trial(_name("sketch", symbol, grad, residual), tuple(calls), compiled)
+
+
+def _others() -> Iterator[Trial]:
+    for dtype, share in ((F32, 0.65), (BF16, 0.1), (F16, 1.0)):
+        kinds = (USUAL, ROUGH, USUAL, ROUGH, TIES, ROUGH)
+        calls = [
+            (lag_call(dtype), Inputs(kind=kind, elements=n, share=share))
+            for n, kind in zip((0, 1, 31, 2048, 5003, 6144), kinds, strict=True)
+        ]
+        yield Trial(_name("lag", dtype), tuple(calls))
+    shapes = ((1, 1), (2, 8), (3, 5), (7, 37), (43, 3), (8, 16))
+    for parity in (0, 1):
+        steered = [(steer_call(*shape), Inputs(seed=seed)) for shape in shapes for seed in (0, 1)]
+        yield Trial(f"steer {parity}", tuple(steered[parity::2]))
+
+
+# Sizes of each format where all of them would take long.
+SIZES = 3
+TILE = 8192
+# Elements of shards of several of the CPU's tiles, and of one that goes past its caches (1 MiB).
+SHARDS = (TILE - 1, TILE, TILE + 1, 3 * TILE + 5, 2**19 + 77)
+
+
+def shards(numel: int) -> Trial:
+    """What decoders write of so many elements: past caches, and where tiles begin and end."""
+    calls: list[Call] = []
+    for bits, block, dtype in ((4, 256, F32), (8, 4096, BF16), (4, 32, F32), (8, 256, F16)):
+        layout = BlockLayout(numel=numel, bits=bits, block=block)
+        for divisor in (2, 3):
+            calls += block_calls(layout, (dtype, None), 0.0, divisor, 2)
+    for bits, group, columns in ((1, 1, 1001), (2, 1, 1024), (1, 8, 2050), (1, 1, TILE + 3)):
+        layout = MatrixLayout(rows=-(-numel // columns), columns=columns, bits=bits, group=group)
+        calls += matrix_calls(layout, (BF16 if bits == 2 else F32, None), 0.0, 3, 2)
+    for group, low in ((1, 0), (1, 4), (4, 8), (4, 16)):
+        layout = plan_packed(numel, capacity=numel // (8 * group), group=group, bits=4)
+        calls += packed_calls(
+            replace(layout, low_bits=low), (BF16 if group == 4 else F32, None), 2, 2
+        )
+    for symbol, dtype in (("int8x4", BF16), ("int32x1", F32)):
+        layout = plan_layout(numel, SYMBOLS[symbol], numel // 50)
+        calls += encoder_calls(layout, (dtype, None), 2, 2)
+    given = Inputs(kind=ROUGH, small=False)
+    of_shards = [call for call in calls if "out" in dict(call.dtypes)]
+    return Trial(f"shards of {numel}", tuple((call, given) for call in of_shards))
+
+
+def trials(each: int | None = None) -> list[Trial]:
+    """Of every format.
+
+    Args:
+        each: sizes of every format, so that all formats together have all; default: all for each.
+    """
+    return [*_blocks(each), *_matrices(each), *_packed(each), *_sketches(each), *_others()]
