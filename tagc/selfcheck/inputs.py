@@ -152,8 +152,8 @@ class Maker:
         return None if dtype is None else self.values(*shape, dtype=dtype)
 
     def spoilt(self, x: Tensor) -> Tensor:
-        """``x`` ``[R, n]`` with an infinity in the last row; with the rough values, if the inputs are
-        rough; unchanged for ties."""
+        """``x`` ``[R, n]``. Usual inputs get an infinity in the last row, and rough inputs the
+        rough values. Ties stay as they are."""
         if x.numel() and self.inputs.kind == "usual":
             x[-1, x.shape[-1] // 3] = torch.inf
         if x.numel() and self.inputs.kind == "rough":
@@ -188,8 +188,8 @@ class Maker:
             residual[:, 0] = 0
 
     def threshold(self, x: Tensor, share: float, lanes: int) -> Tensor:
-        """Thresholds ``[R]``. About ``share`` of a row's groups of ``lanes`` reach its threshold, or
-        the share that the inputs ask for."""
+        """Thresholds ``[R]``, which about ``share`` of a row's groups of ``lanes`` reach, or the
+        share that the inputs ask for."""
         if self.inputs.above is not None:
             share = self.inputs.above
         size = x.float().abs().nan_to_num(0, 0, 0)
