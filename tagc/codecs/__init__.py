@@ -1,7 +1,7 @@
-"""Codecs: how the segments of a unit travel. One room a codec, and ``CODECS`` names them all.
+"""Codecs: how the segments of a unit are sent. ``CODECS`` lists them all.
 
-A policy's *configuration* becomes a *plan* for one segment, with all sizes, and the plans of a
-unit's segments a *codec*, which has their state and takes the steps.
+A policy's *configuration* becomes a *plan* for one segment, with all sizes. The plans of a unit's
+segments become a *codec*, which keeps their state and takes the steps.
 """
 
 from tagc.codecs.codec import Codec, CodecSegment, CodecSetup, SelectionCount

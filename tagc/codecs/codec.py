@@ -1,7 +1,7 @@
-"""The contract of a codec: how segments of a unit travel.
+"""The contract of a codec: how it encodes and decodes segments of a unit.
 
-A policy's configuration becomes a plan for one segment, and the plans of a unit's segments of one
-kind a :class:`Codec`, which has their state.
+A policy's configuration becomes a plan for one segment. The plans of a unit's segments of one kind
+become a :class:`Codec`, which keeps their state.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ class CodecSegment(Protocol[PlanOf]):
 
 
 STAGES = 4
-"""Of a step, in which a rank encodes; see :class:`CodecSetup`."""
+"""How many stages of a step encode; see :class:`CodecSetup`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecSetup:
-    """What a codec is made for.
+    """The constructor arguments of codecs.
 
     Attributes:
         destinations: rows ``D`` of the buffer that a rank encodes.
         world_size: ranks ``W`` that encode.
-        dtype: of the buffer.
-        seed: of hashes; units differ in it, so that equal layouts do not share bad luck.
-        rank: of all processes, and ``stage`` of a step (0 gradients, 1 across replicas, 2 what
-            their owners hand out, 3 inside hosts): what is rounded by chance differs in both.
+        dtype: the buffer's dtype.
+        seed: seed of hashes. Units have different seeds, so that equal layouts do not share
+            collisions.
+        rank: this process's rank among all; stochastic rounding differs by rank and ``stage``.
+        stage: 0 gradients, 1 across replicas, 2 the sums of slices' owners, 3 inside hosts.
     """
 
     destinations: int
@@ -70,8 +71,8 @@ class Part(Generic[P]):
     """One segment in its codec.
 
     Attributes:
-        columns: of the unit.
-        words: of the codec's words in a message.
+        columns: its columns of the unit.
+        words: its words among the codec's words in a message.
     """
 
     columns: slice
@@ -82,14 +83,14 @@ class Part(Generic[P]):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionCount:
-    """What a codec that selects did with one segment so far.
+    """Counts of a codec that selects, for one segment so far.
 
     Attributes:
-        target: density that the policy asks for.
-        elements: of one destination, padding included.
-        selected: elements sent, to all destinations.
-        union: elements of this rank's own shard that any rank sent; None where that is not known.
-        unresolved: groups of it that could not be decoded.
+        target: the density that the policy asks for.
+        elements: elements for one destination, including padding.
+        selected: elements sent to all destinations.
+        union: elements of this rank's own shard that at least one rank sent; None if unknown.
+        unresolved: groups of the own shard that could not be decoded.
     """
 
     target: float
@@ -102,11 +103,11 @@ class SelectionCount:
 class Codec(Generic[P]):
     """The segments of one kind of codec in one unit, and their state between steps.
 
-    A rank encodes ``[D, S]`` gradients to ``D`` messages, and decodes its row from those of ``W``
-    ranks. Subclasses implement :meth:`encode` and :meth:`decode`, and what else they have.
+    A rank encodes ``[D, S]`` gradients to ``D`` messages, and decodes its row from the messages of
+    ``W`` ranks. Subclasses implement :meth:`encode`, :meth:`decode`, and other methods as needed.
 
     Attributes:
-        words: int32 words that these segments take in a message, padding included.
+        words: int32 words that these segments take in a message, including padding.
         parts: the segments, in the order of the columns and of the words.
     """
 
@@ -130,28 +131,29 @@ class Codec(Generic[P]):
 
     @property
     def feedbacks(self) -> dict[int, SegmentFeedback]:
-        """By first column of the segment in the unit."""
+        """The feedbacks, by the segment's first column in the unit."""
         return {part.columns.start: part.feedback for part in self.parts}
 
     @property
     def controllers(self) -> tuple[ThresholdController, ...]:
-        """What follows the size of gradients; nothing where nothing is selected."""
+        """Threshold controllers, which follow the size of gradients; empty if the codec does not
+        select."""
         return ()
 
     def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
         """Write this rank's messages.
 
         Args:
-            grad: ``[D, S]`` of the unit.
+            grad: the unit's gradients, ``[D, S]``.
             message: ``[D, words]`` int32, written.
         """
         raise NotImplementedError
 
     def start(self, exchange: Exchange) -> None:
-        """Start what else has to be exchanged, besides the messages."""
+        """Start the codec's exchanges besides messages."""
 
     def wait(self) -> None:
-        """Wait for the collectives that :meth:`start` began, as far as decoding needs them."""
+        """Wait for the exchanges of :meth:`start` that decoding needs."""
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
         """Write the sum over ranks, divided by ``divisor``, to the columns of ``out`` ``[S]``.
@@ -163,13 +165,13 @@ class Codec(Generic[P]):
 
     def encode_rows(self, rows: Tensor, message: Tensor) -> None:
         """Write a message for every row of ``rows`` ``[R, S]`` to ``message`` ``[R, words]``
-        int32, without an exchange; only codecs that parameters can have, or that can be cut into
-        slices (:meth:`CodecPlan.cut`)."""
+        int32, without an exchange. Only for codecs that work for parameters, or that can be cut
+        into slices (:meth:`CodecPlan.cut`)."""
         raise NotImplementedError
 
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
-        """Write every message to the columns of its own row: an all-gather adds nothing up. Only
-        codecs that parameters can have, or that can be cut into slices.
+        """Decode every message to the columns of its own row, without a sum. Only for codecs that
+        work for parameters, or that can be cut into slices.
 
         Args:
             received: ``[W, words]`` int32.
@@ -178,8 +180,8 @@ class Codec(Generic[P]):
         raise NotImplementedError
 
     def decode_sums(self, received: Tensor, rows: Tensor) -> None:
-        """Write sums of messages to the columns of ``rows``, each over all ranks. Only codecs that
-        ranks of a host add up in.
+        """Write sums of messages, each over all ranks, to the columns of ``rows``. Only for codecs
+        that are used inside hosts.
 
         Args:
             received: ``[K, W, words]`` int32, message ``[k, r]`` from rank ``r``.
@@ -188,26 +190,27 @@ class Codec(Generic[P]):
         raise NotImplementedError
 
     def cannot_carry(self, received: Tensor) -> Tensor | None:
-        """Whether any of the messages ``[W, words]`` int32 is about values that this codec loses,
-        not finite or at the edge of their dtype; boolean, ``[]``. None if it carries all."""
+        """Whether the messages ``[W, words]`` int32 were made from values that this codec cannot
+        carry: not finite, or at the edge of their dtype; boolean, ``[]``. None if it carries all
+        values."""
         return None
 
     def skip(self, steps: int) -> None:
-        """Go on as if so many encodings had been made elsewhere."""
+        """Continue as if this codec had already encoded ``steps`` times."""
 
     def selection_counts(self) -> list[SelectionCount]:
-        """What was selected so far, by segment; waits for the device. Nothing where everything
-        is sent."""
+        """Counts of selected elements so far, by segment; empty if the codec does not select.
+        Waits for the device."""
         return []
 
     def state(self) -> dict[str, Tensor]:
-        """What the next step and the counters depend on, beside the feedback: live tensors or
-        new ones, after waiting for what is in flight. The names and shapes never change."""
+        """All state except the feedback's: live tensors or copies. Waits for work in flight. Names
+        and shapes never change."""
         return {}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for values (names, shapes and dtypes being right) that the next step
-        could not work with."""
+        """Raise ValueError for values that :meth:`state` never returns. Names, shapes and dtypes
+        must be right."""
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where :meth:`state` was taken, given that it passes the check."""
+        """Continue from a :meth:`state` that passes :meth:`check_state`."""

@@ -1,14 +1,14 @@
-"""Turns a unit's columns into messages and back: the codecs of its segments, and their places.
+"""Turns a unit's columns into messages and back, with the codecs of its segments.
 
 A rank's messages are the rows of one buffer. NCCL copies 16 bytes at a time between addresses that
-are multiples of 16, and an element at a time between others, for messages a byte (``reduceCopy`` in
-its ``common_kernel.h``); Triton's kernels load vectors under the same condition. So every segment
-starts at a multiple of 4 words, and every message at a multiple of 32::
+are multiples of 16, otherwise one element at a time, which for messages is a byte (``reduceCopy``
+in its ``common_kernel.h``). Triton's kernels load vectors under the same condition. So every
+segment starts at a multiple of 4 words, and every message at a multiple of 32::
 
     | segment | 0-3 words | segment | 0-3 words | stamp | padding to 32 words |
 
-What the padding holds is not defined. The stamp is written where no headers are exchanged, see
-:mod:`tagc.collect.lockstep`; its room is there in any case.
+The padding's content is undefined. The stamp always has room, but is written only if ranks exchange
+no headers; see :mod:`tagc.collect.lockstep`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _ROW = 32
 
 
 def row_words(words: int) -> int:
-    """Words from the start of one message to the next, for segments of ``words`` in all."""
+    """Words from the start of one message to the next, if the segments take ``words`` in total."""
     return -(-(words + STAMP_WORDS) // _ROW) * _ROW
 
 
 class Coder:
     """Turns columns ``[n, S]`` into messages ``[n, words]`` int32 and back, and keeps the codecs'
-    state. Messages may be longer than the segments' words; the rest is left alone.
+    state. Messages may be longer than the segments' words; the rest is not touched.
 
     Attributes:
-        codecs: by name, in the order of their words in a message.
+        codecs: the codecs by name, in the order of their words in a message.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Coder:
         *,
         apart: bool = False,
     ) -> None:
-        """New state.
+        """Start with empty state.
 
         Args:
-            apart: a codec for every segment, by its first column and in the order of the columns;
-                else one for all of a kind, in the order of ``CODECS``.
+            apart: True for one codec per segment, named by its first column and in column order;
+                False for one codec per kind, in the order of ``CODECS``.
         """
         self.codecs: dict[str, Codec[Any]] = (
             {str(s.start): kind_of(s.codec).codec([s], setup) for s in segments}
@@ -64,7 +64,7 @@ class Coder:
             else make_codecs(segments, setup)
         )
         self._places: list[tuple[Codec[Any], slice]] = []
-        # All words but the padding, in as few spans as possible.
+        # All words except padding, in as few spans as possible.
         self._written: list[slice] = []
         start = 0
         for codec in self.codecs.values():
@@ -77,12 +77,12 @@ class Coder:
             start += codec.words
 
     def split(self, messages: Tensor) -> list[tuple[Codec[Any], Tensor]]:
-        """Every codec, and its words of ``messages`` ``[..., words]``."""
+        """Every codec with its words of ``messages`` ``[..., words]``."""
         return [(codec, messages[..., words]) for codec, words in self._places]
 
     @property
     def feedbacks(self) -> dict[int, SegmentFeedback]:
-        """Of every segment, by its first column."""
+        """Every segment's feedback, by its first column."""
         return {i: f for codec in self.codecs.values() for i, f in codec.feedbacks.items()}
 
     def encode(self, grad: Tensor, messages: Tensor, exchange: Exchange) -> None:
@@ -101,8 +101,8 @@ class Coder:
             codec.wait()
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
-        """Write the sum over ranks of what their messages ``[W, words]`` are about, divided, to
-        ``out`` ``[S]``."""
+        """Decode all ranks' messages ``[W, words]``, and write their sum, divided by ``divisor``,
+        to ``out`` ``[S]``."""
         for codec, words in self.split(received):
             codec.decode(words, out, exchange, divisor)
 
@@ -112,7 +112,7 @@ class Coder:
             codec.encode_rows(rows, words)
 
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
-        """The inverse: nothing is added up."""
+        """Decode every message ``[words]`` to its own row ``[S]``, without a sum."""
         for codec, words in self.split(received):
             codec.decode_rows(words, rows)
 
@@ -123,7 +123,7 @@ class Coder:
             codec.decode_sums(words, rows)
 
     def skip(self, steps: int) -> None:
-        """Go on as if so many encodings had been made elsewhere."""
+        """See :meth:`Codec.skip`."""
         for codec in self.codecs.values():
             codec.skip(steps)
 

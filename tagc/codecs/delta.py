@@ -1,8 +1,8 @@
-"""Codec ``delta``: what changed in parameters since the last message, in few bits.
+"""Codec ``delta``: changes of parameters since the last message, in few bits.
 
-Whoever decodes has a copy of the parameters as of then, the owner of a shard too, and adds what a
-message says. What quantization leaves out is still missing in the copy, so the next change has it:
-error feedback without a residual.
+All ranks that decode, including the owner of a shard, have a copy of the parameters as of the last
+message, and add the decoded changes to it. The copy lacks what quantization left out, so the next
+change includes it: this is error feedback without a residual.
 """
 
 from __future__ import annotations
@@ -77,22 +77,22 @@ class DeltaConfig(CodecConfig):
 
 
 AT_A_TIME = 1 << 22
-"""Elements of changes that are decoded at a time, in float32; a row at least."""
+"""How many elements of changes are decoded at a time, in float32; at least a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaPlan(CodecPlan):
-    """How the changes of one segment travel.
+    """How the changes of one segment are sent.
 
     Attributes:
-        code: of the changes.
+        code: the plan of the codec that quantizes the changes.
     """
 
     code: QuantizedPlan | MatrixPlan
 
     @property
     def name(self) -> str:
-        """With what the changes travel by."""
+        """'delta' and the name of the code."""
         return f"delta {self.code.name}"
 
     @property
@@ -131,7 +131,7 @@ def plan_delta(config: DeltaConfig, request: PlanRequest) -> DeltaPlan:
 
 @dataclass(frozen=True)
 class _Coded(Generic[P]):
-    """The same columns, with the code of their changes."""
+    """The same columns, with the plan of their code."""
 
     start: int
     stop: int
@@ -139,8 +139,8 @@ class _Coded(Generic[P]):
 
 
 class DeltaCodec(Codec[DeltaPlan]):
-    """Segments of which changes travel. Its rows are these changes, in float32: the copy, and
-    subtracting it, is :class:`tagc.collect.HostCopy`'s matter."""
+    """Codes changes. Its rows are the changes in float32; :class:`tagc.collect.HostCopy` keeps the
+    copy and subtracts it."""
 
     def __init__(self, segments: Sequence[CodecSegment[DeltaPlan]], setup: CodecSetup) -> None:
         super().__init__(segments, setup)
@@ -168,7 +168,7 @@ def _code(
 
 
 def sample_delta(plan: DeltaPlan, s: Sample) -> TimedSteps:
-    """Subtracting a copy and encoding; decoding and adding."""
+    """A step that subtracts a copy and encodes, and one that decodes and adds."""
     copy, change = torch.zeros_like(s.grad), torch.empty_like(s.grad, dtype=torch.float32)
     wide = replace(s, grad=change)
     encode, decode = (

@@ -1,4 +1,4 @@
-"""Codec ``dense``: columns travel as they are, or as bfloat16, and are summed in float32."""
+"""Codec ``dense``: columns are sent uncompressed, or as bfloat16, and summed in float32."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class DenseConfig(CodecConfig):
         return self.wire != "native"
 
     def carries(self, special: Special) -> bool:
-        """See :meth:`CodecConfig.carries`: as bfloat16, what FSDP's own mixed precision makes of
-        them."""
+        """See :meth:`CodecConfig.carries`. bfloat16 gives the same values as FSDP's own mixed
+        precision, except for large ones."""
         return not self.compresses or special is not Special.LARGE
 
 
 @dataclass(frozen=True, kw_only=True)
 class DensePlan(CodecPlan):
-    """Elements as they are, or rounded to the wire's dtype."""
+    """Elements in their own dtype, or rounded to the wire's dtype."""
 
     numel: int
     wire: torch.dtype
@@ -49,7 +49,7 @@ class DensePlan(CodecPlan):
 
     @property
     def name(self) -> str:
-        """'dense', with the dtype where it is not the gradient's."""
+        """'dense', with the wire's dtype if it is not the buffer's own."""
         return "dense" if self.native else f"dense {str(self.wire).removeprefix('torch.')}"
 
     @property
@@ -59,7 +59,7 @@ class DensePlan(CodecPlan):
 
     @property
     def words(self) -> int:
-        """Elements of 2 bytes share words."""
+        """Words of all elements; elements of 2 bytes share words."""
         return -(-self.numel * self.wire.itemsize // 4)
 
     def scratch_bytes(self, destinations: int, sources: int) -> int:
@@ -80,24 +80,24 @@ class DensePlan(CodecPlan):
         return replace(self, numel=length), (Cut(columns=self.numel, length=length),)
 
     def used_words(self, columns: int) -> int:
-        """Those of the elements that are filled."""
+        """Words of the filled elements."""
         return replace(self, numel=columns).words
 
 
 def plan_dense(config: DenseConfig, request: PlanRequest) -> DensePlan:
-    """The sizes of what travels as it is, or as bfloat16."""
+    """The sizes of one segment."""
     native = request.columns == 0 or not config.compresses
     wire = request.dtype if native else torch.bfloat16
     return DensePlan(numel=request.columns, wire=wire, native=native)
 
 
 def plan_empty(request: PlanRequest) -> DensePlan:
-    """A segment without columns, whatever its codec."""
+    """The plan of a segment without columns, whatever its codec."""
     return DensePlan(numel=0, wire=request.dtype)
 
 
 class DenseCodec(Codec[DensePlan]):
-    """The dense segments of a unit that also has compressed ones: they ride in its message."""
+    """The dense segments of a unit that also has compressed ones; its messages carry both."""
 
     def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
         """See :meth:`Codec.encode`."""
@@ -151,7 +151,7 @@ def elements_of(words: Tensor, plan: DensePlan) -> Tensor:
 
 
 def sample_dense(plan: DensePlan, s: Sample) -> TimedSteps:
-    """Encoding and decoding ``s.grad``."""
+    """Steps that encode and decode ``s.grad``."""
     plan = replace(plan, numel=s.columns)
     message, out = s.empty(ROWS, plan.words), torch.empty_like(s.grad[0])
     elements = elements_of(message, plan)

@@ -1,4 +1,4 @@
-"""What codecs share that send every element: ``quantized`` and ``matrix``."""
+"""The base of the codecs that send every element in few bits: ``quantized`` and ``matrix``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tagc.codecs.state import check_counter
 
 
 class ElementwiseCodec(Codec[P]):
-    """State and step of segments of which every element is sent.
+    """State and step of segments whose every element is sent.
 
     Attributes:
-        steps: encodings so far, which feedback ``average`` and stochastic rounding count.
+        steps: encodings so far, for feedback ``average`` and stochastic rounding.
     """
 
     def __init__(self, segments: Sequence[CodecSegment[P]], setup: CodecSetup) -> None:
@@ -32,11 +32,12 @@ class ElementwiseCodec(Codec[P]):
     def _quantize(
         self, part: Part[P], grad: Tensor, residual: Tensor | None, message: Tensor
     ) -> None:
-        """``[D, columns]`` each to ``[D, words]``."""
+        """Encode ``grad`` and ``residual`` ``[D, columns]`` to ``message`` ``[D, words]``."""
         raise NotImplementedError
 
     def _dequantize(self, plan: P, message: Tensor, out: Tensor, divisor: int) -> None:
-        """``[W, words]`` to ``[columns]``."""
+        """Decode ``message`` ``[W, words]``; write the sum over ``divisor`` to ``out``
+        ``[columns]``."""
         raise NotImplementedError
 
     def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:

@@ -1,6 +1,6 @@
-"""What codecs ask of the ranks that exchange messages, besides the messages.
+"""The exchanges that codecs may use besides messages.
 
-Codecs start no collective themselves. :mod:`tagc.collect.exchange` is what they are handed, which
+Codecs start no collectives themselves. :mod:`tagc.collect.exchange` has the implementation, which
 counts the bytes.
 """
 
@@ -15,7 +15,7 @@ class Work(Protocol):
     """A collective in flight."""
 
     def wait(self) -> None:
-        """Until the result can be used (on a GPU: by the current stream)."""
+        """Wait until the result can be used (on a GPU: by the current stream)."""
         ...
 
 
@@ -27,8 +27,8 @@ class Exchange(Protocol):
 
     Attributes:
         row: the row that this rank decodes.
-        takes_leftovers: whether what this rank's decoding leaves goes into its own residual. Of
-            the ranks that decode the same row just one takes it.
+        takes_leftovers: whether this rank adds what it could not decode to its residual. Of the
+            ranks that decode the same row, only one does.
     """
 
     row: int
@@ -38,14 +38,14 @@ class Exchange(Protocol):
         """Start summing ``cells`` ``[D, n]`` over ranks.
 
         Returns:
-            The work, and where the sum ``[n]`` of the row that this rank decodes will be.
+            The work, and the tensor ``[n]`` that receives the sum for this rank's row.
         """
         ...
 
     def sum_counts(self, counts: Tensor) -> Work:
-        """Start summing ``counts``, of any shape and int32, over ranks, in place, on all ranks."""
+        """Start an all-reduce of ``counts``, int32 of any shape, in place."""
         ...
 
     def gather(self, values: Tensor) -> Tensor:
-        """``values`` of every rank, ``[W, *values.shape]``; waits for them."""
+        """Every rank's ``values``, ``[W, *values.shape]``. Blocks."""
         ...

@@ -1,4 +1,4 @@
-"""What makes a codec known: everything about one kind in one place."""
+"""Everything about one kind of codec in one place."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class CodecKind:
     """One kind of codec.
 
     Attributes:
-        name: as policies spell it.
-        config: what a policy says about gradients with it; None where they cannot have it.
-        parameter_config: what it says about parameters; likewise.
-        plan: of a segment.
-        make_plan: from either configuration.
-        codec: state and step of a unit's segments.
-        sample: its two steps on inputs of their own, to be timed.
+        name: the name in policies.
+        config: the configuration for gradients; None if it cannot send gradients.
+        parameter_config: the configuration for parameters; None if it cannot send parameters.
+        plan: the class of a segment's plan.
+        make_plan: makes a plan from either configuration.
+        codec: makes the codec of a unit's segments.
+        sample: returns the codec's two steps on sample inputs, for timing.
     """
 
     name: str

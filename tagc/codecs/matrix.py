@@ -63,8 +63,8 @@ class MatrixPlan(CodecPlan):
     """How the matrices of one segment are quantized, one after the other.
 
     Attributes:
-        layouts: of the parameters' parts of a shard, one after the other.
-        matrices_of_parameters: how many each parameter has.
+        layouts: the layouts of the matrices in a shard, parameter by parameter.
+        matrices_of_parameters: how many matrices each parameter has.
     """
 
     layouts: tuple[MatrixLayout, ...]
@@ -72,7 +72,7 @@ class MatrixPlan(CodecPlan):
 
     @property
     def name(self) -> str:
-        """With bits or group, and level."""
+        """'matrix' with bits or group, and level."""
         first = self.layouts[0]
         level = f" level {first.level:g}" if first.level != 1 else ""
         size = f"1 of {first.group}" if first.group > 1 else f"int{first.bits}"
@@ -80,20 +80,19 @@ class MatrixPlan(CodecPlan):
 
     @property
     def nominal_bits(self) -> float:
-        """Of a code, for each of the elements that share it."""
+        """Bits of a code, divided by the number of elements that share it."""
         return self.layouts[0].width / self.layouts[0].group
 
     @property
     def overshoot(self) -> float:
-        """See :attr:`CodecPlan.overshoot`: codes have no zero, and stand for values that may be
-        twice the element that they are sent for."""
+        """See :attr:`CodecPlan.overshoot`: there is no code for zero, and a code's value may be
+        twice the element."""
         return 1.0
 
     def scratch_bytes(self, destinations: int, sources: int) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: what is kept for runs of matrices, each size of its
-        own."""
-        # Sums and scales of columns where a message is made; as it is read, scales of rows, and of
-        # as many columns as its words have places for.
+        """See :meth:`CodecPlan.scratch_bytes`: the operators keep scratch for each run's layout."""
+        # To encode: sums and scales of columns. To decode: scales of rows, and of as many columns
+        # as the words have places for.
         return sum(
             m.count
             * (
@@ -104,8 +103,8 @@ class MatrixPlan(CodecPlan):
         )
 
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
-        """See :meth:`CodecPlan.cut`: between the rows of every matrix, so that each owner's slice
-        has scales of columns of its own."""
+        """See :meth:`CodecPlan.cut`: between the rows of every matrix, so each owner's slice has
+        its own scales of columns."""
         layouts = tuple(replace(m, rows=-(-m.rows // owners)) for m in self.layouts)
         pairs = zip(self.layouts, layouts, strict=True)
         cuts = tuple(Cut(columns=whole.numel, length=part.numel) for whole, part in pairs)
@@ -113,13 +112,13 @@ class MatrixPlan(CodecPlan):
 
     @property
     def words(self) -> int:
-        """Scales and codes of all of them."""
+        """Words of the scales and codes of all matrices."""
         return sum(layout.words for layout in self.layouts)
 
     @cached_property
     def runs(self) -> tuple[tuple[MatrixLayout, slice, slice], ...]:
-        """Neighbours of one shape together, which share an operator's launches; each run with its
-        columns of the segment and its words of the message."""
+        """Runs of adjacent matrices with the same layout, which share an operator's launches: each
+        with its columns of the segment and its words of the message."""
         found, column, word = [], 0, 0
         for one, alike in groupby(self.layouts):
             layout = replace(one, count=len(list(alike)))
@@ -130,7 +129,7 @@ class MatrixPlan(CodecPlan):
         return tuple(found)
 
     def word_shares(self, columns: Sequence[float]) -> list[float]:
-        """Every matrix has a message of its own, with scales."""
+        """See :meth:`CodecPlan.word_shares`: every matrix has its own codes and scales."""
         words = (layout.words for layout in self.layouts)
         return [sum(islice(words, n)) / self.words for n in self.matrices_of_parameters]
 
@@ -152,7 +151,7 @@ def plan_matrix(config: MatrixConfig, request: PlanRequest) -> MatrixPlan:
 
 
 class MatrixCodec(ElementwiseCodec[MatrixPlan]):
-    """The segments of a unit that consist of matrices, whose messages follow one another."""
+    """The segments of a unit that consist of matrices."""
 
     def _prepare(self, part: Part[MatrixPlan], gradient: torch.dtype) -> None:
         f = part.feedback
@@ -190,7 +189,7 @@ class MatrixCodec(ElementwiseCodec[MatrixPlan]):
 
 
 def sample_matrix(plan: MatrixPlan, s: Sample) -> TimedSteps:
-    """Encoding and decoding ``s.grad``, as one matrix that is about square."""
+    """Steps that encode and decode ``s.grad`` as one roughly square matrix."""
     columns = 1 << (s.columns.bit_length() // 2)
     layout = replace(plan.layouts[0], rows=s.columns // columns, columns=columns)
     grad = s.grad[:, : layout.numel]

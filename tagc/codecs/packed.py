@@ -1,7 +1,7 @@
 """Codec ``packed``: the largest groups with their index, one message to each owner.
 
-Thresholds are a rank's own: a message says what is in it, so ranks need not agree, and nothing
-but the messages is exchanged.
+Every rank has its own thresholds. A message describes itself, so ranks need not agree on
+thresholds, and exchange nothing but messages.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class PackedPlan(SelectingPlan):
 
     @property
     def name(self) -> str:
-        """With bits and group."""
+        """'packed' with bits and group."""
         group = f"x{self.layout.group}" if self.layout.group > 1 else ""
         return f"packed int{self.layout.values.bits}{group}"
 
     @property
     def overshoot(self) -> float:
-        """See :attr:`CodecPlan.overshoot`: half a step each, and a scale's rounding. (What waited
-        for several steps and is then sent may exceed more.)"""
+        """See :attr:`CodecPlan.overshoot`: half a step each, and a scale's rounding. (Elements that
+        waited in the residual for several steps may exceed more.)"""
         return 1 / self.layout.values.levels + 2**-8
 
     def scratch_bytes(self, destinations: int, sources: int) -> int:
@@ -79,7 +79,7 @@ class PackedPlan(SelectingPlan):
 
     @property
     def words(self) -> int:
-        """Header, index, values."""
+        """Words of header, index and values."""
         return self.layout.words
 
 
@@ -113,7 +113,7 @@ class PackedCodec(Codec[PackedPlan]):
         self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
         self._controller = ThresholdController(target, D, self._ops, device)
         self._started = False
-        # [segments] int64, groups selected for all destinations, over the steps.
+        # [segments] int64: groups kept for all destinations, summed over the steps.
         self._totals = torch.zeros(n, dtype=torch.int64, device=device)
 
     @property
@@ -191,7 +191,7 @@ class PackedCodec(Codec[PackedPlan]):
 
 
 def sample_packed(plan: PackedPlan, s: Sample) -> TimedSteps:
-    """Encoding and decoding ``s.grad``."""
+    """Steps that encode and decode ``s.grad``."""
     old = plan.layout
     groups = -(-s.columns // old.group)
     layout = plan_packed(

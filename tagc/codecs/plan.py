@@ -1,4 +1,4 @@
-"""What the plans of all codecs have in common: what one segment of a unit sends and stores."""
+"""The contract of codec plans: the sizes that one segment of a unit sends and stores."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def aligned(words: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Neighbouring columns of a segment, cut into equal slices, one for every owner: the last
-    slices may be shorter, or empty.
+    """Adjacent columns of a segment, cut into one slice per owner. The last slices may be shorter,
+    or empty.
 
     Attributes:
-        columns: of all slices together.
+        columns: columns of all slices together.
         length: columns of a slice.
     """
 
@@ -35,8 +35,8 @@ class CodecPlan:
     """A codec with its sizes filled in, for one segment.
 
     Attributes:
-        warmup_steps: reductions that go dense first.
-        feedback: None where nothing is stored.
+        warmup_steps: how many of the first reductions are dense.
+        feedback: the feedback rule; None if nothing is stored.
     """
 
     warmup_steps: int = 0
@@ -44,7 +44,7 @@ class CodecPlan:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The codec's name in texts for users."""
         raise NotImplementedError
 
     @property
@@ -54,17 +54,17 @@ class CodecPlan:
 
     @property
     def room(self) -> int:
-        """Words of a message that the segment takes: its own, and up to 3 of padding."""
+        """The segment's words in a message, and up to 3 words of padding."""
         return aligned(self.words)
 
     @property
     def compressed(self) -> bool:
-        """Whether anything but the buffer itself travels."""
+        """Whether the segment is sent in another form than the buffer itself."""
         return True
 
     @property
     def nominal_bits(self) -> float | None:
-        """Bits per element that the codec is known by, without scales; None where no number is."""
+        """Nominal bits per element, without scales; None if the codec has no such number."""
         return None
 
     @property
@@ -74,15 +74,15 @@ class CodecPlan:
 
     @property
     def overshoot(self) -> float:
-        """By how much a sum may exceed, relative to the largest magnitudes of what ranks add up,
-        what an exact sum of gradients would be: by codes that round up, in this message and in the
-        one whose residual it carries, and by scales."""
+        """How much a sum may exceed the exact sum of gradients, relative to the largest magnitudes
+        that ranks add up. Codes that round up, in this message and in the one whose residual it
+        carries, and rounded scales cause it."""
         return 2**-8
 
     @property
     def cells(self) -> int:
-        """int32 words per destination that are summed on the way, besides the message; an owner
-        then decodes one sum, and not what every rank sent."""
+        """int32 words per destination that are summed on the way, besides the message. The owner
+        decodes the one sum instead of every rank's words."""
         return 0
 
     @property
@@ -97,50 +97,50 @@ class CodecPlan:
 
     @property
     def reuses_forward_message(self) -> bool:
-        """Whether the message of the forward's all-gather serves the backward's, too."""
+        """Whether the backward reuses the messages of the forward's all-gather."""
         return False
 
     @property
     def of_changes(self) -> bool:
-        """Whether a message says what changed since the last one, and all who decode keep a copy
-        to add it to."""
+        """Whether messages carry changes since the last message, and ranks that decode them keep a
+        copy to add them to."""
         return False
 
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]] | None:
-        """The plan of one of ``owners`` equal slices of the segment, and how its columns are cut;
-        None where the codec needs the segment whole."""
+        """The plan of one of ``owners`` equal slices of the segment, and the cuts of its columns;
+        None if the codec needs the segment whole."""
         return None
 
     def of_sums(self) -> Self:
-        """The same for what the owner of a slice hands out, which owes what it rounds away, if
-        anything is owed at all."""
+        """The plan of the sums that the owner of a slice sends: without warm-up, and with error
+        feedback if this plan has any feedback."""
         owed = None if self.feedback is None else ErrorFeedback(dtype=self.feedback.dtype)
         return replace(self, feedback=owed, warmup_steps=0)
 
     def scratch_bytes(self, destinations: int, sources: int) -> int:
-        """At most, what the CPU's operators take for a moment beside their arguments, to encode for
-        so many destinations or to decode what came from so many sources."""
+        """The most temporary bytes that the CPU's operators allocate to encode for ``destinations``
+        ranks, or to decode messages from ``sources`` ranks."""
         return 0
 
     def widened_bytes(self, sources: int) -> int:
-        """Bytes that torch takes for a moment on a CPU to add up what came from so many sources: it
-        makes float32 of all of it first. The library's own operators do not."""
+        """Temporary bytes that torch allocates on a CPU to sum messages from ``sources`` ranks: it
+        first converts them all to float32. The library's own operators do not."""
         return 0
 
     def sums_bytes(self, rows: int, ranks: int) -> int:
-        """As :meth:`scratch_bytes`, where ranks of a host add up so many rows at once."""
+        """Like :meth:`scratch_bytes`, for ``rows`` sums over ``ranks`` ranks of a host at once."""
         return self.scratch_bytes(rows * ranks, rows * ranks)
 
     def used_words(self, columns: int) -> int:
-        """Words that matter to an owner whose shard fills only the first ``columns`` of the
-        segment's (in FSDP1's flat buffer); the others need not be sent."""
+        """Words that an owner needs if its shard fills only the first ``columns`` columns of the
+        segment (in FSDP1's flat buffer). The others need not be sent."""
         return self.words if columns else 0
 
     def word_shares(self, columns: Sequence[float]) -> list[float]:
-        """Share of the words that each of the segment's parameters takes.
+        """The share of the words that each of the segment's parameters takes.
 
         Args:
-            columns: of each of them.
+            columns: each parameter's columns.
         """
         total = sum(columns) or 1
         return [c / total for c in columns]
@@ -148,15 +148,15 @@ class CodecPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a codec is planned for.
+    """The input of a codec's plan.
 
     Attributes:
         columns: elements per destination.
         world_size: ranks whose contributions are summed.
-        dtype: of the buffer that the segment is a part of.
-        feedback: None where nothing is stored.
-        matrices: of what a shard has of every parameter, one after the other, the rows and columns;
-            empty unless the codec needs them.
+        dtype: dtype of the buffer that contains the segment.
+        feedback: the feedback rule; None if nothing is stored.
+        matrices: for every parameter, the rows and columns of the matrices in its shard; empty
+            unless the codec needs them.
     """
 
     columns: int

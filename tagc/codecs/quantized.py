@@ -1,7 +1,7 @@
 """Codec ``quantized``: every element in a few bits, with a scale per block.
 
 With the feedback kind ``average`` it is LoCo (arXiv 2407.04480) in DeepSpeed's form. Operators hash
-a seed of the dither once more, so seeds need to differ, and no more than that.
+the dither's seeds again, so seeds only need to differ.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class QuantizedPlan(CodecPlan):
     """How one segment is quantized.
 
     Attributes:
-        keep_for_backward: whether the message of a forward serves its backward, too.
-        dithered: whether codes are rounded by chance.
-        by_content: whether that chance comes from the elements themselves, and not from a count of
-            steps: parameters are encoded now and then, by their owner alone.
+        keep_for_backward: whether a backward reuses its forward's messages.
+        dithered: whether codes are rounded stochastically.
+        by_content: whether the dither's seeds come from the elements instead of a count of steps;
+            for changes of parameters, which only their owner encodes.
     """
 
     layout: BlockLayout
@@ -100,7 +100,7 @@ class QuantizedPlan(CodecPlan):
 
     @property
     def name(self) -> str:
-        """With the bits."""
+        """'quantized' with the bits."""
         dithered = " dithered" if self.dithered else ""
         return f"quantized int{self.layout.bits}{' kept' if self.keep_for_backward else dithered}"
 
@@ -111,19 +111,19 @@ class QuantizedPlan(CodecPlan):
 
     @property
     def overshoot(self) -> float:
-        """See :attr:`CodecPlan.overshoot`: half a step each, or a whole one that owes nothing, and
-        a scale's rounding."""
+        """See :attr:`CodecPlan.overshoot`: half a step in each of two messages, or one whole step
+        without a residual, and a scale's rounding."""
         return 1 / self.layout.levels + 2**-8
 
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
-        """See :meth:`CodecPlan.cut`: between blocks, which are the segment's own."""
+        """See :meth:`CodecPlan.cut`: between blocks, so slices have the segment's blocks."""
         length = -(-self.layout.blocks // owners) * self.layout.block
         sliced = replace(self, layout=replace(self.layout, numel=length))
         return sliced, (Cut(columns=self.layout.numel, length=length),)
 
     @property
     def words(self) -> int:
-        """Scales and codes."""
+        """Words of scales and codes."""
         return self.layout.words
 
 
@@ -155,7 +155,7 @@ class Dither:
         self._places = {column: i for i, column in enumerate(columns)}
         starts = torch.tensor([*columns], dtype=torch.int64, device=setup.device)
         rows = torch.arange(setup.destinations, dtype=torch.int64, device=setup.device)
-        # Each is hashed before the next comes in, so that no sum of them is another's.
+        # Each value is hashed before the next is mixed in, so that different sums cannot coincide.
         mixed = fmix32((starts * _STRIDE + setup.seed * _GOLDEN) & MASK)
         mixed = fmix32((mixed ^ (STAGES * setup.rank + setup.stage)) & MASK)
         self._first = wrap_int32(fmix32(mixed[:, None] ^ rows))
@@ -163,9 +163,9 @@ class Dither:
         self._seeds = torch.empty_like(self._first)
 
     def seeds(self, column: int, step: int) -> Tensor:
-        """``[D]`` int32."""
+        """The seeds ``[D]`` int32 of the segment that begins at ``column``."""
         if self._step != step:
-            # One small kernel a unit. That sums wrap around is meant.
+            # One small kernel per unit. Sums wrap around on purpose.
             turn = step * _GOLDEN & MASK
             torch.add(self._first, turn - (turn >> 31 << 32), out=self._seeds)
             self._step = step
@@ -173,14 +173,14 @@ class Dither:
 
 
 def seeds_of(rows: Tensor) -> Tensor:
-    """``[D]`` int32: sums of the bits of ``rows`` ``[D, columns]`` float32, modulo 2**32; others
-    for nearly every change, and the same for the same rows, with nothing to be counted."""
-    # In int32, as torch would make a copy in int64 first.
+    """Seeds from the rows' content: sums of the bits of ``rows`` ``[D, columns]`` float32, modulo
+    2**32, ``[D]`` int32. Nearly every change of a row changes its seed."""
+    # In int32: for int64 sums torch would first make a copy in int64.
     return rows.contiguous().view(torch.int32).sum(-1, dtype=torch.int32)
 
 
 class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
-    """The quantized segments of a unit, or of what it gathers."""
+    """The quantized segments of a unit's gradients or parameters."""
 
     def __init__(self, segments: Sequence[CodecSegment[QuantizedPlan]], setup: CodecSetup) -> None:
         super().__init__(segments, setup)
@@ -225,7 +225,7 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
                 elements.clamp_(-largest, largest)
 
     def cannot_carry(self, received: Tensor) -> Tensor | None:
-        """See :meth:`Codec.cannot_carry`: a scale says so."""
+        """See :meth:`Codec.cannot_carry`. The scales show it."""
         found = [
             received[:, part.words][:, : part.plan.layout.scale_words].view(torch.int16)
             > _largest_scale(self._setup.dtype, part.plan.layout.levels)
@@ -243,7 +243,7 @@ def _largest_scale(dtype: torch.dtype, levels: int) -> int:
 
 
 def sample_quantized(plan: QuantizedPlan, s: Sample) -> TimedSteps:
-    """Encoding and decoding ``s.grad``."""
+    """Steps that encode and decode ``s.grad``."""
     layout = replace(plan.layout, numel=s.columns)
     message, out = s.empty(ROWS, layout.words), torch.empty_like(s.grad[:1])
     seeds = s.empty(len(s.grad)) if plan.dithered else None

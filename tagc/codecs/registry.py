@@ -1,7 +1,4 @@
-"""All codecs, and how one is found.
-
-Another codec is a room beside the others, and a line here.
-"""
+"""The list of all codecs. To add one, write its module and add a line here."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from tagc.codecs.quantized import QUANTIZED
 from tagc.codecs.sketch import SKETCH
 
 CODECS: tuple[CodecKind, ...] = (SKETCH, PACKED, QUANTIZED, MATRIX, DELTA, DENSE)
-"""In the order in which their words follow each other in a unit's message."""
+"""All codecs, in the order of their words in a unit's message."""
 
 
 def kind_of(codec: CodecConfig | CodecPlan) -> CodecKind:
-    """The kind that a configuration, or a plan, is of."""
+    """The kind of a configuration or of a plan."""
     for kind in CODECS:
         configs = (kind.config, kind.parameter_config)
         if isinstance(codec, (*filter(None, configs), kind.plan)):
@@ -33,14 +30,14 @@ def kind_of(codec: CodecConfig | CodecPlan) -> CodecKind:
 
 
 def plan_codec(config: CodecConfig, request: PlanRequest) -> CodecPlan:
-    """Sizes of a codec for one segment."""
+    """The plan of a codec for one segment, with all sizes."""
     if request.columns == 0:
         return plan_empty(request)
     return kind_of(config).make_plan(config, request)
 
 
 def in_message_order(segments: Sequence[CodecSegment[CodecPlan]]) -> list[list[Any]]:
-    """The segments of every kind in ``CODECS``, in its order; empty lists for some."""
+    """The segments grouped by kind, in the order of ``CODECS``; groups may be empty."""
     return [[s for s in segments if isinstance(s.codec, kind.plan)] for kind in CODECS]
 
 

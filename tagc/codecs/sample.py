@@ -1,4 +1,4 @@
-"""What the codecs' timing samples share: a codec's two steps on its own, without an exchange."""
+"""The basis of the codecs' timing samples: a codec's two steps, without an exchange."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tagc.codecs.selection.threshold import sampled_threshold
 from tagc.ops import Ops
 
 ROWS = 4
-"""Rows stand for ranks, so that decoding adds up messages as it does in training."""
+"""Rows stand for ranks, so decoding sums messages as it does in training."""
 
 Step = Callable[[], object]
 TimedSteps = tuple[Step, Step]
-"""Encoding :attr:`Sample.grad`, and decoding what came of it."""
+"""A step that encodes :attr:`Sample.grad`, and one that decodes the messages."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Sample:
 
     Attributes:
         grad: ``[ROWS, columns]``.
-        residual: likewise; None where there is none.
+        residual: ``[ROWS, columns]``; None without feedback.
         average: see :meth:`tagc.ops.blocks.BlockOps.quantize`.
     """
 
@@ -44,5 +44,5 @@ class Sample:
         return torch.empty(*shape, dtype=dtype, device=self.grad.device)
 
     def threshold(self, group: int, density: float) -> Tensor:
-        """One that selects so many groups, by row."""
+        """Thresholds ``[ROWS]`` that select about the share ``density`` of the groups."""
         return sampled_threshold(self.grad, group, density).clamp(min=1e-6)

@@ -1,10 +1,10 @@
-"""Values that a codec for parameters may not carry as they are."""
+"""Values that codecs for parameters may change."""
 
 from enum import Enum
 
 
 class Special(Enum):
-    """What is special about all values of a frozen parameter; its value is for people."""
+    """A property of a frozen parameter's values; ``value`` is text for users."""
 
     NOT_FINITE = "values that are not finite"
     LARGE = "values at the edge of their dtype"

@@ -1,4 +1,4 @@
-"""Names in a codec's state, and how large its counters get."""
+"""Names in a codec's state, and the bound of its counters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 T = TypeVar("T")
 
 MAX_COUNT = 2**59
-"""Above every counter of any run."""
+"""No counter of any run gets this large."""
 
 
 def nested(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A part's state under names that begin with the part's own."""
+    """A part's state, with its name before each key."""
     return {f"{name}.{key}": tensor for key, tensor in state.items()}
 
 
@@ -25,6 +25,6 @@ def part_of(name: str, state: Mapping[str, T]) -> dict[str, T]:
 
 
 def check_counter(name: str, value: Tensor) -> None:
-    """Raise ValueError for a counter ``[]`` that is negative, or larger than any run is long."""
+    """Raise ValueError if a counter ``[]`` is negative, or at least ``MAX_COUNT``."""
     if not 0 <= int(value) < MAX_COUNT:
         raise ValueError(f"{name} is {int(value)}")

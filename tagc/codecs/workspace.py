@@ -1,4 +1,4 @@
-"""Message buffers that all units share: they work one after another, in one stream."""
+"""Scratch buffers that all units share: units work one after another, on one stream."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from torch import Tensor
 
 
 class Workspace:
-    """Named buffers that grow to the largest use and are then handed out again and again."""
+    """Named buffers, which grow to the largest use and are reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[str, torch.dtype, int], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A buffer of this shape; its content is whatever its last user left there."""
+        """A buffer of this shape. It still holds its last user's content."""
         numel = 1
         for size in shape:
             numel *= size
-        # Units of separate FSDP roots reduce in streams of their own, and may overlap.
+        # Separate FSDP roots reduce on separate streams, and may overlap.
         cuda = self._device.type == "cuda"
         stream = torch.cuda.current_stream(self._device).cuda_stream if cuda else 0
         buffer = self._buffers.get((name, dtype, stream))
         if buffer is None or buffer.numel() < numel:
-            # In training nothing could be written to one that an evaluation made in inference mode.
+            # Training cannot write to a tensor that an evaluation made in inference mode.
             with torch.inference_mode(False):
                 buffer = torch.empty(numel, dtype=dtype, device=self._device)
             self._buffers[name, dtype, stream] = buffer

@@ -1,13 +1,13 @@
-"""Room for what a step selects."""
+"""How many groups a rank may keep."""
 
 from __future__ import annotations
 
-# Room above the target density, per destination: what a step selects beyond it waits a step.
+# Capacity relative to the target density: groups that a step selects beyond it wait.
 SLACK = 1.0625
-# Groups that a shared support must have room for: exploring takes 32 of them.
+# The smallest capacity of a shared support: its window of exploration takes 32 groups.
 MIN_SHARED = 64
 
 
 def capacity_for(density: float, groups: int) -> int:
-    """Groups that a rank keeps at most of so many: the density's share, and the slack."""
+    """The most of ``groups`` that a rank keeps per destination: the density plus slack."""
     return min(groups, int(SLACK * density * groups) + 1)

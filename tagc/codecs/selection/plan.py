@@ -1,4 +1,4 @@
-"""What the plans of codecs that select have in common."""
+"""The base of the plans of codecs that select."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tagc.codecs.plan import CodecPlan
 
 @dataclass(frozen=True, kw_only=True)
 class SelectingPlan(CodecPlan):
-    """How one segment is selected from.
+    """How groups of one segment are selected.
 
     Attributes:
-        target: density that the policy asks for.
+        target: the density that the policy asks for.
     """
 
     target: float

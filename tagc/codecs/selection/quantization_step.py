@@ -9,7 +9,7 @@ from tagc.ops.thresholds import step_of
 
 
 def step_scale(symbol: Symbol, levels: int) -> float:
-    """A quantization step over the largest power of two in its threshold."""
+    """The ratio of the quantization step to the largest power of two up to the threshold."""
     return 2.0 ** -symbol.step_shift(levels)
 
 

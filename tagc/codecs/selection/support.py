@@ -1,8 +1,8 @@
 """A shared support: all ranks send the groups that the shard's owner chose one step ahead.
 
-The owner takes the largest of what it owes itself, and a window that rotates over all groups, so
-that what only other ranks see is sent too. Its choice for the next step rides in the messages of
-this one.
+The owner chooses the largest groups of its own residual, and a window that rotates over all groups,
+so that groups that are large only on other ranks are also sent. This step's messages carry its
+choice for the next step.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ class Support:
     """The groups that all ranks send, for every shard.
 
     Attributes:
-        current: ``[D, bitmap_words]`` int32, for the step to come.
-        wanted: groups that the owner should choose for their size.
+        current: the supports of the next step, ``[D, bitmap_words]`` int32.
+        wanted: how many groups the owner should choose by size.
     """
 
     def __init__(
         self, layout: PackedLayout, target: float, destinations: int, device: torch.device
     ) -> None:
-        """The first window, for every shard.
+        """Start with the first window, for every shard.
 
         Args:
-            layout: groups, room for them, and how a choice travels; values do not matter.
-            target: density to choose.
+            layout: the groups, their capacity, and the format of a choice; values do not matter.
+            target: the density to choose.
         """
         self._layout = layout
         self._words = layout.bitmap_words
         # Bits past the last group stay clear.
         self._last = (1 << ((layout.groups - 1) % 32 + 1)) - 1
-        # An eighth of the room explores. Windows are whole words of the bitmap.
+        # The window takes an eighth of the capacity. Windows are whole words of the bitmap.
         self._window = max(1, layout.capacity // 256)
         self._selecting = replace(layout, capacity=layout.capacity - 32 * self._window)
         self.wanted = target * layout.groups * self._selecting.capacity / layout.capacity
@@ -54,9 +54,9 @@ class Support:
         """Write the next support of this rank's shard to ``index`` ``[D, index_words]``.
 
         Args:
-            owed: ``[1, columns]``, the rank's residual of its own shard.
+            owed: the rank's residual of its own shard, ``[1, columns]``.
             threshold: ``[1]``.
-            counts: ``[D, 4]``, written: what was selected here, for all destinations.
+            counts: ``[D, 4]``, written: the counts of this selection, the same in every row.
         """
         ops.select(owed, threshold, self._next, counts[:1], layout=self._selecting)
         counts.copy_(counts[:1].expand_as(counts))
@@ -65,18 +65,18 @@ class Support:
         index.copy_(index[:1].expand_as(index))
 
     def receive(self, ops: Ops, index: Tensor) -> None:
-        """Take the owners' choices, ``[D, index_words]``, for the step to come."""
+        """Read the owners' choices ``[D, index_words]`` for the next step."""
         ops.read_index(index, self.current, layout=self._layout)
 
     def state(self) -> dict[str, Tensor]:
-        """All that the next step depends on."""
+        """The state that the next step depends on."""
         return {
             "current": self.current,
             "at": torch.tensor(self._at, dtype=torch.int64, device="cpu"),
         }
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for a support that the operators have no room for."""
+        """Raise ValueError for a support that exceeds the groups or the capacity."""
         current, at = state["current"], int(state["at"])
         groups = self._layout.groups
         kept = from_bitmap(current, 32 * self._words)
@@ -89,12 +89,12 @@ class Support:
             raise ValueError(f"a window of exploration begins at word {at} of {self._words}")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where :meth:`state` was taken."""
+        """Continue from a :meth:`state`."""
         self.current.copy_(state["current"])
         self._at = int(state["at"])
 
     def _explore(self, bitmap: Tensor) -> None:
-        """Add the next window to ``[1, bitmap_words]``."""
+        """Add the next window to ``bitmap`` ``[1, bitmap_words]``."""
         stop = min(self._words, self._at + self._window)
         bitmap[:, self._at : stop] = -1
         bitmap[:, -1] &= self._last if self._last < 1 << 31 else -1

@@ -1,8 +1,8 @@
-"""Dynamic sparsification: a threshold per segment and destination that follows the density.
+"""Steers a threshold per segment and destination, so that the kept groups follow the density.
 
-Every rank selects with the same threshold. Each step the ranks' counts are summed by an
-all-reduce that nobody waits for, and the next step on, all ranks move the threshold alike
-(:meth:`tagc.ops.thresholds.ThresholdOps.steer`).
+For a sketch, every rank selects with the same threshold. An all-reduce sums the ranks' counts in
+each step; in the next step, all ranks move the threshold by these sums in the same way
+(:meth:`tagc.ops.thresholds.ThresholdOps.steer`). ``packed`` steers by a rank's own counts.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def sampled_threshold(grad: Tensor, lanes: int, density: float) -> Tensor:
     Args:
         grad: ``[W, n]``.
         lanes: elements per group.
-        density: fraction of groups to be above.
+        density: the fraction of groups that should be above the threshold.
 
     Returns:
-        ``[W]`` float32; the sample's maximum where the quantile is zero, 0 where all is zero.
+        ``[W]`` float32; the sample's maximum if the quantile is zero, 0 if everything is zero.
     """
     groups = grad.shape[1] // lanes
     if groups == 0:
@@ -62,7 +62,7 @@ def mean_threshold(sampled: Tensor) -> Tensor:
         sampled: ``[R, ...]`` float32, gathered from the ranks in rank order.
 
     Returns:
-        ``[...]`` float32: the mean over ranks that saw something, 1 where none did.
+        ``[...]`` float32: the mean over ranks whose sample is not zero; 1 if all are.
     """
     total, seen = torch.zeros_like(sampled[0]), torch.zeros_like(sampled[0])
     for row in sampled:
@@ -73,26 +73,26 @@ def mean_threshold(sampled: Tensor) -> Tensor:
 
 
 def check_counts(counts: Tensor) -> None:
-    """Raise ValueError for counts that no selection makes."""
+    """Raise ValueError for negative counts."""
     if bool((counts < 0).any()):
         raise ValueError("a count of selected groups is negative")
 
 
 class ThresholdController:
-    """Thresholds of a unit's segments and what is needed to keep them on target.
+    """The thresholds of a unit's segments, and the state of their control.
 
-    How steeply the count falls with the threshold differs widely: like its square for raw
-    gradients, like its tenth power for a residual that piled up just below. So the exponent of
-    the correction is learnt: it grows while the count stays on one side of the target and halves
-    when it overshoots (as in Rprop).
+    The count falls with the threshold at very different rates: like its square for raw gradients,
+    like its tenth power for a residual that piled up just below. So the controller learns the
+    exponent of its correction: it grows while the count stays on one side of the target, and halves
+    when the count overshoots (as in Rprop).
 
-    Gradients also vary in size from step to step, and what exceeds the capacity in a large one
-    does not make up for what a small one lacks. A bias learns slowly how many groups to aim for
-    so that the number *kept* is on target in the mean.
+    Gradients also vary in size between steps, and groups beyond the capacity in a large step do not
+    make up for those missing in a small one. A bias slowly learns how many groups to aim for, so
+    that the mean number of *kept* groups is on target.
 
-    Where a distribution's tail is heavy (embedding, head), elements saturate however common the
-    threshold is; ``boost`` doubles the quantization step while more than one kept group in 64
-    clips, and gives it back when none in 1024 does.
+    If a distribution has a heavy tail (embedding, head), elements saturate at any threshold.
+    ``boost`` doubles the quantization step while more than one kept group in 64 clips, and undoes
+    that when fewer than one in 1024 does.
 
     Attributes:
         threshold: ``[segments, D]`` float32.
@@ -110,11 +110,11 @@ class ThresholdController:
         max_boost: Sequence[float] | None = None,
         scale: Sequence[float] | None = None,
     ) -> None:
-        """New state.
+        """Start with neutral state.
 
         Args:
-            target: by segment, groups that all ranks together should keep.
-            max_boost: by segment, powers of two; default: 1.
+            target: by segment, how many groups should be counted as kept.
+            max_boost: by segment, the largest boosts, powers of two; default: 1.
             scale: by segment, see :func:`tagc.codecs.selection.quantization_step.step_scale`;
                 default: nothing is quantized.
         """
@@ -134,13 +134,13 @@ class ThresholdController:
         ops.prepare_thresholds()
 
     def start(self, threshold: Tensor) -> None:
-        """Begin from these, ``[segments, D]``, within the bounds of all thresholds."""
+        """Start from ``threshold`` ``[segments, D]``, clamped to the bounds of thresholds."""
         self.threshold.copy_(threshold).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)
         step = step_of(self.threshold, self._scale[:, None])
         self.quantization_step.copy_(step * self.boost)
 
     def state(self) -> dict[str, Tensor]:
-        """All that the next update depends on."""
+        """The state that the next update depends on."""
         return {
             "threshold": self.threshold,
             "boost": self.boost,
@@ -150,7 +150,7 @@ class ThresholdController:
         }
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for what no update could have left."""
+        """Raise ValueError for values that no update leaves."""
         for name, least, most in (
             ("threshold", MIN_THRESHOLD, MAX_THRESHOLD),
             ("boost", 1.0, float(self._max_boost.max())),
@@ -162,18 +162,19 @@ class ThresholdController:
                 raise ValueError(f"{name} is not between {least:g} and {most:g}")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where :meth:`state` was taken: the next update makes the steps."""
+        """Continue from a :meth:`state`; the next update computes the quantization steps."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
 
     def rescale(self, factor: float | Tensor) -> None:
-        """Follow gradients that are ``factor`` times as large from the next update on."""
+        """Scale the thresholds for gradients that become ``factor`` times as large."""
         self.threshold.mul_(factor).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)
 
     def update(self, counts: Tensor) -> None:
-        """Move the thresholds towards the target, and the steps with them.
+        """Move the thresholds towards the target, and the quantization steps with them.
 
         Args:
-            counts: ``[segments, D, 4]`` int32, summed over ranks, of the previous step.
+            counts: the previous step's counts, ``[segments, D, 4]`` int32; for a sketch summed
+                over ranks.
         """
         self._ops.steer(counts, self._target, self._max_boost, self._scale, self._state)
