@@ -6,7 +6,7 @@ Every launch's TTIR is executed on CPU tensors. A launch fails at the kernel's l
 writes outside of its tensors, computes something undefined, or if two of its programs race. Files
 run in processes of their own, two at a time. It takes an environment of its own, which ``make
 test-device`` makes: Python 3.12, torch 2.14, Triton 3.8. Tests of CUDA graphs, of matrices of
-millions of elements, and one of 300,000 keys are left out.
+millions of elements, one of 300,000 keys, and those of all sizes of all formats are left out.
 """
 
 from __future__ import annotations
@@ -156,7 +156,10 @@ def run_one(file: str) -> int:
 
 # One test peels 300,000 keys, and matrices of a model's sizes take minutes each: of these, the one
 # with few rows, which are long, runs.
-_CHOSEN = "not cuda_graph and not before_the_last_launch and not (large_matrices and not 3-16384)"
+_CHOSEN = (
+    "not cuda_graph and not before_the_last_launch and not (large_matrices and not 3-16384) "
+    "and not all_sizes and not several_tiles"
+)
 # The mark, or the test of a file's kernel cases, which has it.
 _FOR_A_GPU = re.compile(r"pytest\.mark\.gpu|\btest_on_a_gpu\b")
 _COUNTED = "launches, checked for races, too large for that:"

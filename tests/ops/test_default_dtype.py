@@ -10,7 +10,7 @@ from torch import Tensor
 
 from support.exact import equal
 from support.packed_cases import both
-from support.trials import Trial, trials
+from support.trials import SIZES, Trial, trials
 from tagc.ops import cpu
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.cpu import blocks as cpu_blocks
@@ -30,7 +30,7 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 # One of each format; all is in float32, so that a dtype by default is another one.
 TRIALS = [
     trial
-    for trial in trials()
+    for trial in trials(SIZES)
     if trial.compiled and trial.name.replace(" float32", "", 2).count("float") == 0
 ]
 

@@ -30,7 +30,6 @@ variants = pytest.mark.parametrize(
     ids=lambda v: str(v).removeprefix("torch."),
 )
 SIZES = [1, 2, 3, 31, 33, 127, 128, 129, 258]
-LARGER = [1000, 4099]
 # share of the groups above the threshold, share that the capacity holds
 MODES = {
     "usual": (0.1, 0.12),
