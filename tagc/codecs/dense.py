@@ -34,8 +34,8 @@ class DenseConfig(CodecConfig):
         return self.wire != "native"
 
     def carries(self, special: Special) -> bool:
-        """See :meth:`CodecConfig.carries`. bfloat16 gives the same values as FSDP's own mixed
-        precision, except for large ones."""
+        """See :meth:`CodecConfig.carries`. bfloat16 carries what FSDP's own mixed precision would,
+        but not values at the edge of their dtype."""
         return not self.compresses or special is not Special.LARGE
 
 

@@ -13,7 +13,7 @@ from tagc.codecs.state import check_counter
 
 
 class ElementwiseCodec(Codec[P]):
-    """State and step of segments whose every element is sent.
+    """State and step of segments that are sent in full.
 
     Attributes:
         steps: encodings so far, for feedback ``average`` and stochastic rounding.

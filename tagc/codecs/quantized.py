@@ -145,17 +145,16 @@ _GOLDEN, _STRIDE = 0x9E3779B9, 0x7F4A7C15
 
 
 class Dither:
-    """Of some segments of a unit. Seeds depend on the unit, the segment, the rank that encodes, the
-    stage, the row and the step, and on nothing else: a run that goes on repeats what it would have
-    done.
+    """Seeds of the dither, for segments of a unit. They depend only on the unit, the segment, the
+    encoding rank, the stage, the row and the step, so a resumed run continues bit for bit.
     """
 
     def __init__(self, setup: CodecSetup, columns: Sequence[int]) -> None:
-        """Seeds for segments that begin at these columns of their unit."""
+        """Make seeds for the segments that begin at these columns of their unit."""
         self._places = {column: i for i, column in enumerate(columns)}
         starts = torch.tensor([*columns], dtype=torch.int64, device=setup.device)
         rows = torch.arange(setup.destinations, dtype=torch.int64, device=setup.device)
-        # Each value is hashed before the next is mixed in, so that different sums cannot coincide.
+        # Hash before mixing in the next value: plain sums of different values could coincide.
         mixed = fmix32((starts * _STRIDE + setup.seed * _GOLDEN) & MASK)
         mixed = fmix32((mixed ^ (STAGES * setup.rank + setup.stage)) & MASK)
         self._first = wrap_int32(fmix32(mixed[:, None] ^ rows))

@@ -113,7 +113,8 @@ class ThresholdController:
         """Start with neutral state.
 
         Args:
-            target: by segment, how many groups should be counted as kept.
+            target: by segment, how many groups to keep per destination; for a sketch, of all ranks
+                together.
             max_boost: by segment, the largest boosts, powers of two; default: 1.
             scale: by segment, see :func:`tagc.codecs.selection.quantization_step.step_scale`;
                 default: nothing is quantized.
