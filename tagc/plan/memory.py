@@ -154,7 +154,7 @@ def _moment_of(unit: UnitPlan, stage: StagePlan, messages: MessagePlan, segment:
     if stage.level == "inside" and unit.direction == "gradients":
         return found + codec.sums_bytes(stage.rows, stage.ranks)
     found += codec.scratch_bytes(messages.made, messages.read)
-    adds_up = messages.rows == 1
+    adds_up = messages.rows == 1  # otherwise each message fills a row of its own
     if adds_up:
         found += codec.widened_bytes(messages.read)
     if feedback is not None:

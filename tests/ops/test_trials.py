@@ -1,4 +1,4 @@
-"""The CPU's operators have the bits of the reference, on whatever inputs of whatever size."""
+"""The CPU's operators give the bits of the reference, for generated inputs of many sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tagc.selfcheck.cases import case_of
 CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 HERE = torch.device("cpu")
 TRIALS = trials()
-# Those that are run where it takes long; the others have them among them.
+# A part of them, for implementations that are slow to run.
 FEW = trials(SIZES)
 
 
@@ -36,7 +36,7 @@ def test_shards_of_several_tiles(numel: int):
 
 
 def results(operator: str) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """Of the reference, and what was encoded, or none."""
+    """What the reference returns for each case of an operator, and the case's first tensor."""
     found = []
     for trial in FEW:
         for call, inputs in trial.calls:

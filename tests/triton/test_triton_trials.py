@@ -1,4 +1,4 @@
-"""The Triton operators have the bits of the reference, on whatever inputs of whatever size.
+"""The Triton operators give the bits of the reference, for generated inputs of many sizes.
 
 Every case runs interpreted on the CPU, compiled and emulated, and, where there is a GPU, natively
 (``-m gpu``).
@@ -23,7 +23,7 @@ PLACED = ("not aligned", "aligned", "messages in wider rows, not aligned")
 
 
 def case(trial: Trial) -> None:
-    # Encoders and decoders take turns in where their tensors lie, from case to case, too.
+    # The placement of tensors alternates between calls, and between cases.
     turn = len(CASES) % len(PLACED)
 
     @CASES(trial.name)
