@@ -1,6 +1,6 @@
-"""Calls of operators for tests: those of one format and pair of dtypes, of all sizes that kernels
-may stumble over, on inputs of every kind. All implementations are compared with the reference on
-them, wherever they run. The calls are made, and their inputs, by :mod:`tagc.selfcheck`.
+"""Calls of operators for tests. A trial has one format and pair of dtypes, in all sizes that may
+trip a kernel, with inputs of every kind. Tests compare each implementation with the reference on
+the same trials. :mod:`tagc.selfcheck` makes the calls and their inputs.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class Trial:
             assert complaint is None, f"{call} of {inputs}: {complaint}"
 
     def parts(self, count: int) -> list[Trial]:
-        """As many trials as this has sizes, with a number each."""
-        each = len(self.calls) // count
+        """Split the trial into numbered trials of a few sizes each."""
+        each, left = divmod(len(self.calls), count)
+        assert not left, f"{self.name}: {len(self.calls)} calls cannot be split into {count} parts"
         return [
             replace(self, name=f"{self.name}, {i + 1}", calls=self.calls[i * each : (i + 1) * each])
             for i in range(count)
@@ -75,7 +76,7 @@ Table = list[tuple[Any, ...]]
 
 
 def _dealt(table: Table, formats: list[Any], each: int | None) -> Iterator[tuple[Any, Table]]:
-    """Every format with ``each`` rows of the table, which take turns, or with all."""
+    """Each format with ``each`` rows of the table, dealt in turn, or with all rows."""
     rows = itertools.cycle(table)
     for format_ in formats:
         yield format_, table if each is None else [next(rows) for _ in range(each)]
@@ -149,7 +150,7 @@ def _blocks(each: int | None) -> Iterator[Trial]:
 
 
 def _twofold(call: Call) -> Call:
-    """Two results of a decoder, not one."""
+    """The call with two results of a decoder instead of one."""
     return replace(call, rows=(2, call.rows[1])) if len(call.rows) == 2 else call
 
 
@@ -345,7 +346,7 @@ SHARDS = (TILE - 1, TILE, TILE + 1, 3 * TILE + 5, 2**19 + 77)
 
 
 def shards(numel: int) -> Trial:
-    """What decoders write of so many elements: past caches, and where tiles begin and end."""
+    """Decoders of ``numel`` elements, which cover the ends of tiles and exceed the caches."""
     calls: list[Call] = []
     for bits, block, dtype in ((4, 256, F32), (8, 4096, BF16), (4, 32, F32), (8, 256, F16)):
         layout = BlockLayout(numel=numel, bits=bits, block=block)
@@ -368,7 +369,7 @@ def shards(numel: int) -> Trial:
 
 
 def trials(each: int | None = None) -> list[Trial]:
-    """Of every format.
+    """Trials of every format.
 
     Args:
         each: sizes of every format, so that all formats together have all; default: all for each.
