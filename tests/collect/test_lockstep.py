@@ -16,6 +16,7 @@ import tagc
 from support.block_net import wrap
 from support.distributed import on_ranks
 from support.failing import fails
+from support.host_reducers import host_reducer, in_two_levels
 from support.units import codec_plan, plan_of
 from tagc.codecs.workspace import Workspace
 from tagc.collect import Transport, UnitReducer, lockstep
@@ -182,3 +183,21 @@ def test_long_names_are_cut_at_the_front() -> None:
     told = lockstep._told(header)
     assert told.startswith("the average over replicas of unit '...")
     assert told.endswith("deep.éµblock' (step 3, 70 words)")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("micro", [False, True])
+def test_ranks_at_different_units_on_hosts(rank: int, world_size: int, micro: bool) -> None:
+    """Inside a host and between hosts: an error with the names of both."""
+    codec = {"kind": "packed", "density": 0.3}
+    plan = in_two_levels(codec_plan(world_size, codec), codec)
+    mine = "second" if rank in (0, 3) else "first"
+    renamed = replace(plan, info=replace(plan.info, name=mine))
+    out, buffer = torch.zeros(plan.columns), torch.ones(world_size * plan.columns)
+    group = dist.group.WORLD
+    assert group is not None
+    with host_reducer(rank, renamed, crosses=lambda: not micro) as reducer:
+        kind, said_of_it = fails(lambda: reducer.reduce(out, buffer, group, dist.ReduceOp.SUM))
+    assert kind == "DesyncError"
+    assert "unit 'first'" in said_of_it
+    assert "unit 'second'" in said_of_it

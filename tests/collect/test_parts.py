@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +13,12 @@ from torch import Tensor
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.host_reducers import host_reducer, in_two_levels
-from support.units import codec_plan, gathered, matrix_plan, on_grid, plan_of, unit_reducer
+from support.units import codec_plan, matrix_plan, on_grid, plan_of, unit_reducer
 from tagc.codecs.feedback import SegmentFeedback
-from tagc.collect import ReplicaAverage, UnitReducer
+from tagc.collect import UnitReducer
 from tagc.collect.lockstep import DesyncError
 from tagc.collect.part import Part
-from tagc.plan import UnitPlan, in_two_shots
+from tagc.plan import UnitPlan
 from tagc.policy import Policy
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
@@ -70,33 +69,6 @@ def states(feedbacks: Mapping[int, SegmentFeedback]) -> dict[int, Tensor]:
     return {i: f.owner_state.clone() for i, f in feedbacks.items() if f.owner_state is not None}
 
 
-@pytest.mark.some(4)
-@on_ranks(2, 3)
-@pytest.mark.parametrize("codec", ALL, ids=lambda c: "-".join(map(str, c.values())))
-def test_nothing_is_lost_and_the_rest_waits(
-    rank: int, world_size: int, codec: dict[str, Any]
-) -> None:
-    """On a grid, to the bit; what backwards do not reach is owed as before."""
-    plan = codec_plan(world_size, codec, {"kind": "residual"})
-    reducer = unit_reducer(plan)
-    came_in = torch.zeros(plan.columns, dtype=torch.float64)
-    handed_out = torch.zeros(plan.columns, dtype=torch.float64)
-    for step, reached in enumerate(BACKWARDS * 2):
-        buffers = only(on_grid(world_size, plan.columns, step), plan, reached)
-        missing = Part(plan, frozenset(reached)).missing_mask(buffers.device)
-        before = owed(reducer)
-        found = reduce_part(reducer, buffers[rank], reached)
-        assert found.isfinite().all()
-        came_in += buffers[:, rank].double().sum(0)
-        handed_out += found.double()
-        torch.testing.assert_close(owed(reducer)[:, missing], before[:, missing], **EXACT)
-        debts = gathered(owed(reducer))[:, rank].sum(0)
-        off = (handed_out + debts - came_in).abs()
-        assert not off.any(), (step, reached, off.max())
-        if step > 1:
-            assert debts.any()
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
     "feedback",
@@ -121,27 +93,6 @@ def test_what_owners_keep_waits_too(rank: int, world_size: int, feedback: dict[s
     # Those that were reached get what they would have got with zeros for the rest.
     full = reduce_part(other, again[rank], {A, B, C, D})
     torch.testing.assert_close(found[~missing], full[~missing], **EXACT)
-
-
-@on_ranks(2, 3)
-def test_codec_matrix(rank: int, world_size: int) -> None:
-    """Of stacked and neighbouring matrices of one segment, one is reached."""
-    plan = matrix_plan(world_size, {"kind": "matrix"}, {"kind": "residual"})
-    reducer = unit_reducer(plan)
-    reduce_part(
-        reducer, on_grid(world_size, plan.columns, 0)[rank], {p.name for p in plan.info.params}
-    )
-    for step, reached in enumerate([{"c1.weight"}, {"a.weight", "c2.weight"}, {"b.weight"}], 1):
-        buffers = only(on_grid(world_size, plan.columns, step), plan, reached)
-        missing = Part(plan, frozenset(reached)).missing_mask(buffers.device)
-        before = owed(reducer)
-        found = reduce_part(reducer, buffers[rank], reached)
-        after = owed(reducer)
-        torch.testing.assert_close(after[:, missing], before[:, missing], **EXACT)
-        change = gathered(after - before)[:, rank].sum(0)
-        off = (found.double() + change - buffers[:, rank].double().sum(0)).abs()
-        bound = 2.0**-22 * (world_size + 1) * (buffers.abs().max() + before.abs().max())
-        assert bool((off <= bound).all()), off.max()
 
 
 @on_ranks(2, 3)
@@ -210,65 +161,3 @@ def test_parameters_that_are_not_in_the_plan_are_named(rank: int, world_size: in
     out, inp = torch.zeros(7), torch.zeros(14)
     with pytest.raises(RuntimeError, match=r"e\.weight among them: requires_grad"):
         reducer.reduce(out, inp, group, AVG, reached={"e.weight"})
-
-
-@on_ranks(4)
-def test_on_hosts_micro_batches_wait_for_their_parameters(rank: int, world_size: int) -> None:
-    """What a micro-batch brought waits until a backward crosses that reaches it."""
-    crosses = [True]
-    plan = in_two_levels(codec_plan(4, ALL[0]), ALL[0])
-    with host_reducer(rank, plan, crosses=lambda: crosses[0]) as reducer:
-        came_in = torch.zeros(4, plan.columns, dtype=torch.float64)
-        handed_out = torch.zeros(plan.columns, dtype=torch.float64)
-        waits = [True, False, True, True, True, False]
-        for step, (reached, stays) in enumerate(zip(BACKWARDS * 2, waits * 2, strict=True)):
-            buffers = only(on_grid(4, plan.columns, step), plan, reached)
-            crosses[0] = not stays
-            found = reduce_part(reducer, buffers[rank], reached)
-            assert not (stays and found.any())
-            came_in += buffers.double().sum(0)
-            handed_out += found.double()
-            if step == 1:
-                assert reducer.waiting  # for `a` and `b`
-        crosses[0] = True
-        handed_out += reduce_part(reducer, torch.zeros(4, plan.columns), {A, B, C, D}).double()
-        assert not reducer.waiting
-        # Rank h * 2 + r has the rows of the ranks r of all hosts.
-        debts = gathered(owed(reducer))  # [4, H, S]
-        mine = sum(debts[other, rank // 2] for other in range(4) if other % 2 == rank % 2)
-        assert not (handed_out + mine - came_in[rank]).any()
-
-
-@pytest.mark.some(2)
-@on_ranks(3)
-@pytest.mark.parametrize("shots", [1, 2])
-@pytest.mark.parametrize("waits", [False, True], ids=["", "waiting"])
-def test_across_replicas(rank: int, world_size: int, shots: int, waits: bool) -> None:
-    plan = codec_plan(3, ALL[0], {"kind": "residual"}, direction="replicas")
-    reducer = unit_reducer(in_two_shots(plan) if shots == 2 else replace(plan, shots=None))
-    shared, reached = [True], [set[str]()]
-    group = dist.group.WORLD
-    assert group is not None
-    average = ReplicaAverage(reducer, group, lambda: shared[0], lambda: reached[0])
-    came_in = torch.zeros(plan.columns, dtype=torch.float64)
-    handed_out = torch.zeros(plan.columns, dtype=torch.float64)
-
-    def backward(names: set[str], buffers: Tensor, *, stays: bool) -> None:
-        missing = Part(plan, frozenset(names)).missing_mask(buffers.device)
-        reached[0], shared[0] = names, not stays
-        shard = buffers[rank, 0, ~missing].clone()
-        average(shard, SUM)
-        for other in gathered(shard):
-            torch.testing.assert_close(other, shard, **EXACT)
-        handed_out[~missing] += shard.double()
-
-    for step, names in enumerate(BACKWARDS):
-        buffers = only(on_grid(3, plan.columns, step), plan, names)
-        came_in += buffers[:, 0].double().sum(0)
-        backward(names, buffers, stays=waits and step % 2 == 0)
-    # Everything is handed out in the end, but for what is too small for codes.
-    zeros = torch.zeros(3, 1, plan.columns)
-    for _ in range(8):
-        backward({A, B, C, D}, zeros, stays=False)
-    off = (handed_out - came_in).abs()
-    assert bool((off <= 2.0**-20 * came_in.abs().max()).all()), off.max()

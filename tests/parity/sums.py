@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tagc
+from support.conservation import for_shards, laid_out, planned
 from tagc.codecs.matrix import MatrixPlan
 from tagc.codecs.sketch import SketchCodec, SketchPlan
 from tagc.collect import UnitReducer
 from tagc.collect.part import Part
-from tagc.plan import Segment, UnitPlan
-from tagc.plan.param_slices import param_slices
 
 from .apis import Api
 from .dtypes import F16, F32, F64, Dtype
@@ -48,6 +47,7 @@ def recorded() -> Iterator[dict[int, Tensor]]:
         if reached is not None:
             size = Part(self.plan, frozenset(reached)).expand(size)
         if self.plan.info.flat is not None:
+            # FSDP1 reduces the gradients of frozen parameters, too, and then drops them.
             size *= planned(self.plan)
         with patch.object(self.coder, "encode", partial(encode, self, self.coder.encode)):
             reduce_(self, out, inp, *how, reached=reached)
@@ -69,16 +69,6 @@ def recorded() -> Iterator[dict[int, Tensor]]:
         yield amounts
 
 
-def for_shards(plan: UnitPlan, rows: Tensor) -> Tensor:
-    """A rank's rows, one for each host, as rows for all shards; as they are without hosts."""
-    R = plan.info.ranks_per_host
-    if R == 1:
-        return rows
-    every = rows.new_zeros(plan.info.world_size, rows.shape[1])
-    every[dist.get_rank() % R :: R] = rows
-    return every
-
-
 def reduction(api: Api, option: Option, dtype: Dtype) -> Divisors:
     """By what the sum over so many ranks is divided: in the reduction, and by FSDP after it."""
 
@@ -98,43 +88,12 @@ def reduction(api: Api, option: Option, dtype: Dtype) -> Divisors:
 
 def owes(wrapped: Any, how: Divisors) -> list[Tensor]:
     """What all ranks together owe this rank's shards, in the units of the gradient."""
-    held = {}
     compressor = tagc.compressor(wrapped)
-    for reducer in (*compressor.reducers, *compressor.replica_reducers):
-        plan = reducer.plan
-        count = 1 if plan.for_all else plan.peers
-        rows = torch.zeros(count, plan.buffer_columns, dtype=torch.float64)
-        for segment in plan.compressed:
-            residual = reducer.residuals[segment.start]
-            seen = torch.zeros_like(residual, dtype=torch.bool)
-            for row in range(count):
-                for column, start, length in spans(plan, segment, row):
-                    here = slice(column, column + length)
-                    rows[row, start : start + length] = residual[row, here]
-                    seen[row, here] = True
-            assert not residual[~seen].any(), "something is owed to padding"
-        held[id(reducer)] = for_shards(plan, rows)
+    held = {
+        id(reducer): for_shards(reducer.plan, laid_out(reducer.plan, reducer.residuals))
+        for reducer in (*compressor.reducers, *compressor.replica_reducers)
+    }
     return spread(wrapped, how, held)
-
-
-def planned(plan: UnitPlan) -> Tensor:
-    """Which elements of FSDP's rows ``[W, S]`` are the plan's: FSDP1 reduces the gradients of
-    frozen parameters, too, and then drops them."""
-    count = 1 if plan.for_all else plan.peers
-    mask = torch.zeros(count, plan.buffer_columns, dtype=torch.float64)
-    for row in range(count):
-        for segment in plan.segments:
-            for _, start, length in spans(plan, segment, row):
-                mask[row, start : start + length] = 1
-    return mask
-
-
-def spans(plan: UnitPlan, segment: Segment, row: int) -> list[tuple[int, int, int]]:
-    """Column in a segment, the same one in FSDP's row, and how many follow in both."""
-    if plan.info.flat is None:
-        return [(0, segment.start, segment.columns)]
-    found = param_slices(plan.info, segment.params)
-    return [(piece.column, piece.start, piece.length) for piece in found if piece.row == row]
 
 
 def spread(wrapped: Any, how: Divisors, rows: Mapping[int, Tensor]) -> list[Tensor]:
@@ -196,6 +155,6 @@ def check_steps(wrapped: Any, how: Divisors, owed: Sequence[Tensor]) -> None:
             # Thresholds are sizes of elements, and steps a small part of them.
             assert 2 * half <= 2**-14 * sketch.controllers[0].threshold[j, row].item()
             most = reducer.plan.peers * half / math.prod(how(W))
-            for _, start, length in spans(reducer.plan, segment, own):
-                columns = owed[i][start : start + length]
-                assert bool((columns.abs() <= most * (1 + 2**-20)).all())
+            of_segment = {segment.start: torch.ones(reducer.plan.peers, segment.columns)}
+            here = for_shards(reducer.plan, laid_out(reducer.plan, of_segment))[own] > 0
+            assert bool((owed[i][here].abs() <= most * (1 + 2**-20)).all())

@@ -1,0 +1,238 @@
+"""On every route, with every codec: nothing is lost, whatever backwards reach and wherever they
+stop, and what ranks do not reach is owed as before."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tagc
+from support.conservation import Accounts, planned
+from support.distributed import on_ranks
+from support.exact import EXACT
+from support.fsdp1_net import quietly, sharded
+from support.host_reducers import host_reducer
+from support.units import gathered, matrix_plan, normal, on_grid, unit_reducer
+from tagc.codecs.sketch import SketchPlan
+from tagc.collect import ReplicaAverage, UnitReducer
+from tagc.collect.part import Part
+from tagc.plan import build_plan
+from tagc.policy import Policy
+
+SUM = dist.ReduceOp.SUM
+STEPS = 8
+
+CODECS: dict[str, dict[str, Any]] = {
+    "quantized 4": {"kind": "quantized", "bits": 4, "block": 32},
+    "quantized 8": {"kind": "quantized", "bits": 8, "block": 128},
+    "packed 4": {"kind": "packed", "density": 0.3, "bits": 4},
+    "packed groups": {"kind": "packed", "density": 0.3, "bits": 8, "group": 4, "block": 64},
+    "sketch int8x4": {"kind": "sketch", "density": 0.3, "symbol": "int8x4"},
+    "sketch int16x2": {"kind": "sketch", "density": 0.3, "symbol": "int16x2"},
+    "sketch int32x1": {"kind": "sketch", "density": 0.3, "symbol": "int32x1"},
+    "shared int8x4": {"kind": "sketch", "density": 0.7, "symbol": "int8x4", "support": "shared"},
+    "shared int32x1": {"kind": "sketch", "density": 0.3, "symbol": "int32x1", "support": "shared"},
+    "matrix 1": {"kind": "matrix", "level": 1.3},
+    "matrix 2": {"kind": "matrix", "bits": 2},
+    "matrix groups": {"kind": "matrix", "group": 8},
+    "packed warm": {"kind": "packed", "density": 0.3, "bits": 4, "warmup_steps": 2},
+    "sketch warm": {"kind": "sketch", "density": 0.3, "symbol": "int8x4", "warmup_steps": 3},
+}
+FEEDBACKS: dict[str, dict[str, Any]] = {
+    "float32": {"kind": "residual"},
+    "bfloat16": {"kind": "residual", "dtype": "bfloat16"},
+    "int8": {"kind": "residual", "dtype": "int8"},
+    "lead": {"kind": "residual", "lead": 0.5},
+}
+NUMBERS: dict[str, Callable[[int, int, int], Tensor]] = {"grid": on_grid, "normal": normal}
+# And the ranks; two share a host.
+ROUTES = [
+    "flat 2",
+    "flat 3",
+    "hosts 4",
+    "replicas 2",
+    "replicas 3",
+    "replicas 4",
+    "FSDP1 3",
+    "FSDP1 4",
+]
+
+
+@dataclass
+class Backward:
+    """A reducer in its route: hand over the gradients of one backward, get the sum."""
+
+    reducer: UnitReducer
+    stays: bool = False
+
+    def __call__(self, buffer: Tensor, reached: set[str], *, stays: bool) -> Tensor:
+        """``[W, S]``, zero for parameters outside ``reached``, to ``[S]``, zero there as well.
+
+        Args:
+            stays: whether it is a micro-batch that waits for a later one.
+        """
+        self.stays, plan = stays, self.reducer.plan
+        if plan.info.flat is not None:
+            out = torch.full((plan.buffer_columns,), torch.nan)
+            self.reducer.reduce(out, buffer.flatten(), group(), SUM)
+            return out
+        missing = Part(plan, frozenset(reached)).missing_mask(buffer.device)
+        names = reached if missing.any() else None
+        out = torch.full((int((~missing).sum()),), torch.nan)
+        if plan.for_all:
+            out = buffer[0, ~missing].clone()
+            average = ReplicaAverage(self.reducer, group(), lambda: not stays, lambda: names)
+            average(out, SUM)
+            for other in gathered(out):
+                torch.testing.assert_close(other, out, **EXACT)
+        else:
+            self.reducer.reduce(out, buffer[:, ~missing].flatten(), group(), SUM, reached=names)
+        found = torch.zeros(plan.columns)
+        found[~missing] = out
+        return found
+
+
+def group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+@contextmanager
+def backwards(
+    route: str, rank: int, world_size: int, codec: dict[str, Any], feedback: dict[str, Any]
+) -> Iterator[list[Backward]]:
+    """One of every unit."""
+    route = route.split()[0]
+    if route == "FSDP1":
+        # A segment of everything is FSDP1's own buffer; of some parameters it is rearranged.
+        names = ["*"] if world_size == 4 else ["second.*.weight", "first.*", "head.weight"]
+        rule = {"when": {"name": names}, "codec": codec, "feedback": feedback}
+        model = quietly(tagc.wrap, sharded(), {"schema": 1, "gradients": [rule]})
+        yield [Backward(r) for r in tagc.compressor(model).reducers if r.plan.compressed]
+        return
+    plan = matrix_plan(
+        world_size, codec, feedback, direction="replicas" if route == "replicas" else "gradients"
+    )
+    if route != "hosts":
+        yield [Backward(unit_reducer(plan))]
+        return
+    rule = {"when": {"name": ["a.*", "c*"]}, "codec": codec, "feedback": feedback}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # units as small as this may send more when compressed
+        on_hosts = build_plan(
+            [replace(plan.info, ranks_per_host=2)], Policy.load({"schema": 1, "gradients": [rule]})
+        ).units[0]
+    backward: Backward
+    with host_reducer(rank, on_hosts, crosses=lambda: not backward.stays) as reducer:
+        backward = Backward(reducer)
+        yield [backward]
+
+
+REFUSED = [
+    ("FSDP1", "matrix"),  # FSDP1 cuts matrices anywhere
+    ("replicas", "shared"),  # the owner of a shard chooses, and replicas have none
+]
+
+
+def cases() -> list[Any]:
+    """Some of all combinations."""
+    every = [
+        case
+        for case in product(ROUTES, CODECS, FEEDBACKS, NUMBERS)
+        if (case[0].split()[0], case[1].split()[0]) not in REFUSED
+    ]
+    return [(int(case[0].split()[1]), *case) for case in random.Random(0).sample(every, 160)]
+
+
+@pytest.mark.some(20)
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "route", "codec", "feedback", "numbers"), cases())
+def test_nothing_is_lost(
+    rank: int, world_size: int, route: str, codec: str, feedback: str, numbers: str
+) -> None:
+    """To the bit on a grid, where nothing but a matrix's codes, narrow residuals and leads round.
+    In random order: backwards that reach all of a unit or a part, micro-batches that wait."""
+    made = backwards(route, rank, world_size, CODECS[codec], FEEDBACKS[feedback])
+    with made as units:
+        for backward in units:
+            plan = backward.reducer.plan
+            averages = plan.shots is not None
+            accounts = Accounts(
+                backward.reducer,
+                exact=(
+                    numbers == "grid"
+                    and feedback == "float32"
+                    and "matrix" not in codec
+                    and not (averages and world_size == 3)
+                ),
+                overshoot=2 if "matrix" in codec else 1,
+                owner_unit=world_size if averages else 1,
+            )
+            conserves(backward, accounts, rank, NUMBERS[numbers], narrow=feedback == "int8")
+
+
+def conserves(
+    backward: Backward, accounts: Accounts, rank: int, draw: Callable, *, narrow: bool
+) -> None:
+    reducer, plan, random_ = accounts.reducer, accounts.reducer.plan, random.Random(1)
+    W, names = dist.get_world_size(), [param.name for param in plan.info.params]
+    waits = plan.for_all or plan.info.ranks_per_host > 1
+    for step in range(STEPS):
+        buffers = draw(W, plan.buffer_columns, step)[:, : 1 if plan.for_all else W].clone()
+        reached = set(names)
+        if plan.info.flat is not None:
+            buffers[:, ~planned(plan)] = 0
+        elif step % 2:
+            reached = set(random_.sample(names, random_.randrange(1, len(names))))
+        missing = torch.zeros(plan.buffer_columns, dtype=torch.bool)
+        if len(reached) < len(names):
+            missing = Part(plan, frozenset(reached)).missing_mask(missing.device)
+        buffers[:, :, missing] = 0
+        before = accounts.owed()
+        stays = waits and random_.random() < 0.4
+        out = backward(buffers[rank], reached, stays=stays)
+        assert not (stays and out.any())
+        accounts.enter(buffers, out)
+        if not narrow:
+            torch.testing.assert_close(accounts.owed()[missing], before[missing], **EXACT)
+    zeros = torch.zeros(W, 1 if plan.for_all else W, plan.buffer_columns)
+    accounts.enter(zeros, backward(zeros[rank], set(names), stays=False))
+    assert not reducer.waiting
+    assert gathered(accounts.owed()).any()
+    assert all(count.unresolved == 0 for count in reducer.selection_counts())
+
+
+@pytest.mark.some(6)
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "route", "codec"),
+    [
+        (int(route.split()[1]), route, codec)
+        for route, codec in product(["flat 3", "hosts 4", "replicas 4"], [*CODECS][:12])
+        if (route.split()[0], codec.split()[0]) not in REFUSED
+    ],
+)
+def test_bytes_are_what_the_plan_says(rank: int, world_size: int, route: str, codec: str) -> None:
+    with backwards(route, rank, world_size, CODECS[codec], {"kind": "residual"}) as (backward,):
+        reducer, plan = backward.reducer, backward.reducer.plan
+        for step in range(3):
+            buffers = normal(world_size, plan.columns, step)[rank, : 1 if plan.for_all else None]
+            backward(buffers, {param.name for param in plan.info.params}, stays=False)
+        # Sketches agree once on their first thresholds: a float for each segment and destination.
+        peers, made = plan.peers, plan.messages.made
+        once = 4 * (peers - 1) * made * len(plan.of(SketchPlan))
+        assert reducer.wire_bytes == once + 3 * sum(plan.wire_bytes(s) for s in plan.segments)
+        compressed = 3 * sum(plan.wire_bytes(s) for s in plan.compressed)
+        assert reducer.compressed_wire_bytes == once + compressed
+        assert reducer.counters.inside_bytes == 3 * plan.inside_bytes
