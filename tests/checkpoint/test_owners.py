@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import tagc
-from support.distributed import on_ranks
-from support.exact import equal
-from support.marks import slow
-from support.small_net import local_weights, net
-from support.states import Stored, load, run, save, set_weights, shared_folder, snapshot
+from support.states import Stored
 from support.units import unit_reducer
 from tagc.checkpoint import UnitState
 from tagc.checkpoint.locations import ParamLocation
@@ -149,38 +143,3 @@ def test_one_ranks_state_does_not_do_for_others() -> None:
     holdings = {0: {name: place for name, place, _ in after[0].residuals()}}
     with pytest.raises(tagc.StateError, match="load the states of all ranks"):
         plan_merge(Source(before[:1], alone=True), holdings, 0)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("saver", ["safetensors", slow("dcp")])
-def test_a_run_in_two_shots_resumes(rank: int, world_size: int, saver: str) -> None:
-    """Three replicas, on native hybrid sharding, to the bit."""
-    policy = {
-        "schema": 1,
-        "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
-        "replicas": [{"when": {"name": "*.weight"}, "codec": QUANTIZED}],
-    }
-    models = []
-    for _ in range(2):
-        mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("replicate", "shard"))
-        model = net()
-        for module in (model.first, model.second, model):
-            fully_shard(module, mesh=mesh)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            models.append(tagc.wrap(model, policy))
-    model, resumed = models
-    assert "in two shots" in str(tagc.compressor(model).plan())
-    with shared_folder() as folder:
-        run(model, rank, range(3))
-        save(model, folder, saver)
-        set_weights(resumed, local_weights(model))
-        run(model, rank, range(3, 6))
-        load(resumed, folder, saver)
-    run(resumed, rank, range(3, 6))
-    equal(snapshot(resumed), snapshot(model))
-    names = tagc.compressor(model).state_dict()
-    assert any(".owner_residual.replicas." in name for name in names)
-    metrics = tagc.compressor(model).metrics()
-    rows = [r for r in tagc.compressor(model).plan().rows if r.direction == "replicas"]
-    assert metrics.replica_wire_bytes == 6 * sum(row.wire_bytes for row in rows)

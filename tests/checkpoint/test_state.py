@@ -18,8 +18,6 @@ from torch.distributed.tensor import Shard
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
-from support.marks import slow
-from support.replicated_net import two_by_two
 from support.small_net import local_weights, sharded
 from support.states import (
     LEAD,
@@ -56,62 +54,6 @@ RARE = (
 # The same ranks
 
 
-@pytest.mark.some(4)
-@on_ranks(2)
-@pytest.mark.parametrize(("policy", "saver"), in_turn(POLICIES, rare=RARE))
-def test_a_resumed_run_is_the_run_that_never_stopped(
-    rank: int, world_size: int, saver: str, policy: str
-) -> None:
-    resumes(rank, saver, policy)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize(
-    ("policy", "saver"), in_turn(["sketch shared", "packed bfloat16"], rare=["sketch shared"])
-)
-def test_three_ranks_resume(rank: int, world_size: int, saver: str, policy: str) -> None:
-    resumes(rank, saver, policy)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("policy", "saver"),
-    [
-        slow("changes", "safetensors"),
-        ("inside", "dcp"),
-        slow("sketch shared", "dcp"),
-        slow("parameters", "safetensors"),
-        slow("quantized int8", "dcp"),
-        slow("matrix lead", "safetensors"),
-    ],
-)
-def test_hosts_resume(rank: int, world_size: int, saver: str, policy: str) -> None:
-    resumes(rank, saver, policy, hosts=2)
-
-
-def resumes(rank: int, saver: str, policy: str, **options: Any) -> None:
-    """Train, save, go on; and the same with another model that loads what was saved."""
-    model = wrapped(POLICIES[policy], **options)
-    run(model, rank, range(4))
-    with shared_folder() as folder:
-        save(model, folder, saver)
-        weights = local_weights(model)
-        run(model, rank, range(4, 7))
-
-        resumed = wrapped(POLICIES[policy], **options)
-        forgetful = wrapped(POLICIES[policy], **options)
-        for other in (resumed, forgetful):
-            set_weights(other, weights)
-        load(resumed, folder, saver)
-        run(resumed, rank, range(4, 7))
-        run(forgetful, rank, range(4, 7))
-    equal(snapshot(resumed), snapshot(model))
-    if policy not in ("quantized none", "parameters"):
-        # There is something to remember.
-        mine, theirs = local_weights(forgetful), local_weights(model)
-        assert any(not torch.equal(mine[name], theirs[name]) for name in mine)
-
-
 @pytest.mark.some(1)
 @on_ranks(2)
 @pytest.mark.parametrize(
@@ -131,35 +73,6 @@ def test_a_running_model_can_go_back(rank: int, world_size: int, saver: str, pol
 
 
 REPLICATED = [rules(QUANTIZED), rules(PACKED), rules(SKETCH), rules(MATRIX, LEAD)]
-
-
-def kind_of(chosen: dict) -> str:
-    return chosen["gradients"][0]["codec"]["kind"]
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(("chosen", "saver"), in_turn(REPLICATED, rare=REPLICATED[1:]))
-def test_replicas_resume(rank: int, world_size: int, saver: str, chosen: dict) -> None:
-    policy = chosen | {"replicas": chosen["gradients"]}
-    with shared_folder() as folder:
-        models = []
-        for _ in range(2):
-            model, replicas = two_by_two()
-            models.append(wrapped(policy, model, replicas=replicas))
-        model, resumed = models
-        run(model, rank, range(3))
-        save(model, folder, saver)
-        set_weights(resumed, local_weights(model))
-        run(model, rank, range(3, 6))
-        load(resumed, folder, saver)
-        run(resumed, rank, range(3, 6))
-        equal(snapshot(resumed), snapshot(model))
-        shards = {n for n in tagc.compressor(model).state_dict() if n.endswith(f"{rank % 2}_of_2")}
-        owed = {n for n in shards if ".residual.replicas." in n}
-        kept = {n for n in shards if ".sent.replicas." in n or ".sent.gradients." in n}
-        assert owed | kept == shards
-        assert owed
-        assert bool(kept) == (kind_of(chosen) == "matrix")
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from support.units import policy
 
@@ -51,8 +52,12 @@ def local_grads(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local_weights(model: nn.Module) -> dict[str, Tensor]:
-    weights: dict[str, Any] = dict(model.named_parameters())
-    return {name: weight.to_local().detach().clone() for name, weight in weights.items()}
+    return {name: local(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def train(model: nn.Module, rank: int, steps: int) -> list[dict[str, Tensor]]:

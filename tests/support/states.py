@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import tagc
 from support.exact import equal
-from support.small_net import local_weights, loss_of, sharded
+from support.small_net import local, local_weights, loss_of, sharded
 from tagc.checkpoint.format import StateHeader
 from tagc.checkpoint.suffix import split_suffix
 from tagc.plan import Box
@@ -64,6 +64,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     ),
     "packed": rules(PACKED),
     "packed lead": rules(PACKED | {"warmup_steps": 2}, LEAD),
+    # A segment of everything, which is FSDP1's own buffer.
+    "whole lead": {
+        "schema": 1,
+        "gradients": [{"when": {"min_numel": 1}, "codec": PACKED, "feedback": LEAD}],
+    },
     "packed bfloat16": rules(PACKED | {"group": 4, "warmup_steps": 1}, BFLOAT16),
     "sketch": rules(SKETCH),
     "sketch bfloat16": rules(SKETCH | {"symbol": "int16x2"}, BFLOAT16),
@@ -103,10 +108,10 @@ def run(model: nn.Module, rank: int, steps: range) -> None:
 
 def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Give every parameter this rank's shard."""
-    parameters: dict[str, Any] = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
-            parameters[name].to_local().copy_(weight)
+            local(parameters[name]).copy_(weight)
 
 
 def save(model: nn.Module, folder: Path, saver: str) -> None:

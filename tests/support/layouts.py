@@ -1,0 +1,112 @@
+"""Small models on ranks in any layout, and what the ranks keep, by parameter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import tagc
+from support import fsdp1_net, parallel_net, small_net
+from support.states import in_whole
+from tagc.checkpoint.suffix import split_suffix
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share a model.
+
+    Attributes:
+        data: ranks over which FSDP shards each copy.
+        per_host: ranks that share a host; None if every rank sends for itself.
+        tensor: tensor-parallel ranks; 0 for the model that has no tensor parallelism.
+        replicas: copies, over which tagc averages.
+    """
+
+    data: int
+    api: Literal["FSDP1", "FSDP2"] = "FSDP2"
+    per_host: int | None = None
+    tensor: int = 0
+    replicas: int = 1
+
+    def __str__(self) -> str:
+        said = f"{self.api} {self.data}"
+        said += f" hosts-of-{self.per_host}" if self.per_host else ""
+        said += f" tensor-{self.tensor}" if self.tensor else ""
+        return said + (f" replicas-{self.replicas}" if self.replicas > 1 else "")
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.data * max(1, self.tensor) * self.replicas
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the model's parameters."""
+        model: nn.Module = parallel_net.Block() if self.tensor else small_net.net()
+        return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+    def wrapped(self, policy: dict[str, Any]) -> Any:
+        """The model on this rank."""
+        with warnings.catch_warnings():
+            # Units as small as these may send more when compressed.
+            warnings.filterwarnings("ignore", message=".*at this number of ranks")
+            return tagc.wrap(self._sharded(), policy, hosts=self.per_host)
+
+    def _sharded(self) -> Any:
+        if self.tensor:
+            return parallel_net.parallel(self.data, self.tensor, replicas=self.replicas)
+        if self.api == "FSDP1":
+            return fsdp1_net.sharded(use_orig_params=True)
+        if self.replicas == 1:
+            return small_net.sharded()
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (self.replicas, self.data), mesh_dim_names=names)
+        model = small_net.net()
+        for module in (model.first, model.second, model):
+            fully_shard(module, mesh=mesh)
+        return model
+
+    def run(self, model: nn.Module, rank: int, steps: range) -> None:
+        """Train. Tensor-parallel ranks share their data."""
+        loss_of = parallel_net.loss_of if self.tensor else small_net.loss_of
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in steps:
+            loss_of(model, rank // max(1, self.tensor), step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+Kept = dict[str, tuple[int, Tensor]]
+
+
+def kept(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> Kept:
+    """This rank's residuals, and what it keeps as an owner, in the parameters' shapes, float64; and
+    which of tensor parallelism's duplicates it has."""
+    found: Kept = {}
+    for full, tensor in tagc.compressor(model).state_dict().items():
+        name = full.split(".", 4)[-1]
+        kind = name.split(".")[0]
+        if kind in ("residual", "owner_residual", "sent"):
+            parameter, whole = in_whole(name.split(".", 2)[2], tensor, shapes)
+            duplicate = split_suffix(name)[1].duplicate or (0, 1)
+            of = ".".join([*name.split(".", 2)[:2], parameter])
+            before = found[of][1] if of in found else 0
+            found[of] = duplicate[0], before + whole
+    return found
+
+
+def totals(ranks: Sequence[Kept]) -> dict[str, list[Tensor]]:
+    """The sums over ranks, for each duplicate."""
+    sums: dict[str, dict[int, Tensor]] = {}
+    for of in ranks:
+        for name, (duplicate, whole) in of.items():
+            by_duplicate = sums.setdefault(name, {})
+            by_duplicate[duplicate] = by_duplicate.get(duplicate, 0) + whole
+    return {name: [found[i] for i in sorted(found)] for name, found in sums.items()}
