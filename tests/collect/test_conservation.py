@@ -30,7 +30,7 @@ from tagc.plan import build_plan
 from tagc.policy import Policy
 
 SUM = dist.ReduceOp.SUM
-STEPS = 8
+STEPS = 12
 
 CODECS: dict[str, dict[str, Any]] = {
     "quantized 4": {"kind": "quantized", "bits": 4, "block": 32},
@@ -193,7 +193,7 @@ def conserves(
         reached = set(names)
         if plan.info.flat is not None:
             buffers[:, ~planned(plan)] = 0
-        elif step % 2:
+        elif step % 4:
             reached = set(random_.sample(names, random_.randrange(1, len(names))))
         missing = torch.zeros(plan.buffer_columns, dtype=torch.bool)
         if len(reached) < len(names):

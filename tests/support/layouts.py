@@ -74,11 +74,13 @@ class Layout:
         return model
 
     def run(self, model: nn.Module, rank: int, steps: range) -> None:
-        """Train. Tensor-parallel ranks share their data."""
+        """Train. Tensor-parallel ranks share their data. Gradients are large in the second step, so
+        that all that follows their size has moved."""
         loss_of = parallel_net.loss_of if self.tensor else small_net.loss_of
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         for step in steps:
-            loss_of(model, rank // max(1, self.tensor), step).backward()
+            loss = loss_of(model, rank // max(1, self.tensor), step)
+            (loss * (50 if step == 1 else 1)).backward()
             optimizer.step()
             optimizer.zero_grad()
 
