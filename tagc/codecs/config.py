@@ -1,4 +1,4 @@
-"""What the configurations of all codecs have in common, as a policy's YAML spells them."""
+"""The base of all codecs' configurations in a policy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from tagc.codecs.special import Special
 
 
 def unit(name: str) -> FieldInfo:
-    """What a number in a policy counts, for the JSON Schema, where it is the key `x-unit`."""
+    """The unit of a number in a policy. The JSON Schema has it in the key `x-unit`."""
     return Field(json_schema_extra={"x-unit": name})
 
 
 @dataclass(frozen=True)
 class InSchema:
-    """Changes what the JSON Schema says of a field where files may spell it in other ways than
-    Python has it."""
+    """Changes a field's JSON Schema, because files may spell its value in other ways than
+    Python."""
 
     change: Callable[[JsonDict], JsonDict]
 
@@ -36,60 +36,60 @@ Block = Annotated[Literal[32, 64, 128, 256, 512, 1024, 2048, 4096], unit("elemen
 
 
 class Strict(BaseModel):
-    """A part of a policy: immutable, and without keys that it does not know. The string below a
-    field describes its key in the JSON Schema.
+    """A part of a policy. It is immutable and refuses unknown keys. The string below a field
+    describes its key in the JSON Schema.
     """
 
-    # Strict, so that `true` is no 1 and "0.2" no number.
+    # Strict, so that `true` does not pass for 1, nor "0.2" for a number.
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
     )
 
 
 def _require_kind(schema: dict[str, Any]) -> None:
-    # It has a default in Python, but by it a file says which codec is meant.
+    # The key has a default in Python, but a file needs it to name the codec.
     schema["required"] = ["kind", *schema.get("required", ())]
     del schema["properties"]["kind"]["default"]
 
 
 class CodecConfig(Strict):
-    """What a policy says about a codec; `kind` is its name there."""
+    """The settings of a codec in a policy; `kind` is the codec's name."""
 
     model_config = ConfigDict(json_schema_extra=_require_kind)
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("none",)
-    """Kinds of feedback that it can have; the first is what it gets without a word."""
+    """The kinds of feedback that the codec supports; the first is the default."""
 
     @property
     def allowed_feedback(self) -> tuple[str, ...]:
-        """Those of :attr:`feedback_kinds` that it can have as it is set."""
+        """The :attr:`feedback_kinds` that fit these settings."""
         return self.feedback_kinds
 
     @property
     def compresses(self) -> bool:
-        """Whether anything but the ordinary collective is needed."""
+        """Whether the codec needs more than the ordinary collective."""
         return True
 
     @property
     def shares_support(self) -> bool:
-        """Whether all ranks are to send the groups that a shard's owner chose."""
+        """Whether all ranks should send the groups that a shard's owner chose."""
         return False
 
     @property
     def needs_matrices(self) -> bool:
-        """Whether it has rows and columns to scale, so that its segments consist of matrices."""
+        """Whether the codec scales rows and columns, so that its segments consist of matrices."""
         return False
 
     def carries(self, special: Special) -> bool:
-        """Whether frozen parameters with such values come out of an all-gather as they were."""
+        """Whether an all-gather returns frozen parameters with such values unchanged."""
         return False
 
     @property
     def spelled(self) -> str:
-        """For people."""
+        """The codec's name in texts for users."""
         return f"codec {type(self).model_fields['kind'].default!r}"
 
     @property
     def for_vectors(self) -> str:
-        """What parameters without rows and columns may have instead."""
+        """The alternatives that a message suggests for parameters without rows and columns."""
         return "codec 'quantized' or 'dense'"

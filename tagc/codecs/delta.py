@@ -32,12 +32,12 @@ from tagc.codecs.special import Special
 
 
 class DeltaConfig(CodecConfig):
-    """What changed in parameters since the last message, in `bits`, in FSDP's all-gather.
+    """Changes of parameters since the last message, in `bits`, in FSDP's all-gather.
 
-    Ranks keep a copy of the unit's parameters, those of a host together one, which holds what all
-    others know of them; messages go once for every step of the optimizer, in the first forward
-    after it, and nothing else leaves a host. 8 and 4 bits have a scale for every `block` elements;
-    2 bits have no code for zero, and scales of rows and columns, as the codec `matrix`.
+    The ranks of a host share a copy of the unit's parameters, which holds what all other ranks know
+    of them. Messages are sent once for every step of the optimizer, in the first forward after it.
+    Nothing else leaves a host. 8 and 4 bits have a scale for every `block` elements. 2 bits have
+    scales of rows and columns, like the codec `matrix`, and no code for zero.
     """
 
     kind: Literal["delta"] = "delta"
@@ -45,19 +45,19 @@ class DeltaConfig(CodecConfig):
     bits: Annotated[Literal[2, 4, 8], unit("bits per element")] = 4
     """Size of an element's code."""
     block: Block = 256
-    """Neighbours that share a scale of 16 bits; with 8 and 4 bits only."""
+    """How many neighbouring elements share a scale of 16 bits; with 8 and 4 bits only."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """To the nearest code, or up and down by chance, so that changes smaller than half a code reach
-    the copy now and then, and not only once they have added up; with 8 and 4 bits only."""
+    """To the nearest code, or randomly up or down, so that a change smaller than half a code
+    sometimes reaches the copy at once, not only after changes add up; with 8 and 4 bits only."""
 
     @model_validator(mode="after")
     def _check_rounding(self) -> Self:
         if self.rounding == "stochastic" and self.needs_matrices:
-            raise ValueError(f"rounding 'stochastic' goes with bits 4 or 8, not {self.bits}")
+            raise ValueError(f"rounding 'stochastic' needs bits 4 or 8, not {self.bits}")
         return self
 
     def carries(self, special: Special) -> bool:
-        """See :meth:`CodecConfig.carries`: they go whole once, and do not change."""
+        """See :meth:`CodecConfig.carries`: they are sent whole once, and do not change."""
         return True
 
     @property

@@ -18,24 +18,24 @@ from tagc.codecs.special import Special
 
 
 class DenseConfig(CodecConfig):
-    """The gradient as it is, through the ordinary reduce-scatter.
+    """The gradient, uncompressed, through the ordinary reduce-scatter.
 
-    With the `wire` `bfloat16` it travels rounded to 16 bits, and is summed in float32.
+    With `wire: bfloat16` it is rounded to 16 bits to be sent, and summed in float32.
     """
 
     kind: Literal["dense"] = "dense"
     """The codec's name."""
     wire: Literal["native", "bfloat16"] = "native"
-    """What travels: the gradient's own dtype, or bfloat16."""
+    """What is sent: the gradient's own dtype, or bfloat16."""
 
     @property
     def compresses(self) -> bool:
-        """Whether anything but the ordinary collective is needed."""
+        """See :attr:`CodecConfig.compresses`."""
         return self.wire != "native"
 
     def carries(self, special: Special) -> bool:
-        """See :meth:`CodecConfig.carries`. bfloat16 carries what FSDP's own mixed precision would,
-        but not values at the edge of their dtype."""
+        """See :meth:`CodecConfig.carries`. bfloat16 carries what FSDP's own mixed precision does,
+        except values at the edge of their dtype."""
         return not self.compresses or special is not Special.LARGE
 
 

@@ -33,10 +33,10 @@ from tagc.ops.packed import PackedLayout, plan_packed
 
 
 class PackedConfig(CodecConfig):
-    """Kept elements with their index, one message to each owner, who adds them up in float32.
+    """Kept elements with their index, in one message to each owner, which sums them in float32.
 
-    `density` and `warmup_steps` as for the sketch. Elements are kept in groups of `group`, and
-    quantized to `bits` in blocks of `block` kept elements that share a scale.
+    `density` and `warmup_steps` are as for the codec `sketch`. Elements are kept in groups of
+    `group`, and quantized to `bits`. Every `block` kept elements share a scale.
     """
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "none")
@@ -44,15 +44,15 @@ class PackedConfig(CodecConfig):
     kind: Literal["packed"] = "packed"
     """The codec's name."""
     density: Density
-    """Share of the elements that a rank keeps, the largest."""
+    """Share of the elements that a rank keeps, in the largest groups."""
     bits: Annotated[Literal[4, 8], unit("bits per kept element")] = 8
     """Size of a kept element's code."""
     group: Annotated[Literal[1, 2, 4], unit("elements")] = 1
-    """Neighbours that are kept, or not, together."""
+    """How many neighbouring elements are kept or left out together."""
     block: Block = 256
-    """Kept elements that share a scale of 16 bits."""
+    """How many kept elements share a scale of 16 bits."""
     warmup_steps: Steps = 0
-    """How many of the first reductions go dense; a unit waits for the longest of its rules."""
+    """How many of the first reductions are dense; a unit uses the longest warm-up of its rules."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ from tagc.ops.symbols import wrap_int32
 class QuantizedConfig(CodecConfig):
     """Every element in `bits`, with a scale for every `block` elements; summed in float32.
 
-    With `rounding: stochastic` what is rounded away is right on average, and nothing of it is kept:
-    the codec then needs no memory. A run repeats to the bit all the same.
+    With `rounding: stochastic` the rounded values are right on average, and no residual is kept, so
+    the codec needs no memory. Runs still repeat bit for bit.
     """
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("average", "residual", "none")
@@ -39,14 +39,14 @@ class QuantizedConfig(CodecConfig):
     bits: Annotated[Literal[4, 8], unit("bits per element")] = 4
     """Size of an element's code."""
     block: Block = 256
-    """Neighbours that share a scale of 16 bits."""
+    """How many neighbouring elements share a scale of 16 bits."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """To the nearest code, or up and down by chance, so that the mean is right; `stochastic` goes
-    with feedback kind `none`, and is what makes that one sound."""
+    """To the nearest code, or randomly up or down with the right mean; `stochastic` needs feedback
+    kind `none`, and makes that kind sound."""
 
     @property
     def allowed_feedback(self) -> tuple[str, ...]:
-        """See :attr:`CodecConfig.allowed_feedback`: what is right on average owes nothing."""
+        """See :attr:`CodecConfig.allowed_feedback`: stochastic rounding needs no feedback."""
         return ("none",) if self._stochastic else self.feedback_kinds
 
     @property
@@ -62,14 +62,15 @@ class QuantizedConfig(CodecConfig):
 class QuantizedParametersConfig(CodecConfig):
     """Parameters in `bits`, with a scale for every `block` elements, in FSDP's all-gather.
 
-    An element is off by up to `1 / (2 L)` of the largest magnitude of its block, where `L` is 127
-    for 8 bits and 7 for 4 (and that largest one itself by `1 / 256`): an outlier makes zeros of its
-    neighbours. What is frozen and few bits cannot carry, such as masks, is gathered as it is.
+    An element is off by up to `1 / (2 L)` of the largest magnitude in its block, where `L` is 127
+    for 8 bits and 7 for 4 bits. The largest element itself is off by up to `1 / 256`. So an outlier
+    turns small neighbours into zeros. Frozen parameters that few bits cannot carry, such as masks,
+    are gathered unchanged.
 
-    With `keep_for_backward` a rank keeps the messages that it received in forward, the unit's
-    other parameters in them too, and gathers nothing in backward. (It matters where FSDP reshards
-    after forward, and so gathers twice.) Parameters that change between a forward and its backward
-    are then an error.
+    With `keep_for_backward` a rank keeps the messages that it received in forward, which also hold
+    the unit's other parameters, and gathers nothing in backward. (This matters if FSDP reshards
+    after forward, and so gathers twice.) It is then an error if parameters change between a forward
+    and its backward.
     """
 
     kind: Literal["quantized"] = "quantized"
@@ -77,9 +78,9 @@ class QuantizedParametersConfig(CodecConfig):
     bits: Annotated[Literal[4, 8], unit("bits per element")] = 8
     """Size of an element's code."""
     block: Block = 256
-    """Neighbours that share a scale of 16 bits."""
+    """How many neighbouring elements share a scale of 16 bits."""
     keep_for_backward: bool = False
-    """Whether the message of the forward is kept, so that nothing is gathered in backward."""
+    """Whether ranks keep the forward's messages, so that nothing is gathered in backward."""
 
 
 @dataclass(frozen=True, kw_only=True)

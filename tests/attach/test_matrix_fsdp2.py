@@ -310,7 +310,7 @@ def test_fsdp1(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("codec", "feedback", "words"),
     [
-        ({"bits": 2, "group": 8}, None, "bits 2: a group of 8 shares a code, with bits 1"),
+        ({"bits": 2, "group": 8}, None, "bits 2: a group of 8 needs bits 1"),
         ({"bits": 3}, None, "codec.bits: unknown value 3; did you mean 2? available: 1, 2"),
         (
             {"group": 4},
@@ -319,8 +319,8 @@ def test_fsdp1(rank: int, world_size: int) -> None:
         ),
         ({"level": 3}, None, "level: must be less than or equal to 2, not 3"),
         ({}, {"kind": "residual", "lead": 0}, "lead: must be greater than or equal to 0.05"),
-        ({}, {"kind": "average", "lead": 0.5}, "lead: only the kind 'residual' has them"),
-        ({}, {"kind": "none", "lead": 0.5}, "lead: only the kind 'residual' has them"),
+        ({}, {"kind": "average", "lead": 0.5}, "lead: only for the kind 'residual'"),
+        ({}, {"kind": "none", "lead": 0.5}, "lead: only for the kind 'residual'"),
     ],
 )
 def test_rules_that_cannot_be(

@@ -62,7 +62,7 @@ def test_a_support_that_cannot_be_shared_is_noted(density: float):
 @pytest.mark.parametrize(
     ("feedback", "said"),
     [
-        ({"kind": "residual", "lead": 0.5}, "a lead hands out noisier gradients"),
+        ({"kind": "residual", "lead": 0.5}, "a lead makes gradients noisier"),
         ({"kind": "residual", "lead": 1}, None),
     ],
 )

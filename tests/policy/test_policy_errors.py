@@ -68,7 +68,7 @@ def test_errors_of_every_codec(gradient: str, parameter: str, message: str, tmp_
     [
         ({"kind": "packed", "density": 0.1}, {"kind": "average"}, "would forget most"),
         ({"kind": "sketch", "density": 0.1}, {"kind": "average"}, "would forget most"),
-        ({"kind": "packed", "density": 0.1}, {"beta": 0.5}, "only the kind 'average' has them"),
+        ({"kind": "packed", "density": 0.1}, {"beta": 0.5}, "only for the kind 'average'"),
         ({"kind": "sketch", "density": 0.1, "support": "shared"}, {"kind": "none"}, "residuals"),
         ({"kind": "dense", "wire": "bfloat16"}, {"kind": "residual"}, "has no effect"),
         ({"kind": "quantized"}, {"kind": "average", "beta": 1.0}, "less than 1"),

@@ -1,6 +1,6 @@
-"""Feedback: what becomes of the part of a gradient that a codec did not send.
+"""Feedback: what happens to the part of a gradient that a codec did not send.
 
-A kind is a class of :class:`~tagc.codecs.feedback.rule.FeedbackRule` and its place in ``RULES``.
+A kind is a subclass of :class:`~tagc.codecs.feedback.rule.FeedbackRule`, listed in ``RULES``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
 RULES: tuple[type[FeedbackRule], ...] = (ErrorFeedback, AverageFeedback, LeadFeedback)
 
 OWNER_STATES = tuple(rule.owner_state for rule in RULES if rule.owner_state is not None)
-"""What checkpoints call what owners keep."""
+"""Names of the owners' states in checkpoints."""
 
 OWNER_RESIDUAL = "owner_residual"
-"""What they call what owners owe of the sums that they hand out, in two shots."""
+"""Name, in checkpoints, of the residual of the sums that owners send in two shots."""
 
 
 def plan_feedback(config: FeedbackConfig) -> FeedbackRule | None:
-    """The rule that a policy asks for; None for the kind ``none``, which stores nothing."""
+    """The rule for a policy's settings; None for the kind ``none``, which stores nothing."""
     if config.kind == "none":
         return None
     (planned,) = (planned for rule in RULES if (planned := rule.of(config)) is not None)

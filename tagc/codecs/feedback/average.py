@@ -1,7 +1,7 @@
 """Feedback ``average``: LoCo (arXiv 2407.04480), in DeepSpeed's form.
 
-``x = g + e``; send ``C(x)``; ``e <- beta * e + (1 - beta) * (x - C(x))``, from zero every
-``reset_steps``. It forgets by design.
+``x = g + e``; send ``C(x)``; ``e <- beta * e + (1 - beta) * (x - C(x))``. ``e`` restarts from zero
+every ``reset_steps`` reductions. It forgets by design.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tagc.codecs.feedback.rule import FeedbackRule
 
 @dataclass(frozen=True, kw_only=True)
 class AverageFeedback(FeedbackRule):
-    """A moving average of what was not sent is added to the next gradient.
+    """Adds a moving average of what was not sent to the next gradient.
 
     Attributes:
         beta: share of the old residual that stays.
-        reset_steps: the residual starts from zero every so many reductions.
+        reset_steps: number of reductions after which the residual restarts from zero.
     """
 
     beta: float

@@ -1,22 +1,22 @@
-"""Feedback ``residual``: classic error feedback, with a lead or without.
+"""Feedback ``residual``: classic error feedback, with or without a lead.
 
-A codec whose messages carry the share ``K`` of what is owed delivers ``K * g`` in the step,
-``K * (1 - K) * g`` in the next, and so on: a moving average, late by ``(1 - K) / K`` steps. That is
-little beside a momentum's ten, but it comes on top of it: with momentum ``b`` an optimizer is
-stable up to a curvature of ``2 (1 + b) / (1 - b)`` over the learning rate, 38 for 0.9, and with
-gradients a step late up to 1. So with a *lead* the owner inverts the average, with ``Q`` the last
-sum it got::
+If a codec's messages carry the share ``K`` of gradient plus residual, a gradient ``g`` arrives as
+``K * g`` in its step, ``K * (1 - K) * g`` in the next, and so on: a moving average, late by
+``(1 - K) / K`` steps. This lag is small beside the ten steps of a momentum, but it adds to them.
+With momentum ``b``, an optimizer is stable up to a curvature of ``2 (1 + b) / (1 - b)`` over the
+learning rate: 38 for 0.9, but only 1 if gradients are one step late. With a *lead*, the owner
+therefore inverts the average. ``Q`` is the last sum that it received::
 
     hand out (sum of C(x) - (1 - K) * Q) / K, Q <- sum of C(x)        Q is zero before the first
 
-What was handed out so far then is what was sent, plus ``(1 - K) / K * Q``: the owner is ahead by
-what the residuals of all ranks hold on average. Quantization noise grows by ``1 / K``, but only
-where it changes from step to step, which a momentum averages out.
+In total, the owner has then handed out what was sent, plus ``(1 - K) / K * Q``. On average, this
+surplus equals the residuals of all ranks. Quantization noise grows by ``1 / K``, but only where it
+changes from step to step, and a momentum averages that out.
 
-``K`` depends on the codec, and on how gradients are distributed: 0.35 for the largest of 8 if they
-are Gaussian, half of that where most are near zero. So it can be measured: what a rank owes before
-it encodes, ``x``, and what it sends, ``C(x)``, are there, and ``K = E[C(x) x] / E[x x]`` is the
-slope of their regression. Every owner goes by what it measured itself.
+``K`` depends on the codec and on the distribution of gradients: 0.35 for the largest of 8 if they
+are Gaussian, half of that if most are near zero. So it can be measured. A rank knows its gradient
+plus residual before it encodes, ``x``, and what it sends, ``C(x)``. The slope of their regression
+is ``K = E[C(x) x] / E[x x]``. Every owner uses its own measurement.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tagc.ops import Ops
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(FeedbackRule):
-    """What was not sent is added to the next gradient."""
+    """Adds what was not sent to the next gradient."""
 
     @classmethod
     def of(cls, config: FeedbackConfig) -> FeedbackRule | None:
@@ -47,23 +47,23 @@ class ErrorFeedback(FeedbackRule):
 
 
 LEAST_SHARE = 0.1
-"""Taken where a smaller share is measured: what is handed out grows by its inverse."""
+"""Lower bound for measured shares, because outputs grow by their inverse."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeadFeedback(FeedbackRule):
-    """Likewise, and the owner undoes the lag.
+    """Error feedback whose lag the owner undoes.
 
     Attributes:
-        lead: ``K``, the share of what is owed that a message is taken to carry, below 1; None where
-            it is measured.
+        lead: ``K``, the share of gradient plus residual that a message is assumed to carry, below
+            1; None if it is measured.
     """
 
     owner_state: ClassVar[str | None] = "sent"
     note: ClassVar[str | None] = (
-        "a lead hands out noisier gradients, which an optimizer like Adam answers with smaller "
-        "steps: call compressor.keep_rates(optimizer), which measures by how much and undoes it, "
-        "or tune the learning rate anew (docs/quality.md)"
+        "a lead makes gradients noisier, so an optimizer like Adam takes smaller steps: call "
+        "compressor.keep_rates(optimizer), which measures how much smaller and undoes it, or "
+        "retune the learning rate (docs/quality.md)"
     )
 
     lead: float | None
@@ -83,7 +83,7 @@ class LeadFeedback(FeedbackRule):
 
     @property
     def gain(self) -> float:
-        """See :attr:`FeedbackRule.gain`: of a sum that changes its sign."""
+        """See :attr:`FeedbackRule.gain`: the worst case is a sum that changes its sign."""
         lead = self.lead or LEAST_SHARE
         return (2 - lead) / lead
 

@@ -1,4 +1,4 @@
-"""How a rank stores what it did not send."""
+"""Storage of what a rank did not send."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tagc.ops.blocks import BlockLayout
 
 
 class Residual:
-    """The residual of a segment, a row for every destination.
+    """The residual of a segment, with a row for every destination.
 
-    In 8 bits it is stored as the ``quantized`` codec would send it, a scale for every 256 elements,
-    and is opened for a step: what that rounds away, up to 1/254 of the largest element of a block,
-    is owed no more.
+    In 8 bits it is stored as the ``quantized`` codec would send it, with a scale for every 256
+    elements, and converted to float32 for each step. Rounding errors, up to 1/254 of the largest
+    element of a block, are lost.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class Residual:
         self._stored = torch.zeros(rows, width, dtype=stored, device=device)
 
     def read(self, rows: slice = slice(None)) -> Tensor:
-        """``[rows, columns]`` in the dtype that operators work in; a copy where another one is
-        stored."""
+        """``[rows, columns]`` in the dtype that operators work in; a copy if the stored dtype is
+        another one."""
         stored = self._stored[rows]
         if self._layout is None:
             return stored
@@ -46,20 +46,20 @@ class Residual:
 
     @contextmanager
     def opened(self, rows: slice = slice(None)) -> Iterator[Tensor]:
-        """The same to be changed in place; stored at the end."""
+        """Like :meth:`read`, but to change in place; changes are stored at the end."""
         wide = self.read(rows)
         yield wide
         if self._layout is not None:
             self._ops.quantize(wide, None, self._stored[rows], layout=self._layout, average=0.0)
 
     def zero_(self) -> None:
-        """Owe nothing. (All bits zero is zero in 8 bits, too.)"""
+        """Set the residual to zero. (In 8 bits, too, all bits zero means zero.)"""
         self._stored.zero_()
 
 
 @contextmanager
 def opened(residual: Residual | None, rows: slice) -> Iterator[Tensor | None]:
-    """:meth:`Residual.opened`; None where there is none."""
+    """See :meth:`Residual.opened`; None if there is no residual."""
     if residual is None:
         yield None
     else:

@@ -1,4 +1,4 @@
-"""The feedback of one segment on one rank: its rule, and what that stores."""
+"""The feedback of one segment on one rank: its rule and its state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from tagc.ops import Ops
 
 
 class SegmentFeedback:
-    """What a codec calls before and after its operators.
+    """A segment's rule and state. Codecs call it before and after their operators.
 
     Attributes:
-        rule: None where nothing is stored.
-        residual: of this rank, a row for every destination; likewise.
-        owner_state: what the owner of a shard keeps of it, ``[columns]`` float32; None where its
-            kind keeps nothing.
-        share: of what this rank owes that its messages carry; None where nobody asks.
+        rule: the feedback rule; None if nothing is stored.
+        residual: this rank's residual, with a row for every destination; None if nothing is stored.
+        owner_state: the state of the shard's owner, ``[columns]`` float32; None if the rule has
+            none.
+        share: the share of gradient plus residual that this rank's messages carry; None if the rule
+            does not measure it.
     """
 
     def __init__(
@@ -35,13 +36,13 @@ class SegmentFeedback:
         device: torch.device,
         overshoot: float = 0.0,
     ) -> None:
-        """New state.
+        """Start with empty state.
 
         Args:
             overshoot: see :attr:`tagc.codecs.CodecPlan.overshoot`.
         """
         self.rule = rule
-        # How far beyond float16's range a sum may be that is no overflow.
+        # A sum up to this many times float16's largest number is no overflow.
         self._reach = (1 + overshoot) * (1.0 if rule is None else rule.gain)
         self._ops = ops
         self._weights = None if rule is None else rule.constant_weights(device)
@@ -55,13 +56,13 @@ class SegmentFeedback:
             if rule.measures_share:
                 self.share = MeasuredShare(device)
                 self._weights = rule.weights(self.share.value)
-                # Updates of the share that these weights know of.
+                # The share's ``updates`` when the weights were made.
                 self._weights_at = self.share.updates
             rule.prepare(ops)
 
     @property
     def residual_dtype(self) -> torch.dtype | None:
-        """Of the residual in a step; None where there is none."""
+        """Dtype of the residual during a step; None if there is no residual."""
         return None if self.rule is None else self.rule.working_dtype
 
     @property
@@ -71,12 +72,12 @@ class SegmentFeedback:
 
     @contextmanager
     def opened(self, gradient: Tensor, step: int = 0) -> Iterator[Tensor | None]:
-        """The residual ``[D, columns]``, to be changed in place by the codec's operator; None where
-        there is none.
+        """The residual ``[D, columns]``, which the codec's operator changes in place; None if there
+        is no residual.
 
         Args:
             gradient: ``[D, columns]``.
-            step: encodings so far.
+            step: how many encodings came before.
         """
         if self.rule is None or self.residual is None:
             yield None
@@ -91,20 +92,22 @@ class SegmentFeedback:
                 self.share.after(residual)
 
     def decode_buffer(self, out: Tensor) -> Tensor:
-        """Where the codec should decode to, for :meth:`correct`: ``out`` ``[columns]``, or as much
-        in float32."""
+        """The buffer that the codec decodes into for :meth:`correct`: ``out`` ``[columns]``, or a
+        new one of its size in float32."""
         if out.dtype == torch.float32 or (self.owner_state is None and out.dtype != torch.float16):
             return out
         return torch.empty_like(out, dtype=torch.float32)
 
     def correct(self, decoded: Tensor, out: Tensor) -> None:
-        """Write what the optimizer gets to ``out`` ``[columns]``; NaN where ``decoded`` is not
-        finite, which counts as 0 in the owner's state. In float16, whose range a loss scale makes
-        gradients fill, what exceeds it by no more than codes and residuals can is the largest
-        number, and no overflow.
+        """Write the optimizer's gradient to ``out`` ``[columns]``. With an owner's state, ``out``
+        is NaN where ``decoded`` is not finite, and the state becomes 0 there.
+
+        With a loss scale, gradients fill the range of float16. So in float16, values that exceed
+        the range by no more than codes and residuals can cause become the largest number instead of
+        an overflow.
 
         Args:
-            decoded: what :meth:`decode_buffer` gave, decoded.
+            decoded: the buffer from :meth:`decode_buffer`, with the decoded sum.
         """
         wide = decoded
         if self.owner_state is not None and self.rule is not None:
@@ -115,7 +118,7 @@ class SegmentFeedback:
             _saturate(wide, out, self._reach)
 
     def _follow_share(self, rule: FeedbackRule) -> None:
-        """Make the weights anew if the share was measured again."""
+        """Update the weights if the share was measured again."""
         if self.share is None or self._weights_at == self.share.updates:
             return
         weights = rule.weights(self.share.value)
@@ -126,7 +129,7 @@ class SegmentFeedback:
 
 
 def _saturate(wide: Tensor, out: Tensor, reach: float) -> None:
-    """Write ``wide`` (float32) to ``out``, what is within ``reach`` times its range as a number."""
+    """Write ``wide`` (float32) to ``out``; clamp values within ``reach`` times its range."""
     largest = torch.finfo(out.dtype).max
     near = wide.abs() <= reach * largest
     out.copy_(torch.where(near, wide.clamp(-largest, largest), wide))

@@ -1,8 +1,8 @@
-"""The ``sketch`` codec: the index rides in the unit's message, the cells are summed on the way.
+"""The ``sketch`` codec: the unit's message carries the index; the cells are summed on the way.
 
 With a shared support (:mod:`tagc.codecs.selection.support`) every rank sketches the same groups, so
-that the sum has no more keys than one rank's sketch. The owner knows them, and its choice for the
-next step rides where otherwise the index would be, before the poison word.
+the sum has no more keys than one rank's sketch. The owner already knows these groups. So messages
+carry the sender's choice for the next step in place of the index, before the poison word.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tagc.ops import COUNTS, KEPT
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.packed import PackedLayout
 
-# With room for every group nothing is selected away and the threshold only sets the step: the
-# median is a scale that neither outliers nor zeros move.
+# If there is room for every group, all are kept, and the threshold only sets the step. The median
+# is a scale that neither outliers nor zeros move.
 _SCALE_DENSITY = 0.5
 
 
@@ -40,8 +40,9 @@ class _Shared:
     """A segment's shared support.
 
     Attributes:
-        place: among the segments that have one.
-        union: ``[1, index_words]``, the index that this rank's shard is decoded by.
+        place: the segment's position among those with a shared support.
+        support: the groups that all ranks send.
+        union: ``[1, index_words]``, the index for decoding this rank's shard.
     """
 
     place: int
@@ -50,10 +51,10 @@ class _Shared:
 
 
 class SketchCodec(Codec[SketchPlan]):
-    """The sketched segments of a unit, and their thresholds, which are equal on every rank.
+    """The sketched segments of a unit, and their thresholds. Every rank has the same thresholds.
 
     Attributes:
-        seed: ``[1]`` int32, of this step's hashes.
+        seed: ``[1]`` int32, the seed of this step's hashes.
     """
 
     def __init__(self, segments: Sequence[CodecSegment[SketchPlan]], setup: CodecSetup) -> None:
@@ -88,7 +89,7 @@ class SketchCodec(Codec[SketchPlan]):
         self._summed = torch.zeros_like(self._counts)
         self._stats = torch.zeros(n, 2, dtype=torch.int32, device=device)
         self._chosen = self._counts.new_zeros(len(self._shared), D, COUNTS)
-        # A choice needs a threshold of its own: the agreed one is about all that ranks send.
+        # A choice needs its own threshold: the agreed one controls what all ranks send together.
         self._choice_controller: ThresholdController | None = None
         if self._shared:
             wanted = [shared.support.wanted for shared in self._shared.values()]
@@ -96,13 +97,13 @@ class SketchCodec(Codec[SketchPlan]):
         self._started = False
         self._counting: Work | None = None
         self._sum: tuple[Work, Tensor] | None = None
-        # [segments, 3] int64 sums over the steps: groups selected for all destinations; by UNION
-        # and UNRESOLVED, groups in the union of the own shard, and those unresolved there.
+        # [segments, 3] int64 sums over steps: groups selected for all destinations, then the two
+        # entries of `stats`: groups in the union of this rank's shard, and unresolved ones.
         self._totals = torch.zeros(n, 3, dtype=torch.int64, device=device)
 
     @property
     def quantization_steps(self) -> Tensor:
-        """``[segments, D]`` float32, of this step."""
+        """This step's quantization steps, ``[segments, D]`` float32."""
         return self._controller.quantization_step
 
     @property
@@ -113,7 +114,7 @@ class SketchCodec(Codec[SketchPlan]):
 
     @property
     def supports(self) -> dict[int, Support]:
-        """What all ranks send, by number of the part, where they share it."""
+        """The shared supports, by number of the part."""
         return {i: shared.support for i, shared in self._shared.items()}
 
     def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
@@ -142,7 +143,7 @@ class SketchCodec(Codec[SketchPlan]):
                 self._choose(part, shared, index, exchange.row)
 
     def _choose(self, part: Part[SketchPlan], shared: _Shared, index: Tensor, own: int) -> None:
-        """Write this rank's choice over what the operator wrote, which the owner knows."""
+        """Overwrite the index, which the owner already knows, with this rank's choice."""
         assert part.feedback.residual is not None
         assert self._choice_controller is not None
         row = slice(own, own + 1)
@@ -162,7 +163,7 @@ class SketchCodec(Codec[SketchPlan]):
         self._started = True
 
     def wait(self) -> None:
-        """Wait for the cells; the counts have time until the next step."""
+        """Wait for the cells. The counts are not needed before the next step."""
         assert self._sum is not None
         self._sum[0].wait()
 
@@ -264,7 +265,7 @@ class SketchCodec(Codec[SketchPlan]):
             if choice is not None:
                 choice.update(self._chosen)
             return
-        # The only exchange that a unit ever waits for before it sends.
+        # This is the only exchange that a unit waits for before it sends.
         sampled = [
             sampled_threshold(grad[:, part.columns], part.plan.symbol.lanes, _scale_density(part))
             for part in self.parts
@@ -284,13 +285,13 @@ class SketchCodec(Codec[SketchPlan]):
 
 
 def _scale_density(part: Part[SketchPlan]) -> float:
-    """Density that the first threshold is sampled for, and then kept."""
+    """The density that the first threshold is sampled for, and that thresholds then keep."""
     everything = part.plan.capacity >= part.plan.layout.groups
     return min(part.plan.target, _SCALE_DENSITY) if everything else part.plan.target
 
 
 def _choice_of(plan: SketchPlan) -> PackedLayout:
-    """How an owner chooses: groups are symbols, and a bitmap of them travels, without values."""
+    """The layout of an owner's choice: one bit per symbol in a bitmap, without values."""
     layout = plan.layout
     return PackedLayout(
         numel=layout.numel,

@@ -1,4 +1,4 @@
-"""Codec `sketch`, as a policy spells it."""
+"""The configuration of codec `sketch` in a policy."""
 
 from typing import ClassVar, Literal
 
@@ -9,11 +9,12 @@ class SketchConfig(CodecConfig):
     """Kept elements, quantized and summed in a count sketch.
 
     `density` is the fraction of elements that a rank keeps, in (0, 1]. `symbol` is the group size
-    and quantization of one 32-bit symbol; `auto` picks by the number of ranks. With the
-    `support` `own` every rank keeps its largest groups, and the sketch has room for the union of
-    them; with `shared` all ranks keep the groups that the shard's owner chose one step ahead. The
-    first `warmup_steps` reductions go dense: gradients change fastest at the start of a training.
-    (A unit waits for the longest warm-up of its rules.)
+    and quantization of one 32-bit symbol; `auto` chooses by the number of ranks.
+
+    With `support: own`, every rank keeps its largest groups, and the sketch has room for their
+    union. With `support: shared`, all ranks keep the groups that the shard's owner chose one step
+    ahead. The first `warmup_steps` reductions are dense, because gradients change fastest at the
+    start of training. (A unit uses the longest warm-up of its rules.)
     """
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "none")
@@ -21,13 +22,13 @@ class SketchConfig(CodecConfig):
     kind: Literal["sketch"] = "sketch"
     """The codec's name."""
     density: Density
-    """Share of the elements that a rank keeps, the largest groups."""
+    """Share of the elements that a rank keeps, in the largest groups."""
     symbol: Literal["auto", "int8x4", "int16x2", "int32x1"] = "auto"
-    """What 32 bits hold: so many elements of so many bits; auto: by the number of ranks."""
+    """Contents of 32 bits: int8x4 is 4 elements of 8 bits; auto chooses by the number of ranks."""
     support: Literal["own", "shared"] = "own"
-    """Whether a rank keeps what is largest to it, or what the owner of the shard chose for all."""
+    """Whether a rank keeps its own largest groups, or those that the shard's owner chose."""
     warmup_steps: Steps = 0
-    """How many of the first reductions go dense; a unit waits for the longest of its rules."""
+    """How many of the first reductions are dense; a unit uses the longest warm-up of its rules."""
 
     @property
     def shares_support(self) -> bool:

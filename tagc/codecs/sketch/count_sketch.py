@@ -1,4 +1,4 @@
-"""The count sketch on its own: encode, add, decode, no process group needed."""
+"""The count sketch on its own: encode, add and decode without a process group."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Sketch:
     Attributes:
         cells: ``[cells]`` int32.
         index: ``[words]`` int32 bitmap of the groups present in any summand.
-        layout: shape that both follow.
+        layout: the layout of both.
         seed: hash seed.
-        step: quantization step, None for encoded integers.
+        step: quantization step; None for encoded integers.
     """
 
     cells: Tensor
@@ -39,7 +39,7 @@ class Sketch:
         for name in ("layout", "seed", "step"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                raise ValueError(f"sketches of different {name} do not add: {mine} and {theirs}")
+                raise ValueError(f"cannot add sketches of different {name}: {mine} and {theirs}")
         return Sketch(
             self.cells + other.cells, self.index | other.index, self.layout, self.seed, self.step
         )
@@ -61,16 +61,16 @@ class Decoded:
 class CountSketch:
     """Homomorphic, lossless codec for sparse vectors of one length.
 
-    The sum of sketches decodes to the sum of the vectors: exactly, whatever the order of
-    the additions, as long as each element's final sum fits the symbol's bits.
+    The sum of sketches decodes to exactly the sum of the vectors, whatever the order of additions,
+    if each element's final sum fits the symbol's bits and peeling recovers every group.
 
     Args:
         numel: elements of a vector.
-        keys: distinct groups (of ``symbol`` lanes) that the *sum* may hold. More make peeling
-            fail, which ``Decoded.unresolved`` reports.
+        keys: distinct groups (of ``symbol`` lanes) that the *sum* may hold. With more, peeling
+            fails, which ``Decoded.unresolved`` reports.
         symbol: ``int8x4``, ``int16x2`` or ``int32x1``.
-        seed: hash seed; sketches add only if theirs agree.
-        ops: implementation, see :func:`tagc.ops.get_ops`.
+        seed: hash seed; only sketches with the same seed can be added.
+        ops: implementation; see :func:`tagc.ops.get_ops`.
 
     Example:
         >>> codec = CountSketch(1000, keys=50, symbol="int8x4")
@@ -107,8 +107,7 @@ class CountSketch:
         """Sketch the non-zero groups of ``x``.
 
         Args:
-            x: ``[numel]``, integer to be sent as it is, or float to be sent as
-                ``round(x / step)``.
+            x: ``[numel]``, encoded unchanged if integer, as ``round(x / step)`` if float.
             step: quantization step, for float input only.
 
         Raises:
@@ -133,7 +132,7 @@ class CountSketch:
             ValueError: if the sketch was made with another layout or seed.
         """
         if sketch.layout != self.layout or sketch.seed != self.seed:
-            raise ValueError("the sketch was encoded by a CountSketch of other arguments")
+            raise ValueError("the sketch was encoded by a CountSketch with other arguments")
         device = sketch.cells.device
         ops, seed = get_ops(device, self._ops), self._seed(device)
         self._check(ops, device)
@@ -144,7 +143,7 @@ class CountSketch:
         return Decoded(values, int(stuck.sum()))
 
     def _check(self, ops: Ops, device: torch.device) -> None:
-        """Kernels for GPUs are compared with the reference before they are first used."""
+        """Compare kernels for GPUs with the reference before their first use."""
         if compiles_ahead(ops):
             check(ops, device, sketch_calls(self.layout))
 
@@ -152,7 +151,7 @@ class CountSketch:
         return torch.tensor([self.seed], dtype=torch.int32, device=device)
 
     def _symbols(self, x: Tensor, step: float | None) -> tuple[Tensor, Tensor]:
-        """Symbols ``[groups]`` and which of them are present."""
+        """The symbols, ``[groups]`` int32, and whether each is present, ``[groups]`` bool."""
         symbol = self.symbol
         if x.is_floating_point():
             if step is None or not 0 < step < float("inf"):
@@ -161,7 +160,7 @@ class CountSketch:
                 )
             q = (x.double() / step).round()
         elif step is not None:
-            raise ValueError("integer input is sent as it is: leave out step")
+            raise ValueError("integer input is encoded unchanged: leave out step")
         else:
             q = x.to(torch.int64)
         low, high = -symbol.qmax - 1, symbol.qmax

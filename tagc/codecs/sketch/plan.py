@@ -18,7 +18,8 @@ class SketchPlan(SelectingPlan):
     """How one segment is sketched.
 
     Attributes:
-        capacity: groups that a rank keeps at most, per destination.
+        layout: the layout of the sketch.
+        capacity: the most groups that a rank keeps, per destination.
         levels: largest quantized magnitude that a rank sends.
         shared: whether all ranks keep what the shard's owner chose.
     """
@@ -30,13 +31,13 @@ class SketchPlan(SelectingPlan):
 
     @property
     def name(self) -> str:
-        """With the symbol."""
+        """'sketch' with the symbol, and 'shared' for a shared support."""
         return f"sketch {self.symbol.name}{' shared' if self.shared else ''}"
 
     @property
     def overshoot(self) -> float:
-        """See :attr:`CodecPlan.overshoot`: half a step each, of an element at the threshold. (What
-        waited for several steps and is then sent may exceed more.)"""
+        """See :attr:`CodecPlan.overshoot`: half a step each, for an element at the threshold.
+        (Elements that waited in the residual for several steps may exceed more.)"""
         return min(1.0, 2.0 ** -self.symbol.step_shift(self.levels)) + 2**-8
 
     def scratch_bytes(self, destinations: int, sources: int) -> int:
@@ -47,7 +48,7 @@ class SketchPlan(SelectingPlan):
 
     @property
     def words(self) -> int:
-        """The index, or the owner's next choice in its place."""
+        """Words of the index, or of the sender's next choice in its place."""
         return self.layout.index_words
 
     @property
@@ -56,13 +57,13 @@ class SketchPlan(SelectingPlan):
         return self.shared
 
     def used_words(self, columns: int) -> int:
-        """All of them where a choice rides along: what a rank chose for its own shard goes to
+        """All words if the support is shared, because a rank sends its choice for its own shard to
         all."""
         return self.words if self.shared else super().used_words(columns)
 
     @property
     def cells(self) -> int:
-        """The table, and up to 3 cells of padding."""
+        """Cells of the table, and up to 3 cells of padding."""
         return aligned(self.layout.cells)
 
     @property
@@ -88,7 +89,7 @@ def plan_sketch(config: SketchConfig, request: PlanRequest) -> SketchPlan:
     capacity = capacity_for(config.density, -(-columns // symbol.lanes))
     shared = config.shares_support and capacity >= MIN_SHARED
     return SketchPlan(
-        # What all ranks keep is its own union.
+        # All ranks keep the same groups, so the union is no larger.
         layout=plan_layout(columns, symbol, capacity if shared else W * capacity),
         target=config.density,
         capacity=capacity,

@@ -1,4 +1,4 @@
-"""Codec ``sketch``, to be timed."""
+"""A sample of codec ``sketch`` for timing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tagc.ops.sketch import plan_layout
 
 
 def sample_sketch(plan: SketchPlan, s: Sample) -> TimedSteps:
-    """Encoding and decoding ``s.grad``."""
+    """Steps that encode and decode ``s.grad``."""
     groups = -(-s.columns // plan.symbol.lanes)
     capacity = capacity_for(plan.target, groups)
     layout = plan_layout(s.columns, plan.symbol, capacity if plan.shared else ROWS * capacity)
@@ -37,7 +37,7 @@ def sample_sketch(plan: SketchPlan, s: Sample) -> TimedSteps:
         index = torch.cat([support, index[:, layout.words :]], 1)
 
     def decode() -> None:
-        torch.sum(cells, 0, dtype=total.dtype, out=total)  # decoding consumes them
+        torch.sum(cells, 0, dtype=total.dtype, out=total)  # decoding may overwrite it
         s.ops.decode(index, total, step[:1], seed, out, None, stats, layout=layout, divisor=ROWS)
 
     return encode, decode
