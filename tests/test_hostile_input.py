@@ -69,7 +69,7 @@ def test_names_of_tensors(
         path = headed(tmp_path / "model.safetensors", {name: TENSOR})
     else:
         path = written(tmp_path / "shapes.json", {name: [512, 512]})
-    assert "is no name of a parameter" in fails(capsys, "explain", str(path), "--world", "4")
+    assert "is not a parameter name" in fails(capsys, "explain", str(path), "--world", "4")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_names_of_files_in_an_index(
     index = written(tmp_path / "model.safetensors.index.json", {"weight_map": {"w": file}})
     for model in (index, tmp_path):
         error = fails(capsys, "explain", str(model), "--world", "4")
-        assert "is no name of a safetensors file beside it" in error
+        assert "is not the name of a safetensors file beside it" in error
 
 
 @pytest.mark.parametrize("sizes", [[10**400], [10**9, 10**9], [1] * 17, [int("9" * 4_000)] * 9])
@@ -96,7 +96,7 @@ def test_shapes(
     else:
         path = written(tmp_path / "shapes.json", {"w": sizes})
     error = fails(capsys, "explain", str(path), "--world", "4")
-    assert "it is no model" in error or "'w' has no valid dtype, shape" in error
+    assert "it is not a model" in error or "'w' has no valid dtype, shape" in error
 
 
 @pytest.mark.parametrize(

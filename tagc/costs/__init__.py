@@ -1,4 +1,4 @@
-"""Costs: what a step takes with a policy, predicted or measured, and what to choose."""
+"""Costs of a step with a policy, predicted or measured, and the choices of ``codec: auto``."""
 
 from tagc.costs.auto import is_automatic, measured_choice
 from tagc.costs.codec_time import Speed, measured_time, memory_time, no_time, speed_key

@@ -1,4 +1,4 @@
-"""What advice says: a table of all candidates, and whether compression pays."""
+"""The text of advice: a table of all candidates, and whether compression pays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tagc.plan import format_bytes
 
 
 def report(advisor: Advisor) -> str:
-    """What was asked, a table of all candidates, and whether compression pays."""
+    """The question, a table of all candidates, and whether compression pays."""
     q = advisor.question
     lines = [*_asked(q), f"- {advisor.about_codecs}", "", *_table(advisor)]
     for name, why in advisor.refused.items():
@@ -20,7 +20,7 @@ def report(advisor: Advisor) -> str:
 
 
 def verdict(advisor: Advisor) -> list[str]:
-    """Sentences: what is best, whether compression pays, and up to which bandwidth it does."""
+    """Sentences: the best policy, whether compression pays, and the bandwidth where it stops."""
     dense, other = advisor.best(dense=True, fitting=False), advisor.best(dense=False)
     faster = advisor.best(dense=False, fitting=False)
     assert dense is not None
@@ -29,33 +29,33 @@ def verdict(advisor: Advisor) -> list[str]:
     if not any(map(advisor.fits, advisor.candidates)):
         return [
             f"Nothing fits in {format_bytes(advisor.question.device_memory or 0)} a rank, "
-            f"{dense.name} neither: shard over more ranks."
+            f"not even {dense.name}: shard over more ranks."
         ]
     if other is None:
         return [
-            "No policy fits: what it stores is too much beside training itself. Shard over more "
-            "ranks, or over more on each host."
+            "No policy fits in the memory that training itself leaves. Shard over more "
+            "ranks, or over more ranks on each host."
         ]
     saving = advisor.saving(other)
     step = "step" if advisor.question.compute else "time on the link"
     before, after = (format_seconds(advisor.cost(c).seconds) for c in (dense, other))
     if saving >= PAYS:
         lines = [
-            f"Compression pays: {other.name} takes {after} where {dense.name}, the best dense "
-            f"form, takes {before}: {saving:.0%} off the {step}."
+            f"Compression pays: {other.name} takes {after}, and {dense.name}, the best dense "
+            f"form, takes {before}. The policy saves {saving:.0%} of the {step}."
         ]
     elif saving > 0:
         lines = [
-            f"Compression does not pay: the best policy, {other.name}, takes {saving:.1%} off the "
+            f"Compression does not pay: the best policy, {other.name}, saves {saving:.1%} of the "
             f"{step} of {dense.name} ({before}), less than {PAYS:.0%}."
         ]
     else:
         lines = [
             f"Compression does not pay: the best policy, {other.name}, takes {after}, and "
-            f"{dense.name} {before}."
+            f"{dense.name} takes {before}."
         ]
     if other.written:
-        lines.append(f"{other.name} is written as {other.written}.")
+        lines.append(f"Write {other.name} as {other.written}.")
     if faster is not other:
         lines.append(
             f"{faster.name} would take {format_seconds(advisor.cost(faster).seconds)}, but needs "
@@ -66,15 +66,15 @@ def verdict(advisor: Advisor) -> list[str]:
         lines.append("No policy pays at any bandwidth.")
     elif last[1] == math.inf:
         lines.append(
-            "Up to which bandwidth it pays cannot be said without a compute time (--step-time) to "
-            "set against the bytes."
+            "Give a compute time (--step-time) to see the bandwidth at which compression stops "
+            "paying."
         )
     else:
         lines.append(
-            f"Compression stops paying at {format_bandwidth(last[1])}{advisor.proviso}: above that "
-            f"no policy saves {PAYS:.0%} of the {step} ({last[0]} is the last that does)."
+            f"Compression stops paying at {format_bandwidth(last[1])}{advisor.proviso}: on faster "
+            f"links no policy saves {PAYS:.0%} of the {step} ({last[0]} is the last that does)."
         )
-    lines.append("This is about time; what a policy does to the loss is in docs/quality.md.")
+    lines.append("This covers time only; docs/quality.md shows the effect of policies on the loss.")
     return lines
 
 
@@ -92,7 +92,7 @@ def _asked(q: Question) -> list[str]:
     if q.levels > 1:
         inside = "not counted" if q.link.inside == math.inf else format_bandwidth(q.link.inside)
         lines.append(
-            f"- with a policy the {q.levels} ranks of a host add up their gradients first; inside "
+            f"- with a policy, the {q.levels} ranks of a host add up their gradients first; inside "
             f"a host: {inside}"
         )
     lines.append(
@@ -100,16 +100,16 @@ def _asked(q: Question) -> list[str]:
         f"{dtype_name(q.parameter_dtype)}"
     )
     lines.append(
-        f"- memory of a rank: {STATE_BYTES} bytes a parameter, sharded (itself, gradient, Adam), "
-        "what FSDP gathers and reduces at a time, and what a policy needs; activations not counted"
+        f"- memory of a rank: {STATE_BYTES} bytes per sharded parameter (itself, gradient, Adam), "
+        "FSDP's unsharded buffers, and the policy's memory; activations are not counted"
     )
     if q.micro_batches > 1:
         lines.append(
-            f"- {q.micro_batches} micro-batches a step: gathered and reduced in each, but between "
-            "hosts, where ranks of a host add up, once (set_requires_all_reduce(False))"
+            f"- {q.micro_batches} micro-batches a step: each gathers and reduces, but if ranks of "
+            "a host add up, hosts reduce once a step (set_requires_all_reduce(False))"
         )
     if q.compute is None:
-        lines.append("- compute time: not given, so this is communication alone")
+        lines.append("- compute time: not given, so this covers communication only")
     else:
         lines.append(
             f"- compute {format_seconds(q.compute)} a step, which can hide {q.overlap:.0%} of the "
@@ -119,7 +119,7 @@ def _asked(q: Question) -> list[str]:
 
 
 def _table(advisor: Advisor) -> list[str]:
-    rows = [("", "host sends", "link", "codec", "step", "to best dense", "memory")]
+    rows = [("", "host sends", "link", "codec", "step", "vs best dense", "memory")]
     for candidate in advisor.candidates:
         cost = advisor.cost(candidate)
         rows.append(

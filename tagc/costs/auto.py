@@ -1,9 +1,9 @@
-"""``codec: auto``: what is fastest on this link, by what ``tagc.wrap`` measures.
+"""``codec: auto``: chooses the fastest codecs for the link that ``tagc.wrap`` measures.
 
-What a rank chooses decides what it sends, so all ranks must choose by the same numbers, to the
-bit: each measures, then all take the slowest of every number. (A step waits for the slowest rank,
-too.) The maximum does not depend on the order in which it is taken, so ranks that share no group
-agree through those who share one with both.
+A rank's choice decides what it sends, so all ranks must choose from bit-identical numbers. Each
+rank measures, then all take the slowest of every number. (A step waits for the slowest rank, too.)
+A maximum does not depend on order, so ranks without a common group agree through ranks that share a
+group with both.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from tagc.plan import AUTO_BITS, Choice, Direction, UnitPlan, config_inside, res
 from tagc.policy import Policy, Rule
 from tagc.policy.configs import AutoConfig
 
-# An option must take at most this share of a less compressed one's predicted seconds: codecs are
-# timed in a loop, in warm caches, and a link alone; in a step neither is as fast.
+# An option must take at most this share of a less compressed one's predicted seconds. Codecs are
+# timed in a loop with warm caches, and links without other work; both are slower in a step.
 WORTH = 0.7
-# One large exchange should take about this long, in seconds; links differ by a factor of 1000.
+# Seconds that a large exchange should take. Its size adapts: links differ by a factor of 1000.
 _TARGET = 0.04
 _FIRST_BYTES, _MAX_BYTES = 1 << 16, 1 << 26
 _REPEATS, _SMALL_REPEATS = 5, 10
 
 
 def is_automatic(policy: Policy) -> bool:
-    """Whether anything of the policy is decided by the link."""
+    """Whether the link decides the codec of any rule."""
     rules = (*policy.gradients, *policy.parameters, *policy.replicas)
     return any(isinstance(rule.codec, AutoConfig) for rule in rules)
 
 
 @dataclass(frozen=True)
 class FastestChoice:
-    """Takes the option whose predicted seconds are clearly the fewest. See
+    """Chooses the option that is clearly the fastest by prediction. See
     :class:`tagc.plan.choice.Choose`."""
 
     link: Callable[[int, Direction], Link]
@@ -62,7 +62,7 @@ class FastestChoice:
             if s <= WORTH * seconds[index]:
                 index = i
         said = [f"{_label(o)} {_milliseconds(s)}" for o, s in zip(options, seconds, strict=True)]
-        return Choice(index=index, why=f"{_label(options[index])}, of {', '.join(said)}")
+        return Choice(index=index, why=f"{_label(options[index])}, out of {', '.join(said)}")
 
 
 def measured_choice(
@@ -80,14 +80,14 @@ def measured_choice(
 
     Args:
         links: group and device of every unit, in the plan's order.
-        ops: implementation, see :func:`tagc.ops.get_ops`.
-        policy: whose codecs are timed.
-        dtype: of the gradients.
-        parameter_dtype: of the parameters in the all-gather.
+        ops: the implementation, see :func:`tagc.ops.get_ops`.
+        policy: the policy whose codecs are timed.
+        dtype: dtype of the gradients.
+        parameter_dtype: dtype of the parameters in the all-gather.
         replicas: the group of the all-reduce across replicas.
-        hosts: the groups of every unit's ranks that add up inside a host first; None for units
-            whose ranks do not. By default none do.
-        peers: ranks among which messages of the units travel, if not those of their groups.
+        hosts: the host groups of every unit; None for a unit whose ranks do not add up inside hosts
+            first. By default no ranks do.
+        peers: numbers of ranks that exchange messages, in addition to the sizes of the groups.
 
     Raises:
         RuntimeError: if timing failed on another rank.
@@ -96,13 +96,13 @@ def measured_choice(
     everywhere = [group for group, _ in links] + ([] if replicas is None else [replicas])
     groups = list({id(group): group for group in everywhere}.values())
     shared = list({id(levels): levels for levels in hosts if levels is not None}.values())
-    # Those of all hosts measure at the same time, as they share the hosts' links in a step.
+    # Groups of all hosts measure at the same time, because they share the hosts' links in a step.
     between = [group for levels in shared for group in (levels.across, levels.inside)]
 
     def time_codecs() -> tuple[dict[str, Speed], str]:
         implementation = get_ops(device, ops)
         speeds: dict[str, Speed] = {}
-        # Symbols depend on how many.
+        # Symbols depend on the number of ranks.
         for W in {*peers, *(group.size() for group in (*groups, *between))}:
             sent = codecs_of(policy, dtype, W, parameters=False)
             gathered = codecs_of(policy, parameter_dtype, W, parameters=True)
@@ -110,7 +110,7 @@ def measured_choice(
             speeds |= measure_speeds(gathered, implementation, device, parameter_dtype)
         return speeds, ""
 
-    # An error on one rank reaches all; the speeds themselves may differ.
+    # An error on one rank is raised on all. Speeds may differ between ranks.
     speeds = agree_on(groups, {"speed of codecs": time_codecs})["speed of codecs"]
     measured = [measure_link(group, device) for group in (*groups, *between)]
     keys = sorted(speeds)
@@ -133,7 +133,7 @@ def measured_choice(
         )
     for levels in shared:
         across, inside = (agreed_links[id(group)] for group in (levels.across, levels.inside))
-        # Both are waited for, one after the other.
+        # A step waits for both, one after the other.
         agreed_links[id(levels)] = replace(
             across, latency=(across.latency + inside.latency) / 2, inside=inside.bandwidth
         )
@@ -152,7 +152,7 @@ def measured_choice(
         f"measured over {group.size()} ranks{of}: {_describe(agreed_links[id(group)])}"
         for group, of in (
             *((group, "") for group in groups),
-            *((levels.across, ", one of each host") for levels in shared),
+            *((levels.across, ", one per host") for levels in shared),
             *((levels.inside, " of a host") for levels in shared),
         )
         if group.size() > 1
@@ -162,9 +162,9 @@ def measured_choice(
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """Bandwidth and latency of an all-to-all, and how the backend's own collectives compare.
+    """Measure an all-to-all, and the backend's own collectives relative to it.
 
-    All ranks of the group call it together; each gets numbers of its own.
+    All ranks of the group call it together. Each gets its own numbers.
     """
     transport = Transport(group)
     W = transport.size
@@ -186,7 +186,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
         out = torch.empty(W * numel, dtype=torch.float32, device=device)
         return lambda: transport.all_gather(out, send)
 
-    # The best of every measurement: what else the machine does only ever adds.
+    # Take the fastest of all repeats: other load on the machine only adds time.
     latency = min(_seconds(exchange(1), device, _SMALL_REPEATS))
     numel = _FIRST_BYTES // (4 * W) or 1
     # The size must be the same on all ranks.
@@ -194,7 +194,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     growth = max(1.0, _TARGET / max(first, 1e-9))
     numel = int(min(numel * growth, _MAX_BYTES // (4 * W)))
     sent = 4 * numel * (W - 1)
-    # All three send as many bytes.
+    # All three send the same number of bytes.
     large, reducing, gathering = (
         _without(latency, min(_seconds(make(numel), device, _REPEATS)))
         for make in (exchange, reduce, gather)
@@ -208,26 +208,26 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
 
 def _without(latency: float, seconds: float) -> float:
-    """Seconds that the bytes take; no less than half of all, however noisy the latency was."""
+    """Seconds that the bytes take: at least half of ``seconds``, because latency is noisy."""
     return max(seconds - latency, seconds / 2)
 
 
 def slowest(numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> list[float]:
     """The maximum of each number over all ranks that the groups connect."""
     mine = list(numbers)
-    # Once through the groups spreads a number over those that a rank is in; the furthest rank is
-    # at most as many groups away as there are.
+    # One pass spreads a number to all groups of a rank. The furthest rank is at most as many groups
+    # away as there are groups.
     for _ in groups:
         for group in groups:
             said: list[list[float]] = [[] for _ in range(group.size())]
-            # Objects rather than tensors: float64 to the bit, on any backend.
+            # Objects rather than tensors: they keep float64 exactly on any backend.
             dist.all_gather_object(said, mine, group=group)
             mine = [max(column) for column in zip(*said, strict=True)]
     return mine
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Of every call after a first one, which sets up connections."""
+    """Seconds of every call after the first, which sets up connections."""
     taken = []
     for i in range(repeats + 1):
         start = time.perf_counter()
@@ -239,14 +239,14 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> l
     return taken
 
 
-# So many columns that any shared support has room, and so few that none has.
+# Enough columns that any shared support has room, and so few that none has.
 _COLUMNS = (1 << 24, 32)
 
 
 def codecs_of(
     policy: Policy, dtype: torch.dtype, world_size: int, *, parameters: bool
 ) -> list[CodecPlan]:
-    """Samples of what the rules may become, and of what rides beside it, to be timed."""
+    """Codecs to time: all that the rules may become, dense, and the codec inside hosts."""
     rules = policy.parameters if parameters else (*policy.gradients, *policy.replicas)
     pairs: list[tuple[CodecConfig, FeedbackRule | None]] = [(DenseConfig(), None)]
     if policy.inside != "native" and not parameters:
@@ -254,7 +254,7 @@ def codecs_of(
     for rule in rules:
         feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
         if isinstance(rule.codec, AutoConfig):
-            # With all that a copy could make of it.
+            # Include the options that store a copy.
             owes = feedback is not None
             pairs += [
                 (resolve_auto(rule.codec, bits, copy_bytes=0, owes=owes), feedback)
@@ -290,8 +290,8 @@ def _milliseconds(seconds: float) -> str:
 def _describe(link: Link) -> str:
     return (
         f"{8e-9 * link.bandwidth:.3g} Gbit/s, {_milliseconds(link.latency)} per collective, "
-        f"native reduce-scatter {link.reduce_scatter:.2g} and all-gather {link.all_gather:.2g} "
-        "times as long as messages"
+        f"native reduce-scatter takes {link.reduce_scatter:.2g} and all-gather "
+        f"{link.all_gather:.2g} times as long as messages"
     )
 
 

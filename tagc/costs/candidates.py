@@ -1,4 +1,4 @@
-"""The predicted step of dense training and of every policy: what advice compares."""
+"""Predicts the step of dense training and of every policy, for advice to compare."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from tagc.plan import Direction, Plan
 from tagc.policy import Policy, PolicyError
 
 PAYS = 0.05
-"""Share of the step that compression must save over the best dense form."""
-# Where the bandwidth of break-even is looked for, in bytes/s: 1 kbit/s to 100 Tbit/s.
+"""Compression pays if it saves this share of the best dense form's step."""
+# Range of the search for the break-even bandwidth, in bytes/s: 1 kbit/s to 100 Tbit/s.
 _LOW, _HIGH = 125.0, 1.25e13
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the advice is for.
+    """A training setup to advise on.
 
     Attributes:
-        world_size: ranks in all.
-        replicas: copies of the sharded model among them.
-        link: between hosts.
-        shard_link: within one replica, if that is another.
+        world_size: total number of ranks.
+        replicas: number of copies of the sharded model.
+        link: the link between hosts.
+        shard_link: the link within one replica, if it differs.
         compute: seconds of a step without communication; None if unknown.
         overlap: share of the communication that compute can hide.
-        dtype: of the gradients that FSDP reduces, before compression.
-        parameter_dtype: of the parameters that it gathers.
+        dtype: dtype of the gradients that FSDP reduces, before compression.
+        parameter_dtype: dtype of the parameters that FSDP gathers.
         gloo: whether the backend is gloo, on CPUs.
         memory_bandwidth: bytes/s of the device's memory, for a lower bound of codec time.
-        ops: implementation whose speed is measured on CPUs.
-        device_memory: bytes of a rank that activations leave; None if unknown.
-        micro_batches: backwards for each step of the optimizer; ``compute`` is of all of them.
+        ops: the implementation to measure on CPUs.
+        device_memory: bytes of a rank's memory that activations leave free; None if unknown.
+        micro_batches: backwards per optimizer step; ``compute`` covers all of them.
     """
 
     shapes: ModelShapes
@@ -63,7 +63,7 @@ class Question:
 
     @property
     def levels(self) -> int:
-        """Ranks of a host that add up their gradients first; 1 if a replica's ranks do not lie on
+        """How many ranks of a host add up their gradients first; 1 if a replica does not span
         several whole hosts."""
         return ranks_in_levels(self.world_size // self.replicas, self.link.ranks_per_host)
 
@@ -73,10 +73,10 @@ class Candidate:
     """A way to train.
 
     Attributes:
-        memory: bytes of a rank, activations left aside.
-        waste: of the backend's own reduce-scatter, see :class:`tagc.costs.link.Link`.
+        memory: bytes that a rank needs, without activations.
+        waste: ``reduce_scatter`` of the link, see :class:`tagc.costs.link.Link`.
         chosen: whether its plan is for this link only.
-        written: how to write the policy, where it has no name or file of its own.
+        written: how to write the policy, if it has no name or file of its own.
     """
 
     name: str
@@ -89,12 +89,12 @@ class Candidate:
 
 
 class Advisor:
-    """Plans and costs of everything that can be done.
+    """Plans and costs of dense training and of policies.
 
     Attributes:
-        candidates: dense training in its forms, then the policies.
-        refused: why a policy is none of them, by name.
-        about_codecs: where codec times come from.
+        candidates: all forms of dense training, then the policies.
+        refused: reasons why policies are not candidates, by name.
+        about_codecs: text about the source of codec times.
     """
 
     def __init__(self, question: Question, policies: Sequence[Policy]) -> None:
@@ -112,7 +112,7 @@ class Advisor:
                     Candidate(f"{name} by gloo", work, memory, dense=True, waste=self._waste)
                 )
         policies = [policy for policy in policies if policy != dense]
-        # Where the link inside a host may be slow.
+        # Only a link inside a host with a given bandwidth can be slow.
         slow = q.levels > 1 and q.link.inside < math.inf
         fewer = {p.name: p.with_inside("int8") for p in policies if slow and p.inside == "native"}
         self.about_codecs, self._time = self._codec_time([*policies, *fewer.values()])
@@ -130,8 +130,11 @@ class Advisor:
         return Candidate(policy.name, work, memory, waste=self._waste, chosen=chosen)
 
     def _add_inside(self, policies: Mapping[str, Policy]) -> None:
-        """Add the fastest of these, which send fewer bits inside hosts than the policies of their
-        names, if it is clearly faster than all others."""
+        """Add the fastest of ``policies`` that fit, if it is clearly faster than all candidates.
+
+        Args:
+            policies: policies that send fewer bits inside hosts, by the name of the original.
+        """
         found = [
             replace(
                 self._candidate(policy),
@@ -147,13 +150,13 @@ class Advisor:
 
     @property
     def proviso(self) -> str:
-        """What a limit leaves out."""
+        """Words that follow a bandwidth limit, about the codec time that it does not include."""
         if self._time is no_time:
-            return ", or sooner, as codecs take time that is not in this"
-        return ", or sooner, as codecs take longer" if self.question.memory_bandwidth else ""
+            return ", or lower, because codec time is not included"
+        return ", or lower, because codecs take longer" if self.question.memory_bandwidth else ""
 
     def cost(self, candidate: Candidate, bandwidth: float | None = None) -> StepCost:
-        """The predicted step, on the question's link or on one of another bandwidth."""
+        """The predicted step, on the question's link or with another bandwidth between hosts."""
         q = self.question
         directions: tuple[Direction, ...] = ("gradients", "parameters", "replicas")
         return step_cost(
@@ -164,12 +167,12 @@ class Advisor:
         )
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether the device's memory is enough, or not known."""
+        """Whether the candidate fits in the device's memory; True if that is unknown."""
         room = self.question.device_memory
         return room is None or candidate.memory <= room
 
     def best(self, *, dense: bool, fitting: bool = True) -> Candidate | None:
-        """The candidate with the shortest step, of those that fit or of all."""
+        """The dense or compressed candidate with the shortest step, among those that fit or all."""
         among = [c for c in self.candidates if c.dense == dense]
         among = [c for c in among if self.fits(c) or not fitting]
         return min(among, key=lambda c: self.cost(c).seconds, default=None)
@@ -180,8 +183,12 @@ class Advisor:
         return 1 - self.cost(candidate, bandwidth).seconds / dense if dense else 0.0
 
     def last_to_pay(self) -> tuple[str, float] | None:
-        """The policy that pays at the highest bandwidth between hosts, and that bandwidth in
-        bytes/s (infinity if it is higher than any); None if none pays anywhere."""
+        """The policy that pays up to the highest bandwidth between hosts, and that bandwidth.
+
+        Returns:
+            The name, and bytes/s: infinity if the policy pays at the highest bandwidth of the
+            search. None if no policy pays at any bandwidth.
+        """
         among = [c for c in self.candidates if not (c.dense or c.chosen) and self.fits(c)]
         limits = [(self._limit(c), c.name) for c in among]
         limit, name = max(limits, default=(0.0, ""))
@@ -210,7 +217,7 @@ class Advisor:
     def _work(
         self, policy: Policy, time: CodecTime, dtype: torch.dtype, parameter_dtype: torch.dtype
     ) -> tuple[Workload, int]:
-        """What it sends, and bytes of memory."""
+        """The policy's workload, and the bytes of memory that a rank needs."""
         q = self.question
         ranks = q.world_size // q.replicas
         reduces, gathers = q.shapes.units(ranks, dtype, parameter_dtype)
@@ -229,7 +236,7 @@ class Advisor:
                 self._time,
                 micro_batches=q.micro_batches,
             )
-        # Its warnings are left aside: that a policy sends more than dense is what the table shows.
+        # The plan's warnings are ignored: the table shows if a policy sends more than dense.
         return plan_shapes(
             q.shapes,
             policy,
@@ -245,8 +252,8 @@ class Advisor:
         q = self.question
         if q.memory_bandwidth is not None:
             return (
-                "codec time: a lower bound, every byte read and written once at the memory "
-                "bandwidth given; assumed, not measured",
+                "codec time: a lower bound, as if codecs read and wrote every byte once at the "
+                "given memory bandwidth; not measured",
                 memory_time(q.memory_bandwidth),
             )
         if not q.gloo:
@@ -280,7 +287,7 @@ class Advisor:
 
 
 def _dense_forms(q: Question) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """Dense training by name: dtypes of gradients and parameters, those asked about among them."""
+    """Dense training by name: dtypes of gradients and parameters, including the question's."""
     forms = {
         "dense fp32": (torch.float32, torch.float32),
         "dense bf16": (torch.bfloat16, torch.bfloat16),
@@ -292,5 +299,5 @@ def _dense_forms(q: Question) -> dict[str, tuple[torch.dtype, torch.dtype]]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the command line spells it."""
+    """The dtype's name on the command line."""
     return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]

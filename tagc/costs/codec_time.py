@@ -1,4 +1,4 @@
-"""Seconds that codecs take, by what was measured or assumed."""
+"""Seconds that codecs take, from measurements or assumptions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tagc.plan import Segment, StagePlan, UnitPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a codec takes on one device.
+    """Seconds per element that a codec takes on one device.
 
     Attributes:
         encode: seconds per element that a rank encodes.
-        decode: seconds per element that it decodes; of sketches, which are summed before they are
-            decoded, per element of the sum.
+        decode: seconds per element that a rank decodes. Sketches are summed before they are
+            decoded, so for them it is per element of the sum.
     """
 
     encode: float
@@ -24,12 +24,12 @@ class Speed:
 
 
 CodecTime = Callable[[StagePlan, Segment], float]
-"""Seconds that a rank spends in a step of one backward to encode and decode one segment of the
-messages of a stage."""
+"""Seconds that a rank spends encoding and decoding one segment of a stage's messages, in a step
+with one backward."""
 
 
 def speed_key(codec: CodecPlan) -> str:
-    """What a codec's speed depends on, sizes aside."""
+    """The properties of a codec that decide its speed, except sizes."""
     stored = codec.feedback
     return " ".join(
         [
@@ -41,7 +41,8 @@ def speed_key(codec: CodecPlan) -> str:
 
 
 def measured_time(speeds: Mapping[str, Speed]) -> CodecTime:
-    """Codec time by measured speeds, which are by :func:`speed_key`."""
+    """Codec time from measured speeds, by :func:`speed_key`. It raises ValueError for a codec
+    without a speed."""
 
     def seconds(stage: StagePlan, segment: Segment) -> float:
         key = speed_key(segment.codec)
@@ -58,8 +59,9 @@ def measured_time(speeds: Mapping[str, Speed]) -> CodecTime:
 
 
 def memory_time(bandwidth: float) -> CodecTime:
-    """The least codec time on a device whose memory moves ``bandwidth`` bytes/s: what encoding and
-    decoding must read and write, once, and nothing else. Real kernels take longer."""
+    """A lower bound of codec time on a device with a memory bandwidth of ``bandwidth`` bytes/s. It
+    counts only the bytes that encoding and decoding must read and write, each once. Real kernels
+    take longer."""
 
     def seconds(stage: StagePlan, segment: Segment) -> float:
         assert stage.messages is not None
@@ -68,7 +70,7 @@ def memory_time(bandwidth: float) -> CodecTime:
         stored = codec.feedback.row_bytes(segment.columns) if codec.feedback else 0
         encode = messages.made * (row + 2 * stored + 4 * (codec.words + codec.cells))
         decode = 4 * (messages.read * codec.words + codec.cells) + messages.rows * row
-        # Of a copy the own row is read, too.
+        # A codec of changes also reads its own row of the copy.
         kept = row if codec.of_changes else 0
         return (encode * stage.repeats + kept + decode * stage.decodes) / bandwidth
 
@@ -76,12 +78,13 @@ def memory_time(bandwidth: float) -> CodecTime:
 
 
 def no_time(stage: StagePlan, segment: Segment) -> float:
-    """Codec time left out."""
+    """No codec time: codecs count as free."""
     return 0.0
 
 
 def codec_seconds(unit: UnitPlan, time: CodecTime, micro_batches: int = 1) -> float:
-    """Seconds that a rank spends encoding and decoding a unit in a step of so many backwards."""
+    """Seconds that a rank spends encoding and decoding a unit in a step of ``micro_batches``
+    backwards."""
     total = 0.0
     for stage in unit.route:
         if stage.messages is not None and stage.ranks > 1:

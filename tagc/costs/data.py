@@ -1,6 +1,6 @@
-"""Plans and advice as what JSON can spell: ``tagc explain --json`` and ``tagc advise --json``.
+"""Plans and advice as data for JSON: ``tagc explain --json`` and ``tagc advise --json``.
 
-All sizes are bytes, times seconds, bandwidths bytes a second.
+Sizes are in bytes, times in seconds, bandwidths in bytes/s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIZES = ("dense_bytes", "wire_bytes", "stored_bytes")
 
 
 def model_data(shapes: ModelShapes) -> dict[str, Any]:
-    """What was planned for."""
+    """The size and source of the model."""
     return {
         "parameters": shapes.numel,
         "blocks": len(shapes.blocks),
@@ -33,7 +33,7 @@ def plan_data(shapes: ModelShapes, plan: Plan, *, full: bool) -> dict[str, Any]:
     """A plan: what a rank sends and stores, by direction and by parameter.
 
     Args:
-        full: a row for each parameter, also of equal blocks.
+        full: whether each parameter has a row, even if blocks are equal.
     """
     rows = plan.rows if full else merged(plan.rows)
     directions = dict.fromkeys(row.direction for row in rows)
@@ -53,7 +53,7 @@ def plan_data(shapes: ModelShapes, plan: Plan, *, full: bool) -> dict[str, Any]:
 
 
 def advice_data(advisor: Advisor) -> dict[str, Any]:
-    """Every candidate's predicted step, and what follows."""
+    """The predicted step of every candidate, and the verdict."""
     q = advisor.question
     dense, other = advisor.best(dense=True, fitting=False), advisor.best(dense=False)
     last = advisor.last_to_pay()

@@ -1,4 +1,4 @@
-"""What a policy would do to a model, without training it and without processes."""
+"""Predicts what a policy does to a model, without training it and without processes."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def explain(
     block of the model and then to the model. (Blocks are the children of its ``nn.ModuleList``.)
 
     Args:
-        model: on any device, meta among them; or shapes by name of parameter.
+        model: a module on any device, including meta; or shapes by parameter name.
         policy: see :func:`tagc.wrap`.
-        world_size: ranks in all.
-        replicas: copies of the sharded model among them.
-        ranks_per_host: where a copy lies on several hosts of several ranks, those of a host add up
-            their gradients first; default: that of the link, or 1.
-        dtype: of the gradients that FSDP reduces; default: that of the parameters, float32 for
-            shapes.
-        parameter_dtype: of the parameters that FSDP gathers; likewise.
-        link: what ``codec: auto`` chooses by; codec time is left out.
+        world_size: total number of ranks.
+        replicas: number of copies of the sharded model.
+        ranks_per_host: if a copy spans several hosts with several ranks each, the ranks of a host
+            add up their gradients first; default: the link's value, or 1.
+        dtype: dtype of the gradients that FSDP reduces; default: that of the parameters, or float32
+            for shapes.
+        parameter_dtype: dtype of the parameters that FSDP gathers; the same default.
+        link: the link for the choices of ``codec: auto``, which do not include codec time.
 
     Raises:
         ValueError: if the ranks do not divide among the replicas, or among the hosts.
-        tagc.PolicyError: as :func:`tagc.wrap` does, and for ``codec: auto`` without a link.
+        tagc.PolicyError: as in :func:`tagc.wrap`, and for ``codec: auto`` without a link.
     """
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise ValueError(f"{world_size} ranks do not divide among {replicas} replicas")
@@ -58,7 +58,7 @@ def explain(
     own = next(model.parameters()).dtype if isinstance(model, nn.Module) else torch.float32
     choose = None
     if link is not None:
-        note = "chosen by the link that was given; codec time is not included"
+        note = "chosen for the given link; codec time is not included"
         choose = FastestChoice(lambda position, direction: link, no_time, (note,))
     plan = plan_shapes(
         ModelShapes.of(model),
@@ -86,15 +86,15 @@ def plan_shapes(
     parameter_dtype: torch.dtype,
     choose: Choose | None,
 ) -> Plan:
-    """The plan of a policy for a model of such shapes.
+    """Plan a policy for a model with these shapes.
 
     Args:
-        ranks_per_host: of all replicas.
+        ranks_per_host: ranks on a host, of all replicas together.
     """
     if policy.replicas and replicas == 1:
         raise PolicyError(
-            f"policy {policy.name!r} has rules for replicas: say how many there are, or take a "
-            "policy without them"
+            f"policy {policy.name!r} has rules for replicas: give the number of replicas, or use a "
+            "policy without such rules"
         )
     sharded = world_size // replicas
     units, gathers = shapes.units(

@@ -1,4 +1,4 @@
-"""How fast ranks reach each other."""
+"""Bandwidth and latency between ranks."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 from tagc.costs.traffic import Traffic
 
-# gloo's own reduce-scatter sends what an all-reduce would: twice what it must, at any size.
+# gloo's own reduce-scatter sends as much as an all-reduce: twice the bytes it needs, at any size.
 GLOO_REDUCE_SCATTER = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How fast ranks reach each other.
+    """Bandwidth and latency between ranks.
 
     Attributes:
-        bandwidth: bytes/s that a host sends while all hosts do.
+        bandwidth: bytes/s that a host sends while all hosts send.
         latency: seconds per collective, on top of its bytes.
         reduce_scatter: seconds per byte of the backend's own reduce-scatter, relative to
             ``1 / bandwidth``; ``GLOO_REDUCE_SCATTER`` for gloo, which sends that many bytes.
-        all_gather: likewise of its own all-gather, which on gloo often leaves one direction of a
-            link idle.
-        inside: bytes/s that a rank sends to those of its own host.
-        ranks_per_host: ranks that share the host's link. Rings (reduce-scatter, all-gather,
-            all-reduce) cross it with one rank's bytes; in an all-to-all every rank crosses it, and
-            so it does between hosts whose ranks add up first.
+        all_gather: the same for the backend's own all-gather. On gloo it often leaves one
+            direction of a link idle.
+        inside: bytes/s that a rank sends to other ranks of its host.
+        ranks_per_host: ranks that share the host's link. In a ring (reduce-scatter, all-gather,
+            all-reduce) only one rank's bytes cross it. Every rank's bytes cross it in an
+            all-to-all, and between hosts whose ranks add up gradients first.
     """
 
     bandwidth: float
@@ -36,7 +36,7 @@ class Link:
     ranks_per_host: int = 1
 
     def seconds(self, traffic: Traffic, world_size: int) -> float:
-        """Seconds of a unit's collectives, one after the other."""
+        """Seconds of a unit's collectives, run one after the other."""
         idle = (self.all_gather - 1) * traffic.gathered
         busy = self.carried(traffic, world_size)
         inside = traffic.inside / self.inside

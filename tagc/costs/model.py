@@ -1,19 +1,20 @@
-"""What a step costs: seconds on the link and in codecs, predicted from a plan.
+"""Predicts the seconds of a step, on the link and in codecs, from a plan.
 
-Three things are measured (or assumed), all else follows from the plan:
+Three inputs are measured or assumed; everything else follows from the plan:
 
 * the compute seconds of a step, without any communication;
 * a :class:`Link`: bandwidth and latency;
-* a :class:`Speed` of every codec, or the device's memory bandwidth.
+* the :class:`Speed` of every codec, or the device's memory bandwidth.
 
-One unit's collectives cost ``latency * collectives + bytes / bandwidth``, codecs cost seconds per
-element, and a step is ``compute + codec + link - hidden``, of which ``hidden = min(overlap * link,
-compute)``: compute hides at most the share ``overlap`` of the communication, and never more than it
-lasts itself. Codecs are not hidden: they use the cores or the memory that compute uses. The
-warm-up is left out; this is a step long after it.
+A unit's collectives take ``latency * collectives + bytes / bandwidth``, and codecs take seconds per
+element. A step takes ``compute + codec + link - hidden``, where ``hidden = min(overlap * link,
+compute)``: compute hides at most the share ``overlap`` of the communication, and at most its own
+duration. Codecs are not hidden, because they use the cores or the memory that compute uses. The
+step is one long after warm-up.
 
 Bytes are those that a rank sends: ``(W - 1) / W`` of the buffer for a reduce-scatter or an
-all-to-all, ``W - 1`` messages for an all-gather, ``2 (W - 1) / W`` of it for an all-reduce.
+all-to-all, ``W - 1`` messages for an all-gather, and ``2 (W - 1) / W`` of the buffer for an
+all-reduce.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from tagc.plan import Direction, Plan, Segment, UnitInfo, UnitPlan
 
 
 def unit_seconds(unit: UnitPlan, link: Link, time: CodecTime, micro_batches: int = 1) -> float:
-    """Seconds per step of one unit in one direction: on the link and in codecs."""
+    """Seconds per step of one unit in one direction, on the link and in codecs."""
     sent = link.seconds(traffic(unit, micro_batches), unit.info.world_size)
     return sent + codec_seconds(unit, time, micro_batches)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a rank does in a step, whatever the link.
+    """Work of a rank in a step, independent of the link.
 
     Attributes:
-        traffic: of all units, by direction and number of ranks.
+        traffic: the traffic of all units, by direction and number of ranks.
         codec: seconds in codecs.
     """
 
@@ -58,8 +59,8 @@ def workload(
 
     Args:
         time: codec time; see :func:`measured_time`, :func:`memory_time`, :func:`no_time`.
-        gathers: the all-gathers of the model, which also cost where the plan leaves them alone.
-        micro_batches: backwards for each step of the optimizer.
+        gathers: the all-gathers of the model. They count even if the plan has no rules for them.
+        micro_batches: backwards per optimizer step.
     """
     units = [*plan.all_units]
     if not plan.parameters:
@@ -92,12 +93,12 @@ class StepCost:
 
     @property
     def hidden(self) -> float:
-        """Seconds of communication that pass while the device computes."""
+        """Seconds of communication that overlap with compute."""
         return min(self.overlap * self.link, self.compute)
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.compute + self.codec + self.link - self.hidden
 
 
@@ -111,10 +112,10 @@ def step_cost(
     """Predict a step.
 
     Args:
-        links: of all traffic, or of each direction.
+        links: the link of all traffic, or one for each direction.
         compute: seconds of a step without communication.
-        overlap: share of the communication that compute can hide; 0 for gloo on CPUs, where
-            ranks wait for every collective.
+        overlap: share of the communication that compute can hide; 0 for gloo on CPUs, because
+            ranks wait for every collective there.
     """
     seconds = carried = 0.0
     for (direction, world_size), sent in work.traffic.items():
@@ -127,7 +128,7 @@ def step_cost(
 
 
 def native_units(infos: Iterable[UnitInfo], direction: Direction) -> list[UnitPlan]:
-    """Units that travel as FSDP sends them."""
+    """Plans of units that FSDP sends uncompressed."""
     units = []
     for info in infos:
         columns = sum(p.columns for p in info.params)

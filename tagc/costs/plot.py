@@ -1,4 +1,4 @@
-"""The predicted step over the bandwidth between hosts: ``tagc advise --plot``."""
+"""Plots the predicted step against the bandwidth between hosts: ``tagc advise --plot``."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from tagc.basics.quantities import format_bandwidth
 from tagc.costs.candidates import Advisor
 
-# How far from the bandwidth that was asked about, and how densely.
+# Decades and points on each side of the bandwidth in question.
 _DECADES, _POINTS = 2, 40
 
 
 def check_format(pyplot: Any, file: str) -> None:
-    """Whether the picture can be drawn, before anything takes time.
+    """Check that the picture can be drawn, before any slow step.
 
     Args:
         pyplot: ``matplotlib.pyplot``.
 
     Raises:
-        ValueError: if matplotlib does not know the format that the file's suffix says.
+        ValueError: if matplotlib does not support the format of the file's suffix.
     """
     figure = pyplot.figure()
     known = figure.canvas.get_supported_filetypes()
@@ -33,7 +33,7 @@ def draw(advisor: Advisor, pyplot: Any, file: str) -> None:
 
     Args:
         pyplot: ``matplotlib.pyplot``.
-        file: for the picture; its suffix says the format.
+        file: path of the picture. Its suffix determines the format.
 
     Raises:
         OSError: if the file cannot be written.
@@ -43,7 +43,7 @@ def draw(advisor: Advisor, pyplot: Any, file: str) -> None:
     bandwidths = [here * 10 ** (_DECADES * i / _POINTS) for i in steps]
     figure, axis = pyplot.subplots(figsize=(8, 5))
     among = [c for c in advisor.candidates if advisor.fits(c) and not c.chosen]
-    among.sort(key=lambda c: -advisor.cost(c).seconds)  # the legend is in the order of the lines
+    among.sort(key=lambda c: -advisor.cost(c).seconds)  # the legend has the order of the lines
     colours = iter(pyplot.get_cmap("tab20").colors)
     lines = iter(("--", "-", ":", "-."))
     for candidate in among:

@@ -1,10 +1,10 @@
-"""The units of a model that is nowhere yet: from shapes alone, without weights or processes.
+"""The units of a model, from shapes alone, without weights or processes.
 
-Units are what FSDP2 makes of ``fully_shard`` on every transformer block, and then on the model:
-each block is one, and the root holds the rest. Blocks are the children of every outermost
-``nn.ModuleList`` whose children are of one class and at least two; of a list of names, those with a
-number in the name, outermost, of which there are at least two. The root keeps its parameters until
-backward, blocks gather theirs twice a step.
+Units are those that FSDP2 makes if ``fully_shard`` is applied to every transformer block and then
+to the model: each block is a unit, and the root holds the rest. Blocks are the children of every
+outermost ``nn.ModuleList`` that has at least two children, all of one class. In a list of names, a
+block is an outermost prefix that ends in a number, if at least two differ only in that number. The
+root keeps its parameters until backward; blocks gather theirs twice a step.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from tagc.plan import UnitInfo, UnitParam
 
 
 class ModelError(ValueError):
-    """No model can be made of what was given."""
+    """The input does not describe a model."""
 
 
 MAX_PARAMETERS = 10**15
-"""Elements of the largest model that is planned for; known ones have a thousandth of it."""
+"""Most elements that a model may have. The largest known models have a thousandth of this."""
 MAX_TENSORS = 200_000
 MAX_LAYERS = 1_000
 _LONGEST_NAME = 400
 
 
 def check_name(name: str, where: str) -> None:
-    """Refuse what no module's parameter is called.
+    """Refuse a name that no module's parameter has.
 
     Args:
-        where: for the message.
+        where: the source of the name, for the message.
 
     Raises:
-        ModelError: if the name is empty, has control characters or parts of characters, or is
-            longer than any.
+        ModelError: if the name is empty, too long, or has characters that cannot be printed, such
+            as control characters or lone surrogates.
     """
     if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
         raise ModelError(
-            f"{where}: {name!r:.80} is no name of a parameter, which has 1 to {_LONGEST_NAME} "
-            "characters that can be printed"
+            f"{where}: {name!r:.80} is not a parameter name: names have 1 to {_LONGEST_NAME} "
+            "printable characters"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShape:
-    """A parameter: ``shape`` is the whole one, before sharding."""
+    """A parameter. ``shape`` is its whole shape, before sharding."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class ParamShape:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -67,7 +67,7 @@ class ModelShapes:
     """A model's parameters and the names of its blocks.
 
     Attributes:
-        source: what was read, for people; empty if that needs no saying.
+        source: text for users about what was read; may be empty.
     """
 
     params: tuple[ParamShape, ...]
@@ -76,15 +76,15 @@ class ModelShapes:
 
     @property
     def numel(self) -> int:
-        """Parameters."""
+        """Number of parameters."""
         return sum(p.numel for p in self.params)
 
     @classmethod
     def of(cls, model: nn.Module | Mapping[str, Sequence[int]], source: str = "") -> ModelShapes:
-        """Of a module (on any device) or of shapes by name.
+        """Take the shapes of a module (on any device), or shapes by name.
 
         Raises:
-            ModelError: if a name or a size is beyond what any model has.
+            ModelError: if a name or a size exceeds what any model has.
         """
         if isinstance(model, nn.Module):
             params = [
@@ -106,11 +106,11 @@ class ModelShapes:
         *,
         ranks_per_host: int = 1,
     ) -> tuple[list[UnitInfo], list[UnitInfo]]:
-        """Reduce-scatter and all-gather of every unit, in the same order, the root first.
+        """The reduce-scatter and the all-gather of every unit, in the same order, the root first.
 
         Args:
-            dtype: of the gradients that FSDP reduces.
-            parameter_dtype: of the parameters that it gathers.
+            dtype: dtype of the gradients that FSDP reduces.
+            parameter_dtype: dtype of the parameters that FSDP gathers.
             ranks_per_host: see :class:`tagc.plan.UnitInfo`.
         """
         held: dict[str, list[ParamShape]] = {"": []} | {block: [] for block in self.blocks}
@@ -144,24 +144,24 @@ def _check_sizes(params: Sequence[ParamShape], source: str) -> None:
         raise ModelError(f"{where}: {len(params):,} parameters, more than {MAX_TENSORS:,} tensors")
     for param in params:
         check_name(param.name, where)
-        # Not the product first: a shape may have thousands of sizes of thousands of digits.
+        # Check sizes before multiplying: a shape may have thousands, of thousands of digits each.
         sized = all(0 <= size <= MAX_PARAMETERS for size in param.shape) and len(param.shape) <= 16
         total += param.numel if sized else 0
         if not sized or total > MAX_PARAMETERS:
             raise ModelError(
                 f"{where}: with {param.name!r:.80} it has more than {MAX_PARAMETERS:.0e} elements "
-                "or 16 dimensions, so it is no model"
+                "or 16 dimensions, so it is not a model"
             )
 
 
 def ranks_in_levels(ranks: int, ranks_per_host: int) -> int:
-    """How many of a sharding group's ranks add up their gradients before one of them sends: those
-    of a host, if the group lies on several whole hosts; else 1."""
+    """How many ranks of a sharding group add up their gradients before one of them sends: the ranks
+    of a host if the group spans several whole hosts, else 1."""
     return ranks_per_host if ranks % ranks_per_host == 0 and ranks > ranks_per_host else 1
 
 
 def _sharded(param: ParamShape, world_size: int) -> UnitParam:
-    # FSDP splits the first dimension, and pads what does not divide.
+    # FSDP splits the first dimension, and pads it to a multiple of the ranks.
     first, *rest = param.shape or (1,)
     local = (-(-first // world_size), *rest)
     return UnitParam(
@@ -187,7 +187,7 @@ def _blocks(model: nn.Module) -> list[str]:
 
 
 def _outermost(name: str, blocks: Container[str]) -> str:
-    """The outermost block that holds what has this name; empty if none does."""
+    """The outermost block that holds the module or parameter ``name``; empty if none does."""
     at = name.find(".")
     while at >= 0:
         if name[:at] in blocks:
@@ -206,8 +206,7 @@ def _numbered(names: Sequence[str]) -> list[str]:
     return [block for blocks in found.values() if len(blocks) > 1 for block in blocks]
 
 
-# Of the published sizes of decoder-only models between 1e9 and 1e11 parameters, width over layers
-# lies between 64 and 150.
+# In published decoder-only models of 1e9 to 1e11 parameters, width / layers is between 64 and 150.
 _ASPECT = 120
 _LEAST = 100_000
 
@@ -215,13 +214,14 @@ _LEAST = 100_000
 def synthetic(numel: int) -> ModelShapes:
     """A Llama-like decoder of about ``numel`` parameters.
 
-    Gated mlp of 8/3 the width, vocabulary of 32000 or less in small models, head not tied. The
-    mlp takes up what rounding of width and layers leaves, so the sum is within 3%.
+    The MLP is gated and 8/3 as wide as the model. The vocabulary is 32000, or less in small models.
+    The head is not tied. The MLP's size absorbs the rounding of width and layers, so the total is
+    within 3% of ``numel``.
 
     Raises:
-        ModelError: if that is too few for a transformer, or more than any model has.
+        ModelError: if ``numel`` is too small for a transformer, or more than any model has.
     """
-    if numel > MAX_PARAMETERS // 2:  # what comes out may be a little more
+    if numel > MAX_PARAMETERS // 2:  # the result may be a little larger
         raise ModelError(f"{numel:.3g} parameters are more than {MAX_PARAMETERS / 2:.0e}")
     if numel < _LEAST:
         raise ModelError(

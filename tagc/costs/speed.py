@@ -1,4 +1,4 @@
-"""How fast codecs run on this device, in seconds per element."""
+"""Measures codecs on this device, in seconds per element."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tagc.codecs.sample import ROWS, Sample, Step
 from tagc.costs.codec_time import Speed, speed_key
 from tagc.ops import Ops
 
-# Elements of all rows; a GPU needs more for its launches not to count.
+# Elements of all rows. A GPU needs more, to make launch time negligible.
 _ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 _REPEATS = 5
 
@@ -25,7 +25,11 @@ def measure_speeds(
     *,
     repeats: int = _REPEATS,
 ) -> dict[str, Speed]:
-    """Speed of every codec on gradients (or parameters) of ``dtype``, by :func:`speed_key`."""
+    """Measure every codec on gradients (or parameters) of ``dtype``.
+
+    Returns:
+        Speeds by :func:`speed_key`.
+    """
     speeds: dict[str, Speed] = {}
     for codec in codecs:
         key = speed_key(codec)
@@ -49,7 +53,7 @@ def _measure(
     decoded = numel // ROWS if codec.cells else numel
 
     def restore() -> None:
-        # A residual that grew from call to call would select more than ever fits.
+        # Without this the residual would grow with every call, and select more than ever fits.
         if residual is not None:
             residual.zero_()
 
@@ -71,4 +75,4 @@ def _seconds(run: Step, before: Step, device: torch.device, repeats: int) -> flo
             torch.cuda.synchronize(device)
         if i:  # the first call compiles, or warms up
             taken.append(time.perf_counter() - start)
-    return min(taken)  # what else the machine does only ever adds
+    return min(taken)  # other load on the machine only adds time

@@ -12,14 +12,14 @@ class Traffic:
     """Bytes that a rank must send for one unit in one step.
 
     Attributes:
-        collectives: how many are started.
-        reduced: in the backend's own reduce-scatter.
-        gathered: in the backend's own all-gather.
-        ring: in all-reduces, and in messages that are the same for all.
-        all_to_all: in messages to each rank, or cells for it.
-        across: between hosts, where ranks of a host add up first: each sends to those with its
-            place on the others.
-        inside: to ranks of the same host.
+        collectives: how many collectives start.
+        reduced: bytes in the backend's own reduce-scatter.
+        gathered: bytes in the backend's own all-gather.
+        ring: bytes in all-reduces, and in messages that are the same for all ranks.
+        all_to_all: bytes in messages or cells that differ for each rank.
+        across: bytes between hosts, if the ranks of a host add up gradients first. Each rank sends
+            to the ranks with its place on the other hosts.
+        inside: bytes to ranks of the same host.
     """
 
     collectives: int = 0
@@ -36,9 +36,11 @@ class Traffic:
 
 
 def traffic(unit: UnitPlan, micro_batches: int = 1) -> Traffic:
-    """What a rank sends of a unit in a step of so many backwards. A stage that runs in the last one
-    only: gradients between hosts and over replicas (``set_requires_all_reduce(False)``), and
-    changes of parameters."""
+    """Traffic of a unit in a step of ``micro_batches`` backwards.
+
+    Some stages run only in the last backward: gradients between hosts and over replicas
+    (``set_requires_all_reduce(False)``), and changes of parameters.
+    """
     total = Traffic()
     for stage in unit.route:
         for _ in range(micro_batches if stage.each_backward else 1):

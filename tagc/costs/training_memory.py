@@ -1,4 +1,4 @@
-"""What training itself needs of a rank's memory: FSDP and an optimizer, by a model's units."""
+"""Memory that FSDP and an optimizer need per rank, from a model's units."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from tagc.plan import UnitInfo
 
 STATE_BYTES = 16
-"""Of a parameter, sharded: itself, its gradient and the two moments of Adam, in float32."""
+"""Bytes per sharded parameter: the parameter, its gradient and Adam's two moments, in float32."""
 
 
 def training_bytes(reduces: Sequence[UnitInfo], gathers: Sequence[UnitInfo]) -> int:
-    """Bytes of a rank without activations: the sharded state, and, unsharded, the parameters of the
-    root and of two blocks (one is gathered ahead), and the gradients of one unit, as FSDP has them
-    and in the buffer that it reduces.
+    """Bytes that a rank needs, without activations.
+
+    They are the sharded state; the unsharded parameters of the root and of two blocks (FSDP gathers
+    one ahead); and the unsharded gradients of one unit, twice: as FSDP holds them, and in the
+    buffer that it reduces.
 
     Args:
-        reduces, gathers: of every unit, in the same order; the root has no name.
+        reduces, gathers: one of each for every unit, in the same order. The root's name is empty.
     """
     shards = [sum(p.columns for p in info.params) for info in gathers]
     gathered = [g.world_size * n * g.dtype.itemsize for g, n in zip(gathers, shards, strict=True)]

@@ -228,7 +228,7 @@ def test_the_link_decides_on_hosts(rank: int, world_size: int, disabled: str) ->
     plan = tagc.compressor(model).plan()
     assert {unit.info.ranks_per_host for unit in plan.units} == {2}
     said = str(plan)
-    assert ("measured over 2 ranks, one of each host" in said) == (disabled == "0")
+    assert ("measured over 2 ranks, one per host" in said) == (disabled == "0")
     assert ("measured over 2 ranks of a host" in said) == (disabled == "0")
     run(model, rank, range(1))
 

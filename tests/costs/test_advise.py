@@ -151,7 +151,7 @@ def test_what_ranks_on_a_host_send(capsys: Any) -> None:
     inside = [name for name in slow if name.endswith(", inside int8")]
     assert len(inside) == 1
     written = f"{{schema: 1, extends: {inside[0].partition(',')[0]}, inside: int8}}"
-    assert f"{inside[0]} is written as {written}." in said
+    assert f"Write {inside[0]} as {written}." in said
     assert all(", inside" not in name for name in shared)
     seconds = {name: float(row[1].split()[0]) for name, row in slow.items()}
     assert min(seconds, key=lambda name: seconds[name]) == inside[0]
@@ -276,9 +276,9 @@ def test_what_does_not_fit_is_not_advised(capsys: Any) -> None:
 @pytest.mark.slow
 def test_nothing_that_fits_is_left(capsys: Any) -> None:
     out = run(capsys, *LARGE, "--bandwidth", "100Gbit", "--device-memory", "26GiB")
-    assert "No policy fits: what it stores is too much beside training itself" in out
+    assert "No policy fits in the memory that training itself leaves" in out
     out = run(capsys, *LARGE, "--bandwidth", "100Gbit", "--device-memory", "10GiB")
-    assert "Nothing fits in 10.00 GiB a rank, dense bf16 neither: shard over more ranks" in out
+    assert "Nothing fits in 10.00 GiB a rank, not even dense bf16: shard over more ranks" in out
 
 
 def test_micro_batches_cross_hosts_once(capsys: Any) -> None:

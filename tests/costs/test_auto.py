@@ -156,10 +156,10 @@ def test_a_fast_link_stays_native_and_says_why(rank: int, world_size: int) -> No
     said = str(plan).splitlines()[2:5]
     assert said[0] == (
         "- measured over 2 ranks: 8e+03 Gbit/s, 0.001 ms per collective, "
-        "native reduce-scatter 1 and all-gather 1 times as long as messages"
+        "native reduce-scatter takes 1 and all-gather 1 times as long as messages"
     )
     assert "quantized int4" in said[1]
-    assert said[2].startswith("- gradients of layers.0, layers.1: dense, of dense ")
+    assert said[2].startswith("- gradients of layers.0, layers.1: dense, out of dense ")
 
 
 @on_ranks(2)

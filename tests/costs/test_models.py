@@ -77,14 +77,14 @@ def test_without_transformers_it_is_named(tmp_path: Path, without_transformers: 
     with pytest.raises(ModelError) as caught:
         load_model(path)
     assert str(caught.value) == (
-        f"{path} is a config of transformers, which makes the model: pip install transformers "
+        f"{path} is a transformers config. To build its model, pip install transformers "
         "(tagc[recipes] has it). Or give the model's safetensors files, or module:function"
     )
 
 
 @pytest.mark.parametrize("names", ["LlamaForCausalLM", {"a": 1}, [3]])
 def test_architectures_that_are_no_list_of_names(tmp_path: Path, names: object) -> None:
-    with pytest.raises(ModelError, match=r"config\.json: architectures is .*, no list of names"):
+    with pytest.raises(ModelError, match=r"config\.json: architectures is .*, not a list of names"):
         load_model(write(tmp_path / "config.json", LLAMA | {"architectures": names}))
 
 
@@ -121,7 +121,7 @@ def test_configs_of_published_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"head_dim": float("inf")}, {"hidden_size": "48"}])
 def test_configs_that_transformers_refuses(tmp_path: Path, change: dict) -> None:
     pytest.importorskip("transformers", reason="pip install tagc[recipes]")
-    with pytest.raises(ModelError, match="transformers does not make one on the meta device"):
+    with pytest.raises(ModelError, match="transformers cannot build it on the meta device"):
         load_model(write(tmp_path / "config.json", LLAMA | change))
 
 
@@ -152,7 +152,7 @@ def test_headers(tmp_path: Path) -> None:
     one = load_model(str(file))
     assert shapes(one) == PARAMETERS
     assert one.blocks == ("layers.0", "layers.1")
-    left = "1 tensors left out that are not floating point"
+    left = "without 1 tensors that are not floating point"
     assert one.source == f"one.safetensors, BF16/F32, {left}"
     assert load_model(str(tmp_path)) == one
     # Only the header is read: the rest need not be there.
@@ -179,7 +179,7 @@ def test_an_index_of_several_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot read .*b\.safetensors: No such file"):
         load_model(str(index))
     save_file({"other": torch.zeros(1, dtype=torch.float32)}, tmp_path / "b.safetensors")
-    with pytest.raises(ModelError, match=r"there is no scale in b\.safetensors, which the index"):
+    with pytest.raises(ModelError, match=r"names scale in b\.safetensors, but it is not there"):
         load_model(str(index))
     index.unlink()
     with pytest.raises(ModelError, match=r"several safetensors files.*a\.safetensors, b\."):
@@ -192,11 +192,11 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"version https://git-lfs.github.com/spec/v1", "a pointer of git-lfs.*git lfs pull"),
-        (b"abc", "no safetensors file, or cut off"),
-        (struct.pack("<Q", 1 << 60) + b"{}", "no safetensors file, or cut off"),
-        (struct.pack("<Q", 2) + b"{", "no safetensors file, or cut off"),
-        (struct.pack("<Q", 2) + b"{]", "no safetensors file or index"),
+        (b"version https://git-lfs.github.com/spec/v1", "a git-lfs pointer.*git lfs pull"),
+        (b"abc", "not a safetensors file, or truncated"),
+        (struct.pack("<Q", 1 << 60) + b"{}", "not a safetensors file, or truncated"),
+        (struct.pack("<Q", 2) + b"{", "not a safetensors file, or truncated"),
+        (struct.pack("<Q", 2) + b"{]", "not a safetensors file or index"),
         ({}, "names no tensors"),
         ({"w": GOOD | {"shape": [-1]}}, "'w' has no valid dtype, shape"),
         ({"w": GOOD | {"shape": 3}}, "'w' has no valid dtype, shape"),
@@ -219,7 +219,7 @@ def test_headers_that_are_not_valid(tmp_path: Path, content: Any, message: str) 
     "index", [{"weight_map": []}, {"weight_map": {}}, {"weight_map": {"w": 1}}]
 )
 def test_indices_that_are_not_valid(tmp_path: Path, index: dict) -> None:
-    with pytest.raises(ModelError, match="weight_map is no object"):
+    with pytest.raises(ModelError, match="weight_map is not an object"):
         load_model(write(tmp_path / "i.json", index))
 
 

@@ -1,4 +1,4 @@
-"""The model that a command line names, read without its weights."""
+"""Reads the model that a command line names, without its weights."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _LARGEST = 100_000_000  # bytes of a JSON file
 
 
 def load_model(spec: str) -> ModelShapes:
-    """The model that a command line names.
+    """Read the model that a command line names.
 
     Args:
-        spec: a number of parameters, for a synthetic transformer; transformers' ``config.json``; a
-            safetensors file, the ``.index.json`` of several, or a folder that has either;
-            ``module:function``, the function returning an nn.Module or a state dict, called without
-            arguments on the meta device; or a JSON file of shapes by name.
+        spec: a number of parameters, for a synthetic transformer; a ``config.json`` of
+            transformers; a safetensors file, the ``.index.json`` of several, or a folder with any
+            of these; ``module:function``, called without arguments on the meta device, which
+            returns an nn.Module or a state dict; or a JSON file of shapes by name.
 
     Raises:
-        ModelError: if it names none.
+        ModelError: if ``spec`` names no valid model.
     """
     path = Path(spec)
-    if os.path.isdir(path):  # Path's own raises where a name is too long
+    if os.path.isdir(path):  # Path.is_dir raises if a name is too long
         return _from_folder(path)
     if path.suffix == ".safetensors":
         return from_file(path)
@@ -45,7 +45,7 @@ def load_model(spec: str) -> ModelShapes:
     except Exception:
         raise ModelError(
             f"no model {spec!r:.80}: give a number of parameters (7e9), a config.json of "
-            "transformers, a safetensors file, an index of some, or the folder of any of these; "
+            "transformers, a safetensors file, an index of several, or a folder with any of these; "
             "module:function (a function without arguments that returns an nn.Module or a state "
             "dict); or a JSON file of shapes by name"
         ) from None
@@ -75,8 +75,8 @@ def _from_json(path: Path) -> ModelShapes:
     if not isinstance(data, dict) or not data or not all(map(_is_shape, data.values())):
         raise ModelError(
             f"{path} holds no model: neither a config of transformers (it has no model_type), nor "
-            "an index of safetensors files, nor shapes, an object of parameter names and their "
-            'shapes such as {"lm_head.weight": [32000, 4096]}'
+            "an index of safetensors files, nor an object of parameter names and shapes such as "
+            '{"lm_head.weight": [32000, 4096]}'
         )
     return ModelShapes.of(data)
 

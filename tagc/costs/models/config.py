@@ -1,5 +1,5 @@
-"""Shapes from the ``config.json`` of a transformers model, which transformers itself makes on the
-meta device: without weights, in seconds."""
+"""Shapes from the ``config.json`` of a transformers model. transformers builds the model on the
+meta device, without weights, in seconds."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ def from_config(path: Path, config: Mapping[str, Any]) -> ModelShapes:
     """The model with its language-model head, as the config describes it.
 
     Args:
-        config: what ``path`` holds.
+        config: the content of ``path``.
 
     Raises:
-        ModelError: if transformers is not installed, or cannot make the model.
+        ModelError: if ``config`` is not valid, or transformers is not installed or cannot build the
+            model.
     """
     kind, names = config.get("model_type"), config.get("architectures") or [None]
     if not isinstance(names, list) or not all(n is None or isinstance(n, str) for n in names):
-        raise ModelError(f"{path}: architectures is {names!r:.80}, no list of names")
+        raise ModelError(f"{path}: architectures is {names!r:.80}, not a list of names")
     _check_sizes(config, path)
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
-            f"{path} is a config of transformers, which makes the model: pip install transformers "
+            f"{path} is a transformers config. To build its model, pip install transformers "
             "(tagc[recipes] has it). Or give the model's safetensors files, or module:function"
         )
     try:
         model = _by_transformers(path, names[0])
     except Exception as error:
         raise ModelError(
-            f"{path} is of {kind if names[0] is None else names[0]}, and transformers does not "
-            f"make one on the meta device: {type(error).__name__}: {error}. Give the model's "
-            "safetensors files, or module:function"
+            f"{path} is a config of {kind if names[0] is None else names[0]}, but transformers "
+            f"cannot build it on the meta device: {type(error).__name__}: {error}. Give the "
+            "model's safetensors files, or module:function"
         ) from error
     return ModelShapes.of(model, f"{path.name} of {kind}")
 
@@ -50,8 +51,8 @@ _COUNT = re.compile(r"(?:^|_)n(?:um)?_.*(?:layer|block|expert)|layers$")
 
 
 def _check_sizes(config: object, path: Path) -> None:
-    """Refuse sizes that no model has, and numbers of modules that would keep transformers busy for
-    hours, in any sub-config."""
+    """Refuse sizes that no model has, and numbers of modules that would take transformers hours.
+    This includes sub-configs."""
     inside = config.values() if isinstance(config, dict) else config
     for value in inside if isinstance(inside, Iterable) and not isinstance(inside, str) else ():
         _check_sizes(value, path)
@@ -62,7 +63,7 @@ def _check_sizes(config: object, path: Path) -> None:
 
 
 def _by_transformers(path: Path, name: str | None) -> nn.Module:
-    """Nothing is downloaded, and no code that lies beside the config is run."""
+    """Build the model. This downloads nothing, and runs no code from the config's folder."""
     transformers: Any = importlib.import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""A model that a function makes."""
+"""Shapes of a model that a function returns."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from tagc.costs.shapes import ModelError, ModelShapes
 
 
 def from_function(spec: str) -> ModelShapes:
-    """What ``module:function`` returns, called without arguments on the meta device: an nn.Module,
-    or a state dict, whose floating-point tensors are the parameters.
+    """Call ``module:function`` without arguments on the meta device, and take the shapes of the
+    nn.Module or state dict that it returns. The parameters of a state dict are its floating-point
+    tensors.
 
     Raises:
         ModelError: if there is no such function, or it fails or returns something else.
     """
     module_name, _, name = spec.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
-        raise ModelError(f"{spec!r:.80} is no module:function: {module_name!r:.80} names no module")
+        raise ModelError(
+            f"{spec!r:.80} is not module:function: {module_name!r:.80} is not a module name"
+        )
     folder = os.getcwd()
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # as `python -m` would have it
+        sys.path.insert(0, folder)  # as `python -m` does
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module raises
+    except Exception as error:  # a module may raise anything
         what = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         raise ModelError(
             f"cannot import module {module_name!r} of {spec!r}: {what}{error}. Run the command in "
-            "the folder of the module, or set PYTHONPATH"
+            "the module's folder, or set PYTHONPATH"
         ) from error
     make = getattr(module, name, None)
     if not callable(make):
@@ -56,7 +59,7 @@ def from_function(spec: str) -> ModelShapes:
 
 
 def _parameters(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Shapes by name; of a tensor with several names, as tied weights have them, the first."""
+    """Shapes by name. A tensor with several names, such as tied weights, is listed by the first."""
     first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     return {
         name: tuple(tensor.shape)

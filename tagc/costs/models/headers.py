@@ -1,5 +1,5 @@
-"""Shapes from the headers of safetensors files: a length of 8 bytes and so much JSON, however large
-the file (https://github.com/huggingface/safetensors, "Format")."""
+"""Shapes from the headers of safetensors files. A header is a length in 8 bytes and that many bytes
+of JSON (https://github.com/huggingface/safetensors, "Format"). The rest of a file is not read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tagc.basics.inputs import open_regular, read_regular
 from tagc.costs.shapes import ModelError, ModelShapes, check_name
 
 INDEX = "weight_map"
-"""What the index of several files has."""
-_LONGEST_HEADER = 100_000_000  # what the format allows
+"""The key that marks an index of several files."""
+_LONGEST_HEADER = 100_000_000  # the format's limit
 _LARGEST_INDEX = 100_000_000
-_MOST = 2**63 - 1  # of a size or an offset
+_MOST = 2**63 - 1  # largest size or offset
 _FILE = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,240}\.safetensors")
 _TRAINED = ("F64", "F32", "F16", "BF16")
 
@@ -32,23 +32,23 @@ class _Tensor:
 
 
 def from_file(path: Path) -> ModelShapes:
-    """A model in one file.
+    """Read a model in one file.
 
     Raises:
-        ModelError: if it is not valid, or most of it is not what is trained.
+        ModelError: if the file is not valid, or most of it is not floating point.
     """
     return _shapes(_read(path), path.name)
 
 
 def from_index(path: Path, index: Mapping[str, Any]) -> ModelShapes:
-    """A model in several files, of which an index says which tensor is where.
+    """Read a model in several files. An index maps its tensors to files.
 
     Args:
-        index: what ``path`` holds.
+        index: the content of ``path``.
 
     Raises:
-        ModelError: if a file is missing or has not the tensors that it should, or as
-            :func:`from_file`.
+        ModelError: if the index is not valid, if a file is missing or lacks a tensor that the index
+            names, or as in :func:`from_file`.
     """
     where = index.get(INDEX)
     if (
@@ -56,26 +56,26 @@ def from_index(path: Path, index: Mapping[str, Any]) -> ModelShapes:
         or not where
         or not all(isinstance(f, str) for f in where.values())
     ):
-        raise ModelError(f"{path}: {INDEX} is no object of tensors' names and their files")
+        raise ModelError(f"{path}: {INDEX} is not an object of tensor names and their files")
     for file in (names := dict.fromkeys(where.values())):
         if not _FILE.fullmatch(file):
             raise ModelError(
-                f"{path}: {file!r:.80} is no name of a safetensors file beside it, such as "
+                f"{path}: {file!r:.80} is not the name of a safetensors file beside it, such as "
                 "model-00001-of-00002.safetensors"
             )
     files = {name: _read(path.parent / name) for name in names}
     lost = [f"{name} in {file}" for name, file in where.items() if name not in files[file]]
     if lost:
-        raise ModelError(f"{path}: there is no {lost[0]}, which the index names")
+        raise ModelError(f"{path} names {lost[0]}, but it is not there")
     tensors = {name: files[file][name] for name, file in where.items()}
     return _shapes(tensors, f"{path.name} of {len(files)} files")
 
 
 def from_folder(folder: Path) -> ModelShapes | None:
-    """The model whose safetensors files a folder has; None if it has none.
+    """Read the model in a folder of safetensors files; None if the folder has none.
 
     Raises:
-        ModelError: if there are several models, or as :func:`from_file`.
+        ModelError: if there are several models, or as in :func:`from_index`.
     """
     indices, files = (sorted(folder.glob(f"*.safetensors{s}")) for s in (".index.json", ""))
     named = [folder / f"model.safetensors{suffix}" for suffix in (".index.json", "")]
@@ -97,14 +97,14 @@ def from_folder(folder: Path) -> ModelShapes | None:
 
 
 def _shapes(tensors: Mapping[str, _Tensor], source: str) -> ModelShapes:
-    """Of the floating-point tensors; others are buffers, or the codes of quantized weights."""
+    """Shapes of the floating-point tensors. Others are buffers, or codes of quantized weights."""
     total = sum(tensor.size for tensor in tensors.values())
     trained = {name: tensor for name, tensor in tensors.items() if tensor.dtype in _TRAINED}
     if 2 * sum(tensor.size for tensor in trained.values()) < total:
         kinds = ", ".join(sorted({t.dtype for t in tensors.values()} - set(_TRAINED)))
         raise ModelError(
-            f"{source}: most of it is {kinds}, as in a quantized checkpoint, and not what is "
-            "trained: give the model's config.json"
+            f"{source}: most of it is {kinds}, as in a quantized checkpoint, not the weights that "
+            "are trained: give the model's config.json"
         )
     dtypes = Counter[str]()
     for tensor in trained.values():
@@ -112,15 +112,15 @@ def _shapes(tensors: Mapping[str, _Tensor], source: str) -> ModelShapes:
     left = len(tensors) - len(trained)
     said = f"{source}, {'/'.join(dtype for dtype, _ in dtypes.most_common())}"
     if left:
-        said += f", {left} tensors left out that are not floating point"
-    # Files do not say in which order modules have their parameters, which decides which of them lie
-    # side by side in FSDP's buffers: bytes may differ from the model's by a block here or there.
+        said += f", without {left} tensors that are not floating point"
+    # The order of parameters in modules decides which are adjacent in FSDP's buffers. Files do not
+    # record it, so bytes may differ from the model's by a block here or there.
     names = sorted(trained, key=_numbers_as_such)
     return ModelShapes.of({name: trained[name].shape for name in names}, said)
 
 
 def _numbers_as_such(name: str) -> list[tuple[int, str]]:
-    """A key by which ``layers.2`` comes before ``layers.10``."""
+    """A sort key that puts ``layers.2`` before ``layers.10``."""
     parts = re.split("([0-9]+)", name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
@@ -130,13 +130,15 @@ def _read(path: Path) -> dict[str, _Tensor]:
         with open_regular(path) as file:
             start = file.read(8)
             if start == b"version ":
-                raise ModelError(f"{path} is a pointer of git-lfs, not the file: run git lfs pull")
+                raise ModelError(f"{path} is a git-lfs pointer, not the file: run git lfs pull")
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LONGEST_HEADER + 1
             content = file.read(length) if length <= _LONGEST_HEADER else b""
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from None
     if len(content) != length:
-        raise ModelError(f"{path} is no safetensors file, or cut off: its header is not there")
+        raise ModelError(
+            f"{path} is not a safetensors file, or truncated: its header is incomplete"
+        )
     header = _parse(content, path)
     header.pop("__metadata__", None)
     for name in header:
@@ -148,7 +150,7 @@ def _parse(content: bytes, path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is no safetensors file or index: {error}") from None
+        raise ModelError(f"{path} is not a safetensors file or index: {error}") from None
     if not isinstance(parsed, dict) or not parsed:
         raise ModelError(f"{path} names no tensors")
     return parsed
