@@ -71,7 +71,7 @@ def test_a_reduction_takes_no_more(
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("policy", ["hosts", "thrifty", "hosts, inside"])
+@pytest.mark.parametrize("policy", [slow("hosts"), slow("thrifty"), "hosts, inside"])
 def test_the_peak_is_within_a_tenth(rank: int, world_size: int, policy: str) -> None:
     """Of what a rank needs for gradients and parameters on two hosts, in the policies made for
     them: what is stored, buffers, and the most that any exchange makes besides."""

@@ -150,7 +150,7 @@ class _Exchange:
         return _Done()
 
 
-@pytest.mark.parametrize("name", ["packed", slow("sketch"), slow("groups")])
+@pytest.mark.parametrize("name", ["groups", slow("packed"), slow("sketch")])
 def test_what_a_rehearsal_compiles_is_all_that_a_step_launches(name):
     """Kernels differ by what is aligned: rows and messages of all segments lie as they will."""
     gradients, feedback, _ = RULES[name]

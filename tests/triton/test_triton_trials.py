@@ -41,12 +41,12 @@ FEW = (
     "blocks 4 float16 bfloat16, 3",
     "matrix 1 8 float32 float32, 1",
     "matrix 2 1 float16 bfloat16, 1",
-    "packed 4 8 float32 bfloat16, 1",
-    "sketch int8x4 bfloat16 bfloat16, 2",
     "lag bfloat16, 3",
     "steer 0, 1",
 )
-outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(__file__, *FEW)
+# Each compiles for ten seconds.
+LARGE = ("packed 4 8 float32 bfloat16, 1", "sketch int8x4 bfloat16 bfloat16, 2")
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(__file__, *FEW, more=LARGE)
 
 
 @pytest.mark.gpu
