@@ -89,7 +89,7 @@ def select_kernel(
             differs = again.to(tl.int32, bitcast=True) ^ lanes.to(tl.int32, bitcast=True)
             sent = chosen & (tl.max((differs != 0).to(tl.int32), 2) == 0)
             late = tl.sum(tl.sum((chosen & (sent == 0)).to(tl.int32), 1), 0)
-            if late > 0:  # rare
+            if late > 0:  # seldom
                 tl.atomic_add(put_off + d * put_off_stride, late, sem="relaxed")
         group = tl.arange(0, WORDS)[:, None] * 32 + tl.arange(0, 32)[None, :]
         mine = group < tl.cdiv(n, LANES) - first * 32
@@ -113,7 +113,7 @@ def select_kernel(
     infinite = (tl.max(size, 1) >= 0x7F800000).to(tl.int32)
     total = tl.sum(count | (nonzero << 12) | (infinite << 24), 0)
     nonzero = (total >> 12) & 0xFFF
-    if (total >> 24) > 0:  # rare
+    if (total >> 24) > 0:  # seldom
         nonzero -= tl.sum(tl.sum((finite == 0).to(tl.int32), 1), 0)
         if poison is not None:
             tl.store(poison + d * poison_stride, 1)

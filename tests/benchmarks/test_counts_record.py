@@ -67,7 +67,7 @@ def recount(case: Case, record: dict[str, Record]) -> None:
 
 
 # All that is in the record is recounted with the mark `device`; of three operators, one case here.
-@pytest.mark.parametrize("op", ["quantize", "dequantize", "dequantize_matrix"])
+@pytest.mark.parametrize("op", ["quantize", "dequantize", "dequantize_matrix", "select"])
 def test_the_record_is_todays(op, record):
     recount(next(case for case in CASES if case.op == op), record)
 

@@ -129,7 +129,7 @@ def test_the_same_bits(rank: int, world_size: int, policy: str, way: str) -> Non
     calls: Counter[str] = Counter()
     with as_on_nccl():
         forced = trained(rank, policy, way, calls)
-    assert cell(calls) == documented(policy, way)
+    assert cell(calls) == documented(policy, way), cell(calls)
     for name, tensor in trained(rank, policy, way).items():
         if ".about" not in name:
             assert torch.equal(forced[name], tensor), name

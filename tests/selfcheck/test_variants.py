@@ -81,7 +81,7 @@ def test_the_check_at_length_has_large_tables_and_many_columns():
 @pytest.mark.parametrize(
     ("policy", "ranks"),
     [
-        slow("all", 8),
+        slow("attn-only", 8),
         slow("non-attn", 2),
         slow("thrifty", 8),
         slow("packed-20", 8),

@@ -190,7 +190,7 @@ def compile_all(
         # Fewer of these; strides that take turns with all that varies.
         for arguments in QUANTIZES[turn :: 9 if share > 1 else 1]:
             blocks(*arguments)
-        for arguments in MATRICES[turn :: 7 if share > 1 else 1]:
+        for arguments in [MATRICES[turn], MATRICES[-1]] if share > 1 else MATRICES:
             matrix(*arguments)
         matrix(1, 1, BF16, BF16, 0.9, 3, columns=8448, R=8)  # so many that programs have more
         for arguments in PACKS[turn :: 17 if share > 1 else 1]:

@@ -69,8 +69,13 @@ def check_memory(kernels: list[Compiled]) -> None:
         assert k.spilled <= SPILLED.get((k.name, k.arch), 0), f"{where} spills {k.spilled} bytes"
         assert not re.search(r"\b(ld|st|atom|red)\S*\.local", k.ptx), f"{where} uses local memory"
         # As many warps as kernels need to hide latency; some have more to do at a time.
-        most = {"dequantize_matrix_kernel": 254, "unpack_kernel": 168}.get(k.name, 128)
-        assert k.registers <= most, f"{where} takes {k.registers} registers"
+        most = {
+            "dequantize_matrix_kernel": 254,
+            "unpack_kernel": 168,
+            # With float16 gradients, float32 residuals and blocks of 4096; others take 128.
+            "quantize_kernel": 144,
+        }
+        assert k.registers <= most.get(k.name, 128), f"{where} takes {k.registers} registers"
 
 
 def test_every_kernel_compiles(compiled):
@@ -247,7 +252,7 @@ def test_offsets_above_two_to_the_31_are_64_bits_wide():
             values=BlockLayout(numel=400, bits=8),
         )  # fmt: skip
         message = torch.empty(1, layout.words, dtype=torch.int32, device="meta")
-        kernel("unpack")(message, message[0, : layout.bitmap_words], x[0], layout=layout, divisor=2)
+        kernel("unpack")(message, x[0], layout=layout, divisor=2)
     assert {k.name for k in found} >= {"select_kernel", "unpack_kernel"} | BLOCKS
     check_memory(found)
     assert {k.signature.get("n", "i64") for k in found} == {"i64"}
