@@ -142,7 +142,7 @@ def _explain(args: argparse.Namespace) -> int:
     if args.bandwidth is not None:
         per_host = args.ranks_per_host
         link = Link(bandwidth=args.bandwidth, latency=args.latency, ranks_per_host=per_host)
-        note = "chosen by the given bandwidth; codec time is not included"
+        note = "chosen for the given link; codec time is not included"
         choose = FastestChoice(lambda position, direction: link, no_time, (note,))
     elif is_automatic(policy):
         raise ModelError(f"policy {policy.name!r} chooses by the link: give --bandwidth")

@@ -66,7 +66,7 @@ def recount(case: Case, record: dict[str, Record]) -> None:
         assert found[counted] == held[counted], counted
 
 
-# All that is in the record is recounted with the mark `device`; of three operators, one case here.
+# All that is in the record is recounted with the mark `device`; of four operators, one case here.
 @pytest.mark.parametrize("op", ["quantize", "dequantize", "dequantize_matrix", "select"])
 def test_the_record_is_todays(op, record):
     recount(next(case for case in CASES if case.op == op), record)

@@ -113,7 +113,7 @@ def test_explain_auto_needs_a_link(capsys: Any) -> None:
     assert main(["explain", "1e6", "--world", "4", "--policy", "auto"]) == 2
     assert "policy 'auto' chooses by the link: give --bandwidth" in capsys.readouterr().err
     out = run(capsys, "explain", "1e6", "--world", "4", "--policy", "auto", "--bandwidth", "1Gbit")
-    assert "- chosen by the given bandwidth; codec time is not included" in out
+    assert "- chosen for the given link; codec time is not included" in out
     assert "quantized int4" in out
 
 

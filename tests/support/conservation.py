@@ -20,7 +20,7 @@ from tagc.collect import UnitReducer
 from tagc.plan import Segment, UnitPlan, slices_of
 from tagc.plan.param_slices import ParamSlice, param_slices
 
-ULP = 2.0**-24
+HALF_ULP = 2.0**-24
 """Half a unit in the last place of float32, relative to the number."""
 
 
@@ -61,7 +61,7 @@ class Accounts:
         # A rank rounds its gradient plus its residual, and what is left of that; an owner every
         # addition; hosts, leads and waiting sums a few more. No number is larger than all of these.
         there = mine.abs().sum(0) + self._held(_size) + self._ahead(_size) + out.double().abs()
-        self.allowed += (2 * len(buffers) + 8) * ULP * self.overshoot * there
+        self.allowed += (2 * len(buffers) + 8) * HALF_ULP * self.overshoot * there
         self.allowed += self._held(_stored_within)
         allowed = torch.zeros_like(lost) if self.exact else self.allowed
         assert bool((lost <= allowed).all()), f"{(lost - allowed).max():.3g} too much is lost"

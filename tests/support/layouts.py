@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tagc
 from support import fsdp1_net, parallel_net, small_net
-from support.states import in_whole
+from support.states import in_whole, wrapped
 from tagc.checkpoint.suffix import split_suffix
 
 
@@ -54,10 +53,7 @@ class Layout:
 
     def wrapped(self, policy: dict[str, Any]) -> Any:
         """The model on this rank."""
-        with warnings.catch_warnings():
-            # Units as small as these may send more when compressed.
-            warnings.filterwarnings("ignore", message=".*at this number of ranks")
-            return tagc.wrap(self._sharded(), policy, hosts=self.per_host)
+        return wrapped(policy, self._sharded(), hosts=self.per_host)
 
     def _sharded(self) -> Any:
         if self.tensor:
