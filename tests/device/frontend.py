@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import linecache
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -194,7 +196,11 @@ def main(files: list[str]) -> int:
 
 def _start(file: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "device.frontend", "--one", file]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    # A kernel from Triton's usual cache may name the files of another checkout, perhaps deleted;
+    # then its lines cannot be read, and what is exempt is not found.
+    with tempfile.TemporaryDirectory() as cache:
+        env = os.environ | {"TRITON_CACHE_DIR": cache}
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
 
 if __name__ == "__main__":
