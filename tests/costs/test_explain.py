@@ -132,10 +132,14 @@ def test_explain_in_python() -> None:
         tagc.explain(shapes, "dense", world_size=4, replicas=3)
 
 
-def test_explain_prints_warnings(capsys: Any) -> None:
+def test_explain_prints_warnings(tmp_path: Path, capsys: Any) -> None:
     """At 64 ranks a sketch of density 0.2 sends more than bfloat16."""
-    assert main(["explain", "1e8", "--world", "64", "--policy", "non-attn", "--dtype", "bf16"]) == 0
-    assert "warning: policy 'non-attn' sends" in capsys.readouterr().err
+    file = tmp_path / "sketch.yaml"
+    codec = {"kind": "sketch", "density": 0.2}
+    file.write_text(json.dumps({"schema": 1, "gradients": [{"when": {}, "codec": codec}]}))
+    said = ["--policy", str(file), "--world", "64", "--dtype", "bf16"]
+    assert main(["explain", "1e8", *said]) == 0
+    assert "sends" in capsys.readouterr().err
 
 
 def test_stacked_experts_are_explained_as_they_are_wrapped():

@@ -22,13 +22,21 @@ def unit(world_size: int, dtype: torch.dtype) -> UnitInfo:
     return UnitInfo(name="h.0", params=(param,), world_size=world_size, dtype=dtype)
 
 
+SKETCH = Policy.load(
+    {
+        "schema": 1,
+        "gradients": [{"when": {"role": "mlp"}, "codec": {"kind": "sketch", "density": 0.2}}],
+    }
+)
+
+
 def test_a_plan_that_sends_more_than_dense_says_so():
     """At 16 ranks and density 0.2 every group is in the union, at 16 bits an element."""
-    plan = build_plan([unit(16, torch.bfloat16)], Policy.load("non-attn"))
+    plan = build_plan([unit(16, torch.bfloat16)], SKETCH)
     (warning,) = plan.warnings
     assert "do not compress here" in warning
     assert f"- warning: {warning}" in str(plan)
-    assert not build_plan([unit(2, torch.bfloat16)], Policy.load("non-attn")).warnings
+    assert not build_plan([unit(2, torch.bfloat16)], SKETCH).warnings
 
 
 def test_a_dense_rule_that_matches_nothing_says_so():
@@ -45,7 +53,7 @@ def test_warnings_appear_at_the_users_line():
     """Whatever of the package lies between the user and the place that warns."""
     with pytest.warns(UserWarning, match="do not compress here") as caught:
         tagc.explain(
-            {"h.0.mlp.c_fc.weight": (1024, 256)}, "non-attn", world_size=16, dtype=torch.bfloat16
+            {"h.0.mlp.c_fc.weight": (1024, 256)}, SKETCH, world_size=16, dtype=torch.bfloat16
         )
     assert {Path(warning.filename) for warning in caught} == {Path(__file__)}
 

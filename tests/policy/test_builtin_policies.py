@@ -38,9 +38,13 @@ def test_builtin_compresses_its_roles(name: str):
     compressed = set()
     for role in ROLES:
         index = policy.match(ParamInfo(name="w", shape=BIG, role=role, layer=0))
-        if index is not None and policy.gradients[index].codec.compresses:
+        if index is None or not policy.gradients[index].codec.compresses:
+            continue
+        rule = policy.gradients[index].model_dump()
+        if rule["codec"]["kind"] == "dense":
+            assert rule["codec"]["wire"] == "bfloat16"
+        else:
             compressed.add(role)
-            rule = policy.gradients[index].model_dump()
             assert rule["codec"] == {
                 "kind": "sketch",
                 "density": 0.2,
@@ -51,6 +55,13 @@ def test_builtin_compresses_its_roles(name: str):
             assert rule["feedback"]["kind"] == "residual"
             assert rule["feedback"]["dtype"] == "float32"
     assert compressed == COMPRESSED[name]
+    gathered = {
+        role
+        for role in ROLES
+        for rule in policy.parameters
+        if rule.when.miss(ParamInfo(name="w", shape=BIG, role=role, layer=0)) is None
+    }
+    assert gathered == compressed
 
 
 @pytest.mark.parametrize(("name", "kind"), EVERY_MATRIX.items())

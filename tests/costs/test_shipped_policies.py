@@ -1,0 +1,54 @@
+"""The rule for what is shipped: a policy that sends more than dense bf16 is not."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import tagc
+from support.marks import slow
+from tagc.costs.candidates import Advisor, Question
+from tagc.costs.link import Link
+from tagc.costs.shapes import synthetic
+from tagc.policy import Policy
+
+SENDS = [name for name in tagc.policies() if name != "dense"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_host"),
+    [
+        (2, 1),
+        *(slow(ranks, 1) for ranks in (4, 8, 64, 128, 256)),
+        (16, 1),
+        (512, 1),
+        (16, 8),
+        *(slow(ranks, 8) for ranks in (32, 64, 128, 256)),
+        (512, 8),
+    ],
+)
+def test_every_policy_sends_less_than_dense_bf16(ranks: int, per_host: int) -> None:
+    """Bytes of a step that leave a host: 7 billion parameters, gathered in bf16, fp32 gradients."""
+    question = Question(
+        shapes=synthetic(7 * 10**9),
+        world_size=ranks,
+        replicas=1,
+        link=Link(bandwidth=1.25e9, latency=0.0, ranks_per_host=per_host),
+        shard_link=None,
+        compute=None,
+        overlap=0.0,
+        dtype=torch.float32,
+        parameter_dtype=torch.bfloat16,
+        gloo=False,
+        memory_bandwidth=None,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        advisor = Advisor(question, [Policy.load(name) for name in SENDS])
+    assert not advisor.refused
+    sent = {c.name: advisor.cost(c).wire_bytes for c in advisor.candidates}
+    assert {*SENDS} <= sent.keys()
+    for name in SENDS:
+        assert sent[name] < 0.95 * sent["dense bf16"], name
