@@ -72,7 +72,7 @@ _EIGHTH: dict[str, Any] = {"group": 8}
 _HOSTS = _quantized("bfloat16", "4 bits, residual, bfloat16 residual")
 _BIT_RATES, _EIGHTH_RATES = (4.5e-3, 6e-3, 9e-3), (6e-3, 9e-3, 1.2e-2)
 _THRIFTY = _matrix("matrix, 1 bit, bfloat16 residual", 0.83, "bfloat16", **_BIT)
-# Shipped policies that select parameters by role.
+# As shipped: they select parameters by role.
 _SKETCHES = ("attn-only", "non-attn")
 _ALL = (
     Method(name="dense"),
@@ -108,7 +108,7 @@ _ALL = (
     _method(_THRIFTY, *_BIT_RATES, changes=2),
     _method(_matrix("matrix, 1 of 8, measured lead, bfloat16 residual", "measured", "bfloat16",
                     **_EIGHTH), *_EIGHTH_RATES, changes=2),
-    *(Method(name=policy, policy=policy, rates=_RATES) for policy in _SKETCHES),
+    *(Method(name=policy, policy=policy) for policy in _SKETCHES),
 )  # fmt: skip
 METHODS = {method.name: method for method in _ALL}
 DENSE = METHODS["dense"]

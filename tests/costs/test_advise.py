@@ -38,10 +38,14 @@ def run(capsys: Any, *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_table_is_the_formula(shapes: str, capsys: Any) -> None:
+def test_the_table_is_the_formula(shapes: str, tmp_path: Path, capsys: Any) -> None:
+    attention = tmp_path / "attention.yaml"
+    rule = {"when": {"role": "attention"}, "codec": {"kind": "quantized", "bits": 4}}
+    attention.write_text(json.dumps({"schema": 1, "gradients": [rule]}))
     out = run(
         capsys, "advise", "--model", shapes, "--world", "2", "--bandwidth", "8Mbit",
         "--latency", "0.1s", "--step-time", "1s", "--overlap", "0", "--param-dtype", "fp32",
+        "--policy", str(attention),
     )  # fmt: skip
     table = rows(out)
     # A megabyte per second. Per block: a reduce-scatter of 1 MiB, two gathers of 1 MiB.
@@ -57,6 +61,7 @@ def test_the_table_is_the_formula(shapes: str, capsys: Any) -> None:
     assert table["loco-4bit"][2] == "-"
     assert table["loco-4bit"][3] == f"{1 + four:.3g} s"
     assert set(table) == {"dense fp32", "dense bf16"} | set(tagc.policies()) - {"dense"}
+    assert f"policy {str(attention)!r} compresses nothing in this model" in out
     assert "codec time: not included, as no GPU has been measured" in out
     assert "Compression pays: thrifty takes" in out
 

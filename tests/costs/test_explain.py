@@ -139,7 +139,7 @@ def test_explain_prints_warnings(tmp_path: Path, capsys: Any) -> None:
     file.write_text(json.dumps({"schema": 1, "gradients": [{"when": {}, "codec": codec}]}))
     said = ["--policy", str(file), "--world", "64", "--dtype", "bf16"]
     assert main(["explain", "1e8", *said]) == 0
-    assert "sends" in capsys.readouterr().err
+    assert f"warning: policy {str(file)!r} sends" in capsys.readouterr().err
 
 
 def test_stacked_experts_are_explained_as_they_are_wrapped():
