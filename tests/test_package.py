@@ -135,4 +135,4 @@ def test_policies_stays_callable_when_imported_as_a_module() -> None:
     module: Any = importlib.import_module("tagc.policies")
     assert sys.modules["tagc.policies"] is module
     assert tagc.policies() == before == module()
-    assert {"attn-only", "dense", "non-attn"} <= set(before)
+    assert {"attn-only", "dense", "hybrid"} <= set(before)

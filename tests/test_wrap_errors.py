@@ -182,7 +182,7 @@ def test_misspelt(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_compressing_nothing(rank: int, world_size: int) -> None:
     # The default policy is for attention, the model has none; the built-in ones spare small ones.
-    for policy in ("attn-only", "non-attn", changed(when={"name": "*.up_prj.*"})):
+    for policy in ("attn-only", changed(when={"name": "*.up_prj.*"})):
         kind, said = refusal(sharded(), policy)
         assert kind == "PolicyError", said
         assert "compresses nothing in this model" in said
@@ -229,7 +229,7 @@ def wrap_other_density() -> None:
 
 def wrap_misspelt() -> None:
     """The policy that the environment names, which ranks need not have alike."""
-    os.environ["TAGC_POLICY"] = "non-atn"
+    os.environ["TAGC_POLICY"] = "one-bt"
     try:
         tagc.wrap(sharded())
     finally:
@@ -281,12 +281,12 @@ def test_ranks_that_differ(odd_one_out: Callable, what: str) -> None:
 def test_policy_misspelt_on_one_rank() -> None:
     told = told_on_every_rank(wrap_misspelt, wrap_right)
     assert told[1][0] == "PolicyError"
-    assert "did you mean 'non-attn'?" in told[1][1]
+    assert "did you mean 'one-bit'?" in told[1][1]
     for kind, said in (told[0], told[2]):
         assert kind == "RuntimeError"
         assert "tagc.wrap failed on rank 1: PolicyError" in said
-        assert "TAGC_POLICY=non-atn: no built-in policy" in said
-        assert "did you mean 'non-attn'?" in said
+        assert "TAGC_POLICY=one-bt: no built-in policy" in said
+        assert "did you mean 'one-bit'?" in said
 
 
 @pytest.mark.parametrize(

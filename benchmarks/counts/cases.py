@@ -61,7 +61,7 @@ def _sparse(density: float) -> list[Case]:
         Case(op="pack", density=density, residual="float32"),
         Case(op="unpack", density=density),
         Case(op="unpack", density=density, rows=2),
-        # attn-only and non-attn, for up to 8 ranks.
+        # attn-only, for up to 8 ranks.
         Case(op="encode", symbol="int8x4", density=density, residual="float32"),
         Case(op="decode", symbol="int8x4", rows=2, density=density, residual="float32"),
     ]

@@ -72,8 +72,22 @@ _EIGHTH: dict[str, Any] = {"group": 8}
 _HOSTS = _quantized("bfloat16", "4 bits, residual, bfloat16 residual")
 _BIT_RATES, _EIGHTH_RATES = (4.5e-3, 6e-3, 9e-3), (6e-3, 9e-3, 1.2e-2)
 _THRIFTY = _matrix("matrix, 1 bit, bfloat16 residual", 0.83, "bfloat16", **_BIT)
-# As shipped: they select parameters by role.
-_SKETCHES = ("attn-only", "non-attn")
+# The TAGC paper's roles and density, with all else as in policy `attn-only`.
+_TAGC_ROLES = {"role": ["mlp", "embedding", "head"]}
+_TAGC: dict[str, Any] = {
+    "schema": 1,
+    "gradients": [
+        {
+            "when": _TAGC_ROLES,
+            "codec": {"kind": "sketch", "density": 0.2, "symbol": "auto", "warmup_steps": 40},
+            "feedback": {"kind": "residual", "dtype": "float32", "lead": 0.65},
+        },
+        {"when": {}, "codec": {"kind": "dense", "wire": "bfloat16"}},
+    ],
+    "parameters": [
+        {"when": _TAGC_ROLES, "codec": {"kind": "quantized", "bits": 8, "block": 256}},
+    ],
+}
 _ALL = (
     Method(name="dense"),
     _method(_quantized("float32")),
@@ -108,7 +122,8 @@ _ALL = (
     _method(_THRIFTY, *_BIT_RATES, changes=2),
     _method(_matrix("matrix, 1 of 8, measured lead, bfloat16 residual", "measured", "bfloat16",
                     **_EIGHTH), *_EIGHTH_RATES, changes=2),
-    *(Method(name=policy, policy=policy) for policy in _SKETCHES),
+    Method(name="attn-only", policy="attn-only"),
+    Method(name="non-attn", policy=_TAGC),
 )  # fmt: skip
 METHODS = {method.name: method for method in _ALL}
 DENSE = METHODS["dense"]
@@ -136,5 +151,6 @@ LINES = {
     "4 bits, stateless": "4 bits, none, stochastic",
     "4 bits in blocks of 32, stateless": "4 bits in blocks of 32, none, stochastic",
     "4 bits, stateless, to nearest": "4 bits, none, nearest",
-    **{policy: policy for policy in _SKETCHES},
+    "attn-only": "attn-only",
+    "non-attn": "non-attn",
 }

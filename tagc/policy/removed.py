@@ -58,6 +58,19 @@ gradients:
 POLICIES = {
     "all": _FILE.format(norm_factor=1.5, roles="[attention, mlp, embedding, head, other]"),
     "mlp-only": _FILE.format(norm_factor=1.1, roles="mlp"),
+    "non-attn": """\
+its loss is 2.6% above dense's: take 'one-bit'; or a file with these lines is the same policy:
+schema: 1
+tuning: {rate_factor: 1.3, norm_factor: 1.3}
+gradients:
+  - when: {role: [mlp, embedding, head]}
+    codec: {kind: sketch, density: 0.2, symbol: auto, warmup_steps: 40}
+    feedback: {kind: residual, dtype: float32, lead: 0.65}
+  - when: {}
+    codec: {kind: dense, wire: bfloat16}
+parameters:
+  - when: {role: [mlp, embedding, head]}
+    codec: {kind: quantized, bits: 8, block: 256}""",
     "fifth-bit": "take 'half-bit'",
 }
 """What to write instead of a removed built-in policy, by its name."""

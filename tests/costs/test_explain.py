@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("policy", ["non-attn", "hybrid", "loco-4bit"])
+@pytest.mark.parametrize("policy", ["packed-20", "hybrid", "loco-4bit"])
 def test_explain_is_what_wrap_makes(rank: int, world_size: int, policy: str) -> None:
     check_explained(policy, world_size)
 

@@ -9,7 +9,6 @@ from tagc.policy import ROLES, ParamInfo, Policy, policies
 
 COMPRESSED = {
     "attn-only": {"attention"},
-    "non-attn": {"mlp", "embedding", "head"},
     "dense": set(),
 }
 MATRICES = {"attention", "mlp", "embedding", "head", "other"}

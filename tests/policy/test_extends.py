@@ -104,7 +104,7 @@ def test_only_own_rules_have_to_match(tmp_path: Path):
     """Those of the other policy may be left without parameters by those that come before."""
     param = UnitParam(name="lm_head.weight", shape=BIG, columns=BIG[0] * BIG[1] // 2)
     unit = UnitInfo(name="", params=(param,), world_size=2, dtype=torch.float32)
-    own = "schema: 1\nextends: non-attn\ngradients:\n"
+    own = "schema: 1\nextends: attn-only\ngradients:\n"
     for role, count in (("head", 0), ("[router]", 1)):
         rules = f"  - {{when: {{role: {role}}}, codec: {{kind: quantized}}}}\n"
         rules += "  - {when: {}, codec: {kind: quantized}}\n"

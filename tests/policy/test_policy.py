@@ -81,7 +81,7 @@ def test_feedback_by_default_follows_the_codec():
 
 
 def with_roles(roles: dict) -> Policy:
-    return Policy.load({"schema": 1, "extends": "non-attn", "roles": roles})
+    return Policy.load({"schema": 1, "extends": "attn-only", "roles": roles})
 
 
 SAME = [
@@ -95,13 +95,13 @@ SAME = [
     (one_rule({}), one_rule({"role": None}, feedback={"dtype": "float32"})),
 ]
 DIFFERENT = [
-    (with_roles({"mlp": "a"}), Policy.load("non-attn")),
+    (with_roles({"mlp": "a"}), Policy.load("attn-only")),
     (with_roles({"mlp": "a", "head": "b"}), with_roles({"head": "b", "mlp": "a"})),
     (one_rule({}), one_rule({"layers": 3})),
     (one_rule({}), one_rule({"min_numel": 0})),
     (one_rule({}), one_rule({}, feedback={"dtype": "bfloat16"})),
     (one_rule({}), one_rule({}, feedback={"kind": "none"})),
-    (Policy.load("non-attn"), Policy.load("dense")),
+    (Policy.load("attn-only"), Policy.load("dense")),
 ]
 
 

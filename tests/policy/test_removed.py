@@ -45,6 +45,7 @@ def test_another_type_or_kind_was_never_allowed():
 HASHES = {
     "all": "d3dbc8d22ebc10d02ac6eeaddd6ea271d1a79739a3b1c8d3d84c57e370c4e858",
     "mlp-only": "1f084e8b94b493e7a24c1e25ff42dc2393d5f276f3cb7125f4a1e48ce9a2ddcd",
+    "non-attn": "8449000d65e3e18416d8d9f6a7e1eda7428f33ea2b0122f5b0574e6efd51be92",
 }
 
 
