@@ -1,7 +1,8 @@
 # Everything runs from .venv, which the first target that needs it creates.
 #
-#   make demo                              plain FSDP2 beside policy hybrid, under four minutes
-#   make demo POLICIES=hybrid,non-attn     more policies (names or YAML files), a run each
+#   make demo                              plain FSDP2 beside two policies, under three minutes
+#   make demo POLICIES=one-bit STEPS=900   other policies (names or YAML files), a run each; longer runs
+#   make demo LINK=100mbit                 with a rank in each of two network namespaces (needs root)
 #   make demo TORCH=torch                  the registry's newest torch; TORCH= keeps what is installed
 #   make gpu INSTALLED= BIN=/usr/bin OUT=/tmp/gpu    with the Python that is there, output elsewhere
 #   make test-device TRITON=3.6.0          kernels as an older Triton compiles them, in an environment of its own
@@ -9,8 +10,9 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 RANKS ?= 2
-POLICIES ?= hybrid
-STEPS ?= 900
+POLICIES ?= hybrid,attn-only
+LINK ?=
+STEPS ?= $(if $(LINK),60,300)
 OUT ?= runs/gpu
 TRITON ?=
 
@@ -44,8 +46,9 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 # The script sets its own threads; without the variable torchrun prints a notice about them.
-demo: $(INSTALLED) ## train a small GPT plain and compressed, compare (RANKS, POLICIES, STEPS)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --policies $(POLICIES) --steps $(STEPS)
+demo: $(INSTALLED) ## train a small GPT plain and compressed, compare (RANKS, POLICIES, STEPS, LINK)
+	OMP_NUM_THREADS=1 $(if $(LINK),$(BIN)/python -m benchmarks.network.launch --ranks $(RANKS) --rate $(LINK),$(BIN)/torchrun --standalone --nproc-per-node $(RANKS)) \
+		examples/train_gpt.py --policies $(POLICIES) --steps $(STEPS) $(if $(LINK),--link $(LINK))
 
 test: $(INSTALLED) ## run the tests that need neither minutes nor a GPU nor root
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not device and not frontend and not gpu and not network and not recipes"

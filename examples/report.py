@@ -8,14 +8,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-NOTE = """\
-Bytes are what one rank sends in a training step: gradients in reduce-scatters, parameters in
-all-gathers. For plain FSDP2 they are those of ideal fp32 collectives (gloo's own reduce-scatter
-sends twice as many), for the others they are counted from what was handed to the collectives.
-Ratios are to plain FSDP2. Step time is the median.
+BYTES_NOTE = """\
+Bytes are what one rank sends in a step after the warm-up, gradients and parameters. For plain FSDP2
+they are those of ideal fp32 collectives (gloo's own reduce-scatter sends twice as many). For the
+others they are counted from what was handed to the collectives; parameters without a rule are
+gathered in fp32. Ratios are to plain FSDP2.
 """
+PREDICTED_NOTE = """\
+A step's time here is the median. On a link it is predicted: the time here, plus the time that the
+bytes take on the link. The row for bf16 was not run: it has the time of plain FSDP2 and half of its
+bytes.
+"""
+MEASURED_NOTE = """\
+A step's time is the median, measured on the link. For FSDP2 in bf16, see docs/benchmarks.md.
+"""
+# Bits per second.
+LINKS = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 COLOURS = ("#555555", "#0072b2", "#d55e00", "#009e73")
 
 
@@ -33,8 +41,9 @@ class Run:
     wire_bytes: list[int]
     """Bytes that a rank has sent after each step; a warm-up costs more."""
     step_seconds: float
-    """Median over the steps, the first few left out."""
+    """Median over the steps after the policy's warm-up, the first few left out."""
     gradient_bytes_per_step: float
+    """Mean over the same steps, as for parameters."""
     parameter_bytes_per_step: float
     dense_gradient_bytes_per_step: float
     dense_parameter_bytes_per_step: float
@@ -45,15 +54,33 @@ class Run:
     parameter_error: float | None = None
 
     @property
+    def plain(self) -> bool:
+        return self.unresolved is None
+
+    @property
+    def bytes_per_step(self) -> float:
+        return self.gradient_bytes_per_step + self.parameter_bytes_per_step
+
+    @property
+    def dense_bytes_per_step(self) -> float:
+        return self.dense_gradient_bytes_per_step + self.dense_parameter_bytes_per_step
+
+    @property
     def final_loss(self) -> float:
         return self.validation_losses[max(self.validation_losses)]
 
 
-def write_report(runs: Sequence[Run], settings: dict[str, object], out: Path) -> str:
-    """Write summary.md, summary.json, losses.csv and losses.png to `out`; return the table."""
+def write_report(
+    runs: Sequence[Run], settings: dict[str, object], out: Path, link: str | None = None
+) -> str:
+    """Write summary.md, summary.json, losses.csv and losses.png to `out`; return the table.
+
+    `link` names the link that the ranks were on; None predicts times on links from bytes.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    rows = table(runs)
-    (out / "summary.md").write_text(f"{rows}\n{NOTE}", encoding="utf-8")
+    rows = table(runs, link)
+    note = BYTES_NOTE + (MEASURED_NOTE if link else PREDICTED_NOTE)
+    (out / "summary.md").write_text(f"{rows}\n{note}", encoding="utf-8")
     summary = {"settings": settings, "runs": [_summary(run) for run in runs]}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     with (out / "losses.csv").open("w", newline="", encoding="utf-8") as file:
@@ -64,25 +91,19 @@ def write_report(runs: Sequence[Run], settings: dict[str, object], out: Path) ->
             for step, (loss, sent) in enumerate(curve, start=1):
                 writer.writerow((run.name, step, sent, loss, run.validation_losses.get(step)))
     plot(runs, out / "losses.png")
-    return rows
+    return f"{rows}\n{note}"
 
 
-def table(runs: Sequence[Run]) -> str:
+def table(runs: Sequence[Run], link: str | None) -> str:
     """The comparison as a Markdown table, padded so that it reads well in a terminal too."""
-    header = (
-        "run",
-        "val. loss",
-        "gap",
-        "gradients/step",
-        "ratio",
-        "parameters/step",
-        "ratio",
-        "ratio, all",
-        "step time",
-        "density (target)",
-        "unresolved",
-    )
-    cells = [header, *(_row(run, runs) for run in runs)]
+    plain = next((run for run in runs if run.plain), None)
+    times = [f"step, {link}"] if link else ["step here", *(f"on {name}" for name in LINKS)]
+    cells = [["run", "val. loss", "gap", "sent/step", "ratio", *times]]
+    for run in runs:
+        cells.append(_row(run, plain, 1, link))
+        if run is plain and not link:
+            cells.append(["the same, bf16", "", "", *_row(run, plain, 1 / 2, link)[3:]])
+            cells[-1][5] = ""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -94,6 +115,8 @@ def table(runs: Sequence[Run]) -> str:
 
 def plot(runs: Sequence[Run], path: Path) -> None:
     """Validation (markers) and smoothed training loss, over steps and over bytes sent."""
+    from matplotlib.figure import Figure  # the table needs none of it
+
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
     for run, colour in zip(runs, COLOURS, strict=False):
@@ -127,29 +150,24 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _row(run: Run, runs: Sequence[Run]) -> tuple[str, ...]:
-    plain = next((other for other in runs if other.unresolved is None), None)
-    gap = f"{100 * (run.final_loss / plain.final_loss - 1):+.2f}%" if plain else "-"
-    gradients, parameters = run.gradient_bytes_per_step, run.parameter_bytes_per_step
-    dense = run.dense_gradient_bytes_per_step, run.dense_parameter_bytes_per_step
-    target, density = run.density_target, run.density
-    return (
+def _row(run: Run, plain: Run | None, share: float, link: str | None) -> list[str]:
+    """A row of the table, if `run` sent a `share` of its bytes in the same time."""
+    sent, seconds = share * run.bytes_per_step, run.step_seconds
+    # On the CPU nothing overlaps; the loopback's own share of the time is small.
+    times = (
+        [seconds] if link else [seconds, *(seconds + 8 * sent / bits for bits in LINKS.values())]
+    )
+    gap = "-"
+    if plain and run is not plain:
+        gap = f"{100 * (run.final_loss / plain.final_loss - 1):+.2f}%"
+    return [
         run.name,
         f"{run.final_loss:.4f}",
-        "-" if run is plain else gap,
-        f"{gradients / 1e6:.3f} MB",
-        _ratio(dense[0], gradients),
-        f"{parameters / 1e6:.3f} MB",
-        _ratio(dense[1], parameters),
-        _ratio(sum(dense), gradients + parameters),
-        f"{1e3 * run.step_seconds:.0f} ms",
-        "-" if density is None or target is None else f"{density:.2%} ({target:.2%})",
-        "-" if run.unresolved is None else str(run.unresolved),
-    )
-
-
-def _ratio(dense: float | None, wire: float | None) -> str:
-    return f"{dense / wire:.2f}×" if dense and wire else "-"
+        gap,
+        f"{sent / 1e6:.2f} MB",
+        f"{run.dense_bytes_per_step / sent:.2f}×" if sent else "-",
+        *(f"{1e3 * time:.0f} ms" for time in times),
+    ]
 
 
 def _summary(run: Run) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Train a small GPT from the same seed with dense FSDP2, then with `tagc.wrap` and each policy.
 
-    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --policies hybrid,non-attn
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --policies hybrid,attn-only
     python examples/train_gpt.py --ranks 2        # it starts torchrun itself
 
 It ends with a comparison of loss, bytes and time, which it also writes to --out.
@@ -15,6 +15,8 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,8 @@ def main() -> None:
     if place.rank == 0:
         settings = vars(args) | {"ranks": place.ranks, "device": place.device.type}
         settings |= {"corpus": corpus.source, "torch": torch.__version__}
-        print("\n" + write_report(runs, {k: _plain(v) for k, v in settings.items()}, args.out))
+        plain_settings = {k: _plain(v) for k, v in settings.items()}
+        print("\n" + write_report(runs, plain_settings, args.out, args.link))
         print(f"written to {args.out}: summary.md, summary.json, losses.csv, losses.png")
 
 
@@ -84,7 +87,6 @@ def train_one_run(
     validation_losses: dict[int, float] = {}
     seconds: list[float] = []
     traffic = Traffic(model, policy, place.ranks)
-    sent: list[int] = []
     bar = place.progress_bar(name, args.steps)
     for step in range(args.steps):
         traffic.start_step()
@@ -103,22 +105,22 @@ def train_one_run(
 
         train_losses[step] = loss.detach()
         traffic.end_step()
-        sent.append(traffic.gradients + traffic.parameters)
         if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
             validation_losses[step + 1] = evaluate(model, corpus, place)
         bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
         bar.update()
     bar.close()
 
-    seconds = seconds[UNTIMED_STEPS:] or seconds
+    warm_up = 0 if policy is None else tagc.compressor(model).plan().warmup_steps
+    settled = min(warm_up + UNTIMED_STEPS, args.steps - 1)
     return Run(
         name=name,
         train_losses=mean_over_ranks(train_losses).tolist(),
         validation_losses=validation_losses,
-        wire_bytes=sent,
-        step_seconds=statistics.median(seconds),
-        gradient_bytes_per_step=traffic.gradients / args.steps,
-        parameter_bytes_per_step=traffic.parameters / args.steps,
+        wire_bytes=list(accumulate(map(add, traffic.gradients, traffic.parameters))),
+        step_seconds=statistics.median(seconds[settled:]),
+        gradient_bytes_per_step=statistics.fmean(traffic.gradients[settled:]),
+        parameter_bytes_per_step=statistics.fmean(traffic.parameters[settled:]),
         dense_gradient_bytes_per_step=traffic.dense_gradients,
         dense_parameter_bytes_per_step=traffic.dense_parameters,
         **selection(model, policy),
@@ -155,7 +157,7 @@ def evaluate(model: GPT, corpus: Corpus, place: ParamLocation) -> float:
 
 
 class Traffic:
-    """Bytes that this rank sends to others in training steps; validation is not counted.
+    """Bytes that this rank sends to others in each training step; validation is not counted.
 
     For plain FSDP2 they are the bytes of ideal fp32 collectives: (W−1)/W of each unit's buffer.
     FSDP2 splits every parameter along dimension 0 into W chunks and pads all to the first one's
@@ -164,7 +166,8 @@ class Traffic:
 
     def __init__(self, model: nn.Module, policy: str | None, ranks: int) -> None:
         self._compressor = None if policy is None else tagc.compressor(model)
-        self.gradients = self.parameters = 0
+        self.gradients: list[int] = []
+        self.parameters: list[int] = []
         self.dense_gradients = self.dense_parameters = 0
         for name, p in model.named_parameters():
             shard = math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:])
@@ -183,8 +186,8 @@ class Traffic:
             # 0 if the policy leaves them to FSDP.
             gathered = self._compressor.parameter_wire_bytes - self._before[1]
             parameters = gathered or parameters
-        self.gradients += gradients
-        self.parameters += parameters
+        self.gradients.append(gradients)
+        self.parameters.append(parameters)
 
 
 def selection(model: nn.Module, policy: str | None) -> dict[str, Any]:
@@ -258,7 +261,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--policies",
-        default="hybrid",
+        default="hybrid,attn-only",
         type=lambda text: [name for name in text.split(",") if name],
         help="names of policies or YAML files, separated by commas; a run each",
     )
@@ -270,13 +273,14 @@ def parse_arguments() -> argparse.Namespace:
         default=[None],
         help="leave the run with plain FSDP2 out",
     )
-    parser.add_argument("--steps", default=900, type=positive, help="optimizer steps per run")
+    parser.add_argument("--steps", default=300, type=positive, help="optimizer steps per run")
     parser.add_argument("--ranks", default=started, type=positive, help="processes to start")
     parser.add_argument("--data", type=Path, help="text file to train on; None: standard library")
     parser.add_argument("--batch", default=4, type=positive, help="sequences per rank and step")
     parser.add_argument("--lr", default=2e-3, type=float, help="peak learning rate")
     parser.add_argument("--seed", default=0, type=int, help="of the weights and the batches")
     parser.add_argument("--eval-every", default=100, type=positive, help="steps per validation")
+    parser.add_argument("--link", help="names the link that ranks are on; None: predict links")
     parser.add_argument("--out", default=Path("runs/demo"), type=Path, help="where results go")
     args = parser.parse_args()
     if "WORLD_SIZE" in os.environ and args.ranks != started:

@@ -1,7 +1,8 @@
 """What is compared: ways to train the same model, one entry each.
 
 A tagc policy needs no entry: its name or the path of its file is a method, and with ``@bf16``
-behind it the parameters travel in bf16, too.
+behind it the parameters travel in bf16, too. If the policy itself has rules for parameters, that is
+FSDP2's mixed precision, which computes in bf16 as well.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def resolve(name: str) -> Method:
     if not gather:
         return method
     if loaded.parameters:
-        raise ValueError(f"{name!r}: this policy has rules for parameters, so leave out @bf16")
+        about = f"{method.about} With MixedPrecisionPolicy(bf16, bf16)."
+        return replace(method, mixed_precision=True, about=about)
     return replace(method, wire="bfloat16", about=f"{method.about} Parameters in bf16.")
 
 

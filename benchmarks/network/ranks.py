@@ -26,6 +26,22 @@ _PORT = 29500
 _GRACE = 5.0
 
 
+def environment(network: Network, rank: int) -> dict[str, str]:
+    """The variables of a rank's process, as torchrun would set them."""
+    threads = max(1, len(os.sched_getaffinity(0)) // network.ranks)
+    return os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % network.ranks_per_host),
+        "WORLD_SIZE": str(network.ranks),
+        "LOCAL_WORLD_SIZE": str(network.ranks_per_host),
+        "MASTER_ADDR": address(0),
+        "MASTER_PORT": str(_PORT),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "OMP_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": str(threads),
+    }
+
+
 class RanksError(RuntimeError):
     """A rank failed, died or did not answer in time; the message has what it wrote."""
 
@@ -99,24 +115,12 @@ class Ranks:
         self._logs.cleanup()
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
-        ranks = self._network.ranks
-        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(self._network.ranks_per_host),
-            "MASTER_ADDR": address(0),
-            "MASTER_PORT": str(_PORT),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "OMP_NUM_THREADS": str(threads),
-            "OPENBLAS_NUM_THREADS": str(threads),
-        }
         command = [sys.executable, "-m", "benchmarks.network.worker"]
         with self._log(rank).open("w") as log:
             return subprocess.Popen(
                 self._network.command(rank, command),
                 cwd=_ROOT,
-                env=environment,
+                env=environment(self._network, rank),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -191,3 +191,20 @@ def _shard_bytes(ranks: int, *, blocks_twice: bool = False) -> int:
 
 def _gathered_bytes(ranks: int) -> int:
     return _shard_bytes(ranks, blocks_twice=True)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_script_runs_on_every_host_until_one_fails(tmp_path: Path, code: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1], flush=True)\n"
+        f"if os.environ['RANK'] == '1': sys.exit({code})\n"
+        f"time.sleep({60 if code else 0})\n"
+    )
+    command = [sys.executable, "-m", "benchmarks.network.launch", "--rate", "100mbit", script, "a"]
+    before = set(existing())
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == code, done.stderr
+    assert sorted(done.stdout.split("\n")[:2]) == ["0 2 a", "1 2 a"]
+    assert set(existing()) == before

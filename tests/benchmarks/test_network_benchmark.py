@@ -280,13 +280,15 @@ def test_a_policy_is_a_method_and_may_gather_in_bf16():
     method = resolve("packed-20@bf16")
     assert (method.policy, method.wire) == ("packed-20", "bfloat16")
     assert resolve("packed-20").wire == "gloo"
+    hybrid = resolve("hybrid@bf16")  # has rules for parameters
+    assert (hybrid.wire, hybrid.mixed_precision) == ("gloo", True)
     assert resolve("packed-20").definition != method.definition
     assert resolve("fp32-gloo") is METHODS["fp32-gloo"]
     for name in default_methods():
         assert resolve(name).measures_link == (name == "auto")
 
 
-@pytest.mark.parametrize("name", ["nothing", "packed-20@fp8", "fp32-gloo@bf16", "hybrid@bf16"])
+@pytest.mark.parametrize("name", ["nothing", "packed-20@fp8", "fp32-gloo@bf16"])
 def test_an_unknown_method_is_refused(name):
     with pytest.raises(ValueError, match=name):
         resolve(name)
