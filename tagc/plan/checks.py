@@ -86,15 +86,20 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
         for direction in ("gradients", "parameters", "replicas")
         for i, rule in enumerate(getattr(policy, direction))
     ]
-    means_to = [f"{d}[{i}]" for d, i, rule in rules if rule.codec.compresses]
+    compressing = [(d, i) for d, i, rule in rules if rule.codec.compresses]
+    # What a policy sends as bfloat16 is the rest, if it has other rules.
+    chief = [(d, i) for d, i in compressing if getattr(policy, d)[i].codec.kind != "dense"]
+    means_to = chief or compressing
     automatic = any(isinstance(rule.codec, AutoConfig) for _, _, rule in rules)
-    selected = any((d, i) in matched for d, i, rule in rules if rule.codec.compresses)
-    compressed = selected if automatic else any(unit.compressed for unit in plan.all_units)
-    if means_to and not compressed:
+    selected = {
+        (unit.direction, s.rule) for unit in plan.all_units for s in unit.segments if s.compressed
+    }
+    if means_to and not {*means_to} & (matched if automatic else selected):
+        beyond = "" if means_to == compressing else " beyond bfloat16"
         raise PolicyError(
-            f"policy {policy.name!r} compresses nothing in this model: none of its rules "
-            f"({', '.join(means_to)}) selects any of the {_reasons(plan)}; to compress nothing, "
-            "use policy 'dense'"
+            f"policy {policy.name!r} compresses nothing{beyond} in this model: none of its rules "
+            f"({', '.join(f'{d}[{i}]' for d, i in means_to)}) selects any of the "
+            f"{_reasons(plan, means_to)}; to compress nothing, use policy 'dense'"
         )
     for direction, i, rule in rules:
         meant = rule.when != When() and not policy.inherits(direction, i)
@@ -139,18 +144,19 @@ def mostly_small(plan: Plan) -> list[str]:
     ]
 
 
-def _reasons(plan: Plan) -> str:
-    """How many parameters no rule selects, why, and what to write to select them."""
-    found: dict[Miss, list[ParamInfo]] = {}
+def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> str:
+    """How many parameters none of these rules selects, why, and what to write to select them."""
+    by_miss: dict[Miss, dict[str, ParamInfo]] = {}
     for unit in plan.all_units:
-        for param in (p for s in unit.segments for p in s.params):
+        rules = [getattr(plan.policy, d)[i] for d, i in means_to if d == unit.direction]
+        for param in (p for s in unit.segments for p in s.params if rules):
             info = plan.policy.describe(param.name, param.shape)
-            rules = getattr(plan.policy, unit.direction)
             if param.special is not None and first_match(rules, info) is not None:
                 miss = Miss(Near.NOTHING, f"frozen, with {param.special.value}")
             else:
                 miss = nearest_miss(rules, info)
-            found.setdefault(miss, []).append(info)
+            by_miss.setdefault(miss, {})[info.name] = info
+    found = {miss: list(infos.values()) for miss, infos in by_miss.items()}
     if not found:
         return "0 parameters that are trained"
     count = len({info.name for infos in found.values() for info in infos})
@@ -168,6 +174,9 @@ def _reasons(plan: Plan) -> str:
         text += f". To compress these, write `min_numel: {infos[0].numel}` under `when` in a rule"
     elif miss.near == Near.NO_MATRIX:
         text += f". To compress such, write `name: {infos[0].name}` under `when` in a rule"
+    elif miss.near == Near.ROLE:
+        text += ". If a role is wrong, name these parameters under `roles` in a policy that extends"
+        text += " this one"
     return text
 
 

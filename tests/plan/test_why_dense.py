@@ -88,6 +88,19 @@ def test_compressing_nothing_is_answered_with_number_and_key():
     assert sum(row.why_dense == "" for row in plan.rows) == 4
 
 
+def test_the_rest_as_bfloat16_is_not_all_that_was_asked_for():
+    named = {f"layers.{i}.mine.weight": (512, 512) for i in range(3)}
+    with pytest.raises(tagc.PolicyError) as caught:
+        tagc.explain(named, "attn-only", world_size=2)
+    said = str(caught.value)
+    assert "compresses nothing beyond bfloat16" in said
+    assert "none of its rules (gradients[0], parameters[0]) selects any of the 3" in said
+    assert "layers.0.mine.weight (other, and 2 more): no rule for its role" in said
+    assert "under `roles` in a policy that extends this one" in said
+    half = {"when": {}, "codec": {"kind": "dense", "wire": "bfloat16"}}
+    tagc.explain(named, {"schema": 1, "gradients": [half]}, world_size=2)
+
+
 def test_vectors_alone_are_answered_with_a_name():
     with pytest.raises(tagc.PolicyError, match=r"write `name: layers\.0\.b` under `when`"):
         tagc.explain({"layers.0.b": (99999,)}, "packed-20", world_size=2)
