@@ -24,6 +24,7 @@ SUITES = {
     "counts": ".counts",
     "quality": ".quality",
     "network": ".network",
+    "aggregate": ".network.aggregate",
     "fsdp2": ".fsdp2",
     "ready": ".ready",
     "soak": ".soak",

@@ -30,13 +30,14 @@ def main() -> int:
     try:
         with Network(args.ranks) as network:
             network.limit(args.rate)
-            return _run(network, [sys.executable, args.script, *args.arguments])
+            return run(network, [sys.executable, args.script, *args.arguments])
     except NetworkUnavailable as error:
         print(f"launch: {error}", file=sys.stderr)
         return 2
 
 
-def _run(network: Network, command: list[str]) -> int:
+def run(network: Network, command: list[str]) -> int:
+    """Run a command on every rank; the status of the first that fails, or 0."""
     processes = [_start(network, rank, command) for rank in range(network.ranks)]
     try:
         while True:

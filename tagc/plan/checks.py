@@ -95,11 +95,11 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
         (unit.direction, s.rule) for unit in plan.all_units for s in unit.segments if s.compressed
     }
     if means_to and not {*means_to} & (matched if automatic else selected):
-        beyond = "" if means_to == compressing else " beyond bfloat16"
+        rest = "" if means_to == compressing else "to send all as bfloat16, keep only that rule; "
         raise PolicyError(
-            f"policy {policy.name!r} compresses nothing{beyond} in this model: none of its rules "
+            f"policy {policy.name!r} compresses nothing in this model: none of its rules "
             f"({', '.join(f'{d}[{i}]' for d, i in means_to)}) selects any of the "
-            f"{_reasons(plan, means_to)}; to compress nothing, use policy 'dense'"
+            f"{_reasons(plan, means_to)}; {rest}to compress nothing, use policy 'dense'"
         )
     for direction, i, rule in rules:
         meant = rule.when != When() and not policy.inherits(direction, i)

@@ -198,13 +198,30 @@ def test_a_script_runs_on_every_host_until_one_fails(tmp_path: Path, code: int) 
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys, time\n"
-        "print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1], flush=True)\n"
-        f"if os.environ['RANK'] == '1': sys.exit({code})\n"
+        "rank = os.environ['RANK']\n"
+        "open(sys.argv[1] + rank, 'w').write(os.environ['WORLD_SIZE'])\n"
+        "while not os.path.exists(sys.argv[1] + '0'): time.sleep(0.01)\n"
+        f"if rank == '1': sys.exit({code})\n"
         f"time.sleep({60 if code else 0})\n"
     )
-    command = [sys.executable, "-m", "benchmarks.network.launch", "--rate", "100mbit", script, "a"]
+    command = [sys.executable, "-m", "benchmarks.network.launch", "--rate", "100mbit", script]
     before = set(existing())
+    command.append(tmp_path / "of rank ")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == code, done.stderr
-    assert sorted(done.stdout.split("\n")[:2]) == ["0 2 a", "1 2 a"]
+    assert [(tmp_path / f"of rank {rank}").read_text() for rank in range(2)] == ["2", "2"]
     assert set(existing()) == before
+
+
+def test_an_aggregator_adds_sketches_without_decoding(tmp_path: Path) -> None:
+    """Every worker checks the sums of sketches itself, to the bit."""
+    command = "-m benchmarks aggregate --workers 3 --rates unlimited --numel 65536 --rounds 2"
+    command = [sys.executable, *command.split(), "--json", tmp_path / "records.jsonl"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [row.removeprefix("| ").split(" | ") for row in done.stdout.splitlines()[2:]]
+    bits = {row[0]: (float(row[1]), float(row[2])) for row in rows}
+    assert bits["dense fp32"] == (32, 32)
+    assert len(bits) == 7
+    shared, own = (bits[f"sketch of {whose} 5%, int8x4"] for whose in ("a shared", "each worker's"))
+    assert shared < own

@@ -93,7 +93,8 @@ def test_the_rest_as_bfloat16_is_not_all_that_was_asked_for():
     with pytest.raises(tagc.PolicyError) as caught:
         tagc.explain(named, "attn-only", world_size=2)
     said = str(caught.value)
-    assert "compresses nothing beyond bfloat16" in said
+    assert "compresses nothing in this model" in said
+    assert "to send all as bfloat16, keep only that rule; to compress nothing" in said
     assert "none of its rules (gradients[0], parameters[0]) selects any of the 3" in said
     assert "layers.0.mine.weight (other, and 2 more): no rule for its role" in said
     assert "under `roles` in a policy that extends this one" in said
