@@ -23,8 +23,6 @@ COMPRESSED = Run(
         "unresolved": 0,
     }
 )
-
-
 FIRST = ["run", "val. loss", "gap", "sent/step", "ratio"]
 
 
@@ -36,16 +34,7 @@ def cells(link: str | None) -> list[list[str]]:
 def test_times_on_links_follow_from_the_bytes() -> None:
     # A megabyte takes 8 ms on 1 Gbit/s.
     assert cells(None) == [
-        [
-            "run",
-            "val. loss",
-            "gap",
-            "sent/step",
-            "ratio",
-            "step here",
-            "on 1 Gbit/s",
-            "on 100 Mbit/s",
-        ],
+        [*FIRST, "step here", "on 1 Gbit/s", "on 100 Mbit/s"],
         ["plain FSDP2", "2.0000", "-", "5.00 MB", "1.00×", "100 ms", "140 ms", "500 ms"],
         ["the same, bf16", "", "", "2.50 MB", "2.00×", "", "120 ms", "300 ms"],
         ["small", "2.0200", "+1.00%", "1.00 MB", "5.00×", "100 ms", "108 ms", "180 ms"],

@@ -34,8 +34,7 @@ from . import launch
 from .namespaces import Network, NetworkUnavailable, Rate
 
 DENSITY = 0.05  # LHC's benchmark
-_CPU = torch.device("cpu")
-_OPS = get_ops(_CPU, "cpu")
+_OPS = get_ops(torch.device("cpu"), "cpu")
 # All workers' gradients have this part in common; the rest is as large, and each worker's own.
 _COMMON = 0.5
 

@@ -88,7 +88,7 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
     ]
     compressing = [(d, i) for d, i, rule in rules if rule.codec.compresses]
     # What a policy sends as bfloat16 is the rest, if it has other rules.
-    chief = [(d, i) for d, i in compressing if getattr(policy, d)[i].codec.kind != "dense"]
+    chief = [(d, i) for d, i, rule in rules if rule.codec.compresses and rule.codec.kind != "dense"]
     means_to = chief or compressing
     automatic = any(isinstance(rule.codec, AutoConfig) for _, _, rule in rules)
     selected = {
