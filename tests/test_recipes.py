@@ -56,12 +56,16 @@ def losses(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"\bloss ([0-9.]+)", output)]
 
 
-def test_plain_torch_learns_and_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    whole = run(*TORCHRUN, recipe("plain"), "--steps", "30")
+@pytest.mark.parametrize("how", [[], ["--ddp"]], ids=["FSDP2", "DDP"])
+def test_plain_torch_learns_and_resumes_as_if_it_had_not_stopped(
+    tmp_path: Path, how: list[str]
+) -> None:
+    command = [*TORCHRUN, recipe("plain"), *how]
+    whole = run(*command, "--steps", "30")
     assert losses(whole)[-1] < losses(whole)[0]
     folder = ["--checkpoint", str(tmp_path / "checkpoint")]
-    run(*TORCHRUN, recipe("plain"), "--steps", "20", *folder)
-    rest = run(*TORCHRUN, recipe("plain"), "--steps", "30", *folder)
+    run(*command, "--steps", "20", *folder)
+    rest = run(*command, "--steps", "30", *folder)
     assert losses(rest) == losses(whole)[-1:]
 
 

@@ -2,7 +2,7 @@
 
 A tagc policy needs no entry: its name or the path of its file is a method, and with ``@bf16``
 behind it the parameters travel in bf16, too. If the policy itself has rules for parameters, that is
-FSDP2's mixed precision, which computes in bf16 as well.
+FSDP2's mixed precision, which computes in bf16 as well. With ``@ddp`` the model is not sharded.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Method:
         wire: dtype that travels, by messages whose receives are posted first; ``gloo`` leaves it to
             FSDP and gloo's collectives. With a policy it is for the parameters alone.
         policy: of ``tagc.wrap``: a name, a path or a mapping; None is dense.
+        ddp: DDP instead of FSDP2: with torch's hook of this name, or ``plain``.
     """
 
     name: str
@@ -36,12 +37,15 @@ class Method:
     mixed_precision: bool = False
     wire: Literal["gloo", "float32", "bfloat16"] = "gloo"
     policy: str | dict[str, Any] | None = None
+    ddp: Literal["plain", "bf16", "PowerSGD"] | None = None
 
     @property
     def definition(self) -> str:
         """Hash of everything that decides what it does: results of different definitions are not
         mixed."""
         content = asdict(self) | {"name": "", "about": ""}
+        if self.ddp is None:
+            content.pop("ddp")  # so that it is that of earlier results
         if self.policy is not None:
             content["policy"] = tagc.Policy.load(self.policy).hash
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
@@ -103,6 +107,9 @@ METHODS = {
             about="the TAGC paper's parameters and density 0.2, no warm-up",
             policy=TAGC_PAPER,
         ),
+        Method(name="ddp-fp32", about="DDP, gloo's own all-reduce", ddp="plain"),
+        Method(name="ddp-bf16", about="DDP with torch's hook for bf16", ddp="bf16"),
+        Method(name="ddp-powersgd", about="DDP with torch's PowerSGD hook, rank 4", ddp="PowerSGD"),
         Method(
             name="zero++-like",
             about="in the manner of ZeRO++ (2306.10209): parameters in 8 bits in each forward, "
@@ -124,7 +131,7 @@ def default_methods() -> list[str]:
 
 
 def resolve(name: str) -> Method:
-    """The method of a name: one of ``METHODS``, or ``POLICY``, or ``POLICY@bf16``.
+    """The method of a name: one of ``METHODS``, ``POLICY``, ``POLICY@bf16`` or ``POLICY@ddp``.
 
     Raises:
         ValueError: if there is neither such a method nor such a policy.
@@ -132,8 +139,8 @@ def resolve(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     policy, _, gather = name.partition("@")
-    if gather not in ("", "bf16"):
-        raise ValueError(f"{name!r}: after a policy's name only @bf16 is known")
+    if gather not in ("", "bf16", "ddp"):
+        raise ValueError(f"{name!r}: after a policy's name only @bf16 and @ddp are known")
     try:
         loaded = tagc.Policy.load(policy)
     except ValueError as error:
@@ -142,6 +149,8 @@ def resolve(name: str) -> Method:
     method = Method(name=name, about=f"tagc policy: {loaded.about}", policy=policy)
     if not gather:
         return method
+    if gather == "ddp":
+        return replace(method, ddp="plain", about=f"{method.about} With DDP.")
     if loaded.parameters:
         about = f"{method.about} With MixedPrecisionPolicy(bf16, bf16)."
         return replace(method, mixed_precision=True, about=about)

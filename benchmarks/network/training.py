@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from examples.gpt import GPT, Block, GPTConfig
@@ -106,7 +110,9 @@ class Trainer:
     @property
     def _adds_up_inside(self) -> bool:
         """Whether a micro-batch's gradients can wait inside the host."""
-        return self.method.policy is not None and self.ranks_per_host > 1
+        return (
+            self.method.policy is not None and self.method.ddp is None and self.ranks_per_host > 1
+        )
 
     @property
     def _compressor(self) -> tagc.Compressor | None:
@@ -137,6 +143,8 @@ class Trainer:
 
 
 def _shard(model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: int) -> nn.Module:
+    if method.ddp is not None:
+        return _replicate(model, method, mesh, ranks_per_host)
     bf16 = torch.bfloat16 if method.mixed_precision else None
     for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
         precision = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
@@ -151,7 +159,31 @@ def _shard(model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: i
                     module.set_custom_reduce_scatter(MessageReduceScatter(wire, hosts))
     if method.policy is None:
         return model
-    return tagc.wrap(model, method.policy, hosts=ranks_per_host if ranks_per_host > 1 else None)
+    return tagc.wrap(model, method.policy, hosts=_neighbours(ranks_per_host))
+
+
+def _neighbours(ranks_per_host: int) -> int | None:
+    return ranks_per_host if ranks_per_host > 1 else None
+
+
+def _replicate(
+    model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: int
+) -> nn.Module:
+    group = mesh.get_group()
+    replicated = DistributedDataParallel(model, process_group=group)
+    if method.policy is not None:
+        return tagc.wrap(replicated, method.policy, hosts=_neighbours(ranks_per_host))
+    if method.ddp == "bf16":
+        replicated.register_comm_hook(group, _in_bf16)
+    elif method.ddp == "PowerSGD":
+        state = PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=4)
+        replicated.register_comm_hook(state, powerSGD_hook)
+    return replicated
+
+
+def _in_bf16(group: Any, bucket: Any) -> Any:
+    """torch's hook, which DDP refuses on gloo by its name."""
+    return bf16_compress_hook(group, bucket)
 
 
 def _hosts(mesh: DeviceMesh, ranks_per_host: int) -> HostGroups:

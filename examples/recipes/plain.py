@@ -1,4 +1,4 @@
-"""Plain torch: shard, wrap, train, save, resume as if nothing had happened.
+"""Plain torch: shard or replicate, wrap, train, save, resume as if nothing had happened.
 
 torchrun --standalone --nproc-per-node 2 examples/recipes/plain.py --checkpoint runs/plain
 """
@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from task import Reverser, batch, loss_of
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 
@@ -23,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--policy", default="hybrid")
+    parser.add_argument("--ddp", action="store_true", help="DDP instead of FSDP2")
     parser.add_argument("--checkpoint", type=Path, help="saved here at the end, resumed from here")
     args = parser.parse_args()
 
@@ -32,10 +34,13 @@ def main() -> None:
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.manual_seed(0)
-    model = Reverser().to(device)
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    model: Any = Reverser().to(device)
+    if args.ddp:
+        model = DistributedDataParallel(model)
+    else:
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
     tagc.wrap(model, policy=args.policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from tagc.attach.ddp import DDP
 from tagc.attach.fsdp1 import FSDP1
 from tagc.attach.fsdp2 import FSDP2
 from tagc.attach.unit import Integration
 
-INTEGRATIONS: tuple[Integration, ...] = (FSDP1, FSDP2)
+INTEGRATIONS: tuple[Integration, ...] = (DDP, FSDP1, FSDP2)
 
 
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -34,22 +34,14 @@ def integration_of(model: nn.Module) -> Integration:
             "fully_shard for all of it"
         )
     for name, module in model.named_modules():
-        if (how := _data_parallel(module)) is not None:
+        # `replicate` gives the module its own class, a subclass of one that torch does not export.
+        marks = ((base.__module__, base.__name__) for base in type(module).__mro__)
+        if ("torch.distributed._composable.replicate", "DDP") in marks:
             raise ValueError(
-                f"{name or 'the model'!r} is data parallel by {how} (DDP), which all-reduces whole "
-                "gradients; tagc compresses FSDP's reduce-scatter. Leave DDP out, and call "
-                "torch.distributed.fsdp.fully_shard on the blocks and on the model before tagc.wrap"
+                f"{name or 'the model'!r} is data parallel by replicate(), whose hooks tagc cannot "
+                "reach; use torch.nn.parallel.DistributedDataParallel instead"
             )
     raise ValueError(
         f"{type(model).__name__} is not sharded: call torch.distributed.fsdp.fully_shard on its "
-        "blocks and on itself first, then tagc.wrap"
+        "blocks and on itself first, or make it a DistributedDataParallel, then tagc.wrap"
     )
-
-
-def _data_parallel(module: nn.Module) -> str | None:
-    """The name of what made a module data parallel without sharding it; None if nothing did."""
-    if isinstance(module, DistributedDataParallel):
-        return "DistributedDataParallel"
-    # `replicate` gives the module its own class, a subclass of one that torch does not export.
-    marks = ((base.__module__, base.__name__) for base in type(module).__mro__)
-    return "replicate()" if ("torch.distributed._composable.replicate", "DDP") in marks else None

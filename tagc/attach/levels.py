@@ -48,7 +48,7 @@ class Levels:
 
     def info(self, unit: Unit) -> UnitInfo:
         """The unit's reduce-scatter, with the layout of its ranks on hosts."""
-        return replace(unit.info, ranks_per_host=self._layouts[_ranks(unit)].ranks_per_host)
+        return unit.on_hosts(self._layouts[_ranks(unit)].ranks_per_host)
 
     def peers(self, unit: Unit) -> int:
         """The number of ranks that exchange the unit's messages."""

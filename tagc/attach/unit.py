@@ -1,4 +1,5 @@
-"""The contract of an integration with a way of sharding: how to find units, what a unit can do.
+"""The contract of an integration with a way of sharding or replicating: how to find units, what a
+unit can do.
 
 To add an integration, write a file with a subclass of :class:`Unit` and an :class:`Integration`,
 and add it to :mod:`tagc.attach.integrations`.
@@ -7,7 +8,7 @@ and add it to :mod:`tagc.attach.integrations`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,11 @@ from tagc.policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One communication unit of a sharded model.
+    """One communication unit of a model.
 
     Attributes:
-        info: its reduce-scatter, with the trainable parameters.
-        group: the ranks over which it is sharded.
+        info: its reduce-scatter, or with DDP its all-reduce, with the trainable parameters.
+        group: the ranks over which it is sharded; with DDP, replicated.
         gather_info: its all-gather, with all parameters; None if the all-gather, and therefore the
             all-reduce over replicas, cannot be replaced.
         replicas: the ranks with the same shard in other replicas of the model, if FSDP itself
@@ -38,6 +39,10 @@ class Unit:
     gather_info: UnitInfo | None = None
     replicas: dist.ProcessGroup | None = None
     parallel: Sequence[dist.ProcessGroup] = ()
+
+    def on_hosts(self, ranks: int) -> UnitInfo:
+        """:attr:`info` with ``ranks`` neighbours on each host."""
+        return replace(self.info, ranks_per_host=ranks)
 
     @property
     def reached(self) -> Set[str] | None:
@@ -100,12 +105,12 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Integration:
-    """A way of sharding.
+    """A way of sharding or replicating a model.
 
     Attributes:
         name: short name, for users.
         spelled: name with the function or class that users call.
-        shards: whether it shards any module of a model.
+        shards: whether it shards, or with DDP replicates, any module of a model.
         sharding_groups: the groups of the ranks that share a model, even an invalid one.
         find_units: the units of a model, in module order; raises ValueError if a collective cannot
             be replaced, or already is.

@@ -16,11 +16,11 @@ from tagc.collect.transport import Transport, failing_in
 
 
 class HostSum(Stage):
-    """Sums a host's gradients: ``[H * R, S]`` to ``[H, S]``.
+    """Sums a host's gradients: ``[H * R, S]`` to ``[H, S]``, or with DDP ``[R, S]`` to ``[1, S]``.
 
-    Rank ``h * R + r`` gets host ``h``'s sums of the rows of the ranks ``r`` of all hosts. The ranks
-    of a host send each other gradients uncompressed, or in messages without error feedback
-    (:mod:`tagc.plan.inside`).
+    Rank ``h * R + r`` gets host ``h``'s sums of the rows of the ranks ``r`` of all hosts; with DDP,
+    of row ``r``. The ranks of a host send each other gradients uncompressed, or in messages without
+    error feedback (:mod:`tagc.plan.inside`).
     """
 
     def __init__(self, setup: StageSetup, inside: Transport | None) -> None:
@@ -35,8 +35,7 @@ class HostSum(Stage):
         self._coder: Coder | None = None
         if self._message is not None:
             ranks = unit.info.ranks_per_host
-            everywhere = unit.peers * ranks
-            codec = replace(setup.codec, destinations=everywhere, world_size=ranks, stage=3)
+            codec = replace(setup.codec, destinations=unit.rows, world_size=ranks, stage=3)
             self._coder = Coder(self._message.segments, codec)
 
     @property
@@ -46,8 +45,20 @@ class HostSum(Stage):
 
     def room(self, grad: Tensor) -> Tensor:
         """A buffer ``[H, S]`` for the sum of ``grad`` ``[W, S]``, valid until the next call."""
-        shape = (self._setup.unit.peers, grad.shape[1])
+        shape = (len(grad) // self._setup.unit.info.ranks_per_host, grad.shape[1])
         return self._setup.workspace.take("inside_sum", shape, grad.dtype)
+
+    def room_for_average(self, rows: Tensor) -> Tensor:
+        """A buffer ``[S]`` for the average of this rank's row over hosts, valid until the next
+        call."""
+        return self._setup.workspace.take("host_average", (rows.shape[1],), rows.dtype)
+
+    def hand_on(self, average: Tensor, out: Tensor) -> None:
+        """Gather the averages ``[S]`` of all ranks of the host to ``out`` ``[R * S]``."""
+        assert self._transport is not None
+        work = self._transport.gather(out.view(self._transport.size, -1), average[None])
+        work.wait()
+        self._counters.inside_bytes += work.wire_bytes
 
     def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
         """See :meth:`Stage.run`. Ranks are added in rank order."""

@@ -73,10 +73,11 @@ class UnitReducer(ReducerState):
         Args:
             out: ``[S]``.
             inp: ``[W * S]``, row ``d`` for rank ``d``; across replicas ``[S]``, and all ranks get
-                the same ``out``, which may be ``inp``.
+                the same ``out``, which may be ``inp``. With DDP on hosts of ``R`` ranks both are
+                ``[R * S]``.
             op: SUM or AVG; any, if the unit has nothing to compress.
             native: reduces units with nothing to compress, and all units during the warm-up;
-                default: the backend's own reduce-scatter.
+                default: the backend's own reduce-scatter, or all-reduce.
             reached: names of the parameters in the buffers, the same on every rank, if the backward
                 did not reach all of them; see :mod:`tagc.collect.part`.
 
@@ -106,10 +107,14 @@ class UnitReducer(ReducerState):
         if part is None or not whole:
             self._run(out, inp, group, call, None, stays=stays)
             return
-        rows, found = part.expand(inp.view(-1, out.numel())), out.new_empty(plan.columns)
-        with self._without(part, group):
+        handed_on = self._handed_on
+        rows = part.expand(inp.view(plan.rows, -1))
+        found = out.new_empty(handed_on * plan.columns)
+        with self._without(part, call.transport.rank):
             self._run(found, rows.view(-1), group, call, part, stays=stays)
-        part.pick(found, out)
+        pairs = zip(found.view(handed_on, -1), out.view(handed_on, -1), strict=True)
+        for whole_row, row in pairs:
+            part.pick(whole_row, row)
 
     def _run(
         self,
@@ -128,7 +133,8 @@ class UnitReducer(ReducerState):
         """
         plan, lockstep, step = self.plan, self._lockstep, self.counters.all_steps
         words = plan.words if call.compresses else 0
-        rows = inp.view(-1, out.numel()) if call.compresses or call.on_hosts else inp
+        rows = inp.view(plan.rows, -1) if call.compresses or call.on_hosts else inp
+        average = out
         if not call.on_hosts:
             lockstep.announce([call.transport], words, step, call.part)
         else:
@@ -146,14 +152,19 @@ class UnitReducer(ReducerState):
                 return
             self.waiting.hand_over(total, part)
             rows = total
+            if plan.all_reduced:
+                average = self.inside.room_for_average(rows)
         self.counters.steps += 1
         with failing_in(lockstep.what, group):
             if call.compresses:
-                self._send_messages(out, rows, call)
+                self._send_messages(average, rows, call)
             else:
                 lockstep.confirm()
-                stage = self._sum if call.on_hosts or plan.for_all else self._native
-                stage.run(rows, out, call)
+                own = call.on_hosts or (plan.for_all and call.native is None)
+                stage = self._sum if own else self._native
+                stage.run(rows, average, call)
+            if average is not out and self.inside is not None:
+                self.inside.hand_on(average, out)
 
     def _send_messages(self, out: Tensor, rows: Tensor, call: Call) -> None:
         self.counters.compressed_steps += 1
@@ -168,6 +179,11 @@ class UnitReducer(ReducerState):
         if self._flat is not None:
             self._flat.restore(shard, out, row)
 
+    @property
+    def _handed_on(self) -> int:
+        """How many averages the ranks of a host hand on to each other: all rows with DDP."""
+        return self.plan.rows if self.plan.all_reduced else 1
+
     def _adds_inside(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> bool:
         """Whether ranks of a host add up first, the same on all ranks. A unit with nothing
         compressed may be reduced with any operation over any group; then the backend does it."""
@@ -180,8 +196,8 @@ class UnitReducer(ReducerState):
             refuse_others(self.plan, op, group.size())
         return False
 
-    def _without(self, part: Part, group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    def _without(self, part: Part, rank: int) -> AbstractContextManager[None]:
         """Preserve the feedback state of parameters that the backward did not reach."""
         codecs = [c for c in self.coder.codecs.values() if c.controllers]
         missing = [c for c in codecs if part.misses(c, self.plan.segments)]
-        return set_aside(self.messages.debts(part, group.rank()), missing)
+        return set_aside(self.messages.debts(part, rank), missing)

@@ -35,8 +35,8 @@ def check_reduction(
             f"tagc: unit {name!r} was planned for {info.world_size} ranks, but FSDP "
             f"reduces over {group.size()}; call tagc.wrap after the model is sharded for good"
         )
-    rows = 1 if plan.for_all else info.world_size
-    if unknown or out.numel() != columns or inp.numel() != columns * rows:
+    received = plan.rows if plan.all_reduced else 1
+    if unknown or out.numel() != columns * received or inp.numel() != columns * plan.rows:
         more = f", {as_list(unknown)} among them" if unknown else ""
         raise RuntimeError(
             f"tagc: unit {name!r} was planned for {columns} gradient columns per rank, but FSDP "

@@ -48,10 +48,10 @@ def _rehearse_reductions(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None
         unit, ops, _META, workspace, seed=0, hosts=_hosts(unit), connect=SilentTransport
     )
     reducer.counters.earlier_steps = unit.warmup_steps
-    out = torch.empty(unit.buffer_columns, dtype=unit.info.dtype, device=_META)
-    rows = 1 if unit.for_all else unit.info.world_size
+    received = unit.rows if unit.all_reduced else 1
+    out = torch.empty(received * unit.buffer_columns, dtype=unit.info.dtype, device=_META)
     for _ in range(_STEPS):
-        inp = torch.empty(rows * unit.buffer_columns, dtype=unit.info.dtype, device=_META)
+        inp = torch.empty(unit.rows * unit.buffer_columns, dtype=unit.info.dtype, device=_META)
         reducer.reduce(out, inp, _group(unit.info.world_size), dist.ReduceOp.AVG)
 
 

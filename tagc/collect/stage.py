@@ -110,7 +110,7 @@ class Sum(Stage):
         """See :meth:`Stage.run`; across replicas ``out`` may be ``rows``."""
         if self._setup.unit.for_all:
             if out.data_ptr() != rows.data_ptr():
-                out.copy_(rows)
+                out.copy_(rows.view_as(out))
             work = call.transport.all_reduce(out)
         else:
             take = self._setup.workspace.take

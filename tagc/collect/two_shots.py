@@ -101,7 +101,7 @@ class Slices:
 
     def __init__(self, unit: UnitPlan, setup: StageSetup) -> None:
         assert unit.shots is not None
-        self._shape = (unit.info.world_size, unit.shots.gather.columns)
+        self._shape = (unit.peers, unit.shots.gather.columns)
         self._workspace, self._dtype = setup.workspace, unit.info.dtype
         self._pieces: list[_Piece] = []
         self._empty: list[tuple[slice, slice]] = []

@@ -27,7 +27,7 @@ from tagc.collect import UnitGatherer, UnitReducer, copy_step_state, restore_ste
 from tagc.handle.collectives import Collectives
 from tagc.handle.metrics import Metrics, collect
 from tagc.handle.noise import KeptRates, MeasuredUnit, NoiseFactors, clip_grad_norm
-from tagc.plan import Plan
+from tagc.plan import Plan, UnitInfo
 
 # An attribute of the model, so that both are freed together.
 _ATTRIBUTE = "_tagc_compressor"
@@ -197,9 +197,7 @@ class Compressor:
             UnitState(
                 direction=reducer.plan.direction,
                 reducer=reducer,
-                shard=unit.group.rank(),
-                shards=unit.group.size(),
-                replica=made.replica,
+                **_shard_of(unit, reducer.plan.info, made.replica),
             )
             for reducers in (made.reducers, made.replica_reducers)
             for unit, reducer in zip(self._units, reducers, strict=bool(reducers))
@@ -344,6 +342,14 @@ class Compressor:
         self._collectives.clear()
         if attached(self._model) is self:
             delattr(self._model, _ATTRIBUTE)
+
+
+def _shard_of(unit: Unit, info: UnitInfo, replica: int) -> dict[str, int]:
+    """This rank's shard of a unit. With DDP the ranks of a host share a replica."""
+    if not info.replicated:
+        return {"shard": unit.group.rank(), "shards": unit.group.size(), "replica": replica}
+    host, place = divmod(unit.group.rank(), info.ranks_per_host)
+    return {"shard": place, "shards": info.ranks_per_host, "replica": host}
 
 
 def compressor(model: nn.Module) -> Compressor:

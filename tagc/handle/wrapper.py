@@ -65,23 +65,27 @@ def wrap(
     hosts: Hosts = "auto",
     ops: str | None = None,
 ) -> Model:
-    """Compress the FSDP traffic that ``policy`` selects.
+    """Compress the FSDP or DDP traffic that ``policy`` selects.
 
-    Call it once, on every rank, after ``fully_shard`` and before the first backward. It gathers
-    a few hundred bytes from each rank to check that all ranks agree. If the policy compresses
+    Call it once, on every rank, after ``fully_shard`` or ``DistributedDataParallel(...)`` and
+    before the first backward. It gathers a few hundred bytes from each rank to check that all ranks
+    agree. If the policy compresses
     parameters, it gathers as many more for a handful of frozen parameters. A policy with
     ``codec: auto`` also measures the link, for a second or two.
 
     With the environment variable ``TAGC_DISABLE=1`` (on all ranks) it only checks and compresses
-    nothing: training has the bits of native FSDP. A loaded state is kept and saved again unchanged.
+    nothing: training has the bits of native FSDP or DDP. A loaded state is kept and saved again
+    unchanged.
 
     With FSDP1, tagc compresses gradients through FSDP1's communication hook, but not parameters. A
     segment then has as many columns as the shard with most of its elements, so a policy with
-    several rules may send more than with FSDP2. The plan says how much.
+    several rules may send more than with FSDP2. The plan says how much. With DDP, tagc compresses
+    gradients through DDP's communication hook, by the rules for ``gradients``.
 
     Args:
-        model: a model to which ``fully_shard`` was applied, or the outermost
-            ``FullyShardedDataParallel``, on its device; changed in place.
+        model: a model to which ``fully_shard`` was applied, the outermost
+            ``FullyShardedDataParallel``, or a ``DistributedDataParallel``, on its device; changed
+            in place.
         policy: name of a built-in policy (``tagc.policies()``), path of a YAML file, mapping, or
             :class:`tagc.Policy`. By default the policy in the environment variable ``TAGC_POLICY``
             (the same on all ranks), else ``auto``: the fastest on the measured link, of 4 bits and
@@ -95,7 +99,7 @@ def wrap(
             These ranks also pass compressed parameters on to each other. ``"auto"``: if the ranks
             of a unit are on at least two hosts, in equal blocks of neighbours (``plan()`` says so);
             an integer: that many neighbours share a host (or a rack, or a site); None: every rank
-            sends for itself. FSDP2 only. With several ranks on a host,
+            sends for itself. Not with FSDP1. With several ranks on a host,
             ``model.set_requires_all_reduce(False)`` keeps a micro-batch's gradient inside the host.
         ops: implementation, see :func:`tagc.ops.get_ops`. Kernels are compiled here: this takes
             seconds the first time, and is then cached. GPU kernels then run on small inputs and are

@@ -18,6 +18,7 @@ from tagc.plan.checks import (
     left_out,
     matrices_of,
     unshared_supports,
+    without_gathers,
 )
 from tagc.plan.choice import AUTO_BITS, Choose, resolve_auto
 from tagc.plan.inside import plan_inside, without_effect
@@ -94,8 +95,9 @@ def build_plan(
     ]
     notes += [note for units in directions[:2] for note in in_levels(units)]
     notes += without_effect(directions[0], policy.inside)
-    notes += about_shots(directions[2])
+    notes += [note for units in directions[::2] for note in about_shots(units)]
     notes += left_out(directions[1], policy)
+    notes += without_gathers(units, policy)
     notes += kept_native(directions[1])
     notes += beyond_their_names([unit for units in directions for unit in units])
     segments = [s for units in directions for unit in units for s in unit.segments]

@@ -80,6 +80,7 @@ def _info(info: UnitInfo) -> dict[str, Any]:
         "per_step": info.per_step,
         "ranks_per_host": info.ranks_per_host,
         "flat": None if flat is None else {"columns": flat.columns, "whole": flat.whole},
+        **({"replicated": True} if info.replicated else {}),
     }
 
 

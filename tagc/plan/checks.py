@@ -84,6 +84,7 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
     rules = [
         (direction, i, rule)
         for direction in ("gradients", "parameters", "replicas")
+        if direction != "parameters" or not any(unit.info.replicated for unit in plan.units)
         for i, rule in enumerate(getattr(policy, direction))
     ]
     compressing = [(d, i) for d, i, rule in rules if rule.codec.compresses]
@@ -196,6 +197,15 @@ def left_out(units: Sequence[UnitPlan], policy: Policy) -> Iterator[str]:
         )
 
 
+def without_gathers(units: Sequence[UnitInfo], policy: Policy) -> Iterator[str]:
+    """A note if the policy has rules for parameters, but no parameters travel (DDP)."""
+    if policy.parameters and any(unit.replicated for unit in units):
+        yield (
+            "the policy's rules for parameters have nothing to do: with DDP each rank has all "
+            "parameters, and none are sent"
+        )
+
+
 def kept_native(units: Sequence[UnitPlan]) -> Iterator[str]:
     """Notes on units that FSDP sends itself despite their rules, and why."""
     names: dict[str, list[str]] = {}
@@ -242,11 +252,13 @@ def check_dtype(unit: UnitPlan) -> None:
             True: ("gathers parameters", "param_dtype"),
             False: ("reduces gradients", "reduce_dtype"),
         }[unit.direction == "parameters"]
+        remedy = f"give it a MixedPrecisionPolicy({remedy}=torch.float32)"
+        if unit.info.replicated:
+            remedy = "make its parameters float32 before DistributedDataParallel(...)"
         names = as_list([p.name for s in unit.compressed for p in s.params])
         raise PolicyError(
             f"unit {unit.info.name or '(root)'!r} {what} of {unit.info.dtype}, which only the "
-            f"codec 'dense' can send; give it a MixedPrecisionPolicy({remedy}=torch.float32), or "
-            f"leave out of the policy: {names}"
+            f"codec 'dense' can send; {remedy}, or leave out of the policy: {names}"
         )
 
 

@@ -62,7 +62,7 @@ def plan_inside(unit: UnitPlan, inside: Inside) -> UnitPlan:
         config = config_inside(inside if segment.compressed else "native")
         return replace(segment, codec=plan_codec(config, request))
 
-    W = unit.info.world_size
+    rows, each = unit.rows, unit.rows // unit.info.ranks_per_host
     segments = tuple(map(of_host, unit.segments))
-    message = MessagePlan(segments=segments, made=W, read=W, rows=unit.peers)
+    message = MessagePlan(segments=segments, made=rows, read=rows, rows=each)
     return replace(unit, inside=message)

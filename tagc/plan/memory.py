@@ -85,6 +85,8 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
         if unit.direction == "parameters":
             if stage.messages is not None:
                 yield from _of_parameters(unit)
+        elif stage.level == "inside" and stage.collective == "all-gather":
+            yield "host_average", dtype, columns
         elif stage.level == "inside":
             yield "inside_sum", dtype, stage.rows * columns
             if stage.messages is not None:
@@ -98,7 +100,7 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
             if stage.messages is not None:
                 yield from _of_messages(stage.messages)
     if unit.shots is not None:
-        slices = info.world_size * unit.shots.reduce.columns
+        slices = unit.peers * unit.shots.reduce.columns
         yield "slices", dtype, slices
         yield "slices", torch.float32, slices
         yield "slice_sum", torch.float32, unit.shots.reduce.columns
@@ -129,6 +131,8 @@ def _of_parameters(unit: UnitPlan) -> Iterator[Buffer]:
 
 def _waiting(unit: UnitPlan) -> int:
     """Bytes of the waiting sum of a host's ranks, in float32."""
+    if unit.all_reduced:
+        return 0
     inside = (stage for stage in unit.route if stage.level == "inside")
     return sum(4 * s.rows * s.columns for s in inside if unit.direction == "gradients")
 

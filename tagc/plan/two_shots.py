@@ -31,7 +31,7 @@ from tagc.plan.unit_plan import TwoShots, UnitPlan
 
 def in_fewest_bytes(unit: UnitPlan) -> UnitPlan:
     """The unit in two shots if that is possible and sends less, otherwise as it is."""
-    if unit.direction != "replicas" or why_one_shot(unit) is not None:
+    if not unit.all_reduced or why_one_shot(unit) is not None:
         return unit
     other = in_two_shots(unit)
     return other if _words(other) < _words(unit) else unit
@@ -50,14 +50,14 @@ def in_two_shots(unit: UnitPlan) -> UnitPlan:
     cuts: list[tuple[Cut, ...]] = []
     start = 0
     for segment in unit.segments:
-        found = segment.codec.cut(unit.info.world_size)
+        found = segment.codec.cut(unit.peers)
         assert found is not None
         codec, of_segment = found
         stop = start + sum(cut.length for cut in of_segment)
         cuts.append(of_segment)
         slices.append(replace(segment, start=start, stop=stop, params=(), codec=codec))
         start = stop
-    owners = unit.info.world_size
+    owners = unit.peers
     sums = [replace(segment, codec=segment.codec.of_sums()) for segment in slices]
     shots = TwoShots(
         reduce=MessagePlan(segments=tuple(slices), made=owners, read=owners),
@@ -69,7 +69,7 @@ def in_two_shots(unit: UnitPlan) -> UnitPlan:
 
 def why_one_shot(unit: UnitPlan) -> str | None:
     """Why the average of a unit over replicas cannot go in two shots; None if it can."""
-    owners = unit.info.world_size
+    owners = unit.peers
     uncut = [s.codec.name for s in unit.segments if s.codec.cut(owners) is None]
     if uncut:
         return f"codec {uncut[0]!r} needs all messages where they are added up"
@@ -90,7 +90,7 @@ def slices_of(unit: UnitPlan, segment: Segment) -> Iterator[ParamSlice]:
     for cut in unit.shots.cuts[unit.segments.index(segment)]:
         first = segment.start
         for param in segment.params:
-            for owner in range(unit.info.world_size):
+            for owner in range(unit.peers):
                 left = start + owner * cut.length
                 right = min(left + cut.length, start + cut.columns)
                 low, high = max(left, first), min(right, first + param.columns)
@@ -109,23 +109,24 @@ def slices_of(unit: UnitPlan, segment: Segment) -> Iterator[ParamSlice]:
 
 
 def about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
-    """Notes about the units averaged over replicas in two shots, and the reasons for one shot."""
+    """Notes about the units all-reduced in two shots, and the reasons for one shot."""
     two = [unit for unit in units if unit.shots is not None]
     if two:
         once = sum(_wire_bytes(replace(unit, shots=None)) for unit in two)
         yield (
-            f"replicas of {len(two)} units in two shots: each of the {two[0].info.world_size} "
-            "replicas adds up a slice of the shard and sends the sum to all "
+            f"{two[0].direction} of {len(two)} units in two shots: each of the "
+            f"{two[0].peers} replicas adds up a slice and sends the sum to all "
             f"({format_bytes(sum(map(_wire_bytes, two)))}; in one shot, every message to all, "
             f"{format_bytes(once)})"
         )
     whole: dict[str, list[str]] = {}
     for unit in units:
-        if unit.compressed and unit.shots is None and unit.info.world_size > 2:
+        one_shot = unit.all_reduced and unit.compressed and unit.shots is None
+        if one_shot and unit.peers > 2:
             why = why_one_shot(unit) or "two would send more"
             whole.setdefault(why, []).append(unit.info.label)
     for why, names in whole.items():
-        yield f"replicas of {as_list(names)} in one shot, every message to all: {why}"
+        yield f"{units[0].direction} of {as_list(names)} in one shot, every message to all: {why}"
 
 
 def _words(unit: UnitPlan) -> int:

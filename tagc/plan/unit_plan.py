@@ -48,7 +48,7 @@ class UnitPlan:
     """The segments of one unit in one direction, in column order, without gaps.
 
     Attributes:
-        shots: the two shots of an average over replicas; None in one shot.
+        shots: the two shots of an all-reduce; None in one shot.
         inside: messages between the ranks of a host that add up gradients; None if they send each
             other gradients uncompressed, or none. See :mod:`tagc.plan.inside`.
     """
@@ -78,9 +78,9 @@ class UnitPlan:
     @cached_property
     def route(self) -> tuple[StagePlan, ...]:
         """The collectives that carry the unit in a step, one after another."""
-        if self.direction == "gradients":
-            return self._reduction()
-        return self._gather() if self.direction == "parameters" else self._average()
+        if self.direction == "parameters":
+            return self._gather()
+        return self._average() if self.all_reduced else self._reduction()
 
     def _reduction(self) -> tuple[StagePlan, ...]:
         on_hosts = self.info.ranks_per_host > 1
@@ -131,11 +131,15 @@ class UnitPlan:
         return (across, inside) if on_hosts else (across,)
 
     def _average(self) -> tuple[StagePlan, ...]:
-        def stage(collective: Collective, messages: MessagePlan | None = None) -> StagePlan:
+        on_hosts = self.info.ranks_per_host > 1
+
+        def stage(
+            collective: Collective, messages: MessagePlan | None = None, *, inside: bool = False
+        ) -> StagePlan:
             return StagePlan(
                 collective=collective,
-                level="flat",
-                ranks=self.info.world_size,
+                level="inside" if inside else "across" if on_hosts else "flat",
+                ranks=self.info.ranks_per_host if inside else self.peers,
                 columns=self.buffer_columns,
                 dtype=self.info.dtype,
                 each_backward=False,
@@ -143,10 +147,18 @@ class UnitPlan:
             )
 
         if not self.compressed:
-            return (stage("all-reduce"),)
-        if self.shots is None:
-            return (stage("all-gather", self.messages),)
-        return stage("all-to-all", self.shots.reduce), stage("all-gather", self.shots.gather)
+            found = (stage("all-reduce"),)
+        elif self.shots is None:
+            found = (stage("all-gather", self.messages),)
+        else:
+            found = (
+                stage("all-to-all", self.shots.reduce),
+                stage("all-gather", self.shots.gather),
+            )
+        if not on_hosts:
+            return found
+        first = stage("reduce-scatter", self.inside, inside=True)
+        return first, *found, stage("all-gather", inside=True)
 
     @cached_property
     def words(self) -> int:
@@ -175,12 +187,26 @@ class UnitPlan:
     @cached_property
     def for_all(self) -> bool:
         """Whether all ranks get and decode the same messages."""
-        return self.direction != "gradients"
+        return self.direction == "parameters" or self.all_reduced
+
+    @cached_property
+    def all_reduced(self) -> bool:
+        """Whether all ranks get the whole sum of the gradients: across replicas, and with DDP."""
+        replicated = self.direction == "gradients" and self.info.replicated
+        return replicated or self.direction == "replicas"
 
     @cached_property
     def peers(self) -> int:
         """How many ranks send each other messages: all, or with two levels one on every host."""
         return self.info.world_size // self.info.ranks_per_host
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the buffer of gradients: one for each shard; with DDP one for each rank of a
+        host, which adds it up."""
+        if self.direction == "replicas":
+            return 1
+        return self.info.ranks_per_host if self.info.replicated else self.info.world_size
 
     @cached_property
     def compressed(self) -> tuple[Segment, ...]:
@@ -222,7 +248,7 @@ class UnitPlan:
         """Bytes that a rank sends in a step for ``columns`` uncompressed columns; with two levels,
         only those to other hosts."""
         others = self.peers - 1
-        if self.direction == "replicas":  # an all-reduce of one shard
+        if self.all_reduced:
             return 2 * others / self.peers * columns * self.info.dtype.itemsize
         return others * columns * self.info.dtype.itemsize * self.info.per_step
 

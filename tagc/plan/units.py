@@ -1,4 +1,4 @@
-"""A unit as FSDP shards it: the input of a plan."""
+"""A unit as FSDP shards it, or DDP replicates it: the input of a plan."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FlatBuffer:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitInfo:
-    """One collective of one FSDP unit.
+    """One collective of one unit.
 
     Attributes:
         params: its parameters in the order of FSDP's buffer.
@@ -73,6 +73,7 @@ class UnitInfo:
             before one of them sends, and forward received parameters to each other. 1 if every rank
             sends for itself.
         flat: FSDP1's buffer, in which parameters do not have the same columns in every row.
+        replicated: whether each rank has the whole unit (DDP), so gradients are all-reduced.
         native: why FSDP's own collective is used whatever the policy says; empty if it need not be.
     """
 
@@ -83,6 +84,7 @@ class UnitInfo:
     per_step: int = 1
     ranks_per_host: int = 1
     flat: FlatBuffer | None = None
+    replicated: bool = False
     native: str = field(default="", repr=False)
 
     @cached_property

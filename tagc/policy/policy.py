@@ -57,7 +57,12 @@ def _as_rules(value: object) -> tuple[object, ...]:
     return tuple(value)
 
 
-def _check_replicas(rule: Rule) -> Rule:
+def check_replicated(rule: Rule) -> Rule:
+    """Refuse a rule for gradients that cannot be all-reduced.
+
+    Raises:
+        ValueError: with the key and the reason.
+    """
     if rule.codec.shares_support:
         raise ValueError(
             "codec.support 'shared' is chosen by a shard's owner, and replicas have none"
@@ -108,7 +113,7 @@ class Policy(Strict):
     parameters: _Rules[ParameterRule] = ()
     """Rules for parameters in FSDP's all-gather. The first rule that selects a parameter decides; a
     parameter that no rule selects is dense."""
-    replicas: _Rules[Annotated[Rule, AfterValidator(_check_replicas)]] = ()
+    replicas: _Rules[Annotated[Rule, AfterValidator(check_replicated)]] = ()
     """Rules for gradients in the all-reduce across replicas of the sharded model. The first rule
     that selects a parameter decides; a parameter that no rule selects is dense."""
     inside: Inside = "native"

@@ -1,20 +1,25 @@
-"""Ways to shard: FSDP2, with replicas, on hosts of two ranks, FSDP1."""
+"""Ways to share a model: FSDP2, with replicas, on hosts of two ranks, FSDP1, DDP, on hosts."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
 import tagc
+from tagc.attach import ddp
 from tagc.plan import UnitPlan
 
-from .dtypes import Dtype
+from .ddp_options import DDP
+from .ddp_options import HOSTS as DDP_HOSTS
+from .dtypes import DTYPES, Dtype
 from .fsdp1_options import FSDP1
 from .fsdp2_options import FSDP2, HOSTS, REPLICAS
 from .meshes import two_by_two
@@ -33,6 +38,7 @@ class Api:
         gradients: the gradient shard ``[S]`` of every unit of a plan, in float64, in FSDP's
             columns.
         ranks: numbers of ranks that the plain option runs on, and dtypes in turn.
+        dtypes: those that make a difference.
         replicas: copies of the sharded model, among 4 ranks.
         same_bits: whether policy `dense` must have native FSDP's bits: not where sums are made in
             another order.
@@ -46,6 +52,7 @@ class Api:
     wrapped: Callable[[Option, Dtype, dict[str, Any] | None], Any]
     gradients: Callable[[Any, Sequence[UnitPlan]], list[Tensor]]
     ranks: Sequence[int] = (2, 3, 4, 5)
+    dtypes: Sequence[str] = tuple(DTYPES)
     replicas: int = 1
     same_bits: bool = True
     averages: bool = False
@@ -81,6 +88,24 @@ def wrap(model: Any, policy: dict[str, Any] | None, **where: Any) -> Any:
 
 def fsdp2_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
     return wrap(built(option, dtype), policy)
+
+
+def ddp_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
+    """Row by row, on hosts."""
+    params: dict[str, Any] = {plain(name): p for name, p in model.named_parameters()}
+    found = []
+    for unit in units:
+        rows = torch.zeros(unit.rows, unit.columns, dtype=torch.float64)
+        at = 0
+        for param in (p for segment in unit.segments for p in segment.params):
+            grad = params[param.name].grad
+            if grad is not None:
+                cut = torch.zeros(unit.rows * param.columns, dtype=torch.float64)
+                cut[: grad.numel()] = grad.flatten()
+                rows[:, at : at + param.columns] = cut.view(unit.rows, -1)
+            at += param.columns
+        found.append(rows.flatten())
+    return found
 
 
 def fsdp2_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
@@ -135,7 +160,21 @@ def fsdp1_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
 
 
 def plain(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    for part in ("_checkpoint_wrapped_module.", "_orig_mod.", "module."):
+        name = name.replace(part, "")
+    return name
+
+
+def ddp_built(option: Option, dtype: Dtype) -> Any:
+    torch.manual_seed(1)
+    model = Net(**option.net).to(dtype.model)
+    option.prepare(model)
+    return option.shard(model)
+
+
+def ddp_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None, **where: Any) -> Any:
+    with patch.object(ddp, "UNIT_BYTES", 3000):  # several units
+        return wrap(ddp_built(option, dtype), policy, **where)
 
 
 def replicas_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
@@ -175,5 +214,26 @@ APIS: dict[str, Api] = {
             "matrix": "sharded by FSDP1, which cuts through rows",
             "changes": "has rules for parameters, but the model uses FSDP1",
         },
+    ),
+    "DDP": Api(
+        options=DDP,
+        native=ddp_built,
+        wrapped=ddp_wrapped,
+        gradients=ddp_gradients,
+        dtypes=("fp32", "model in bf16", "model in fp64"),
+        # Without a hook DDP multiplies by 1 / W instead of dividing by W, and gloo's ring adds up
+        # a bucket of its own in another order.
+        same_bits=False,
+        averages=True,
+    ),
+    "DDP, hosts": Api(
+        options=DDP_HOSTS,
+        native=ddp_built,
+        wrapped=partial(ddp_wrapped, hosts=2),
+        gradients=ddp_gradients,
+        ranks=(4,),
+        dtypes=("fp32", "model in bf16"),
+        same_bits=False,
+        averages=True,
     ),
 }

@@ -45,7 +45,7 @@ def cases() -> list[Case]:
         for i, (option, spec) in enumerate(api.options.items()):
             ranks = (4,) if api.replicas > 1 else spec.ranks
             rows[name, "fp32", ranks[i % len(ranks)], option] = None
-        for i, dtype in enumerate(DTYPES):
+        for i, dtype in enumerate(api.dtypes):
             rows[name, dtype, api.ranks[i % len(api.ranks)], "plain"] = None
         for ranks in api.ranks:
             rows[name, "fp32", ranks, "plain"] = None

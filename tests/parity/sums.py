@@ -19,6 +19,7 @@ from tagc.codecs.matrix import MatrixPlan
 from tagc.codecs.sketch import SketchCodec, SketchPlan
 from tagc.collect import UnitReducer
 from tagc.collect.part import Part
+from tagc.plan import Segment
 
 from .apis import Api
 from .dtypes import F16, F32, F64, Dtype
@@ -26,6 +27,10 @@ from .meshes import two_by_two
 from .option import Option
 
 Divisors = Callable[[int], tuple[float, float]]
+
+
+def _is_matrix(segment: Segment) -> bool:
+    return isinstance(segment.codec, MatrixPlan)
 
 
 @contextmanager
@@ -42,8 +47,7 @@ def recorded() -> Iterator[dict[int, Tensor]]:
         amounts[id(self)] = amounts.get(id(self), torch.zeros_like(size)) + size
 
     def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *how: Any, reached: Any = None) -> None:
-        rows = 1 if self.plan.for_all else self.plan.info.world_size
-        size = inp.view(rows, -1).double().abs()
+        size = inp.view(self.plan.rows, -1).double().abs()
         if reached is not None:
             size = Part(self.plan, frozenset(reached)).expand(size)
         if self.plan.info.flat is not None:
@@ -54,16 +58,20 @@ def recorded() -> Iterator[dict[int, Tensor]]:
         add(self, size)
 
     def encode(self: UnitReducer, encode_: Any, grad: Tensor, *how: Any) -> None:
-        sent = torch.zeros(grad.shape, dtype=torch.float64)
-        owed = {s.start: self.residuals[s.start].double() for s in self.plan.of(MatrixPlan)}
+        plan = self.plan
+        here = plan.segments if plan.shots is None else plan.shots.reduce.segments
+        pairs = [(s, at) for s, at in zip(plan.segments, here, strict=True) if _is_matrix(s)]
+        owed = {s.start: self.residuals[s.start].double() for s, _ in pairs}
         before = grad.double()
         encode_(grad, *how)
-        for segment in self.plan.of(MatrixPlan):
-            here = slice(segment.start, segment.stop)
-            x = before[:, here] + owed[segment.start]
-            sent[:, here] = (x - self.residuals[segment.start].double()).abs()
-        if owed:
-            add(self, for_shards(self.plan, sent))
+        sent = {
+            s.start: (
+                before[:, at.start : at.stop] + owed[s.start] - self.residuals[s.start].double()
+            ).abs()
+            for s, at in pairs
+        }
+        if sent:
+            add(self, for_shards(plan, laid_out(plan, sent)))
 
     with patch.object(UnitReducer, "reduce", reduce):
         yield amounts
@@ -89,10 +97,14 @@ def reduction(api: Api, option: Option, dtype: Dtype) -> Divisors:
 def owes(wrapped: Any, how: Divisors) -> list[Tensor]:
     """What all ranks together owe this rank's shards, in the units of the gradient."""
     compressor = tagc.compressor(wrapped)
-    held = {
-        id(reducer): for_shards(reducer.plan, laid_out(reducer.plan, reducer.residuals))
-        for reducer in (*compressor.reducers, *compressor.replica_reducers)
-    }
+    held = {}
+    for reducer in (*compressor.reducers, *compressor.replica_reducers):
+        rows = for_shards(reducer.plan, laid_out(reducer.plan, reducer.residuals))
+        if reducer.plan.shots is not None:  # an owner of a slice owes the average
+            slice_ = dist.get_rank() // reducer.plan.info.ranks_per_host
+            own = laid_out(reducer.plan, reducer.owner_residuals, row=slice_)
+            rows += reducer.plan.info.world_size * for_shards(reducer.plan, own)
+        held[id(reducer)] = rows
     return spread(wrapped, how, held)
 
 
@@ -104,10 +116,11 @@ def spread(wrapped: Any, how: Divisors, rows: Mapping[int, Tensor]) -> list[Tens
     for i, reducer in enumerate(compressor.reducers):
         group, W = compressor._units[i].group, reducer.plan.info.world_size
         inside, after = how(W)
-        shape = (W, reducer.plan.buffer_columns)
+        shape = (reducer.plan.rows, reducer.plan.buffer_columns)
         total = rows.get(id(reducer), torch.zeros(shape, dtype=torch.float64)).clone()
         dist.all_reduce(total, group=group)
-        mine = total[group.rank()] / inside
+        everything = reducer.plan.all_reduced
+        mine = (total.flatten() if everything else total[group.rank()]) / inside
         if compressor.replica_reducers:
             replicas = two_by_two()["replicate"].get_group()
             average = compressor.replica_reducers[i]
@@ -145,16 +158,21 @@ def check_steps(wrapped: Any, how: Divisors, owed: Sequence[Tensor]) -> None:
     """Nobody owes an element more than half a step of its shard's."""
     compressor = tagc.compressor(wrapped)
     for i, reducer in enumerate(compressor.reducers):
-        W, own = reducer.plan.info.world_size, compressor._units[i].group.rank()
+        plan, W = reducer.plan, reducer.plan.info.world_size
+        own = compressor._units[i].group.rank()
+        if plan.all_reduced:
+            own %= plan.info.ranks_per_host
+        rows = plan.messages.made
         sketch = reducer.coder.codecs.get("sketch")
         if not isinstance(sketch, SketchCodec):
             continue
-        for j, segment in enumerate(reducer.plan.of(SketchPlan)):
-            row = own // reducer.plan.info.ranks_per_host
+        for j, segment in enumerate(plan.of(SketchPlan)):
+            row = own // plan.info.ranks_per_host
             half = sketch.quantization_steps[j, row].item() / 2
             # Thresholds are sizes of elements, and steps a small part of them.
             assert 2 * half <= 2**-14 * sketch.controllers[0].threshold[j, row].item()
-            most = reducer.plan.peers * half / math.prod(how(W))
-            of_segment = {segment.start: torch.ones(reducer.plan.peers, segment.columns)}
-            here = for_shards(reducer.plan, laid_out(reducer.plan, of_segment))[own] > 0
-            assert bool((owed[i][here].abs() <= most * (1 + 2**-20)).all())
+            most = plan.peers * half / math.prod(how(W))
+            of_segment = {segment.start: torch.ones(rows, segment.columns)}
+            here = for_shards(plan, laid_out(plan, of_segment))[own] > 0
+            left = owed[i].view(-1, plan.buffer_columns)[own if plan.all_reduced else 0]
+            assert bool((left[here].abs() <= most * (1 + 2**-20)).all())

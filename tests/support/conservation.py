@@ -177,7 +177,7 @@ def for_shards(plan: UnitPlan, rows: Tensor) -> Tensor:
     R = plan.info.ranks_per_host
     if R == 1:
         return rows
-    every = rows.new_zeros(plan.info.world_size, rows.shape[1])
+    every = rows.new_zeros(plan.rows, rows.shape[1])
     every[dist.get_rank() % R :: R] = rows
     return every
 

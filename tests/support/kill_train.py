@@ -21,6 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 
@@ -67,20 +69,26 @@ def train(
     saver: str,
     kill: tuple[int, int] | None,
     hosts: int | None = None,
+    ddp: bool = False,
 ) -> dict:
     """Train from the last checkpoint to the end; return this rank's weights.
 
     Args:
         kill: rank and step.
         hosts: ranks that share a host; then changes of parameters are sent.
+        ddp: whether the model is replicated instead of sharded.
     """
-    model: Any = Net()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    net = Net()
+    model: Any = net
+    if ddp:
+        model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+    else:
+        for block in net.blocks:
+            fully_shard(block)
+        fully_shard(net)
     when = {"name": "*.weight"}
     policy: dict[str, Any] = {"schema": 1, "gradients": [{"when": when, "codec": CODECS[codec]}]}
-    if hosts:
+    if hosts and not ddp:
         policy["parameters"] = [{"when": when, "codec": CHANGES}]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a model this small may send more when compressed
@@ -89,7 +97,7 @@ def train(
     first = resume(folder, model, optimizer, saver)
     for step in range(first, STEPS):
         if kill == (rank, step):
-            model.killer = partial(die, folder / f"killed-{rank}-{step}")
+            net.killer = partial(die, folder / f"killed-{rank}-{step}")
         generator = torch.Generator().manual_seed(1000 * step + rank)
         x = torch.randn(8, 17, generator=generator)
         (model(x) - x.flip(1)).square().mean().backward()
@@ -98,7 +106,12 @@ def train(
         if (step + 1) % EVERY == 0:
             checkpoint(folder, step + 1, model, optimizer, saver)
     weights: dict[str, Any] = dict(model.named_parameters())
-    return {name: weight.to_local().detach().clone() for name, weight in weights.items()}
+    return {name: local(weight).detach().clone() for name, weight in weights.items()}
+
+
+def local(weight: Any) -> Tensor:
+    """This rank's part."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def die(note: Path, grad: Tensor) -> None:
@@ -145,6 +158,7 @@ def main() -> None:
     parser.add_argument("--codec", choices=CODECS, default="sketch")
     parser.add_argument("--saver", choices=("dcp", "safetensors"), default="dcp")
     parser.add_argument("--hosts", type=int, help="ranks that share a host")
+    parser.add_argument("--ddp", action="store_true")
     parser.add_argument("--kills", nargs="*", default=[], metavar="RANK:STEP")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -154,7 +168,7 @@ def main() -> None:
     if incarnation < len(args.kills):
         victim, step = args.kills[incarnation].split(":")
         kill = int(victim), int(step)
-    weights = train(rank, args.folder, args.codec, args.saver, kill, args.hosts)
+    weights = train(rank, args.folder, args.codec, args.saver, kill, args.hosts, args.ddp)
     torch.save(weights | {"incarnation": incarnation}, args.folder / f"weights-{rank}.pt")
     dist.destroy_process_group()
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from support import fsdp1_net, parallel_net, small_net
 from support.states import in_whole, wrapped
+from tagc.attach import ddp
 from tagc.checkpoint.suffix import split_suffix
 
 
@@ -22,14 +25,14 @@ class Layout:
     """How ranks share a model.
 
     Attributes:
-        data: ranks over which FSDP shards each copy.
+        data: ranks over which FSDP shards each copy, or DDP replicates the model.
         per_host: ranks that share a host; None if every rank sends for itself.
         tensor: tensor-parallel ranks; 0 for the model that has no tensor parallelism.
         replicas: copies, over which tagc averages.
     """
 
     data: int
-    api: Literal["FSDP1", "FSDP2"] = "FSDP2"
+    api: Literal["DDP", "FSDP1", "FSDP2"] = "FSDP2"
     per_host: int | None = None
     tensor: int = 0
     replicas: int = 1
@@ -53,11 +56,14 @@ class Layout:
 
     def wrapped(self, policy: dict[str, Any]) -> Any:
         """The model on this rank."""
-        return wrapped(policy, self._sharded(), hosts=self.per_host)
+        with patch.object(ddp, "UNIT_BYTES", 2000):  # several units
+            return wrapped(policy, self._sharded(), hosts=self.per_host)
 
     def _sharded(self) -> Any:
         if self.tensor:
             return parallel_net.parallel(self.data, self.tensor, replicas=self.replicas)
+        if self.api == "DDP":
+            return DistributedDataParallel(small_net.net())
         if self.api == "FSDP1":
             return fsdp1_net.sharded(use_orig_params=True)
         if self.replicas == 1:

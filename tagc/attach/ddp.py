@@ -1,0 +1,366 @@
+"""DDP: the one file that knows ``DistributedDataParallel``'s internals.
+
+DDP copies gradients into buckets, and calls a communication hook for each full bucket, in the same
+order on all ranks. After the first step it makes new buckets, in the order in which gradients
+arrived. So units here are not buckets but fixed sets of parameters, which depend on the model
+alone: plans exist before training, and residuals do not move. The hook collects the gradients of a
+unit from one or more buckets, reduces the unit when the last of them is there, and writes the
+average back into the buckets. A bucket is done when all units with a parameter in it are.
+"""
+
+# No `from __future__ import annotations`: DDP reads the annotations of its hook.
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from tagc.attach.unit import Integration, Unit
+from tagc.collect import CollectiveWork, Transport, UnitReducer
+from tagc.plan import UnitInfo, UnitParam, as_list
+from tagc.policy import Policy, PolicyError
+from tagc.policy.policy import check_replicated
+from tagc.policy.roles import clean_name
+
+UNIT_BYTES = 25 * 2**20
+"""Gradients of a unit, unless one parameter has more: as many as of DDP's buckets by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPUnit(Unit):
+    """Parameters of one ``DistributedDataParallel`` whose gradients are reduced together."""
+
+    # DDP holds its hook, and so the units, where Python's garbage collector does not look.
+    _module: Callable[[], DistributedDataParallel | None]
+    _params: Sequence[nn.Parameter]
+
+    def install(self, reducer: UnitReducer) -> None:
+        """See :meth:`Unit.install`."""
+        module = self._module()
+        assert module is not None
+        hook = _hook_of(module)
+        if hook is None:
+            hook = _Hook(module)
+            module.register_comm_hook(hook, _reduce_bucket)
+        hook.add(_Collected(self, reducer, module.find_unused_parameters or module.static_graph))
+
+    def restore(self) -> None:
+        """See :meth:`Unit.restore`. DDP keeps a hook forever, so from now on tagc's hook does what
+        DDP does without one."""
+        module = self._module()
+        hook = None if module is None else _hook_of(module)
+        if hook is not None:
+            hook.clear()
+
+    def trainable(self) -> list[nn.Parameter]:
+        """See :meth:`Unit.trainable`."""
+        return list(self._params)
+
+    def on_hosts(self, ranks: int) -> UnitInfo:
+        """See :meth:`Unit.on_hosts`."""
+        pairs = zip(self.info.params, self._params, strict=True)
+        params = [replace(info, columns=_columns(param, ranks)) for info, param in pairs]
+        return replace(self.info, params=tuple(params), ranks_per_host=ranks)
+
+
+@dataclass
+class _Collected:
+    """The gradients of one unit that have arrived in this backward.
+
+    Attributes:
+        may_be_unused: whether DDP allows parameters that a backward does not reach.
+        views: the gradients in their buckets, by the index of the parameter in the unit.
+    """
+
+    unit: DDPUnit
+    reducer: UnitReducer
+    may_be_unused: bool
+    views: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of the unit are here."""
+        return len(self.views) == len(self.unit._params)
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the parameters whose gradients are not here."""
+        params = enumerate(self.unit.info.params)
+        return [param.name for i, param in params if i not in self.views]
+
+    def reduce(self) -> None:
+        """Replace the gradients by their average over all ranks."""
+        views = [self.views[i] for i in range(len(self.views))]
+        self.views.clear()
+        names = None
+        if self.may_be_unused:
+            used = self._used(views)
+            if not any(used):
+                return
+            if not all(used):
+                pairs = list(zip(self.unit.info.params, used, strict=True))
+                names = {param.name for param, is_used in pairs if is_used}
+                views = [view for view, is_used in zip(views, used, strict=True) if is_used]
+        # As FSDP2 would shard them over the ranks of a host: a row for each, which it adds up.
+        rows = self.reducer.plan.rows
+        whole = [view.reshape(-1) if rows == 1 or not view.ndim else view for view in views]
+        flat = torch._chunk_cat(whole, dim=0, num_chunks=rows).view(-1)
+        self.reducer.reduce(flat, flat, self.unit.group, dist.ReduceOp.AVG, _average, reached=names)
+        pieces = flat.view(rows, -1).split([_columns(view, rows) for view in views], dim=1)
+        pairs = zip(pieces, views, strict=True)
+        found = [piece.reshape(-1)[: view.numel()].view_as(view) for piece, view in pairs]
+        torch._foreach_copy_(views, found)
+
+    def _used(self, views: Sequence[Tensor]) -> list[bool]:
+        """Which gradients are other than zero on any rank; the same on all ranks.
+
+        DDP drops what it reduced of a parameter that no rank used, so its residual must not be
+        sent. A gradient of zeros that is left out is zero afterwards, too.
+        """
+        used = torch.stack([view.any() for view in views]).to(torch.int32)
+        Transport(self.unit.group).all_reduce(used).wait()
+        return used.bool().tolist()
+
+
+def _average(
+    out: Tensor, inp: Tensor, transport: Transport, op: dist.ReduceOp.RedOpType
+) -> CollectiveWork:
+    """Average as DDP does: divide, then sum. ``out`` is ``inp``."""
+    return transport.all_reduce(out.div_(transport.size))
+
+
+class _Hook:
+    """The state of one ``DistributedDataParallel``'s hook, which lives as long as that does."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._group = _group_of(module)
+        device = next(module.module.parameters()).device
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.clear()
+
+    def add(self, collected: _Collected) -> None:
+        """From now on, reduce this unit."""
+        at = len(self._units)
+        self._units.append(collected)
+        self._places |= {id(p): (at, i) for i, p in enumerate(collected.unit._params)}
+
+    @property
+    def used(self) -> bool:
+        """Whether it reduces units, and does not only what DDP does."""
+        return bool(self._units)
+
+    def clear(self) -> None:
+        """From now on, reduce as DDP does."""
+        self._units: list[_Collected] = []
+        # Of each parameter: its unit, and its index there.
+        self._places: dict[int, tuple[int, int]] = {}
+        self._waiting: list[tuple[set[int], Future[Tensor], Tensor]] = []
+
+    def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Take in a bucket; reduce the units that it completes."""
+        if not self.used:
+            return allreduce_hook(self._group, bucket)
+        if bucket.index() == 0:  # the backward before may have raised
+            self._waiting.clear()
+            for unit in self._units:
+                unit.views.clear()
+        with self._beside_backward():
+            mine = set()
+            for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if id(param) not in self._places:
+                    raise _changed(f"a parameter of shape {list(param.shape)}")
+                at, i = self._places[id(param)]
+                self._units[at].views[i] = view
+                mine.add(at)
+            done: Future[Tensor] = Future(devices=[self._device] if self._stream else [])
+            self._waiting.append((mine, done, bucket.buffer()))
+            for at in sorted(mine):
+                if self._units[at].complete:
+                    self._units[at].reduce()
+                    for units, _, _ in self._waiting:
+                        units.discard(at)
+            self._resolve()
+        if bucket.is_last() and self._waiting:
+            raise _changed(as_list([n for unit in self._units for n in unit.missing if unit.views]))
+        return done
+
+    def _resolve(self) -> None:
+        """Complete the buckets that no unit waits for."""
+        waiting, self._waiting = self._waiting, []
+        for units, done, buffer in waiting:
+            if units:
+                self._waiting.append((units, done, buffer))
+            else:
+                done.set_result(buffer)
+
+    def _beside_backward(self) -> AbstractContextManager[Any]:
+        """On a GPU, a stream of its own, behind the backward so far."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+
+def _reduce_bucket(hook: _Hook, bucket: dist.GradBucket) -> Future[Tensor]:
+    """DDP's communication hook."""
+    return hook(bucket)
+
+
+def _changed(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"tagc: {what} was frozen, thawed or replaced after DDP or tagc.wrap saw the model; "
+        "make such changes before DistributedDataParallel(...) and tagc.wrap"
+    )
+
+
+def _hook_of(module: DistributedDataParallel) -> _Hook | None:
+    """The state of tagc's hook; None if it was never registered."""
+    found = (state for _, state in module._comm_hooks if isinstance(state, _Hook))
+    return next(found, None)
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            yield name, module
+
+
+def _group_of(module: DistributedDataParallel) -> dist.ProcessGroup:
+    group = module.process_group
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """The units of a model: its trainable parameters in their own order, at most ``UNIT_BYTES`` of
+    one dtype and device each. A unit is named after its first parameter.
+
+    Raises:
+        ValueError: if DDP's all-reduce cannot be replaced, or already is.
+    """
+    units: list[Unit] = []
+    for name, module in _modules(model):
+        _check(name or "the model", module)
+        units += _units(name, module)
+    return units
+
+
+def check_policy(policy: Policy, replicas: bool) -> None:
+    """Refuse what DDP cannot do.
+
+    Args:
+        replicas: whether gradients are to be averaged over replicas of the model.
+
+    Raises:
+        PolicyError: if the policy has rules for replicas, or a rule that cannot be all-reduced, or
+            ``replicas`` is true.
+    """
+    if policy.replicas or replicas:
+        raise PolicyError(
+            f"policy {policy.name!r}: with DDP all ranks are replicas, and rules for gradients "
+            "compress their all-reduce: leave out rules for replicas, and replicas=..."
+        )
+    for i, rule in enumerate(policy.gradients):
+        try:
+            check_replicated(rule)
+        except ValueError as error:
+            raise PolicyError(
+                f"policy {policy.name!r}, gradients[{i}], with DDP: {error}"
+            ) from None
+
+
+def _check(name: str, module: DistributedDataParallel) -> None:
+    if (hook := _hook_of(module)) is not None and hook.used:
+        raise ValueError(
+            f"{name!r} is already wrapped, by itself or as a part of another model; call "
+            "tagc.compressor(that_model).remove() first"
+        )
+    found: dict[str, Any] = module._get_ddp_logging_data()
+    if hook is None and (other := found.get("comm_hook", "")):
+        raise ValueError(
+            f"{name!r} has its own communication hook ({other}). DDP has one hook, and tagc needs "
+            "it: register none"
+        )
+    options = {
+        "delay_all_reduce_named_params=...": bool(module._delay_all_reduce_params),
+        # Since torch 2.13
+        "skip_all_reduce_unused_params=True": getattr(
+            module, "skip_all_reduce_unused_params", False
+        ),
+        "torch._dynamo.config.optimize_ddp = 'python_reducer'": module._use_python_reducer,
+    }
+    for option in (option for option, is_set in options.items() if is_set):
+        raise ValueError(
+            f"{name!r} is a DistributedDataParallel with {option}, which keeps gradients from its "
+            "communication hook; leave that out"
+        )
+    sparse = [n for n, m in module.module.named_modules() if getattr(m, "sparse", False) is True]
+    if sparse:
+        raise ValueError(
+            f"{name!r} has sparse gradients ({as_list(sparse)}), which DDP reduces apart; make "
+            "these layers with sparse=False"
+        )
+
+
+def _units(name: str, module: DistributedDataParallel) -> Iterator[DDPUnit]:
+    prefix, group = f"{name}." if name else "", _group_of(module)
+    found: list[list[tuple[str, nn.Parameter]]] = []
+    # The last set of each dtype and device, which may have room for more.
+    last: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    for own, param in module.module.named_parameters():
+        if not param.requires_grad or own in module.parameters_to_ignore:
+            continue
+        kind = param.dtype, param.device
+        if kind not in last or _bytes([*last[kind], (own, param)]) > UNIT_BYTES:
+            last[kind] = []
+            found.append(last[kind])
+        last[kind].append((clean_name(prefix + own), param))
+    for named in found:
+        params = [param for _, param in named]
+        infos = [
+            UnitParam(name=name, shape=tuple(param.shape) or (1,), columns=param.numel())
+            for name, param in named
+        ]
+        info = UnitInfo(
+            name=named[0][0],
+            params=tuple(infos),
+            world_size=group.size(),
+            dtype=params[0].dtype,
+            replicated=True,
+        )
+        yield DDPUnit(
+            info=info,
+            group=group,
+            device=params[0].device,
+            _module=weakref.ref(module),
+            _params=params,
+        )
+
+
+def _columns(param: Tensor, rows: int) -> int:
+    """Columns of a parameter that is cut in its first dimension into ``rows`` rows."""
+    length = param.shape[0] if param.ndim else 1
+    return -(-length // rows) * (param.numel() // max(1, length))
+
+
+def _bytes(named: Sequence[tuple[str, nn.Parameter]]) -> int:
+    return sum(param.numel() * param.element_size() for _, param in named)
+
+
+DDP = Integration(
+    name="DDP",
+    spelled="DDP (DistributedDataParallel)",
+    shards=lambda model: any(True for _ in _modules(model)),
+    sharding_groups=lambda model: [_group_of(module) for _, module in _modules(model)],
+    find_units=find_units,
+    check_policy=check_policy,
+)

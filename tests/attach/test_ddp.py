@@ -1,0 +1,278 @@
+"""DDP: what its buckets, its options and its other calls must not change.
+
+Sums of gradients and residuals over DDP's options are in the parity matrix (`tests/parity`), states
+in `tests/checkpoint/test_layouts.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import tagc
+from support.distributed import on_ranks
+from support.exact import equal
+from support.failing import fails
+from support.small_net import loss_of, net
+from support.states import POLICIES, residual_sums
+from support.units import gathered
+from tagc.attach import ddp
+
+BITS = POLICIES["quantized residual"]
+SKETCH = POLICIES["sketch"]
+
+
+@contextmanager
+def several_units() -> Iterator[None]:
+    with patch.object(ddp, "UNIT_BYTES", 2000), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # units as small as these may send more when compressed
+        yield
+
+
+def wrapped(policy: Any = BITS, module: nn.Module | None = None, **options: Any) -> Any:
+    options = {"bucket_cap_mb": 0.001} | options
+    with several_units():
+        return tagc.wrap(DistributedDataParallel(module or net(), **options), policy)
+
+
+def train(model: Any, rank: int, steps: range) -> list[dict[str, Tensor]]:
+    """The gradients of every step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    for step in steps:
+        loss_of(model, rank, step).backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def same_on_all_ranks(gradients: dict[str, Tensor]) -> None:
+    flat = torch.cat([grad.flatten() for grad in gradients.values()])
+    for other in gathered(flat):
+        assert torch.equal(flat, other)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("policy", [BITS, SKETCH], ids=["two shots", "sketch"])
+def test_buckets_change_no_bit(rank: int, world_size: int, policy: dict[str, Any]) -> None:
+    """Their sizes, their new order after the first step, and whose memory they are."""
+    first = train(wrapped(policy), rank, range(5))
+    same_on_all_ranks(first[-1])
+    options: dict[str, Any]
+    for options in (
+        {"bucket_cap_mb": 25},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+    ):
+        other = train(wrapped(policy, **options), rank, range(5))
+        for mine, theirs in zip(first, other, strict=True):
+            equal(mine, theirs)
+
+
+@on_ranks(2)
+def test_nothing_compressed_is_ddps_own(rank: int, world_size: int) -> None:
+    """Dense, during a warm-up, and after `remove`; then it may be wrapped again."""
+    native = DistributedDataParallel(net())
+    dense, warm = wrapped("dense"), wrapped(POLICIES["warming up"])
+    expected = train(native, rank, range(4))
+    for model in (dense, warm):
+        for mine, theirs in zip(train(model, rank, range(4)), expected, strict=True):
+            equal(mine, theirs)
+    metrics = tagc.compressor(dense).metrics()
+    assert metrics.wire_bytes == metrics.dense_bytes > 0
+    tagc.compressor(warm).remove()
+    equal(train(warm, rank, range(4, 8))[-1], train(native, rank, range(4, 8))[-1])
+    with several_units():
+        tagc.wrap(warm, BITS)
+    train(warm, rank, range(8, 10))
+    assert tagc.compressor(warm).metrics().wire_bytes > 0
+
+
+@on_ranks(2)
+def test_switched_off(rank: int, world_size: int) -> None:
+    native = train(DistributedDataParallel(net()), rank, range(3))
+    with patch.dict("os.environ", TAGC_DISABLE="1"):
+        model = wrapped()
+    assert not model._comm_hooks
+    equal(train(model, rank, range(3))[-1], native[-1])
+
+
+class Sometimes(nn.Module):
+    """Uses its second layer if asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(7, 40), nn.Linear(40, 40)
+        self.use = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x).mean(1) if self.use else x.mean(1)
+
+
+@on_ranks(2)
+def test_what_no_rank_uses_is_owed_on(rank: int, world_size: int) -> None:
+    """DDP leaves its gradient alone, so that what would be sent would be lost."""
+    model = wrapped(module=Sometimes(), find_unused_parameters=True)
+    compressor = tagc.compressor(model)
+
+    def step(at: int, use: bool) -> dict[str, Tensor]:
+        model.module.use = use
+        loss_of(model, rank, at).backward()
+        return {k: v.clone() for k, v in compressor.state_dict().items() if "residual" in k}
+
+    before = step(0, use=True)
+    model.zero_grad()
+    after = step(1, use=False)
+    assert model.module.second.weight.grad is None
+    assert model.module.first.weight.grad.any()
+    changed = {name for name, owed in after.items() if not torch.equal(owed, before[name])}
+    assert before.keys() == after.keys()
+    assert all("second.weight" in name for name in before.keys() - changed)
+    assert any("second.weight" in name and before[name].any() for name in before.keys() - changed)
+    assert len(changed) == 1  # of first.weight
+    # A rank that does not use it gets what the other does.
+    step(2, use=rank == 0)
+    grad: Any = model.module.second.weight.grad
+    assert grad.any()
+    same_on_all_ranks({"second": grad})
+
+
+@on_ranks(2)
+def test_a_rank_with_fewer_batches(rank: int, world_size: int) -> None:
+    """In `join`, a rank without data takes part with zeros, and with what it owes."""
+    model = wrapped()
+    train(model, rank, range(3))
+    owed = {name: gathered(t).sum(0) for name, t in residual_sums(model).items()}
+    assert all(t.any() for t in owed.values())
+    with model.join():
+        for step in range(3, 3 + rank):  # none on rank 0
+            params = dict(model.module.named_parameters())
+            found = torch.autograd.grad(loss_of(model.module, rank, step), list(params.values()))
+            mine = dict(zip(params, found, strict=True))
+            loss_of(model, rank, step).backward()
+    left = {name: gathered(t).sum(0) for name, t in residual_sums(model).items()}
+    assert tagc.compressor(model).metrics().steps == 4
+    for name, before in owed.items() if rank == 1 else ():
+        came_in = before + mine[name]
+        handed_out = 2 * model.module.get_parameter(name).grad
+        lost = (handed_out + left[name] - came_in).abs()
+        assert bool((lost <= 2**-20 * (before.abs() + mine[name].abs() + handed_out.abs())).all())
+
+
+@on_ranks(2)
+def test_rates_that_are_kept(rank: int, world_size: int) -> None:
+    model = wrapped()
+    compressor = tagc.compressor(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    kept = compressor.keep_rates(optimizer)
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+        compressor.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert compressor.metrics().noise_factor > 1
+    assert gathered(torch.tensor(kept.factors)).unique(dim=0).shape[0] == 1
+
+
+@on_ranks(2)
+def test_the_plan(rank: int, world_size: int) -> None:
+    """It exists before the first step, and rules for parameters are said to do nothing."""
+    model = wrapped(POLICIES["parameters"])
+    plan = tagc.compressor(model).plan()
+    assert "rules for parameters have nothing to do: with DDP each rank has all" in str(plan)
+    assert {row.direction for row in plan.rows} == {"gradients"}
+    sent = sum(row.wire_bytes for row in plan.rows)
+    train(model, rank, range(2))
+    metrics = tagc.compressor(model).metrics()
+    assert metrics.wire_bytes == 2 * sent
+    assert metrics.dense_bytes == 2 * sum(row.dense_bytes for row in plan.rows)
+
+
+@on_ranks(2)
+def test_what_is_refused(rank: int, world_size: int) -> None:
+    def refusal(model: Any, policy: Any = BITS, **options: Any) -> str:
+        kind, said = fails(lambda: tagc.wrap(model, policy, **options))
+        assert kind in ("ValueError", "PolicyError"), said
+        return said
+
+    model = DistributedDataParallel(net())
+    assert "all ranks are replicas" in refusal(model, replicas=dist.group.WORLD)
+    rules = {"schema": 1, "gradients": BITS["gradients"], "replicas": BITS["gradients"]}
+    assert "all ranks are replicas" in refusal(model, rules)
+    assert "gradients[0], with DDP: feedback.lead 'measured'" in refusal(model, "half-bit")
+    assert "gradients[0], with DDP: codec.support" in refusal(model, POLICIES["sketch shared"])
+    model.register_comm_hook(None, allreduce_hook)
+    assert "its own communication hook (allreduce_hook)" in refusal(model)
+    built_in = DistributedDataParallel(net())
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    assert "its own communication hook (BuiltinCommHookType.FP16_COMPRESS)" in refusal(built_in)
+    sparse = nn.Sequential(nn.Embedding(9, 9, sparse=True))
+    assert "sparse gradients (0)" in refusal(DistributedDataParallel(sparse))
+    later = net()
+    delayed = DistributedDataParallel(
+        later,
+        delay_all_reduce_named_params=[("head.weight", later.head.weight)],
+        param_to_hook_all_reduce=later.head.bias,
+    )
+    assert "delay_all_reduce_named_params" in refusal(delayed)
+    outer = nn.Sequential(wrapped())
+    assert "'0' is already wrapped" in refusal(outer)
+
+
+@on_ranks(2)
+def test_parameters_frozen_after_ddp_saw_them(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(net())
+    model.module.head.requires_grad_(False)
+    with several_units():
+        tagc.wrap(model, BITS)
+    model.module.head.requires_grad_(True)
+    kind, said = fails(lambda: loss_of(model, rank, 0).backward())
+    assert (kind, "before DistributedDataParallel(...) and tagc.wrap" in said) == (
+        "RuntimeError",
+        True,
+    )
+    thawed = net()
+    thawed.head.requires_grad_(False)
+    model = DistributedDataParallel(thawed)
+    thawed.head.requires_grad_(True)
+    with several_units():
+        tagc.wrap(model, BITS)
+    kind, said = fails(lambda: loss_of(model, rank, 0).backward())
+    assert (kind, "head.weight" in said) == ("RuntimeError", True)
+
+
+@on_ranks(2)
+def test_a_model_that_is_dropped_is_freed(rank: int, world_size: int) -> None:
+    """Its residuals, too: DDP holds its hook where the garbage collector does not look."""
+    model = wrapped()
+    train(model, rank, range(2))
+    seen = [weakref.ref(model), weakref.ref(tagc.compressor(model).reducers[0])]
+    del model
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
+
+
+@on_ranks(2)
+def test_gradients_that_are_not_finite(rank: int, world_size: int) -> None:
+    model = wrapped()
+    loss = loss_of(model, rank, 0)
+    (loss * (float("inf") if rank else 1)).backward()
+    assert not model.module.second[0].weight.grad.isfinite().all()
+    model.zero_grad()
+    train(model, rank, range(1, 3))
+    assert all(p.isfinite().all() for p in model.parameters())
