@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def join(rank: int, ranks: int, folder: str | os.PathLike[str], *, minutes: float) -> None:
@@ -29,12 +30,15 @@ def join(rank: int, ranks: int, folder: str | os.PathLike[str], *, minutes: floa
 
 
 def clip(parameters: Iterable[Any], limit: float) -> Tensor:
-    """Scale the gradients of FSDP2's parameters so that their norm is at most ``limit``; return the
-    norm before, ``[]``. It uses local shards: in a small model they are faster than DTensors."""
-    grads = [p.grad.to_local() for p in parameters if p.grad is not None]
-    # The shards partition the gradient, so its squared norm is the sum of theirs.
+    """Scale the gradients of FSDP2's or DDP's parameters so that their norm is at most ``limit``;
+    return the norm before, ``[]``. It uses local shards: in a small model they are faster than
+    DTensors."""
+    found = [p.grad for p in parameters if p.grad is not None]
+    grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in found]
     square = torch.stack([g.square().sum() for g in grads]).sum()
-    dist.all_reduce(square)
+    if isinstance(found[0], DTensor):
+        # The shards partition the gradient, so its squared norm is the sum of theirs.
+        dist.all_reduce(square)
     norm = square.sqrt()
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     for grad in grads:

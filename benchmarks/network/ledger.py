@@ -146,6 +146,10 @@ class _TimedWork(dist.Work):
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
+    def get_future(self) -> Any:
+        """DDP's hooks wait for it; those seconds are not counted."""
+        return self._work.get_future()
+
 
 def _counted(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
     signature = inspect.signature(original)

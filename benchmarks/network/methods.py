@@ -109,7 +109,11 @@ METHODS = {
         ),
         Method(name="ddp-fp32", about="DDP, gloo's own all-reduce", ddp="plain"),
         Method(name="ddp-bf16", about="DDP with torch's hook for bf16", ddp="bf16"),
-        Method(name="ddp-powersgd", about="DDP with torch's PowerSGD hook, rank 4", ddp="PowerSGD"),
+        Method(
+            name="ddp-powersgd",
+            about="DDP with torch's PowerSGD hook, rank 4, one bucket",
+            ddp="PowerSGD",
+        ),
         Method(
             name="zero++-like",
             about="in the manner of ZeRO++ (2306.10209): parameters in 8 bits in each forward, "

@@ -170,7 +170,9 @@ def _replicate(
     model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: int
 ) -> nn.Module:
     group = mesh.get_group()
-    replicated = DistributedDataParallel(model, process_group=group)
+    # PowerSGD starts collectives when others end, in any order; gloo cannot tell buckets apart.
+    cap = 1000 if method.ddp == "PowerSGD" else None
+    replicated = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap)
     if method.policy is not None:
         return tagc.wrap(replicated, method.policy, hosts=_neighbours(ranks_per_host))
     if method.ddp == "bf16":
@@ -184,6 +186,9 @@ def _replicate(
 def _in_bf16(group: Any, bucket: Any) -> Any:
     """torch's hook, which DDP refuses on gloo by its name."""
     return bf16_compress_hook(group, bucket)
+
+
+_in_bf16.__annotations__.clear()  # DDP reads them, and does not know strings
 
 
 def _hosts(mesh: DeviceMesh, ranks_per_host: int) -> HostGroups:

@@ -17,11 +17,15 @@ class Method:
     Attributes:
         policy: what ``tagc.wrap`` takes; None is dense FSDP2 without tagc.
         rates: learning rates to begin a sweep with, neighbours in ``GRID``.
+        ddp: DDP instead of FSDP2.
+        powersgd: with DDP, the rank of torch's PowerSGD hook.
     """
 
     name: str
     policy: str | dict[str, Any] | None = None
     rates: tuple[float, ...] = _RATES
+    ddp: bool = False
+    powersgd: int | None = None
 
 
 Part = tuple[str, dict[str, Any]]
@@ -122,6 +126,10 @@ _ALL = (
     _method(_THRIFTY, *_BIT_RATES, changes=2),
     _method(_matrix("matrix, 1 of 8, measured lead, bfloat16 residual", "measured", "bfloat16",
                     **_EIGHTH), *_EIGHTH_RATES, changes=2),
+    Method(name="DDP, loco-4bit", policy="loco-4bit", ddp=True),
+    Method(name="DDP, one-bit", policy="one-bit", ddp=True),
+    Method(name="DDP, PowerSGD of rank 4", ddp=True, powersgd=4),
+    Method(name="DDP, PowerSGD of rank 16", ddp=True, powersgd=16),
     Method(name="attn-only", policy="attn-only"),
     Method(name="non-attn", policy=_TAGC),
 )  # fmt: skip
@@ -151,6 +159,7 @@ LINES = {
     "4 bits, stateless": "4 bits, none, stochastic",
     "4 bits in blocks of 32, stateless": "4 bits in blocks of 32, none, stochastic",
     "4 bits, stateless, to nearest": "4 bits, none, nearest",
+    **{name: name for name in METHODS if name.startswith("DDP")},
     "attn-only": "attn-only",
     "non-attn": "non-attn",
 }

@@ -106,7 +106,8 @@ class Pairs:
 
     def run(self, setting: Setting, line: str, rate: float, seed: int) -> Run:
         """A line's run at dense's rate."""
-        return setting.run(METHODS[LINES[line]], rate, seed, kept=self.kept)
+        method = METHODS[LINES[line]]
+        return setting.run(method, rate, seed, kept=self.kept and method.policy is not None)
 
     def _is_wide(self, setting: Setting, line: str, rate: float, losses: Losses) -> bool:
         seeds = range(self.seeds[1])

@@ -76,8 +76,10 @@ class Run:
         ``tied`` and the recipe are left out, so a new one does not change the old keys."""
         defaults = {**asdict(Recipe()), "vocabulary": BYTES, "tied": False}
         given = asdict(self.shape) | asdict(self.recipe)
+        own = {"ddp": True, "powersgd": self.method.powersgd} if self.method.ddp else {}
         return {
             "policy": self.method.policy,
+            **own,
             **{k: v for k, v in given.items() if k not in defaults or v != defaults[k]},
             "steps": self.steps,
             "rate": self.rate,

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from examples.gpt import GPT, GPTConfig
@@ -19,6 +21,7 @@ from examples.text import load_corpus
 
 from ..gloo import clip
 from ..records import Record
+from .methods import DENSE, Method
 from .optimizers import factor, make_optimizers
 from .settings import BYTES, Run, Shape
 from .words import in_words
@@ -26,6 +29,8 @@ from .words import in_words
 _HELD_OUT = 256
 _CHUNK = 256
 _EVALUATIONS = 10
+# As its documentation advises, PowerSGD starts late: after a tenth of the shortest runs.
+_POWERSGD_FROM = 60
 
 
 def train(run: Run) -> Record:
@@ -40,7 +45,7 @@ def train(run: Run) -> Record:
     """
     shape, recipe = run.shape, run.recipe
     rank, corpus = dist.get_rank(), _corpus(shape.vocabulary)
-    model = make_model(shape, run.seed)
+    model = make_model(shape, run.seed, run.method)
     compressor = None
     if run.method.policy is not None:
         with warnings.catch_warnings():
@@ -92,11 +97,13 @@ def train(run: Run) -> Record:
         if bits := _bits(plan.parameters):
             record["parameter_bits"] = bits
         compressor.remove()
+    if run.method.powersgd is not None:
+        record["bits"] = _powersgd_bits(model, run.method.powersgd)
     return record
 
 
-def make_model(shape: Shape, seed: int) -> Any:
-    """The same weights on all ranks, sharded block by block."""
+def make_model(shape: Shape, seed: int, method: Method = DENSE) -> Any:
+    """The same weights on all ranks, sharded block by block, or replicated by DDP."""
     torch.manual_seed(seed)
     config = GPTConfig(
         vocab=shape.vocabulary,
@@ -112,6 +119,14 @@ def make_model(shape: Shape, seed: int) -> Any:
                 last = name.endswith("c_proj.weight")
                 nn.init.normal_(p, std=0.02 / (math.sqrt(2 * config.layers) if last else 1))
         model.lm_head.weight = model.transformer.wte.weight  # pyright: ignore
+    if method.ddp:
+        # One bucket: PowerSGD starts collectives when others end, and gloo mixes up several.
+        replicated = DistributedDataParallel(model, bucket_cap_mb=1000)
+        if method.powersgd is not None:
+            rank, first = method.powersgd, _POWERSGD_FROM
+            state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=first)
+            replicated.register_comm_hook(state, powerSGD_hook)
+        return replicated
     for block in model.transformer.h:  # pyright: ignore
         fully_shard(block)
     return fully_shard(model)
@@ -122,6 +137,13 @@ def _clip(model: nn.Module, keeps: tagc.Compressor | None, limit: float | None) 
     if keeps is not None and limit is not None:
         return keeps.clip_grad_norm_(limit).item()
     return clip(model.parameters(), math.inf if limit is None else limit).item()
+
+
+def _powersgd_bits(model: nn.Module, rank: int) -> float:
+    """Of the two factors of a matrix, per element."""
+    shapes = [p.shape for p in model.parameters() if p.ndim == 2]
+    factors = sum(rank * (n + m) for n, m in shapes)
+    return 32 * factors / sum(n * m for n, m in shapes)
 
 
 def _bits(units: Any) -> float:
@@ -135,8 +157,9 @@ def _bits(units: Any) -> float:
 def _validate(model: Any, corpus: Any, windows: int) -> float:
     """Mean loss over all ranks' shares of the windows."""
     ranks = dist.get_world_size()
-    batch = corpus.held_out(windows, model.config.context, rank=dist.get_rank(), ranks=ranks)
-    chunk = max(1, _CHUNK * BYTES // model.config.vocab)  # logits take memory
+    config = getattr(model, "module", model).config
+    batch = corpus.held_out(windows, config.context, rank=dist.get_rank(), ranks=ranks)
+    chunk = max(1, _CHUNK * BYTES // config.vocab)  # logits take memory
     total = torch.zeros((), dtype=torch.float64)
     for tokens, targets in zip(*(t.split(chunk) for t in batch), strict=True):
         total += model(tokens, targets).double() * len(tokens)

@@ -1,5 +1,5 @@
-"""Hugging Face Accelerate with FSDP2: save, and resume as if nothing had happened. Needs GPUs: on a
-CPU Accelerate takes DistributedDataParallel instead, which tagc refuses.
+"""Hugging Face Accelerate with FSDP2: save, and resume as if nothing had happened. On a CPU
+Accelerate takes DistributedDataParallel instead, and tagc compresses its gradients.
 
 accelerate launch --num_processes 2 examples/recipes/accelerate_fsdp2.py --checkpoint runs/acc
 """

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: wraps the model that ``prepare`` sharded with FSDP2.
+"""Hugging Face Accelerate: wraps the model that ``prepare`` sharded with FSDP2, or put into DDP.
 
 This module does not import Accelerate; it calls methods of the ``accelerator``.
 """
@@ -26,7 +26,8 @@ def wrap(
     residuals is loaded with a warning.
 
     Args:
-        accelerator: an ``Accelerator`` with ``FullyShardedDataParallelPlugin(fsdp_version=2)``.
+        accelerator: an ``Accelerator`` with ``FullyShardedDataParallelPlugin(fsdp_version=2)``, or
+            one that takes DDP.
         folder: the residuals' folder inside the checkpoint; give each model its own.
         policy, options: see :func:`tagc.wrap`.
 
