@@ -169,10 +169,6 @@ class _Hook:
         """Take in a bucket; reduce the units that it completes."""
         if not self.used:
             return allreduce_hook(self._group, bucket)
-        if bucket.index() == 0:  # the backward before may have raised
-            self._waiting.clear()
-            for unit in self._units:
-                unit.views.clear()
         with self._beside_backward():
             mine = set()
             for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
