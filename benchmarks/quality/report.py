@@ -166,7 +166,7 @@ def _by_seed(records: Sequence[Record]) -> dict[int, float]:
 
 
 # What differs between the runs of one setting; the rest of a run's key says which setting it is.
-_VARIED = ("policy", "rate", "seed", "kept", "gathered")
+_VARIED = ("policy", "ddp", "powersgd", "rate", "seed", "kept", "gathered")
 
 
 def _paired_table(records: Sequence[Record]) -> str:
