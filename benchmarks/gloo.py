@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 
 def join(rank: int, ranks: int, folder: str | os.PathLike[str], *, minutes: float) -> None:
@@ -27,6 +29,15 @@ def join(rank: int, ranks: int, folder: str | os.PathLike[str], *, minutes: floa
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     timeout = timedelta(minutes=minutes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
+def with_powersgd(model: nn.Module, *, rank: int, first: int) -> DistributedDataParallel:
+    """The model in DDP with torch's PowerSGD hook, which starts in step ``first``. It has one
+    bucket: the hook starts collectives when others end, and gloo mixes up those of several."""
+    replicated = DistributedDataParallel(model, bucket_cap_mb=1000)
+    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=first)
+    replicated.register_comm_hook(state, powerSGD_hook)
+    return replicated
 
 
 def clip(parameters: Iterable[Any], limit: float) -> Tensor:

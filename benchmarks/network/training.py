@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +22,7 @@ from examples.text import Corpus
 from tagc.collect import HostGroups, RankOnHost, gather_by_rank
 from tagc.collect.hosts import host_groups
 
-from ..gloo import clip
+from ..gloo import clip, with_powersgd
 from . import ledger
 from .baselines import MessageAllGather, MessageReduceScatter
 from .methods import Method
@@ -170,16 +169,13 @@ def _replicate(
     model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: int
 ) -> nn.Module:
     group = mesh.get_group()
-    # PowerSGD starts collectives when others end, in any order; gloo cannot tell buckets apart.
-    cap = 1000 if method.ddp == "PowerSGD" else None
-    replicated = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap)
+    if method.ddp == "PowerSGD":
+        return with_powersgd(model, rank=4, first=4)
+    replicated = DistributedDataParallel(model, process_group=group)
     if method.policy is not None:
         return tagc.wrap(replicated, method.policy, hosts=_neighbours(ranks_per_host))
     if method.ddp == "bf16":
         replicated.register_comm_hook(group, _in_bf16)
-    elif method.ddp == "PowerSGD":
-        state = PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=4)
-        replicated.register_comm_hook(state, powerSGD_hook)
     return replicated
 
 

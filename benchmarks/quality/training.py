@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +18,7 @@ import tagc
 from examples.gpt import GPT, GPTConfig
 from examples.text import load_corpus
 
-from ..gloo import clip
+from ..gloo import clip, with_powersgd
 from ..records import Record
 from .methods import DENSE, Method
 from .optimizers import factor, make_optimizers
@@ -119,14 +118,10 @@ def make_model(shape: Shape, seed: int, method: Method = DENSE) -> Any:
                 last = name.endswith("c_proj.weight")
                 nn.init.normal_(p, std=0.02 / (math.sqrt(2 * config.layers) if last else 1))
         model.lm_head.weight = model.transformer.wte.weight  # pyright: ignore
+    if method.powersgd is not None:
+        return with_powersgd(model, rank=method.powersgd, first=_POWERSGD_FROM)
     if method.ddp:
-        # One bucket: PowerSGD starts collectives when others end, and gloo mixes up several.
-        replicated = DistributedDataParallel(model, bucket_cap_mb=1000)
-        if method.powersgd is not None:
-            rank, first = method.powersgd, _POWERSGD_FROM
-            state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=first)
-            replicated.register_comm_hook(state, powerSGD_hook)
-        return replicated
+        return DistributedDataParallel(model)
     for block in model.transformer.h:  # pyright: ignore
         fully_shard(block)
     return fully_shard(model)

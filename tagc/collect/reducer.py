@@ -107,12 +107,12 @@ class UnitReducer(ReducerState):
         if part is None or not whole:
             self._run(out, inp, group, call, None, stays=stays)
             return
-        handed_on = self._handed_on
+        received = plan.received_rows
         rows = part.expand(inp.view(plan.rows, -1))
-        found = out.new_empty(handed_on * plan.columns)
+        found = out.new_empty(received * plan.columns)
         with self._without(part, call.transport.rank):
             self._run(found, rows.view(-1), group, call, part, stays=stays)
-        pairs = zip(found.view(handed_on, -1), out.view(handed_on, -1), strict=True)
+        pairs = zip(found.view(received, -1), out.view(received, -1), strict=True)
         for whole_row, row in pairs:
             part.pick(whole_row, row)
 
@@ -178,11 +178,6 @@ class UnitReducer(ReducerState):
             self.gauge.compare(shard, step, self.plan.peers / call.divisor)
         if self._flat is not None:
             self._flat.restore(shard, out, row)
-
-    @property
-    def _handed_on(self) -> int:
-        """How many averages the ranks of a host hand on to each other: all rows with DDP."""
-        return self.plan.rows if self.plan.all_reduced else 1
 
     def _adds_inside(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> bool:
         """Whether ranks of a host add up first, the same on all ranks. A unit with nothing

@@ -35,8 +35,8 @@ def check_reduction(
             f"tagc: unit {name!r} was planned for {info.world_size} ranks, but FSDP "
             f"reduces over {group.size()}; call tagc.wrap after the model is sharded for good"
         )
-    received = plan.rows if plan.all_reduced else 1
-    if unknown or out.numel() != columns * received or inp.numel() != columns * plan.rows:
+    expected = columns * plan.received_rows, columns * plan.rows
+    if unknown or (out.numel(), inp.numel()) != expected:
         more = f", {as_list(unknown)} among them" if unknown else ""
         raise RuntimeError(
             f"tagc: unit {name!r} was planned for {columns} gradient columns per rank, but FSDP "

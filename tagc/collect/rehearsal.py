@@ -48,8 +48,7 @@ def _rehearse_reductions(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None
         unit, ops, _META, workspace, seed=0, hosts=_hosts(unit), connect=SilentTransport
     )
     reducer.counters.earlier_steps = unit.warmup_steps
-    received = unit.rows if unit.all_reduced else 1
-    out = torch.empty(received * unit.buffer_columns, dtype=unit.info.dtype, device=_META)
+    out = torch.empty(unit.received_rows * unit.buffer_columns, dtype=unit.info.dtype, device=_META)
     for _ in range(_STEPS):
         inp = torch.empty(unit.rows * unit.buffer_columns, dtype=unit.info.dtype, device=_META)
         reducer.reduce(out, inp, _group(unit.info.world_size), dist.ReduceOp.AVG)

@@ -209,6 +209,11 @@ class UnitPlan:
         return self.info.ranks_per_host if self.info.replicated else self.info.world_size
 
     @cached_property
+    def received_rows(self) -> int:
+        """Rows of reduced gradients that a rank gets: its own shard, or with DDP all of them."""
+        return self.rows if self.all_reduced else 1
+
+    @cached_property
     def compressed(self) -> tuple[Segment, ...]:
         """The segments that are compressed."""
         return tuple(s for s in self.segments if s.compressed)

@@ -1,4 +1,4 @@
-"""The parity matrix: native FSDP beside tagc, by API, dtype, ranks, option and policy.
+"""The parity matrix: native FSDP and DDP beside tagc, by API, dtype, ranks, option and policy.
 
     make parity                                # run all of it, print the tables of docs/parity.md
     PYTHONPATH=tests python -m parity --quick  # what `make test` runs
@@ -6,15 +6,15 @@
 
 A case passes if, over several backwards with data of each rank and step,
 
-- `dense`: the gradients of every step have the bits of native FSDP's (on hosts of two ranks: as
-  for the others);
+- `dense`: the gradients of every step have the bits of native FSDP's (on hosts of two ranks, and
+  with DDP: as for the others);
 - every other policy: the sum of the gradients that tagc handed out and of all residuals is the sum
   of the native gradients, within the rounding of the sums (`sums.bound`);
 - `int32x1` at density 1, besides: what all ranks together still owe an element is at most half a
   quantization step of each.
 
-Options are in `fsdp2_options.py` and `fsdp1_options.py`, the other axes in `dtypes.py` and
-`policies.py`; `cases.py` combines them, `running.py` decides, `sums.py` says what may differ.
-Another API is another `Api` in `apis.APIS`: how to shard a model for it, and where its gradients
-are.
+Options are in `fsdp2_options.py`, `fsdp1_options.py` and `ddp_options.py`, the other axes in
+`dtypes.py` and `policies.py`; `cases.py` combines them, `running.py` decides, `sums.py` says what
+may differ. Another API is another `Api` in `apis.APIS`: how to shard a model for it, and where its
+gradients are.
 """

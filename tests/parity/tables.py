@@ -19,14 +19,15 @@ def table(outcomes: Mapping[Case, Outcome], default_dtype: str = "float32") -> s
     """Markdown: a row an option, dtype and number of ranks, a column a policy."""
     lines: list[str] = []
     counts = {kind: sum(o.kind == kind for o in outcomes.values()) for kind in _SIGNS}
-    lines += ["# Parity with native FSDP", ""]
+    lines += ["# Parity with native FSDP and DDP", ""]
     lines.append(
         f"{len(outcomes)} combinations: {counts['passed']} passed, {counts['refused']} refused "
         f"with a message, {counts['failed']} failed. Printed by `{_command(default_dtype)}` with "
         f"torch {torch.__version__.split('+')[0]} on CPU and gloo. A case with policy `dense` "
-        "passes if it has the bits of native FSDP. (On hosts of two ranks, sums are added in "
-        "another order, and must agree within their rounding.) With every other policy, the "
-        "gradients handed out plus the residuals of all ranks must add up to the native gradients. "
+        "passes if it has the bits of native FSDP. (On hosts of two ranks, and with DDP, sums are "
+        "added in another order, and must agree within their rounding.) With every other policy, "
+        "the gradients handed out plus the residuals of all ranks must add up to the native "
+        "gradients. "
         "[tests/parity](../tests/parity/__init__.py) has the details, and explains the names of "
         "options and policies."
     )
