@@ -99,7 +99,7 @@ def loads(
     return mine, snapshot(model)
 
 
-@pytest.mark.some(24)
+@pytest.mark.some(16)
 @pytest.mark.parametrize(("policy", "saver", "old", "new"), cases(), ids=str)
 def test_nothing_is_forgotten(
     tmp_path: Path, policy: str, saver: str, old: Layout, new: Layout
