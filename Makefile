@@ -100,7 +100,8 @@ gpu: $(INSTALLED) ## GPU tests, benchmark, training steps, each with a time limi
 	part() { timeout -s KILL $$2 $(BIN)/python -m $$3 > $(OUT)/$$1 2>&1 || failed="$$failed $$1"; cat $(OUT)/$$1; }; \
 	part tests.txt 200 "pytest -n 4 -rfEs -m gpu tests/triton tests/test_no_sync.py"; \
 	part kernels.md 170 "benchmarks kernels --device cuda --time-limit 130 --json $(OUT)/kernels.jsonl --plots $(OUT)"; \
-	part fsdp2.md 80 "benchmarks fsdp2"; \
+	part rank.md 120 "benchmarks rank --json $(OUT)/rank.jsonl"; \
+	PYTHONPATH="tests:$$PYTHONPATH" part ranks.txt 150 "nccl_ranks --seconds 110"; \
 	test -z "$$failed" || { echo "failed or stopped:$$failed" >&2; exit 1; }
 
 bench-network: $(INSTALLED) ## train over rate-limited links; needs root, ip and tc, under an hour

@@ -27,7 +27,6 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 
 from .figure import Curve, Panel, draw
-from .fsdp2 import Net
 from .gloo import join
 from .records import Record, markdown
 
@@ -72,6 +71,26 @@ ON_HOSTS: dict[str, Any] = POLICY | {
     ],
 }
 _MICRO_BATCHES = 2
+
+
+class Net(nn.Module):
+    """A small transformer that classifies every token."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits ``[B * T, vocabulary]`` of tokens ``[B, T]``."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.flatten(0, 1))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

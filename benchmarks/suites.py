@@ -25,7 +25,7 @@ SUITES = {
     "quality": ".quality",
     "network": ".network",
     "aggregate": ".network.aggregate",
-    "fsdp2": ".fsdp2",
+    "rank": ".rank",
     "ready": ".ready",
     "soak": ".soak",
     "structure": ".structure",

@@ -41,8 +41,9 @@ def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> st
         return None
     progress = Progress("operators compiled, cached for later runs", shown=shown)
     recorder = Recorder(ops, progress.step)
-    with _with_a_compiler(), locked(_folder(), "kernels"), _current(device):
-        with ops.compiling_only():
+    with _with_a_compiler(), _current(device):
+        # The ranks of a host take turns: those after the first find compiled kernels.
+        with locked(_folder(), "kernels"), ops.compiling_only():
             rehearse(plan, recorder.ops)
         progress.end()
         progress = Progress("operators checked", len(recorder.calls), shown=shown)

@@ -22,25 +22,11 @@ from support.block_net import wrap
 from support.distributed import on_ranks
 from support.paths import ROOT
 from support.small_net import local_weights
+from support.uneven_block import Block
 from tagc.collect import transport
 
 POLICIES = sorted({path.stem for path in (ROOT / "policies").glob("*.yaml")} - {"auto"})
 WAYS = ("flat", "hosts", "replicas")
-
-
-class Block(nn.Module):
-    """Sizes that divide by nothing, named as policies expect."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(131)
-        self.attn = nn.ModuleDict({"q_proj": nn.Linear(131, 127), "o_proj": nn.Linear(127, 131)})
-        self.mlp = nn.ModuleDict({"up_proj": nn.Linear(131, 149), "down_proj": nn.Linear(149, 131)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for first, second in (self.attn.values(), self.mlp.values()):
-            x = x + second(torch.tanh(first(self.norm(x))))
-        return x
 
 
 @contextmanager

@@ -1,0 +1,326 @@
+"""``rank``: training steps of one rank of a large model on one device, FSDP2 beside tagc.
+
+A single GPU shows what compression costs a rank, without a network: the rank has its shards of a
+model of several billion parameters, its own batch, and the buffers that it would send and receive,
+in full size. Nothing is sent: a collective copies this rank's own data to where the other ranks'
+would arrive. So losses say nothing, and the time of a step is that of all except the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.resources import files
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import tagc
+from tagc.collect import transport
+from tagc.handle import wrapper
+
+from .machine import machine
+from .options import add_outputs
+from .records import Record, append, markdown
+
+about = "one rank's steps of a large model on one device, without the network"
+
+DENSE = "FSDP2"
+_POLICIES = ("hybrid", "loco-4bit", "one-bit", "attn-only", "packed-20", "thrifty")
+_TIMED = 5
+
+
+class Attention(nn.Module):
+    """Causal attention, named as policies expect."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """A gated one."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """A layer of the model."""
+
+    def __init__(self, width: int, inner: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.self_attn, self.mlp = Attention(width, heads), MLP(width, inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Net(nn.Module):
+    """A decoder with the sizes of a model of 7 billion parameters, or tiny."""
+
+    def __init__(self, *, tiny: bool = False) -> None:
+        super().__init__()
+        width, inner, heads, layers, words = (128, 344, 4, 2, 256) if tiny else (
+            4096, 11008, 32, 32, 32000
+        )  # fmt: skip
+        self.embed_tokens = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Block(width, inner, heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.lm_head = nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The mean loss of predicting ``tokens`` ``[B, T]`` from themselves."""
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1).float(), tokens.flatten())
+
+
+class _Done:
+    """A collective that is over."""
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+
+def _all_gather(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
+    rows = output.view(dist.get_world_size(), -1)
+    rows.copy_(input.reshape(1, -1).expand_as(rows))
+    return _Done()
+
+
+def _reduce_scatter(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
+    output.view(-1).copy_(input.view(dist.get_world_size(), -1)[dist.get_rank()])
+    return _Done()
+
+
+def _all_to_all(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
+    output.copy_(input)
+    return _Done()
+
+
+def _all_to_all_rows(output: list[Tensor], input: list[Tensor], *args: Any, **how: Any) -> _Done:
+    for received in output:
+        received.copy_(input[dist.get_rank()])
+    return _Done()
+
+
+def _all_reduce(tensor: Tensor, *args: Any, **how: Any) -> _Done:
+    return _Done()
+
+
+@contextmanager
+def alone(ranks: int) -> Iterator[None]:
+    """Be rank 0 of ``ranks``, of which the others are copies of this one."""
+    names = {
+        "all_gather_single": _all_gather, "all_gather_into_tensor": _all_gather,
+        "reduce_scatter_single": _reduce_scatter, "reduce_scatter_tensor": _reduce_scatter,
+        "all_to_all_single": _all_to_all, "all_to_all": _all_to_all_rows,
+        "all_reduce": _all_reduce,
+    }  # fmt: skip
+
+    def of_all(groups: Any, mine: Mapping[int, Any]) -> dict[int, Any]:
+        return dict.fromkeys(range(ranks), mine[0])
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with ExitStack() as stack:
+            for name in names.keys() & vars(dist).keys():
+                stack.enter_context(mock.patch.object(dist, name, names[name]))
+            stack.enter_context(
+                mock.patch.multiple(
+                    transport, all_gather=_all_gather, reduce_scatter=_reduce_scatter
+                )
+            )
+            # What tagc.wrap refuses and asks the other ranks for good reasons.
+            stack.enter_context(
+                mock.patch.multiple(wrapper, check_backends=lambda _: None, gather_by_rank=of_all)
+            )
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(device: torch.device) -> nn.Module:
+    """The model, tiny on a CPU, in bfloat16 with shards in float32; each rank has its own only."""
+    with torch.device("meta"):
+        model = Net(tiny=device.type == "cpu")
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=precision)
+    fully_shard(model, mp_policy=precision)
+    model.to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            assert isinstance(p, DTensor)
+            shard = p.to_local()
+            shard.fill_(1.0) if p.ndim == 1 else shard.normal_(0, 0.02)
+    return model
+
+
+def train(policy: str, device: torch.device, tokens: int, settle: int) -> Record:
+    """Medians of a few steps, after ``settle`` others.
+
+    Args:
+        policy: of tagc, or :data:`DENSE`.
+        tokens: of the rank's batch, a single sequence.
+    """
+    cuda = device.type == "cuda"
+    model = sharded(device)
+    found: Record = {"policy": policy}
+    if policy != DENSE:
+        start = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a tiny model's units may send more when compressed
+            tagc.wrap(model, policy, hosts=1)
+        found["wrap_s"] = round(time.perf_counter() - start, 1)
+        for reducer in tagc.compressor(model).reducers:
+            reducer.counters.steps = reducer.plan.warmup_steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batch = torch.randint(256, (1, tokens), device=device)
+
+    def synchronize() -> None:
+        if cuda:
+            torch.cuda.synchronize(device)
+
+    def step() -> tuple[float, float]:
+        """Seconds until it is done, and until the host has started everything."""
+        synchronize()
+        start = time.perf_counter()
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        started = time.perf_counter() - start
+        synchronize()
+        return time.perf_counter() - start, started
+
+    for _ in range(settle):
+        step()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    times = [step() for _ in range(_TIMED)]
+    done, started = (1e3 * statistics.median(part) for part in zip(*times, strict=True))
+    found |= {"step_ms": round(done, 1), "host_ms": round(started, 1)}
+    if cuda:
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 1)
+        found |= _kernels(step)
+    if policy != DENSE:
+        counted = tagc.compressor(model).metrics()
+        found["gradients_gib"] = round(counted.wire_bytes / counted.steps / 2**30, 2)
+    return found
+
+
+def _kernels(step: Any) -> Record:
+    """What a step starts on a GPU: all of it, and tagc's kernels, by name."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
+        step()
+    seen = [e for e in profiled.key_averages() if e.self_device_time_total > 0]
+    ours = [e for e in seen if e.key in _names()]
+    ours.sort(key=lambda e: -e.self_device_time_total)
+    return {
+        "started": sum(e.count for e in seen),
+        "tagc_started": sum(e.count for e in ours),
+        "tagc_ms": round(sum(e.self_device_time_total for e in ours) / 1e3, 1),
+        "kernels": {e.key: [e.count, round(e.self_device_time_total / 1e3, 2)] for e in ours[:8]},
+    }
+
+
+def _names() -> set[str]:
+    """Of tagc's kernels."""
+    folder = files("tagc.triton_kernels")
+    sources = [f.read_text() for f in folder.iterdir() if f.name.endswith(".py")]
+    return set(re.findall(r"^def (\w+_kernel)\(", "\n".join(sources), re.MULTILINE))
+
+
+def table(records: Sequence[Record]) -> str:
+    """A row for each run, and below it what the kernels of each take."""
+    keys = ["policy", "step_ms", "to dense", "host_ms", "started", "tagc_started", "tagc_ms",
+            "peak_gib", "gradients_gib", "wrap_s"]  # fmt: skip
+    dense = next((r["step_ms"] for r in records if r["policy"] == DENSE), None)
+    rows = [
+        r | ({"to dense": f"{r['step_ms'] / dense:.3f}"} if dense and "step_ms" in r else {})
+        for r in records
+    ]
+    lines = [markdown(keys, ([r.get(key, "-") for key in keys] for r in rows)), ""]
+    for r in records:
+        if r.get("kernels"):
+            parts = (f"{k} x{n} {ms} ms" for k, (n, ms) in r["kernels"].items())
+            lines.append(f"- {r['policy']}: {', '.join(parts)}")
+        if "failed" in r:
+            lines.append(f"- {r['policy']} failed: {r['failed']}")
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this suite."""
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model"
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=4096, help="default: %(default)s")
+    parser.add_argument("--settle", type=int, default=8, help="steps before; default: %(default)s")
+    parser.add_argument(
+        "--policies", nargs="+", default=_POLICIES, metavar="POLICY", help="default: %(default)s"
+    )
+    add_outputs(parser, plots=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """A run without tagc first and last, the policies between them; 0 if none failed."""
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here; --device cpu rehearses the runs", file=sys.stderr)
+        return 2
+    facts = {"suite": "rank", "ranks": args.ranks, "tokens": args.tokens} | machine(device)
+    records: list[Record] = []
+    for policy in (DENSE, *args.policies, DENSE):
+        try:
+            with alone(args.ranks):
+                found = train(policy, device, args.tokens, args.settle)
+        except Exception as error:  # the others are tried all the same
+            found = {"policy": policy, "failed": f"{type(error).__name__}: {error}"}
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        records.append(facts | found)
+        print(f"{policy}: {found}", file=sys.stderr, flush=True)
+        if args.json:
+            append(args.json, records[-1])
+    print(table(records))
+    return int(any("failed" in r for r in records))

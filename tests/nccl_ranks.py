@@ -1,0 +1,225 @@
+"""Ranks on NCCL: for every shipped policy and every way to join ranks, three steps of training with
+the Triton kernels, compared bit by bit with the reference.
+
+    PYTHONPATH=tests python -m nccl_ranks
+
+Ranks share GPUs if there are fewer GPUs than ranks. NCCL refuses that on one host, so each rank
+says that it is a host of its own, and messages go through sockets: right or wrong, but slow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import tagc
+from support.paths import ROOT
+from support.uneven_block import Block
+from tagc.handle import readiness
+
+RANKS = 4
+STUCK = 60.0  # seconds of one case
+SHIPPED = sorted({path.stem for path in (ROOT / "policies").glob("*.yaml")} - {"auto"})
+# The codecs that differ most come first, as time may end.
+POLICIES = sorted(SHIPPED, key=lambda name: name not in ("hybrid", "one-bit", "thrifty"))
+
+
+def blocks() -> Any:
+    torch.manual_seed(1)
+    model: Any = nn.Sequential()
+    model.layers = nn.Sequential(Block(), Block())
+    model.forward = model.layers.forward
+    return model
+
+
+def sharded(policy: str, ops: str, device: torch.device, *, hosts: int | None, **how: Any) -> Any:
+    """FSDP2 by blocks; ``how`` goes to ``fully_shard``."""
+    model = blocks().to(device)
+    for block in model.layers:
+        fully_shard(block, **how)
+    return tagc.wrap(fully_shard(model, **how), policy, hosts=hosts, ops=ops)
+
+
+@cache
+def ranks(device: torch.device, *shape: int) -> Any:
+    return init_device_mesh(
+        device.type, shape or (RANKS,), mesh_dim_names=("a", "b")[: len(shape) or 1]
+    )
+
+
+def flat(policy: str, ops: str, device: torch.device) -> Any:
+    mesh = ranks(device)
+    return sharded(policy, ops, device, hosts=1, mesh=mesh)
+
+
+def hosts(policy: str, ops: str, device: torch.device) -> Any:
+    mesh = ranks(device)
+    return sharded(policy, ops, device, hosts=2, mesh=mesh)
+
+
+def replicas(policy: str, ops: str, device: torch.device) -> Any:
+    return sharded(policy, ops, device, hosts=None, mesh=ranks(device, 2, RANKS // 2))
+
+
+def kept(policy: str, ops: str, device: torch.device) -> Any:
+    """Gathered parameters stay between forward and backward."""
+    mesh = ranks(device)
+    return sharded(policy, ops, device, hosts=1, mesh=mesh, reshard_after_forward=False)
+
+
+def ahead(policy: str, ops: str, device: torch.device) -> Any:
+    """Parameters are asked for before forward, on another stream."""
+    model = flat(policy, ops, device)
+
+    def ask(module: Any, args: Any) -> None:
+        for work in [block.unshard(async_op=True) for block in module.layers]:
+            work.wait()
+
+    model.register_forward_pre_hook(ask)
+    return model
+
+
+def ddp(policy: str, ops: str, device: torch.device, hosts: int = 1) -> Any:
+    model = DistributedDataParallel(blocks().to(device), bucket_cap_mb=1)
+    return tagc.wrap(model, policy, hosts=hosts, ops=ops)
+
+
+def ddp_hosts(policy: str, ops: str, device: torch.device) -> Any:
+    return ddp(policy, ops, device, hosts=2)
+
+
+WAYS = (flat, hosts, replicas, ahead, ddp_hosts, kept, ddp)
+CASES = [(policy, way) for policy in POLICIES for way in WAYS]
+
+
+def trained(
+    way: Callable[..., Any], policy: str, ops: str, device: torch.device
+) -> dict[str, Tensor]:
+    """Weights, and all that tagc would save, after three steps."""
+    with (
+        warnings.catch_warnings(),
+        # The steps below are compared anyway; ranks that share a GPU check for long.
+        patch.object(readiness, "check", return_value="by nccl_ranks"),
+    ):
+        warnings.simplefilter("ignore")  # units as small as these may send more when compressed
+        model = way(policy, ops, device)
+    for reducer in tagc.compressor(model).reducers:
+        reducer.counters.steps = reducer.plan.warmup_steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        seed = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(5, 131, generator=seed).to(device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {
+        name: (p.to_local() if isinstance(p, DTensor) else p).detach().cpu()
+        for name, p in model.named_parameters()
+    }
+    saved = {name: value.cpu() for name, value in tagc.compressor(model).state_dict().items()}
+    return weights | saved
+
+
+def compared(way: Callable[..., Any], policy: str, device: torch.device) -> str:
+    """What differs on this rank; "equal" if nothing does."""
+    fast = "triton" if device.type == "cuda" else "cpu"
+    try:
+        got, want = (trained(way, policy, ops, device) for ops in (fast, "reference"))
+    except ValueError as refused:
+        return f"refused: {refused}".splitlines()[0][:90]
+    differing = [n for n in want if ".about" not in n and not torch.equal(got[n], want[n])]
+    if not all(bool(x.isfinite().all()) for x in got.values() if x.is_floating_point()):
+        return "not finite"
+    return f"{len(differing)} of {len(want)} differ: {differing[:3]}" if differing else "equal"
+
+
+def run_rank(rank: int, first: int, device_type: str, seconds: float, folder: str) -> None:
+    """This rank's part of the cases from ``first`` on. ``folder`` counts those that began."""
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", rank % gpus)
+        torch.cuda.set_device(device)
+        if gpus < RANKS:
+            os.environ |= {"NCCL_HOSTID": f"rank {rank}"}
+    os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    logging.getLogger("tagc").setLevel(logging.ERROR)
+    store = dist.FileStore(str(Path(folder) / f"store{first}"), RANKS)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=40)
+    )
+    start = time.monotonic()
+    for index, (policy, way) in list(enumerate(CASES))[first:]:
+        if rank == 0:
+            (Path(folder) / "began").write_text(str(index + 1))
+            store.set(f"go{index}", str(int(time.monotonic() - start < seconds)))
+        if store.get(f"go{index}") == b"0":
+            say(rank, f"no time for {len(CASES) - index} of {len(CASES)} cases")
+            break
+        # A rank that waits for others in vain says where, and ends.
+        faulthandler.dump_traceback_later(STUCK, exit=True)
+        since = time.monotonic()
+        found: list[Any] = [None] * RANKS
+        dist.all_gather_object(found, compared(way, policy, device))
+        answers = " | ".join(dict.fromkeys(found))
+        took = time.monotonic() - since
+        say(rank, f"{policy:12} {way.__name__:10} {took:5.1f} s  {answers}")
+        if any(answer != "equal" and not answer.startswith("refused") for answer in found):
+            (Path(folder) / "wrong").touch()
+    faulthandler.cancel_dump_traceback_later()
+    dist.destroy_process_group()
+
+
+def say(rank: int, line: str) -> None:
+    if rank == 0:
+        print(line, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses")
+    parser.add_argument("--seconds", type=float, default=600, help="begin no case after these")
+    args = parser.parse_args()
+    failed = first = 0
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "began").write_text("0")
+        while failed < 5:
+            given = (first, args.device, args.seconds, folder)
+            try:
+                mp.spawn(run_rank, args=given, nprocs=RANKS)
+                break
+            except Exception:  # the cases after it are tried all the same
+                failed += 1
+                first = int((Path(folder) / "began").read_text())
+                policy, way = CASES[first - 1]
+                print(f"{policy}, {way.__name__}: {traceback.format_exc()}", flush=True)
+        return int(failed > 0 or (Path(folder) / "wrong").exists())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
