@@ -24,6 +24,7 @@ from tagc.ops.blocks import BlockLayout
 from .codes import blocks_and_warps, codes_at, scale_of
 from .device import on_device_of
 from .jit import jit, tl
+from .scalar import widen
 
 # Elements of a thread: some neighbours in each of the lanes that share its words.
 _EACH = 32
@@ -38,7 +39,7 @@ def dequantize_kernel(
     scales, codes, out, n, blocks, R, divisor, mask,
     scales_stride, scales_next, codes_stride, codes_next, out_stride,
     BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DIVIDE: tl.constexpr,
-    STEPS: tl.constexpr,
+    ADD: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = BLOCK // LANES
@@ -71,11 +72,15 @@ def dequantize_kernel(
         x = totals[lane]
         x = tl.div_rn(x, tl.zeros_like(x) + divisor) if DIVIDE else x * divisor
         j = b[:, None] * BLOCK + lane * WORDS + tl.arange(0, WORDS)[None, :]
+        if ADD:
+            x += widen(tl.load(out + j, mask=j < n - start))
         tl.store(out + j, x.to(out.dtype.element_ty), mask=j < n - start)
 
 
 @on_device_of("out")
-def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int) -> None:
+def dequantize(
+    message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int, add: bool = False
+) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.dequantize`."""
     if layout.blocks == 0:
         return
@@ -87,7 +92,7 @@ def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: in
         scales, codes, out, layout.numel, layout.blocks, R,
         float(divisor) if divide else 1.0 / divisor, (1 << layout.bits) - 1,
         scales.stride(0), scales.stride(1), codes.stride(0), codes.stride(1), out.stride(0),
-        BITS=layout.bits, BLOCKS=blocks, BLOCK=layout.block, DIVIDE=divide,
+        BITS=layout.bits, BLOCKS=blocks, BLOCK=layout.block, DIVIDE=divide, ADD=add,
         STEPS=math.gcd(R, _STEPS),
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

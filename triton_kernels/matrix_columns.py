@@ -21,13 +21,13 @@ from .matrix_numbers import bounded, column_upper, load_x, pairs, whose_matrix
 # Columns of a program, 64 or 128 bytes of bfloat16; fewer columns give more programs. Lanes are
 # chains of additions, so only columns and lanes can be divided among threads.
 _COLUMNS = 32, 64
-# Enough programs for an H100's 132 processors, 8 each.
-_PROGRAMS = 1056
+# Enough programs for an H100's 132 processors, 2 each.
+_PROGRAMS = 264
 # Further destinations do not count, because the check before training uses no more.
 _MOST_DESTINATIONS = 8
 # Elements of a thread that are loaded before the first addition; loads in flight hide latency.
-_IN_FLIGHT = 64
-_WARPS = 1
+_IN_FLIGHT = 32
+_WARPS = 4
 _LOG = COLUMN_LANES.bit_length() - 1
 
 
@@ -70,7 +70,7 @@ def sum_columns(
     matrix_columns_kernel[(tops.shape[2], grad.shape[0], layout.count)](
         grad, residual, sums, tops, layout.rows, layout.columns, grad.stride(0),
         0 if residual is None else residual.stride(0),
-        LOG=_LOG, COLUMNS=columns, STEPS=32 * _IN_FLIGHT // (columns * COLUMN_LANES),
+        LOG=_LOG, COLUMNS=columns, STEPS=32 * _WARPS * _IN_FLIGHT // (columns * COLUMN_LANES),
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -28,6 +28,7 @@ from .jit import jit, tl
 from .matrix_groups import dequantize_groups
 from .matrix_numbers import unit_of, whose_matrix
 from .matrix_read_scales import read_scales
+from .scalar import widen
 
 # Rows of a program's tile; lanes of a thread; words of the tile, in the lanes of all threads. All
 # of a thread's loads from a message are in flight at once: with up to 254 registers, at least 8
@@ -89,6 +90,7 @@ def dequantize_matrix_kernel(
     message_matrix, out_stride,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
     WORDS: tl.constexpr, NEXT: tl.constexpr, ROWS: tl.constexpr, DIVIDE: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     row_words = units * UNIT
     across = tl.cdiv(row_words, WORDS)
@@ -135,17 +137,21 @@ def dequantize_matrix_kernel(
             x = tl.div_rn(x, tl.zeros_like(x) + divisor) if DIVIDE else x * divisor
             ours = (begins < row_words) & (j < end - i * row_words)
             at = out + row * columns + i * row_words + j
+            if ADD:
+                x += widen(tl.load(at, mask=ours))
             tl.store(at, x.to(out.dtype.element_ty), mask=ours)
 
 
 @on_device_of("out")
-def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
+def dequantize_matrix(
+    message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int, add: bool = False
+) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
     if not layout.rows:
         return
     message = message.unflatten(2, (layout.count, -1))  # [K, R, count, words]
     if layout.group > 1:
-        dequantize_groups(message, out, layout=layout, divisor=divisor)
+        dequantize_groups(message, out, layout=layout, divisor=divisor, add=add)
         return
     scales = read_scales(message, layout=layout, apart=layout.row_words)
     K, R, count, _ = message.shape
@@ -167,5 +173,6 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
         # The stride of a single row has no meaning, and would hide the alignment.
         out.stride(0) if K > 1 else 0,
         WIDTH=layout.width, UNIT=unit, INNER=_INNER, OUTER=outer, WORDS=words,
-        NEXT=min(4, unit), ROWS=rows, DIVIDE=divide, num_warps=warps, enable_fp_fusion=False,
+        NEXT=min(4, unit), ROWS=rows, DIVIDE=divide, ADD=add, num_warps=warps,
+        enable_fp_fusion=False,
     )  # fmt: skip

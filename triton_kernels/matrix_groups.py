@@ -21,7 +21,7 @@ from tagc.ops.matrix import MatrixLayout
 from .jit import jit, tl
 from .matrix_numbers import whose_matrix
 from .matrix_read_scales import read_scales
-from .scalar import in_order
+from .scalar import in_order, widen
 
 # Warps of a program, and rows of its tile.
 _WARPS, _ROWS = 4, 8
@@ -52,7 +52,7 @@ def dequantize_groups_kernel(
     codes, f, v, out, rows, columns, row_words, span, R, divisor, message_stride, message_next,
     message_matrix, out_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, THREADS: tl.constexpr, ROWS: tl.constexpr,
-    DIVIDE: tl.constexpr,
+    DIVIDE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     PAIRS: tl.constexpr = GROUP // 2
     across = tl.cdiv(columns, THREADS * GROUP)
@@ -105,12 +105,17 @@ def dequantize_groups_kernel(
         for e in tl.static_range(GROUP):
             x = totals[row * GROUP + e]
             x = tl.div_rn(x, tl.zeros_like(x) + over) if DIVIDE else x * over
-            some += (x.to(out.dtype.element_ty),)
+            some += (x if ADD else x.to(out.dtype.element_ty),)
         x = tl.reshape(in_order(some, GROUP), [THREADS, GROUP])
+        if ADD:
+            x += widen(tl.load(out + row * columns + j, mask=j < end))
+            x = x.to(out.dtype.element_ty)
         tl.store(out + row * columns + j, x, mask=j < end)
 
 
-def dequantize_groups(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
+def dequantize_groups(
+    message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int, add: bool
+) -> None:
     """:meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix` for ``[K, R, count, words]``."""
     K, R, count, _ = message.shape
     f, v = read_scales(message, layout=layout, apart=1)
@@ -124,6 +129,6 @@ def dequantize_groups(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
         *message.stride()[:3],
         # The stride of a single row has no meaning, and would hide the alignment.
         out.stride(0) if K > 1 else 0,
-        WIDTH=layout.width, GROUP=layout.group, THREADS=threads, ROWS=rows, DIVIDE=divide,
+        WIDTH=layout.width, GROUP=layout.group, THREADS=threads, ROWS=rows, DIVIDE=divide, ADD=add,
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

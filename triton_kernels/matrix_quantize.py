@@ -55,7 +55,7 @@ _INTEGER = constant(1.5 * 2**23)
 _PLACE, _NEXT_PLACE = constant(11), constant(1 << 11)
 _IS_NEGATIVE, _UPPER = constant(1 << 10), constant((1 << 10) - 1)
 # Elements of a program, unless rows are longer, and of a warp.
-_ELEMENTS, _OF_WARP = 4096, 512
+_ELEMENTS, _OF_WARP = 4096, 1024
 # Arguments whose alignment makes no difference.
 _PLAIN = ["message", "scales", "codes", "norms", "rows", "units", "distance", "message_stride",
           "message_matrix"]  # fmt: skip
@@ -313,7 +313,9 @@ def quantize_matrix(
     unit, words = unit_of(layout.row_words), words_at_a_time(layout)
     of_row = words * group * layout.places
     rows = min(max(1, _ELEMENTS // of_row), triton.next_power_of_2(layout.rows))
-    warps = max(1, rows * of_row // _OF_WARP)
+    # Accesses that are not aligned take more registers.
+    of_warp = _OF_WARP if min(unit, unit_of(layout.columns)) >= 8 else _OF_WARP // 2
+    warps = max(1, rows * of_row // of_warp)
     scales = message[..., sum(layout.head[:2]) : sum(layout.head)].view(torch.uint8)
     quantize_matrix_kernel[(triton.cdiv(layout.rows, rows), D, layout.count)](
         grad, residual, uppers, norms, message, scales, message[..., sum(layout.head) :],

@@ -76,10 +76,6 @@ class DeltaConfig(CodecConfig):
         return "bits 4 or 8, or codec 'dense'"
 
 
-AT_A_TIME = 1 << 22
-"""How many elements of changes are decoded at a time, in float32; at least a row."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeltaPlan(CodecPlan):
     """How the changes of one segment are sent.
@@ -139,13 +135,15 @@ class _Coded(Generic[P]):
 
 
 class DeltaCodec(Codec[DeltaPlan]):
-    """Codes changes. Its rows are the changes in float32; :class:`tagc.collect.HostCopy` keeps the
-    copy and subtracts it."""
+    """Codes changes. It encodes rows of changes in float32, and adds decoded changes to rows;
+    :class:`tagc.collect.HostCopy` keeps the copy, and subtracts it."""
 
     def __init__(self, segments: Sequence[CodecSegment[DeltaPlan]], setup: CodecSetup) -> None:
         super().__init__(segments, setup)
         wide = replace(setup, dtype=torch.float32)
         self._codes = [_code(segment, wide) for segment in segments]
+        for code in self._codes:
+            code.prepare(setup.dtype)  # for rows that changes are added to
 
     def encode_rows(self, rows: Tensor, message: Tensor) -> None:
         """See :meth:`Codec.encode_rows`."""
@@ -153,14 +151,12 @@ class DeltaCodec(Codec[DeltaPlan]):
             code.encode_rows(rows, message[:, part.words])
 
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
-        """See :meth:`Codec.decode_rows`."""
+        """See :meth:`Codec.decode_rows`. Changes are added to ``rows``."""
         for part, code in zip(self.parts, self._codes, strict=True):
-            code.decode_rows(received[:, part.words], rows)
+            code.add_rows(received[:, part.words], rows)
 
 
-def _code(
-    segment: CodecSegment[DeltaPlan], setup: CodecSetup
-) -> Codec[QuantizedPlan] | Codec[MatrixPlan]:
+def _code(segment: CodecSegment[DeltaPlan], setup: CodecSetup) -> QuantizedCodec | MatrixCodec:
     plan = segment.codec.code
     if isinstance(plan, MatrixPlan):
         return MatrixCodec([_Coded(segment.start, segment.stop, plan)], setup)

@@ -22,8 +22,12 @@ class ElementwiseCodec(Codec[P]):
     def __init__(self, segments: Sequence[CodecSegment[P]], setup: CodecSetup) -> None:
         super().__init__(segments, setup)
         self.steps = 0
+        self.prepare(setup.dtype)
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Compile the operators for rows of a dtype."""
         for part in self.parts:
-            self._prepare(part, setup.dtype)
+            self._prepare(part, dtype)
 
     def _prepare(self, part: Part[P], gradient: torch.dtype) -> None:
         """Compile the operators for gradients of a dtype."""
@@ -35,9 +39,11 @@ class ElementwiseCodec(Codec[P]):
         """Encode ``grad`` and ``residual`` ``[D, columns]`` to ``message`` ``[D, words]``."""
         raise NotImplementedError
 
-    def _dequantize(self, plan: P, message: Tensor, out: Tensor, divisor: int) -> None:
-        """Decode ``message`` ``[W, words]``; write the sum over ``divisor`` to ``out``
-        ``[columns]``."""
+    def _dequantize(
+        self, plan: P, message: Tensor, out: Tensor, divisor: int, *, add: bool = False
+    ) -> None:
+        """Decode ``message`` ``[K, W, words]``; write the sums over ``divisor`` to ``out``
+        ``[K, columns]``, or add them to it."""
         raise NotImplementedError
 
     def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
@@ -57,8 +63,21 @@ class ElementwiseCodec(Codec[P]):
         for part in self.parts:
             columns = out[part.columns]
             decoded = part.feedback.decode_buffer(columns)
-            self._dequantize(part.plan, received[:, part.words], decoded, divisor)
+            self._dequantize(part.plan, received[None, :, part.words], decoded[None], divisor)
             part.feedback.correct(decoded, columns)
+
+    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
+        """See :meth:`Codec.decode_rows`."""
+        self._decode_rows(received, rows)
+
+    def add_rows(self, received: Tensor, rows: Tensor) -> None:
+        """Like :meth:`decode_rows`, but add to ``rows``, in float32, rounded once."""
+        self._decode_rows(received, rows, add=True)
+
+    def _decode_rows(self, received: Tensor, rows: Tensor, *, add: bool = False) -> None:
+        for part in self.parts:
+            words, elements = received[:, None, part.words], rows[:, part.columns]
+            self._dequantize(part.plan, words, elements, divisor=1, add=add)
 
     def skip(self, steps: int) -> None:
         """See :meth:`Codec.skip`."""

@@ -168,21 +168,12 @@ class MatrixCodec(ElementwiseCodec[MatrixPlan]):
                 average=part.feedback.old_share,
             )
 
-    def _dequantize(self, plan: MatrixPlan, message: Tensor, out: Tensor, divisor: int) -> None:
-        self._dequantize_rows(plan, message[None], out[None], divisor)
-
-    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
-        """See :meth:`Codec.decode_rows`."""
-        for part in self.parts:
-            words, elements = received[:, None, part.words], rows[:, part.columns]
-            self._dequantize_rows(part.plan, words, elements, divisor=1)
-
-    def _dequantize_rows(
-        self, plan: MatrixPlan, message: Tensor, out: Tensor, divisor: int
+    def _dequantize(
+        self, plan: MatrixPlan, message: Tensor, out: Tensor, divisor: int, *, add: bool = False
     ) -> None:
         for layout, columns, words in plan.runs:
             self._ops.dequantize_matrix(
-                message[..., words], out[:, columns], layout=layout, divisor=divisor
+                message[..., words], out[:, columns], layout=layout, divisor=divisor, add=add
             )
 
 

@@ -204,25 +204,26 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
             seeds = self._dither.seeds(part.columns.start, self.steps)
         self._ops.quantize(grad, residual, message, layout=layout, average=average, dither=seeds)
 
-    def _dequantize(self, plan: QuantizedPlan, message: Tensor, out: Tensor, divisor: int) -> None:
-        self._ops.dequantize(message[None], out[None], layout=plan.layout, divisor=divisor)
+    def _dequantize(
+        self, plan: QuantizedPlan, message: Tensor, out: Tensor, divisor: int, *, add: bool = False
+    ) -> None:
+        self._ops.dequantize(message, out, layout=plan.layout, divisor=divisor, add=add)
 
     def decode_sums(self, received: Tensor, rows: Tensor) -> None:
         """See :meth:`Codec.decode_sums`: sums beyond float16's range are infinite, as the dtype's
         own are."""
         for part in self.parts:
             words, elements = received[..., part.words], rows[:, part.columns]
-            self._ops.dequantize(words, elements, layout=part.plan.layout, divisor=1)
+            self._dequantize(part.plan, words, elements, divisor=1)
 
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
         """See :meth:`Codec.decode_rows`."""
-        for part in self.parts:
-            words, elements = received[:, None, part.words], rows[:, part.columns]
-            self._ops.dequantize(words, elements, layout=part.plan.layout, divisor=1)
-            if rows.dtype == torch.float16:
-                # Within a scale's rounding of the largest number; what is not finite is NaN here.
-                largest = torch.finfo(rows.dtype).max
-                elements.clamp_(-largest, largest)
+        super().decode_rows(received, rows)
+        if rows.dtype == torch.float16:
+            # Within a scale's rounding of the largest number; what is not finite is NaN here.
+            largest = torch.finfo(rows.dtype).max
+            for part in self.parts:
+                rows[:, part.columns].clamp_(-largest, largest)
 
     def cannot_carry(self, received: Tensor) -> Tensor | None:
         """See :meth:`Codec.cannot_carry`. The scales show it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.codecs.delta import AT_A_TIME
 from tagc.collect.gatherer import GatherSetup, gather_coder
 
 
@@ -26,7 +25,7 @@ class HostCopy:
         plan, shape = setup.plan, (setup.plan.peers, setup.plan.columns)
         self.rows = torch.zeros(shape, dtype=plan.info.dtype, device=setup.device)
         self.own = own
-        self._columns, self._workspace = plan.columns, setup.workspace
+        self._workspace = setup.workspace
         self._coder = gather_coder(setup)
         self._frozen = {segment.start for segment in plan.segments if segment.frozen}
 
@@ -52,15 +51,4 @@ class HostCopy:
 
     def decode(self, received: Tensor, rows: Tensor) -> None:
         """Update ``rows`` ``[n, S]`` with the messages ``[n, words]`` int32 about them."""
-        step = max(1, AT_A_TIME // max(1, self._columns))
-        for first in range(0, len(rows), step):
-            some = rows[first : first + step]
-            changes = self._workspace.take("changes", tuple(some.shape), torch.float32)
-            for codec, words in self._coder.split(received[first : first + step]):
-                (part,) = codec.parts
-                if part.plan.of_changes:
-                    codec.decode_rows(words, changes)
-                    # The addition is in float32, so the sum is rounded once.
-                    some[:, part.columns].add_(changes[:, part.columns])
-                else:
-                    codec.decode_rows(words, some)
+        self._coder.decode_rows(received, rows)

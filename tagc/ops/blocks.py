@@ -129,7 +129,13 @@ class BlockOps(Protocol):
         ...
 
     def dequantize(
-        self, message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int
+        self,
+        message: Tensor,
+        out: Tensor,
+        *,
+        layout: BlockLayout,
+        divisor: int,
+        add: bool = False,
     ) -> None:
         """Add up messages: ``out[k] = (sum over r of q * s) / divisor``.
 
@@ -140,6 +146,8 @@ class BlockOps(Protocol):
         Args:
             message: ``[K, R, words]`` int32.
             out: ``[K, numel]`` float32, bfloat16 or float16, written.
+            add: whether the quotient is added to what ``out`` holds, in float32, and the sum
+                rounded once.
         """
         ...
 

@@ -242,7 +242,13 @@ class MatrixOps(Protocol):
         ...
 
     def dequantize_matrix(
-        self, message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int
+        self,
+        message: Tensor,
+        out: Tensor,
+        *,
+        layout: MatrixLayout,
+        divisor: int,
+        add: bool = False,
     ) -> None:
         """Add up messages: ``out[k] = (sum over r of the values of message k, r) / divisor``.
 
@@ -253,6 +259,7 @@ class MatrixOps(Protocol):
         Args:
             message: ``[K, R, words]`` int32.
             out: ``[K, count * rows * columns]`` float32, bfloat16 or float16, written.
+            add: as in :meth:`tagc.ops.blocks.BlockOps.dequantize`.
         """
         ...
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tagc.codecs.delta import AT_A_TIME
 from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.param_slices import is_whole
 from tagc.plan.stages import StagePlan
@@ -125,8 +124,7 @@ def _of_parameters(unit: UnitPlan) -> Iterator[Buffer]:
     if not unit.reuses_forward_message:
         yield "parameters_recv", torch.int32, messages.read * messages.row_words
     if unit.keeps_copy:
-        rows = min(unit.peers, max(1, AT_A_TIME // max(1, unit.columns)))
-        yield "changes", torch.float32, rows * unit.columns
+        yield "changes", torch.float32, unit.columns
 
 
 def _waiting(unit: UnitPlan) -> int:

@@ -89,9 +89,10 @@ def _sent(m: Maker, layout: BlockLayout | MatrixLayout, values: Callable[[int], 
     message = m.garbage(K * R, layout.words)
     quantize = getattr(m.reference, m.call.operator.removeprefix("de"))
     quantize(m.spoilt(values(K * R)), None, message, layout=layout, average=0.0)
+    made = m.values if m.call.option("add") else m.garbage
     tensors: dict[str, Tensor | None] = {
         "message": message.view(K, R, -1),
-        "out": m.garbage(K, layout.numel, dtype=m.call.dtype("out")),
+        "out": made(K, layout.numel, dtype=m.call.dtype("out")),
     }
     return m.case(tensors, ["out"], layout=layout)
 

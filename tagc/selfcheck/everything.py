@@ -107,7 +107,7 @@ def _elementwise(operator, layout, dtypes, average, divisor, ranks, others) -> I
         f"de{operator}",
         (1, ranks),
         (("message", _I32), ("out", gradient)),
-        (("layout", layout), ("divisor", divisor)),
+        (("layout", layout), ("divisor", divisor), ("add", False)),
     )
 
 

@@ -174,7 +174,8 @@ def _gathered(ranks: int, dtype: torch.dtype, config: dict[str, Any]) -> tuple[b
         seed=7,
     )
     rows = fixed((ranks, unit.columns), 1000, dtype=torch.float32 if unit.keeps_copy else dtype)
-    words, got = [], torch.full_like(rows, torch.nan)
+    # Changes are added to rows, and minus zero changes no sum.
+    words, got = [], torch.full_like(rows, -0.0 if unit.keeps_copy else torch.nan)
     for codec in make_codecs(unit.segments, setup).values():
         message = torch.empty(ranks, codec.words, dtype=torch.int32)
         codec.encode_rows(rows, message)

@@ -16,8 +16,8 @@ SIZES = [1, 33, TILE + 5, (1 << 19) + 77]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("divisor", [1, 2, 3, 8, 1000, 1024])
-@pytest.mark.parametrize("offset", [0, 1, 7, 15])
-def test_tiles_are_divided_and_rounded_like_torch(dtype, divisor, offset):
+@pytest.mark.parametrize(("offset", "add"), [(0, False), (1, True), (7, False), (15, True)])
+def test_tiles_are_divided_added_and_rounded_like_torch(dtype, divisor, offset, add):
     generator = torch.Generator().manual_seed(7)
     for n in SIZES:
         # All exponents, subnormal quotients among them, and sums that round up to infinity.
@@ -26,6 +26,9 @@ def test_tiles_are_divided_and_rounded_like_torch(dtype, divisor, offset):
         sums = torch.where(sums.isnan(), 0.0, sums)
         whole = torch.full((n + 2 * 16,), torch.nan, dtype=dtype)
         out = whole[offset : offset + n]
+        out.normal_(generator=generator)
+        expected = sums / torch.full_like(sums, divisor)
+        expected = out.float() + expected if add else expected
         tile = new_tile(TILE, numpy_of(out))
         assert tile.shape == (TILE,)
         assert not tile.any()
@@ -33,9 +36,8 @@ def test_tiles_are_divided_and_rounded_like_torch(dtype, divisor, offset):
         for base in range(0, n, TILE):
             piece = sums[base : base + TILE].numpy()
             tile[: piece.size] = piece
-            write_tile(tile, piece.size, np.float32(divisor), numpy_of(out), np.uint64(base))
+            write_tile(tile, piece.size, np.float32(divisor), add, numpy_of(out), np.uint64(base))
             assert not tile[: piece.size].any()
-        expected = sums / torch.full_like(sums, divisor)
         assert torch.equal(out, expected.to(dtype))
         assert whole[:offset].isnan().all()
         assert whole[offset + n :].isnan().all()

@@ -150,8 +150,12 @@ def _blocks(each: int | None) -> Iterator[Trial]:
 
 
 def _twofold(call: Call) -> Call:
-    """The call with two results of a decoder instead of one."""
-    return replace(call, rows=(2, call.rows[1])) if len(call.rows) == 2 else call
+    """The call with two results of a decoder instead of one. With an odd number of messages it adds
+    to what is there."""
+    if len(call.rows) == 1:
+        return call
+    options = dict(call.options) | {"add": call.rows[1] % 2 == 1}
+    return replace(call, rows=(2, call.rows[1]), options=tuple(options.items()))
 
 
 # bits, group, gradient, residual

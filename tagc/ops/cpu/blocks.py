@@ -43,15 +43,18 @@ def quantize(
         )  # fmt: skip
 
 
-def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int) -> None:
+def dequantize(
+    message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int, add: bool = False
+) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.dequantize`."""
-    wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
+    # numba has no float16 arithmetic on CPUs.
+    wide = out.float() if out.dtype == torch.float16 else out
     rows = numpy_of(wide)
     for k in range(message.shape[0]):
         words, stride = rows_of(message[k])
         dequantize_shard(
             words, stride, message.shape[1], layout.numel, layout.block, codes_of(layout),
-            np.float32(divisor), rows[k],
+            np.float32(divisor), add, rows[k],
         )  # fmt: skip
     if wide is not out:
         out.copy_(wide)

@@ -48,11 +48,14 @@ def quantize_matrix(
             )  # fmt: skip
 
 
-def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
+def dequantize_matrix(
+    message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int, add: bool = False
+) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
     if not layout.rows:
         return
-    wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
+    # numba has no float16 arithmetic on CPUs.
+    wide = out.float() if out.dtype == torch.float16 else out
     elements = numpy_of(wide)
     base, columns, rows = layout.head
     for part, said in layout.parts:
@@ -61,7 +64,7 @@ def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, div
             dequantize_rows(
                 words, stride, message.shape[1], base + columns, base + columns + rows,
                 layout.rows, np.uint64(layout.group), _codes_of(layout), np.float32(divisor),
-                elements[k, part],
+                add, elements[k, part],
             )  # fmt: skip
     if wide is not out:
         out.copy_(wide)

@@ -35,14 +35,17 @@ def quantize(
     residual.copy_(torch.where(stay, residual, rounded(left, residual.dtype)))
 
 
-def dequantize(message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int) -> None:
+def dequantize(
+    message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int, add: bool = False
+) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.dequantize`."""
     total = None
     for row in dequantize_rows(message, layout).unbind(1):
         total = row if total is None else total + row
     assert total is not None
     # Divided by a tensor: by a number, CUDA multiplies with the reciprocal.
-    out.copy_(total / torch.full_like(total, divisor))
+    x = total / torch.full_like(total, divisor)
+    out.copy_(out.float() + x if add else x)
 
 
 def quantize_rows(

@@ -34,10 +34,12 @@ def quantize_matrix(
         _quantize(grad[:, columns], left, message[:, words], layout, average)
 
 
-def dequantize_matrix(message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int) -> None:
+def dequantize_matrix(
+    message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int, add: bool = False
+) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
     for columns, words in layout.parts:
-        _dequantize(message[..., words], out[:, columns], layout, divisor)
+        _dequantize(message[..., words], out[:, columns], layout, divisor, add)
 
 
 def _quantize(
@@ -76,7 +78,9 @@ def _quantize(
     residual.copy_(rounded(left, residual.dtype).flatten(1))
 
 
-def _dequantize(message: Tensor, out: Tensor, layout: MatrixLayout, divisor: int) -> None:
+def _dequantize(
+    message: Tensor, out: Tensor, layout: MatrixLayout, divisor: int, add: bool
+) -> None:
     """Add up messages of one matrix each."""
     if not layout.rows:
         return
@@ -85,7 +89,8 @@ def _dequantize(message: Tensor, out: Tensor, layout: MatrixLayout, divisor: int
         total = row if total is None else total + row
     assert total is not None
     # Divided by a tensor: by a number, CUDA multiplies with the reciprocal.
-    out.copy_((total / torch.full_like(total, divisor)).flatten(1))
+    x = (total / torch.full_like(total, divisor)).flatten(1)
+    out.copy_(out.float() + x if add else x)
 
 
 def _bounded(x: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def write_shard(values, keys, n, group, step, divisor, out):
             for lane in range(lanes):
                 sums[at - base + N(lane)] = _dequantize(values[t], lane, lanes, step) / divisor
             t += N(1)
-        write_tile(sums, min(N(TILE), N(n) - base), np.float32(1.0), out, base)
+        write_tile(sums, min(N(TILE), N(n) - base), np.float32(1.0), False, out, base)
 
 
 @register_jitable(inline="always")

@@ -351,7 +351,7 @@ def _add_groups(source, at, words, group, size, f, v, sums, first):
 
 @compiled
 def dequantize_rows(
-    messages, stride, ranks, scales, codes, rows, size, group, divisor, out
+    messages, stride, ranks, scales, codes, rows, size, group, divisor, add, out
 ):  # fmt: skip
     """Add up messages, see :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`.
 
@@ -365,6 +365,7 @@ def dequantize_rows(
         size: uint64, neighbours that share a code; 1 for none.
         group: a tuple of as many entries as a word has codes.
         divisor: float32.
+        add: whether to add what ``out`` holds.
         out: ``[rows * columns]`` float32 or the bits of bfloat16 as uint16, written.
     """
     n, lanes = N(out.size // rows), N(len(group))
@@ -400,4 +401,4 @@ def dequantize_rows(
                     _add_row(messages, at, words, group, f, v[r], sums, place)
                 else:
                     _add_groups(messages, at, words, group, size, f, v[r], sums, place)
-        write_tile(sums, count * n, divisor, out, start * n)
+        write_tile(sums, count * n, divisor, add, out, start * n)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from tagc.ops.cpu.kernels.llvm import drain, fence, float_bits
-from tagc.ops.cpu.kernels.scalar import N, U, compiled, store
+from tagc.ops.cpu.kernels.scalar import N, U, compiled, load, store
 
 # Elements of a tile; a multiple of 256 groups of any size, as ``unpacker`` needs.
 TILE = 8192
@@ -43,13 +43,14 @@ def new_tile(size, out):
 
 
 @compiled
-def write_tile(sums, count, divisor, out, base):
-    """Divide, round and write a tile of the shard, and set ``sums`` to zero.
+def write_tile(sums, count, divisor, add, out, base):
+    """Divide, add, round and write a tile of the shard, and set ``sums`` to zero.
 
     Args:
         sums: ``[...]`` float32, from :func:`new_tile`; the first ``count`` become zeros.
         count: elements to write.
         divisor: float32.
+        add: whether to add what ``out`` holds.
         out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
         base: the first element to write.
     """
@@ -58,6 +59,10 @@ def write_tile(sums, count, divisor, out, base):
     if U(float_bits(divisor) & U(0x007FFFFF)) != U(0):  # not a power of two
         for j in range(size):
             sums[j] = sums[j] / divisor
+        factor = np.float32(1.0)
+    if add:
+        for j in range(size):
+            sums[j] = load(out, base + j) + sums[j] * factor
         factor = np.float32(1.0)
     if N(out.size) * N(out.itemsize) < N(_LARGE):
         for j in range(size):

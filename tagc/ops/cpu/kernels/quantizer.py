@@ -206,7 +206,7 @@ def add_block(words, at, count, group, s, out, to):
 
 
 @compiled
-def dequantize_shard(messages, stride, ranks, n, block, group, divisor, out):
+def dequantize_shard(messages, stride, ranks, n, block, group, divisor, add, out):
     """Add up messages, see :meth:`tagc.ops.blocks.BlockOps.dequantize`.
 
     Args:
@@ -217,6 +217,7 @@ def dequantize_shard(messages, stride, ranks, n, block, group, divisor, out):
         block: elements of a block.
         group: a tuple of as many entries as a word has codes.
         divisor: float32.
+        add: whether to add what ``out`` holds.
         out: ``[n]`` float32 or the bits of bfloat16 as uint16, written.
     """
     size, words = N(block), N(block // len(group))
@@ -235,4 +236,4 @@ def dequantize_shard(messages, stride, ranks, n, block, group, divisor, out):
                     dequantize_block(messages, at, words, group, s, sums, to)
                 else:
                     add_block(messages, at, words, group, s, sums, to)
-        write_tile(sums, count, divisor, out, base)
+        write_tile(sums, count, divisor, add, out, base)

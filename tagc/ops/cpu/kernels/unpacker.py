@@ -189,5 +189,5 @@ def unpack_shard(
                 if end < stop:
                     break
             state[r, _ADDED] = t
-        write_tile(sums, min(N(TILE), N(n) - base), divisor, out, base)
+        write_tile(sums, min(N(TILE), N(n) - base), divisor, False, out, base)
     return False
