@@ -124,8 +124,9 @@ def _reduce(unit: UnitPlan, coder: Coder, setup: CodecSetup, found: Counter[str]
 
 def _gather(unit: UnitPlan, coder: Coder, setup: CodecSetup, found: Counter[str]) -> None:
     rows = torch.empty(setup.world_size, unit.columns, dtype=setup.dtype, device=_META)
+    sent = rows[:1].float() if unit.keeps_copy else rows[:1]
     found.clear()
-    coder.encode_rows(rows[:1].float() if unit.keeps_copy else rows[:1], _messages(1, unit))
+    coder.encode_rows(sent, _messages(1, unit))
     coder.decode_rows(_messages(setup.world_size, unit), rows)
     times = 1 if unit.keeps_copy else unit.exchanges
     for name in found:
