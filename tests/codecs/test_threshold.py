@@ -230,6 +230,22 @@ def test_boost_follows_the_clipping():
     assert boosts == [1, 2, 4, 4, 4, 4, 2, 1, 1]
 
 
+def test_kept_groups_that_do_not_follow_the_threshold_do_not_move_it():
+    """A shared support is a little smaller than its target in every step: parts of it overlap."""
+    sizes = np.abs(np.random.default_rng(3).normal(size=4000)).astype(np.float32)
+    learning, fixed = (
+        ThresholdController([2000.0], 1, OPS, CPU, learns=[learns]) for learns in (True, False)
+    )
+    for steering in (learning, fixed):
+        for _ in range(300):
+            above = int((sizes >= steering.threshold.item()).sum())
+            counts = [[above, sizes.size, 1900, 0]]
+            steering.update(torch.tensor([counts], dtype=torch.int32))
+    median = float(np.median(sizes))
+    assert 0.9 < fixed.threshold.item() / median < 1.1
+    assert learning.threshold.item() < median / 100
+
+
 def test_steps_follow_the_thresholds():
     """From the first step on, with the boost."""
     symbols = [SYMBOL, SYMBOLS["int32x1"]]

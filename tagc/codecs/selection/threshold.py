@@ -109,6 +109,7 @@ class ThresholdController:
         *,
         max_boost: Sequence[float] | None = None,
         scale: Sequence[float] | None = None,
+        learns: Sequence[bool] | None = None,
     ) -> None:
         """Start with neutral state.
 
@@ -118,6 +119,8 @@ class ThresholdController:
             max_boost: by segment, the largest boosts, powers of two; default: 1.
             scale: by segment, see :func:`tagc.codecs.selection.quantization_step.step_scale`;
                 default: nothing is quantized.
+            learns: by segment, whether the threshold decides which groups are kept, so that a bias
+                is learnt from their number; default: all.
         """
 
         def numbers(values: Sequence[float]) -> Tensor:
@@ -127,6 +130,9 @@ class ThresholdController:
         self._target = numbers(target)
         self._max_boost = numbers([1.0] * n if max_boost is None else max_boost)
         self._scale = numbers([0.0] * n if scale is None else scale)
+        learns = [True] * n if learns is None else learns
+        # No bias but 1 if kept groups do not follow the threshold: it would grow without end.
+        self._fixed = None if all(learns) else ~torch.tensor([*learns], device=device)[:, None]
         self._state = torch.ones(STATES, n, destinations, dtype=torch.float32, device=device)
         self._state[EXPONENT] = FIRST_EXPONENT
         self._state[SIDE] = 0.0
@@ -179,3 +185,5 @@ class ThresholdController:
                 over ranks.
         """
         self._ops.steer(counts, self._target, self._max_boost, self._scale, self._state)
+        if self._fixed is not None:
+            self._state[BIAS].masked_fill_(self._fixed, 1.0)

@@ -84,6 +84,7 @@ class SketchCodec(Codec[SketchPlan]):
             device,
             max_boost=[plan.max_boost for plan in plans],
             scale=[step_scale(plan.symbol, plan.levels) for plan in plans],
+            learns=[not plan.shared for plan in plans],
         )
         self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
         self._summed = torch.zeros_like(self._counts)
