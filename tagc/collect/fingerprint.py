@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -25,15 +27,25 @@ def fingerprint(values: Tensor) -> Tensor:
     whole = values.numel() // lanes * lanes
     words = values[:whole].view(torch.int64)
     rest = values[whole:].view({2: torch.int16, 4: torch.int32}[values.element_size()])
-    # Each of the last few elements gets its own word.
-    places = torch.arange(1, 2 * rest.numel() + 1, 2, device=values.device)
-    last = ((rest.to(torch.int64) << 17) * places).sum()
-    return torch.stack([_weighted(words, width) + last for width in _WIDTHS])
+    sums = torch.stack([_weighted(words, width) for width in _WIDTHS])
+    if rest.numel():
+        # Each of the last few elements gets its own word.
+        places = torch.arange(1, 2 * rest.numel() + 1, 2, device=values.device)
+        sums += ((rest.to(torch.int64) << 17) * places).sum()
+    return sums
 
 
 def _weighted(words: Tensor, width: int) -> Tensor:
     rows = words.numel() // width
     columns = words[: rows * width].view(rows, width).sum(0)
     last = words[rows * width :]
-    columns[: last.numel()] += last
-    return (columns * torch.arange(1, 2 * width + 1, 2, device=words.device)).sum()
+    if last.numel():
+        columns[: last.numel()] += last
+    return (columns * _weights(width, words.device)).sum()
+
+
+@cache
+def _weights(width: int, device: torch.device) -> Tensor:
+    """On a GPU every small tensor that is made in a step is a launch."""
+    with torch.inference_mode(False):
+        return torch.arange(1, 2 * width + 1, 2, device=device)

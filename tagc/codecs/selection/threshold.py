@@ -132,7 +132,11 @@ class ThresholdController:
         self._scale = numbers([0.0] * n if scale is None else scale)
         learns = [True] * n if learns is None else learns
         # No bias but 1 if kept groups do not follow the threshold: it would grow without end.
-        self._fixed = None if all(learns) else ~torch.tensor([*learns], device=device)[:, None]
+        self._fixed = (
+            None
+            if all(learns)
+            else ~torch.tensor([*learns], dtype=torch.bool, device=device)[:, None]
+        )
         self._state = torch.ones(STATES, n, destinations, dtype=torch.float32, device=device)
         self._state[EXPONENT] = FIRST_EXPONENT
         self._state[SIDE] = 0.0
