@@ -251,7 +251,8 @@ def _kernels(step: Any) -> Record:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         step()
     seen = [e for e in profiled.key_averages() if e.self_device_time_total > 0]
-    ours = [e for e in seen if e.key in _names()]
+    names = _names()
+    ours = [e for e in seen if e.key in names]
     ours.sort(key=lambda e: -e.self_device_time_total)
     return {
         "started": sum(e.count for e in seen),

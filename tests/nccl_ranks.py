@@ -146,7 +146,7 @@ def compared(way: Callable[..., Any], policy: str, device: torch.device) -> str:
     fast = "triton" if device.type == "cuda" else "cpu"
     try:
         got, want = (trained(way, policy, ops, device) for ops in (fast, "reference"))
-    except ValueError as refused:
+    except tagc.PolicyError as refused:
         return f"refused: {refused}".splitlines()[0][:90]
     differing = [n for n in want if ".about" not in n and not torch.equal(got[n], want[n])]
     if not all(bool(x.isfinite().all()) for x in got.values() if x.is_floating_point()):

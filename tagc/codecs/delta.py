@@ -153,7 +153,7 @@ class DeltaCodec(Codec[DeltaPlan]):
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
         """See :meth:`Codec.decode_rows`. Changes are added to ``rows``."""
         for part, code in zip(self.parts, self._codes, strict=True):
-            code.add_rows(received[:, part.words], rows)
+            code.decode_rows(received[:, part.words], rows, add=True)
 
 
 def _code(segment: CodecSegment[DeltaPlan], setup: CodecSetup) -> QuantizedCodec | MatrixCodec:

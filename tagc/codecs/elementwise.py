@@ -66,15 +66,12 @@ class ElementwiseCodec(Codec[P]):
             self._dequantize(part.plan, received[None, :, part.words], decoded[None], divisor)
             part.feedback.correct(decoded, columns)
 
-    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
-        """See :meth:`Codec.decode_rows`."""
-        self._decode_rows(received, rows)
+    def decode_rows(self, received: Tensor, rows: Tensor, *, add: bool = False) -> None:
+        """See :meth:`Codec.decode_rows`.
 
-    def add_rows(self, received: Tensor, rows: Tensor) -> None:
-        """Like :meth:`decode_rows`, but add to ``rows``, in float32, rounded once."""
-        self._decode_rows(received, rows, add=True)
-
-    def _decode_rows(self, received: Tensor, rows: Tensor, *, add: bool = False) -> None:
+        Args:
+            add: whether to add to ``rows``, in float32, rounded once.
+        """
         for part in self.parts:
             words, elements = received[:, None, part.words], rows[:, part.columns]
             self._dequantize(part.plan, words, elements, divisor=1, add=add)

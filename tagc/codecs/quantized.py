@@ -216,10 +216,10 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
             words, elements = received[..., part.words], rows[:, part.columns]
             self._dequantize(part.plan, words, elements, divisor=1)
 
-    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
-        """See :meth:`Codec.decode_rows`."""
-        super().decode_rows(received, rows)
-        if rows.dtype == torch.float16:
+    def decode_rows(self, received: Tensor, rows: Tensor, *, add: bool = False) -> None:
+        """See :meth:`ElementwiseCodec.decode_rows`."""
+        super().decode_rows(received, rows, add=add)
+        if rows.dtype == torch.float16 and not add:
             # Within a scale's rounding of the largest number; what is not finite is NaN here.
             largest = torch.finfo(rows.dtype).max
             for part in self.parts:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """See above."""
+    """Attention without attention: only its parameters matter."""
 
     def __init__(self) -> None:
         super().__init__()
