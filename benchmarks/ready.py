@@ -20,12 +20,11 @@ from unittest import mock
 
 import torch
 
-import tagc
 from tagc.collect import rehearse
 from tagc.costs.explain import plan_shapes
 from tagc.costs.shapes import ModelShapes, synthetic
 from tagc.ops import compiles_ahead, get_ops
-from tagc.policy import Policy
+from tagc.policy import Policy, data_parallel_policies
 from tagc.selfcheck import Recorder, check
 from tagc.selfcheck.cases import case_of
 from tagc.selfcheck.placement import PLACEMENTS
@@ -136,7 +135,9 @@ def run(args: argparse.Namespace) -> int:
         return 2
     torch.set_num_threads(1)
     results: list[Record] = []
-    for policy in args.policy or [n for n in tagc.policies() if n not in ("auto", "dense")]:
+    for policy in args.policy or [
+        n for n in data_parallel_policies() if n not in ("auto", "dense")
+    ]:
         results.append(ready(policy))
         print(f"{policy}: {', '.join(results[-1]['variants'])}", file=sys.stderr, flush=True)
     print(table(results))

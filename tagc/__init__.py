@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tagc.basics.version import __version__
 
 if TYPE_CHECKING:
+    from tagc.attach.forward import activations, compress_activations
+    from tagc.attach.groups import dimension_options, init_device_mesh
     from tagc.checkpoint import StateError
     from tagc.codecs.sketch.count_sketch import CountSketch, Decoded, Sketch
     from tagc.costs import explain
@@ -29,8 +31,12 @@ __all__ = [
     "Sketch",
     "StateError",
     "__version__",
+    "activations",
+    "compress_activations",
     "compressor",
+    "dimension_options",
     "explain",
+    "init_device_mesh",
     "policies",
     "wrap",
 ]
@@ -44,8 +50,12 @@ _HOMES = {
     "PolicyError": "tagc.policy",
     "Sketch": "tagc.codecs.sketch.count_sketch",
     "StateError": "tagc.checkpoint",
+    "activations": "tagc.attach.forward",
+    "compress_activations": "tagc.attach.forward",
     "compressor": "tagc.handle.compressor",
+    "dimension_options": "tagc.attach.groups",
     "explain": "tagc.costs",
+    "init_device_mesh": "tagc.attach.groups",
     "policies": "tagc.policy",
     "wrap": "tagc.handle.wrapper",
 }

@@ -35,13 +35,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
-from support.paths import ROOT
 from support.uneven_block import Block
 from tagc.handle import readiness
+from tagc.policy import data_parallel_policies
 
 RANKS = 4
 STUCK = 60.0  # seconds of one case
-SHIPPED = sorted({path.stem for path in (ROOT / "policies").glob("*.yaml")} - {"auto"})
+SHIPPED = sorted(set(data_parallel_policies()) - {"auto"})
 # The codecs that differ most come first, as time may end.
 POLICIES = sorted(SHIPPED, key=lambda name: name not in ("hybrid", "one-bit", "thrifty"))
 

@@ -122,8 +122,12 @@ def test_public_names() -> None:
         "Sketch",
         "StateError",
         "__version__",
+        "activations",
+        "compress_activations",
         "compressor",
+        "dimension_options",
         "explain",
+        "init_device_mesh",
         "policies",
         "wrap",
     ]

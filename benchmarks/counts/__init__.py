@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("triton") is None:
         print("no Triton here: it is for Linux on x86-64", file=sys.stderr)
         return 2
-    import tagc
+    from tagc.policy import data_parallel_policies
 
     from .cases import CASES
     from .count import count
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{case.name}: {took:.1f} s", file=sys.stderr, flush=True)
     if args.op is None:
         # What `auto` becomes, the others are.
-        policies = [p for p in tagc.policies() if p not in ("auto", "dense")]
+        policies = [p for p in data_parallel_policies() if p not in ("auto", "dense")]
         results += map(count_step, policies)
     if args.record:
         RECORD.unlink(missing_ok=True)

@@ -23,6 +23,8 @@ _TITLES = {
     "When": "`when`",
     "FeedbackConfig": "`feedback`",
 }
+# Whose codecs they are, where several parts have codecs of the same name.
+_OF = {"ParameterRule": " of parameters", "DimensionRule": " of dimensions"}
 # A file has one of these keys or both, which fields cannot say.
 _DEFAULTS = {"Extension.gradients": "this or `extends`", "Extension.extends": "none"}
 _NO_LIMIT = 2**31 - 1  # what a count may be at most, for its own sake
@@ -52,7 +54,7 @@ def _walk(name: str, part: dict[str, Any], parts: dict[str, Any], titles: dict[s
         for below in _parts_of(field):
             if below not in titles:
                 kind = parts[below].get("properties", {}).get("kind", {}).get("const")
-                of = " of parameters" if kind and name == "ParameterRule" else ""
+                of = _OF.get(name, "") if kind else ""
                 titles[below] = _TITLES.get(below) or (
                     f"`codec: {{kind: {kind}}}`{of}" if kind and key == "codec" else f"`{key}`"
                 )

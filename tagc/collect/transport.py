@@ -96,20 +96,24 @@ class Transport:
         return CollectiveWork(works, self._to_others(inp))
 
     def _partial(self, out: Tensor, inp: Tensor, columns: Sequence[slice]) -> CollectiveWork:
-        by_messages = self.by_messages(inp.device)
-        if _is_gloo(self.group, inp.device) and not by_messages:
+        if _is_gloo(self.group, inp.device) and not self.by_messages(inp.device):
             return self.all_to_all(out, inp)  # gloo has no uneven all-to-all for a GPU
         own = columns[self.rank]
         out[:, : own.start].zero_()
         out[:, own.stop :].zero_()
         received = list(out[:, own].unbind())
         sent = [row[span] for row, span in zip(inp.unbind(), columns, strict=True)]
-        if by_messages:
-            works = self._messages(received, sent)
+        return self.exchange(received, sent)
+
+    def exchange(self, out: Sequence[Tensor], inp: Sequence[Tensor]) -> CollectiveWork:
+        """Send ``inp[d]`` to rank ``d``; ``out[r]`` is from rank ``r``. Sizes may differ. (Not for
+        a GPU on gloo.)"""
+        if self.by_messages(inp[0].device):
+            works = self._messages(out, inp)
         else:
-            works = [dist.all_to_all(received, sent, group=self.group, async_op=True)]
-        numel = sum(t.numel() for r, t in enumerate(sent) if r != self.rank)
-        return CollectiveWork(works, numel * inp.element_size())
+            works = [dist.all_to_all(list(out), list(inp), group=self.group, async_op=True)]
+        sent = sum(t.numel() for r, t in enumerate(inp) if r != self.rank)
+        return CollectiveWork(works, sent * inp[0].element_size())
 
     def sum_rows(self, out: Tensor, inp: Tensor, scratch: Tensor) -> CollectiveWork:
         """Reduce-scatter SUM: add all ranks' rows for this rank into ``out`` ``[m]``.
@@ -184,12 +188,20 @@ class Transport:
         works = []
         for r in others:
             if out[r].numel():
-                works.append(dist.irecv(out[r], group=self.group, group_src=r, tag=tag))
+                works.append(self.receive(out[r], r, tag))
         for r in others:
             if sent[r].numel():
-                works.append(dist.isend(sent[r], group=self.group, group_dst=r, tag=tag))
+                works.append(self.send(sent[r], r, tag))
         out[self.rank].copy_(sent[self.rank])
         return works
+
+    def send(self, t: Tensor, rank: int, tag: int) -> Any:
+        """Start sending ``t`` to ``rank``."""
+        return dist.isend(t, group=self.group, group_dst=rank, tag=tag)
+
+    def receive(self, t: Tensor, rank: int, tag: int) -> Any:
+        """Start receiving ``t`` from ``rank``."""
+        return dist.irecv(t, group=self.group, group_src=rank, tag=tag)
 
     def _to_others(self, t: Tensor) -> int:
         return t.numel() * t.element_size() * (self.size - 1) // self.size

@@ -22,7 +22,7 @@ from tagc.costs.link import Link
 from tagc.costs.models import load_model
 from tagc.costs.plot import check_format, draw
 from tagc.costs.shapes import ModelError, ModelShapes
-from tagc.policy import Policy, PolicyError, json_schema, show
+from tagc.policy import Policy, PolicyError, data_parallel_policies, json_schema, show
 from tagc.policy import policies as listed_policies
 from tagc.selfcheck import examine
 
@@ -198,7 +198,7 @@ def _advise(args: argparse.Namespace) -> int:
         device_memory=args.device_memory,
         micro_batches=args.micro_batches,
     )
-    names = [*listed_policies(), *args.policy]
+    names = [*data_parallel_policies(), *args.policy]
     advisor = Advisor(question, [Policy.load(name) for name in names])
     if plots is not None:
         try:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tagc.attach import Unit
+from tagc.attach.groups import bytes_by_dimension
 from tagc.basics.warn import warn
 from tagc.checkpoint import (
     OneRank,
@@ -56,6 +57,7 @@ class Compressor:
         self._groups, self._disabled = groups, disabled
         self._noise: NoiseFactors | None = None
         self._kept: list[KeptRates] = []
+        self._undo: list[Callable[[], None]] = []
 
     def plan(self) -> Plan:
         """The plan for every parameter. Print it to read it."""
@@ -78,6 +80,7 @@ class Compressor:
             parameter_error=(sum(e for e, _ in squares) / total) ** 0.5 if total else 0.0,
             noise_factor=math.nan if self._noise is None else self._noise.mean(),
             tuning=self._plan.policy.tuning,
+            dimensions=bytes_by_dimension(),
         )
 
     @property
@@ -333,10 +336,16 @@ class Compressor:
         for waiting in self._collectives.waiting:
             waiting.drop()
 
+    def on_remove(self, undo: Callable[[], None]) -> None:
+        """Call ``undo`` in :meth:`remove`; not part of the stable interface."""
+        self._undo.append(undo)
+
     def remove(self) -> None:
         """Restore FSDP's own collectives and drop all residuals. You may wrap the model again."""
         for kept in self._kept:
             kept.remove()
+        for undo in self._undo:
+            undo()
         for unit in self._units:
             unit.restore()
         self._collectives.clear()

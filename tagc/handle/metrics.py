@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 import torch
 
+from tagc.attach.groups import DimensionBytes
 from tagc.collect import UnitReducer
 from tagc.plan import format_bytes
 from tagc.policy import Tuning
@@ -53,6 +54,8 @@ class Metrics:
             (:meth:`tagc.Compressor.keep_rates`).
         rate_factor, norm_factor: the policy's best learning rate and the norm of its gradients,
             relative to dense; NaN if the policy does not state it (``tuning``).
+        dimensions: bytes that this process's groups of backend ``tagc`` sent for activations since
+            they were made, by mesh dimension; :meth:`as_dict` has keys such as ``tp_wire_bytes``.
     """
 
     steps: int
@@ -76,10 +79,14 @@ class Metrics:
     noise_factor: float
     rate_factor: float
     norm_factor: float
+    dimensions: Mapping[str, DimensionBytes] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, float]:
         """All values by name, for loggers: ``wandb.log(metrics.as_dict())``."""
-        return asdict(self)
+        values = asdict(self)
+        for name, sent in values.pop("dimensions").items():
+            values |= {f"{name}_{key}": count for key, count in sent.items()}
+        return values
 
     def __str__(self) -> str:
         rows = [
@@ -87,6 +94,7 @@ class Metrics:
             ("- compressed", self.compressed_wire_bytes, self.compressed_dense_bytes),
             ("parameters", self.parameter_wire_bytes, self.parameter_dense_bytes),
             ("replicas", self.replica_wire_bytes, self.replica_dense_bytes),
+            *((name, s.wire_bytes, s.dense_bytes) for name, s in self.dimensions.items()),
         ]
         lines = [f"{'steps ' + str(self.steps):<14}{'sent':>12}{'dense':>12}{'ratio':>9}"]
         lines += [
@@ -155,6 +163,7 @@ def collect(
     parameter_error: float = 0.0,
     noise_factor: float = math.nan,
     tuning: Tuning | None = None,
+    dimensions: Mapping[str, DimensionBytes] | None = None,
 ) -> Metrics:
     """Read the counters of all units. Waits for the device.
 
@@ -164,6 +173,7 @@ def collect(
         parameter_error: see :class:`Metrics`.
         noise_factor: see :class:`Metrics`.
         tuning: the policy's factors.
+        dimensions: see :class:`Metrics`.
     """
     selected = _Selected()
     for reducer in (*reducers, *replicas):
@@ -196,6 +206,7 @@ def collect(
         noise_factor=noise_factor,
         rate_factor=tuning.rate_factor if tuning else math.nan,
         norm_factor=tuning.norm_factor if tuning and tuning.norm_factor else math.nan,
+        dimensions=dimensions or {},
     )
 
 

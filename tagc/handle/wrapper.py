@@ -25,7 +25,10 @@ from tagc.attach import (
     sharding_groups,
     with_specials,
 )
+from tagc.attach.forward import watch_forward
+from tagc.attach.groups import check_meshes
 from tagc.basics.progress import say
+from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
 from tagc.basics.warn import warn
 from tagc.codecs import MESSAGE_FORMAT
@@ -53,8 +56,6 @@ from tagc.plan import Choose, Plan, build_plan
 from tagc.policy import Policy, PolicyError
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_DISABLE = "TAGC_DISABLE"
 
 
 def wrap(
@@ -167,8 +168,11 @@ def wrap(
     if alone:
         warn("tagc.wrap does nothing at world size 1: FSDP skips the reduce-scatter")
     if disabled:
-        warn(f"{_DISABLE}=1: tagc compresses nothing; unset it to compress")
-    attach(model, Compressor(model, plan, units, collectives, groups, disabled=disabled))
+        warn(f"{DISABLE}=1: tagc compresses nothing; unset it to compress")
+    handle = Compressor(model, plan, units, collectives, groups, disabled=disabled)
+    if loaded.dimensions:
+        handle.on_remove(watch_forward(model))
+    attach(model, handle)
     return model
 
 
@@ -191,10 +195,8 @@ def _agree_on_request(
     """
 
     def switched() -> tuple[bool, str]:
-        off = os.environ.get(_DISABLE, "")
-        if off not in ("", "0", "1"):
-            raise ValueError(f"{_DISABLE} is {off!r}; it must be 1, 0 or unset")
-        return off == "1", f"{_DISABLE}={int(off == '1')}"
+        off = is_disabled()
+        return off, f"{DISABLE}={int(off)}"
 
     integrations: list[Integration] = []
     found: list[Unit] = []
@@ -223,6 +225,7 @@ def _agree_on_request(
         about_parameters.append(bool(loaded.parameters))
         replicated = given is not None or found[0].replicas is not None
         integrations[0].check_policy(loaded, replicated)
+        check_meshes(model, loaded)
         if loaded.replicas and not replicated:
             raise PolicyError(
                 f"policy {loaded.name!r} has rules for replicas: pass tagc.wrap(..., "

@@ -2,7 +2,7 @@
 
 from tagc.policy.conditions import When
 from tagc.policy.document import PolicyError
-from tagc.policy.policy import Inside, Policy, policies
+from tagc.policy.policy import Inside, Policy, data_parallel_policies, policies
 from tagc.policy.roles import ROLES, ParamInfo, Role, role_of
 from tagc.policy.rules import SMALL, ParameterRule, Rule, first_match, nearest_miss
 from tagc.policy.schema import json_schema
@@ -21,6 +21,7 @@ __all__ = [
     "Rule",
     "Tuning",
     "When",
+    "data_parallel_policies",
     "first_match",
     "json_schema",
     "nearest_miss",

@@ -21,6 +21,7 @@ from tagc.codecs.quantized import QuantizedConfig, QuantizedParametersConfig
 from tagc.codecs.sketch import SketchConfig
 from tagc.policy.conditions import When
 from tagc.policy.configs import AutoConfig, AutoParametersConfig
+from tagc.policy.dimensions import DimensionRule, QuantizedActivationsConfig
 from tagc.policy.roles import Role
 from tagc.policy.rules import ParameterRule, Rule
 
@@ -32,6 +33,7 @@ def canonical(
     replicas: Sequence[Rule],
     inside: str,
     roles: Mapping[Role, Sequence[str]],
+    dimensions: Mapping[str, DimensionRule],
 ) -> str:
     """Everything in a policy that changes a run. Name, `about` and `tuning` do not."""
     content: dict[str, Any] = {
@@ -44,6 +46,8 @@ def canonical(
         content["inside"] = inside
     if roles:
         content["roles"] = [[role, list(globs)] for role, globs in roles.items()]
+    if dimensions:
+        content["dimensions"] = {name: _part(rule.codec) for name, rule in dimensions.items()}
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
@@ -57,6 +61,7 @@ _KEYS: dict[type[Strict], tuple[str, ...]] = {
     QuantizedConfig: ("kind", "bits", "block", "rounding"),
     QuantizedParametersConfig: ("kind", "bits", "block", "keep_for_backward"),
     MatrixConfig: ("kind", "bits", "group", "level", "warmup_steps"),
+    QuantizedActivationsConfig: ("kind", "bits", "block"),
     DeltaConfig: ("kind", "bits", "block", "rounding"),
     AutoParametersConfig: ("kind", "min_bits", "memory"),
     AutoConfig: ("kind", "min_bits"),

@@ -26,6 +26,7 @@ from pydantic import (
 from tagc.codecs.config import InSchema, Strict
 from tagc.policy.canonical import canonical
 from tagc.policy.conditions import Glob, OneOrMore
+from tagc.policy.dimensions import DimensionRule
 from tagc.policy.document import (
     DICT,
     Document,
@@ -121,6 +122,10 @@ class Policy(Strict):
     up before the host sends one message: `native` in the gradients' own dtype, `bfloat16` in 2
     bytes, `int8` in 1 byte, stochastically rounded, with a scale for every 256 elements. Sums are
     in float32. Use fewer bytes if the link between the ranks of a host is slow (PCIe)."""
+    dimensions: dict[str, DimensionRule] = Field(default={})
+    """How activations travel in the groups of a mesh's dimensions of these names (tensor, pipeline,
+    expert parallelism), for `tagc.init_device_mesh` and `tagc.dimension_options`. Dimensions
+    without a rule are left to torch."""
     roles: dict[Role, OneOrMore[Glob]] = Field(default={})
     """Roles of this model's parameters by name: for each role a glob, or a list of globs, as in
     `name`. The first role that matches decides, before tagc's own table of names."""
@@ -180,6 +185,7 @@ class Policy(Strict):
             replicas=self.replicas,
             inside=self.inside,
             roles=self.roles,
+            dimensions=self.dimensions,
         )
         return hashlib.sha256(form.encode()).hexdigest()
 
@@ -221,6 +227,12 @@ class Policy(Strict):
 def policies() -> dict[str, str]:
     """The built-in policies: name to `about`, sorted by name."""
     return {name: Policy.load(name).about for name in builtin_names()}
+
+
+def data_parallel_policies() -> list[str]:
+    """The built-in policies that differ in gradients or parameters; the others have rules for
+    dimensions in addition."""
+    return [name for name in policies() if not Policy.load(name).dimensions]
 
 
 class Extension(Policy):

@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 
-import tagc
 from benchmarks.counts import RECORD
 from benchmarks.counts.cases import CASES, Case
 from benchmarks.counts.count import count
@@ -18,6 +17,7 @@ from benchmarks.counts.steps import count_step
 from benchmarks.counts.table import key_of, table
 from benchmarks.records import Record, read
 from tagc.costs.shapes import synthetic
+from tagc.policy import data_parallel_policies
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("counts")]
 
@@ -28,7 +28,7 @@ def record() -> dict[str, Record]:
 
 
 def test_the_record_has_every_case(record):
-    steps = {policy for policy in tagc.policies() if policy not in ("auto", "dense")}
+    steps = {policy for policy in data_parallel_policies() if policy not in ("auto", "dense")}
     cases = {case.name for case in CASES}
     assert record.keys() == cases | steps
     assert {case.op for case in CASES} == set(OPERATORS)

@@ -27,8 +27,9 @@ from support.paths import ROOT
 from support.small_net import local_weights
 from support.uneven_block import Block
 from tagc.collect import transport
+from tagc.policy import data_parallel_policies
 
-POLICIES = sorted({path.stem for path in (ROOT / "policies").glob("*.yaml")} - {"auto"})
+POLICIES = sorted(set(data_parallel_policies()) - {"auto"})
 WAYS = ("flat", "hosts", "replicas")
 
 

@@ -14,6 +14,7 @@ import tagc
 from tagc.basics.quantities import bandwidth, count, seconds
 from tagc.commands.cli import main
 from tagc.costs import Speed, candidates, speed_key
+from tagc.policy import data_parallel_policies
 
 # One block matrix on 2 ranks: 2 ** 20 elements, of which a rank sends half in a reduce-scatter.
 SHAPES = {f"layers.{i}.mlp.up_proj.weight": [1024, 512] for i in range(2)}
@@ -61,7 +62,7 @@ def test_the_table_is_the_formula(shapes: str, tmp_path: Path, capsys: Any) -> N
     assert table["loco-4bit"][2] == "-"
     assert table["loco-4bit"][3] == f"{1 + four:.3g} s"
     # There is no attention.
-    policies = set(tagc.policies()) - {"dense", "attn-only"}
+    policies = set(data_parallel_policies()) - {"dense", "attn-only"}
     assert set(table) == {"dense fp32", "dense bf16"} | policies
     assert f"policy {str(attention)!r} compresses nothing in this model" in out
     assert "codec time: not included, as no GPU has been measured" in out

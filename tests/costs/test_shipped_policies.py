@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-import tagc
 from support.marks import slow
 from tagc.costs.candidates import Advisor, Question
 from tagc.costs.link import Link
 from tagc.costs.shapes import synthetic
-from tagc.policy import Policy
+from tagc.policy import Policy, data_parallel_policies
 
-SENDS = [name for name in tagc.policies() if name != "dense"]
+SENDS = [name for name in data_parallel_policies() if name != "dense"]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ def test_few_blocks_are_not_run() -> None:
     skipped = [block for found in ALL.values() for block in found if block.not_run]
     assert [(block.where.partition(":")[0], block.not_run) for block in skipped] == [
         ("docs/architecture.md", "a drawing"),
+        ("docs/dimensions.md", "needs 4 ranks"),
+        ("docs/dimensions.md", "needs several ranks"),
         ("docs/extending.md", "lines of two places in one class"),
         *(
             ("docs/recipes.md", f"needs {library}; the script is, by make test-recipes")

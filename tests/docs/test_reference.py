@@ -13,12 +13,14 @@ from tagc.codecs.feedback import FeedbackConfig
 from tagc.policy import Policy
 from tagc.policy.conditions import When
 from tagc.policy.configs import GRADIENT_CONFIGS, PARAMETER_CONFIGS
+from tagc.policy.dimensions import DimensionRule, QuantizedActivationsConfig
 from tagc.policy.policy import Extension
 from tagc.policy.rules import ParameterRule, Rule
 from tagc.policy.tuning import Tuning
 
 PARTS = {
     *(Extension, Rule, ParameterRule, Tuning, When, FeedbackConfig),
+    *(DimensionRule, QuantizedActivationsConfig),
     *(*GRADIENT_CONFIGS, *PARAMETER_CONFIGS),
 }
 REFERENCE = policy_reference()

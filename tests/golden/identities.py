@@ -34,6 +34,10 @@ def _when(**when: Any) -> dict[str, Any]:
     return {"schema": 1, "gradients": [DENSE | {"when": when}]}
 
 
+def _dimension(codec: dict[str, Any]) -> dict[str, Any]:
+    return {"schema": 1, "gradients": [DENSE], "dimensions": {"tp": {"codec": codec}}}
+
+
 def _in(wrap: Any, base: dict[str, Any], **options: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """For every option, by its name, the document without and with it."""
     for key, value in options.items():
@@ -94,6 +98,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             ("kind", (_parameters({"kind": "delta"}), _parameters({"kind": "quantized"}))),
             *_in(_parameters, {"kind": "quantized"}, bits=4, block=32, keep_for_backward=True),
         ],
+        "QuantizedActivationsConfig": [
+            ("kind", (_when(), _dimension({"kind": "quantized"}))),
+            *_in(_dimension, {"kind": "quantized"}, bits=4, block=32),
+        ],
         "SketchConfig": [
             ("kind", (_rule({"kind": "auto"}), _rule({"kind": "sketch", "density": 0.2}))),
             *_in(
@@ -120,6 +128,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             ("codec", (_rule({"kind": "dense"}), _rule({"kind": "matrix"}))),
             ("feedback", (_owing({"kind": "average"}), _owing({"kind": "residual"}))),
         ],
+        "DimensionRule": [
+            (
+                "codec",
+                (_dimension({"kind": "quantized"}), _dimension({"kind": "quantized", "bits": 4})),
+            )
+        ],
         "ParameterRule": [
             (
                 "when",
@@ -137,6 +151,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             ("gradients", (_when(), {"schema": 1, "gradients": [DENSE, DENSE]})),
             ("parameters", (_when(), _parameters({"kind": "dense"}))),
             ("replicas", (_when(), _when() | {"replicas": [DENSE]})),
+            ("dimensions", (_when(), _dimension({"kind": "quantized"}))),
             ("inside", (_when(), _when() | {"inside": "int8"})),
             ("roles", (_when(), _when() | {"roles": {"mlp": ["b", "a"], "head": "c"}})),
             ("extends", (_when(), {"schema": 1, "extends": "hybrid"})),

@@ -15,6 +15,7 @@ MATRICES = {"attention", "mlp", "embedding", "head", "other"}
 EVERY_MATRIX = {
     "loco-4bit": "quantized",
     "hybrid": "quantized",
+    "hybrid-3d": "quantized",
     "packed-20": "packed",
     "two-bit": "matrix",
     "one-bit": "matrix",
@@ -73,7 +74,7 @@ def test_builtin_takes_every_matrix(name: str, kind: str):
             assert policy.gradients[index].codec.kind == kind
         else:
             assert index is None
-    gathered = ("hybrid", "hosts", "thrifty", "stateless", "auto")
+    gathered = ("hybrid", "hybrid-3d", "hosts", "thrifty", "stateless", "auto")
     assert bool(policy.parameters) == (name in gathered)
     changes = {"hosts": 4, "thrifty": 2}
     if name in changes:

@@ -40,6 +40,7 @@ parameters:
 replicas:
   - when: {name: "*"}
     codec: {kind: dense, wire: bfloat16}
+dimensions: {tp: {codec: {kind: quantized, bits: 8, block: 64}}, pp: {codec: {kind: quantized}}}
 roles: {mlp: [proj.*, "*.w1"], head: final}
 """
 WORDS = [

@@ -36,8 +36,11 @@ def fits(value: Any, node: dict[str, Any]) -> bool:
     """Whether a value has only keys and items that the schema knows."""
     for option in alternatives(node):
         if isinstance(value, dict) and option.get("type") == "object":
-            keys = option["properties"]
-            known = all(key in keys and fits(inner, keys[key]) for key, inner in value.items())
+            keys, others = option.get("properties", {}), option["additionalProperties"]
+            known = all(
+                (key in keys or others) and fits(inner, keys.get(key, others))
+                for key, inner in value.items()
+            )
             if known and set(option.get("required", ())) <= set(value):
                 return True
         elif isinstance(value, list) and option.get("type") == "array":

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-import tagc
 from benchmarks.compiled import compiling
 from support.launches import Variant, noting_launches
 from support.marks import slow
@@ -19,7 +18,7 @@ from tagc.collect import rehearse
 from tagc.costs.explain import plan_shapes
 from tagc.costs.shapes import synthetic
 from tagc.ops import compiles_ahead, get_ops
-from tagc.policy import Policy
+from tagc.policy import Policy, data_parallel_policies
 from tagc.selfcheck import Call, Recorder, every_call
 from tagc.selfcheck.cases import case_of
 from tagc.selfcheck.placement import PLACEMENTS
@@ -63,7 +62,7 @@ def calls_of(policy: str, ranks: int) -> Recorder:
 # many messages it reads at a time.
 @pytest.mark.parametrize("ranks", [slow(2), 8, slow(12), slow(64)])
 def test_what_a_large_model_launches_is_checked(ranks):
-    for policy in set(tagc.policies()) - {"auto", "dense"}:
+    for policy in set(data_parallel_policies()) - {"auto", "dense"}:
         with noting_launches() as launched:
             recorder = calls_of(policy, ranks)
         assert launched

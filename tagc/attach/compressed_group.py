@@ -1,0 +1,377 @@
+"""A process group that compresses what passes through it.
+
+Large floating tensors are coded by all-reduces and reduce-scatters (sums and averages), all-gathers
+and all-to-alls of a forward or a backward (:mod:`tagc.attach.forward`), and by sends and receives.
+Everything else goes to the inner group, which torch's own backends serve: integers, small tensors,
+other reductions, other dtypes, and collectives that are not listed here. So does what asks for the
+backend itself: FSDP2's own collectives (:func:`tagc.wrap` replaces them), and symmetric memory.
+
+The only file that knows the methods of ``torch.distributed.ProcessGroup``. torch calls the same
+collective by several names, and renamed some in 2.13.
+"""
+
+# torch's stubs name arguments otherwise, and lack a constructor.
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tagc.attach.forward import carries_activations
+from tagc.basics.switch import is_disabled
+from tagc.codecs.rows import RowCoder
+from tagc.collect.activations import CODED, CodedCollectives, Pending, is_coded
+from tagc.collect.transport import CollectiveWork, Transport
+from tagc.ops import get_ops
+from tagc.policy.dimensions import DimensionRule
+
+BACKEND = "tagc"
+"""The backend's name for torch."""
+
+
+class _Done(dist.Work):
+    """A coded collective in flight, for torch."""
+
+    def __init__(self, pending: Pending, result: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._pending, self._result = pending, list(result)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the messages, and decode them."""
+        self._pending.wait()
+        return True
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self._pending.wait()
+
+    def is_completed(self) -> bool:
+        """Whether everything has arrived; then it is decoded."""
+        if not all(work.is_completed() for work in self._pending.work.works):
+            return False
+        self._pending.wait()
+        return True
+
+    def is_success(self) -> bool:
+        """See :meth:`is_completed`."""
+        return self.is_completed()
+
+    def result(self) -> list[Tensor]:
+        """The tensors that the collective writes."""
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that is done, after waiting."""
+        self._pending.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+class _Inner(Transport):
+    """The transport of an inner group, which torch's functions for two ranks do not know."""
+
+    def send(self, t: Tensor, rank: int, tag: int) -> Any:
+        """See :meth:`Transport.send`."""
+        return self.group.send([t], rank, tag)
+
+    def receive(self, t: Tensor, rank: int, tag: int) -> Any:
+        """See :meth:`Transport.receive`."""
+        return self.group.recv([t], rank, tag)
+
+
+class CompressedGroup(dist.ProcessGroup):
+    """A process group whose large floating tensors travel as codes.
+
+    Attributes:
+        dimension: the mesh dimension's name.
+        rule: how it is compressed.
+        wire_bytes: bytes that this rank sent so far by the collectives above.
+        dense_bytes: bytes that torch's own would have sent.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, dimension: str, rule: DimensionRule) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self._inner: Any = inner
+        self._name = ""
+        self._transport = _Inner(inner)
+        self._collectives: dict[str, CodedCollectives] = {}
+        self.dimension, self.rule = dimension, rule
+        self.wire_bytes = self.dense_bytes = 0
+        self._compresses = inner.size() > 1 and not is_disabled()
+        GROUPS.add(self)
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch gave; until then a ValueError, as torch expects."""
+        if not self._name:
+            raise ValueError("the group has no name yet")
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        self._inner._set_group_name(f"{name} inner")
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        """The backend's name."""
+        return BACKEND
+
+    # Reductions in place.
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """All-reduce one tensor in place."""
+        (tensor,) = tensors
+        opts = dist.AllreduceOptions() if opts is None else opts
+        divisor = self._divisor(opts.reduceOp)
+        sent = 2 * (self.size() - 1) * tensor.numel() * tensor.element_size() // self.size()
+        self.dense_bytes += sent
+        if divisor is None or not self._codes(tensor, tensor.numel() // self.size()):
+            self.wire_bytes += sent
+            return self._inner.allreduce(tensors, opts)
+        flat = _flat(tensor)
+        pending = self._on(tensor).all_reduce(flat, divisor)
+        return self._started(pending, [tensor], [flat.view(tensor.shape)])
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """All-reduce tensors in place, one after the other."""
+        plain = dist.AllreduceOptions()
+        if opts is not None:
+            plain.reduceOp = opts.reduceOp
+        return _together([self.allreduce([t], plain) for t in tensors], tensors)
+
+    # All-gathers.
+
+    def _allgather_base(self, out: Tensor, inp: Tensor, opts: Any = None) -> Any:
+        """Gather every rank's ``inp`` in ``out``."""
+        sent = (self.size() - 1) * inp.numel() * inp.element_size()
+        self.dense_bytes += sent
+        if not self._codes(inp, inp.numel()):
+            self.wire_bytes += sent
+            return self._inner._allgather_base(out, inp, *_given(opts))
+        whole = _flat(out).view(self.size(), -1)
+        pending = self._on(inp).all_gather(whole, _flat(inp))
+        return self._started(pending, [out], [whole.view(out.shape)])
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(
+        self, outs: list[Tensor], inps: list[Tensor], opts: Any = None
+    ) -> Any:
+        """Gather several tensors."""
+        pairs = zip(outs, inps, strict=True)
+        return _together([self._allgather_base(out, inp, opts) for out, inp in pairs], outs)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def allgather(self, outs: list[list[Tensor]], inps: list[Tensor], opts: Any = None) -> Any:
+        """Gather every rank's tensor in a list of tensors, perhaps of different sizes."""
+        (parts,), (inp,) = outs, inps
+        alike = all(t.shape == inp.shape and t.dtype == inp.dtype for t in parts)
+        if not alike or not self._codes(inp, inp.numel()):
+            sent = (self.size() - 1) * inp.numel() * inp.element_size()
+            self.dense_bytes += sent
+            self.wire_bytes += sent
+            return self._inner.allgather(outs, inps, *_given(opts))
+        self.dense_bytes += (self.size() - 1) * inp.numel() * inp.element_size()
+        whole = inp.new_empty(self.size(), inp.numel())
+        pending = self._on(inp).all_gather(whole, _flat(inp))
+        return self._started(pending, parts, [row.view(inp.shape) for row in whole])
+
+    # Reduce-scatters.
+
+    def _reduce_scatter_base(self, out: Tensor, inp: Tensor, opts: Any = None) -> Any:
+        """Add up the ranks' parts of ``inp`` for this rank in ``out``."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        divisor = self._divisor(opts.reduceOp)
+        sent = (self.size() - 1) * out.numel() * out.element_size()
+        self.dense_bytes += sent
+        if divisor is None or not self._codes(inp, out.numel()):
+            self.wire_bytes += sent
+            return self._inner._reduce_scatter_base(out, inp, opts)
+        flat, rows = _flat(out), _flat(inp).view(self.size(), -1)
+        pending = self._on(inp).reduce_scatter(flat, rows, divisor)
+        return self._started(pending, [out], [flat.view(out.shape)])
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(
+        self, outs: list[Tensor], inps: list[Tensor], opts: Any = None
+    ) -> Any:
+        """Reduce-scatter several tensors."""
+        pairs = zip(outs, inps, strict=True)
+        works = [self._reduce_scatter_base(out, inp, opts) for out, inp in pairs]
+        return _together(works, outs)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def reduce_scatter(self, outs: list[Tensor], inps: list[list[Tensor]], opts: Any = None) -> Any:
+        """Add up the ranks' tensors for this rank, given as a list, perhaps of different sizes."""
+        (out,), (parts,) = outs, inps
+        if all(t.shape == out.shape and t.dtype == out.dtype for t in parts):
+            return self._reduce_scatter_base(out, torch.stack(parts), opts)
+        sent = sum(t.numel() * t.element_size() for r, t in enumerate(parts) if r != self.rank())
+        self.dense_bytes += sent
+        self.wire_bytes += sent
+        return self._inner.reduce_scatter(outs, inps, *_given(opts))
+
+    # All-to-alls.
+
+    def alltoall_base(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        out_splits: Sequence[int] | None = None,
+        in_splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Any:
+        """Send rank ``d`` the ``d``-th part of ``inp``, cut along the first dimension."""
+        if not self._may_code(inp):
+            return self._all_to_all_natively(out, inp, out_splits, in_splits, opts)
+        received = out.detach().contiguous()
+        arriving = _parts(received, out_splits, self.size())
+        leaving = _parts(inp.detach().contiguous(), in_splits, self.size())
+        return self._all_to_all(arriving, leaving, [out], [received])
+
+    all_to_all_single = alltoall_base
+
+    def alltoall(self, outs: list[Tensor], inps: list[Tensor], opts: Any = None) -> Any:
+        """Send rank ``d`` the ``d``-th tensor."""
+        if not all(self._may_code(t) for t in (*outs, *inps)):
+            sent = _bytes_to_others(inps, self.rank())
+            self.dense_bytes += sent
+            self.wire_bytes += sent
+            return self._inner.alltoall(outs, inps, *_given(opts))
+        received = [_flat(t) for t in outs]
+        leaving = [_flat(t) for t in inps]
+        made = [flat.view(t.shape) for flat, t in zip(received, outs, strict=True)]
+        return self._all_to_all(received, leaving, outs, made)
+
+    def _all_to_all_natively(
+        self, out: Tensor, inp: Tensor, out_splits: Any, in_splits: Any, opts: Any
+    ) -> Any:
+        sent = _bytes_to_others(_parts(inp, in_splits, self.size()), self.rank())
+        self.dense_bytes += sent
+        self.wire_bytes += sent
+        splits = list(out_splits or ()), list(in_splits or ())
+        return self._inner.alltoall_base(out, inp, *splits, *_given(opts))
+
+    def _all_to_all(
+        self, out: list[Tensor], inp: list[Tensor], given: list[Tensor], made: list[Tensor]
+    ) -> Any:
+        self.dense_bytes += _bytes_to_others(inp, self.rank())
+        return self._started(self._on(inp[0]).all_to_all(out, inp), given, made)
+
+    # Messages between two ranks.
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        """Start sending a tensor; it does not wait, because a pipeline's next stage may be sending
+        as well."""
+        (t,) = tensors
+        self.dense_bytes += t.numel() * t.element_size()
+        if not self._codes_messages(t):
+            self.wire_bytes += t.numel() * t.element_size()
+            return self._inner.send(tensors, rank, tag)
+        message = self._on(t).message_about(_flat(t))
+        work = CollectiveWork([self._inner.send([message], rank, tag)], message.numel())
+        # The message lives as long as this work.
+        return self._started(Pending(work, message.numel), [t], [t])
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        """Start receiving a tensor."""
+        (t,) = tensors
+        if not self._codes_messages(t):
+            return self._inner.recv(tensors, rank, tag)
+        flat, collectives = _flat(t), self._on(t)
+        message = collectives.space_for(flat)
+        work = CollectiveWork([self._inner.recv([message], rank, tag)], 0)
+        pending = Pending(work, lambda: collectives.read(message, flat))
+        return self._started(pending, [t], [flat.view(t.shape)])
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        """Refused for tensors that are coded."""
+        (t,) = tensors
+        if self._codes_messages(t):
+            raise RuntimeError(
+                f"tagc: dimension {self.dimension!r} compresses, and then a receive must name its "
+                "source (src=...)"
+            )
+        return self._inner.recv_anysource(tensors, tag)
+
+    # What all of them share.
+
+    def _divisor(self, op: Any) -> int | None:
+        """1 for sums, the number of ranks for averages, None for reductions that are not coded."""
+        if op == dist.ReduceOp.SUM:
+            return 1
+        return self.size() if op == dist.ReduceOp.AVG else None
+
+    def _may_code(self, t: Tensor) -> bool:
+        return self._compresses and t.dtype in CODED and carries_activations()
+
+    def _codes(self, t: Tensor, numel: int) -> bool:
+        return self._may_code(t) and is_coded(t.dtype, numel)
+
+    def _codes_messages(self, t: Tensor) -> bool:
+        # Between two steps of a pipeline, no forward runs.
+        return self._compresses and is_coded(t.dtype, t.numel())
+
+    def _on(self, t: Tensor) -> CodedCollectives:
+        """The collectives for tensors on this device."""
+        kind = t.device.type
+        if kind not in self._collectives:
+            codec = self.rule.codec
+            coder = RowCoder(get_ops(t.device), bits=codec.bits, block=codec.block)
+            self._collectives[kind] = CodedCollectives(self._transport, coder)
+        return self._collectives[kind]
+
+    def _started(self, pending: Pending, given: list[Tensor], made: list[Tensor]) -> dist.Work:
+        """The work for torch, which in the end copies ``made`` to the caller's ``given``."""
+        self.wire_bytes += pending.work.wire_bytes
+        finish = pending.finish
+
+        def finish_and_copy() -> None:
+            finish()
+            for theirs, ours in zip(given, made, strict=True):
+                if theirs.data_ptr() != ours.data_ptr():
+                    theirs.detach().copy_(ours)
+
+        pending.finish = finish_and_copy
+        return _Done(pending, given)
+
+
+def _together(works: Sequence[Any], tensors: Sequence[Tensor]) -> dist.Work:
+    """One work for several."""
+    return _Done(Pending(CollectiveWork(works, 0), lambda: None), tensors)
+
+
+def _given(opts: Any) -> tuple[Any, ...]:
+    """The argument for options, if there are any."""
+    return () if opts is None else (opts,)
+
+
+def _flat(t: Tensor) -> Tensor:
+    """The elements of ``t``, a view if they are contiguous. (A pipeline receives into tensors that
+    require gradients.)"""
+    return t.detach().contiguous().view(-1)
+
+
+def _parts(t: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
+    """``t`` cut along its first dimension for each rank, flat."""
+    sizes = list(splits) if splits else [t.shape[0] // size] * size
+    return [part.reshape(-1) for part in t.split(sizes)]
+
+
+def _bytes_to_others(parts: Sequence[Tensor], own: int) -> int:
+    return sum(t.numel() * t.element_size() for rank, t in enumerate(parts) if rank != own)
+
+
+GROUPS: WeakSet[CompressedGroup] = WeakSet()
+"""This process's groups that compress."""
