@@ -25,6 +25,7 @@ SUITES = {
     "quality": ".quality",
     "network": ".network",
     "aggregate": ".network.aggregate",
+    "dimensions": ".dimensions",
     "rank": ".rank",
     "ready": ".ready",
     "soak": ".soak",

@@ -2,7 +2,6 @@
 
 from tagc.attach.frozen import FrozenValues, ShardValues, look_at_frozen, with_specials
 from tagc.attach.integrations import INTEGRATIONS, integration_of, sharding_groups
-from tagc.attach.left import check_left, notes_on_left
 from tagc.attach.levels import Levels
 from tagc.attach.optimizer_steps import OptimizerSteps
 from tagc.attach.unit import Integration, Unit
@@ -15,10 +14,8 @@ __all__ = [
     "OptimizerSteps",
     "ShardValues",
     "Unit",
-    "check_left",
     "integration_of",
     "look_at_frozen",
-    "notes_on_left",
     "sharding_groups",
     "with_specials",
 ]

@@ -30,7 +30,6 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 class FSDP2Unit(Unit):
     """One communication unit of a ``fully_shard``-ed model."""
 
-    module: FSDPModule
     _param_group: Any
     _native: tuple[Any, Any, Any]
     _grad_mode: GradMode
@@ -52,9 +51,10 @@ class FSDP2Unit(Unit):
         """See :meth:`Unit.install`."""
         names = {id(param): name for param, name in self._named()}
         planned = frozenset(param.name for param in self.info.params)
-        self.module.set_custom_reduce_scatter(_CustomReduceScatter(reducer, names, planned))
+        # As FSDPModule's setters do, which refuse modules with several parameter groups.
+        self._param_group._reduce_scatter_comm = _CustomReduceScatter(reducer, names, planned)
         if _is_own(self._native[1]):
-            self.module.set_custom_all_gather(_InStep(self._native[1], self))
+            self._param_group._all_gather_comm = _InStep(self._native[1], self)
 
     def check_gather(self) -> None:
         """See :meth:`Unit.check_gather`."""
@@ -63,7 +63,7 @@ class FSDP2Unit(Unit):
     def install_gather(self, gatherer: UnitGatherer) -> None:
         """See :meth:`Unit.install_gather`."""
         all_gather = _CustomAllGather(gatherer, self._param_group, self._grad_mode)
-        self.module.set_custom_all_gather(all_gather)
+        self._param_group._all_gather_comm = all_gather
         for module in self._param_group.modules:
             # Before FSDP's own hook, which gathers.
             hook = module.register_forward_pre_hook(all_gather.before_forward, prepend=True)
@@ -72,7 +72,7 @@ class FSDP2Unit(Unit):
     def install_all_reduce(self, average: ReplicaAverage) -> None:
         """See :meth:`Unit.install_all_reduce`."""
         if self.replicas is None:
-            self.module.set_all_reduce_hook(average)
+            self._param_group._all_reduce_hook = average
             return
         reduce_scatter = self._param_group._reduce_scatter_comm
         assert isinstance(reduce_scatter, _CustomReduceScatter)
@@ -112,10 +112,8 @@ class FSDP2Unit(Unit):
 
     def restore(self) -> None:
         """See :meth:`Unit.restore`."""
-        reduce_scatter, all_gather, hook = self._native
-        self.module.set_custom_reduce_scatter(reduce_scatter)
-        self.module.set_custom_all_gather(all_gather)
-        self.module.set_all_reduce_hook(hook)
+        group = self._param_group
+        group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook = self._native
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -239,24 +237,9 @@ def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     return list({id(group): group for group in groups}.values())
 
 
-def left_to_fsdp(model: nn.Module) -> dict[str, str]:
-    """Units that tagc leaves to FSDP, by label, with a description: modules with several parameter
-    groups (experts on their own mesh). Torch replaces the collectives of a module, not those of a
-    group."""
-    found = {}
-    for name, module in model.named_modules():
-        groups = _all_param_groups(module)
-        if len(groups) > 1:
-            numel = sum(p.sharded_param.numel() for group in groups for p in group.fsdp_params)
-            found[plain_name(name) or "(root)"] = (
-                f"{len(groups)} parameter groups with {numel:,} elements"
-            )
-    return found
-
-
 def find_units(model: nn.Module) -> list[Unit]:
-    """The FSDP2 units of a model, in module order, with their trainable parameters, except those of
-    :func:`left_to_fsdp`.
+    """The FSDP2 units of a model, in module order, with their trainable parameters. A module whose
+    parameters have several meshes (experts have their own) is a unit for each.
 
     Raises:
         ValueError: if a unit's reduce-scatter cannot be replaced, or already is.
@@ -270,8 +253,7 @@ def find_units(model: nn.Module) -> list[Unit]:
     dims = (dim for group in groups for p in group.fsdp_params for dim in _parallel(p, group))
     parallel = list({dim.ranks: dim for dim in dims}.values())
     for name, module, is_topmost in _with_topmost(modules):
-        groups = _all_param_groups(module)
-        for group in groups if len(groups) == 1 else ():
+        for group in _all_param_groups(module):
             if id(group) not in seen:
                 seen.add(id(group))
                 units.append(_unit(name, module, group, names, grad_mode, is_topmost, parallel))
@@ -315,7 +297,10 @@ def _unit(
     is_topmost: bool,
     parallel: Sequence[ParallelDim],
 ) -> FSDP2Unit:
-    assert isinstance(module, FSDPModule)
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    place = _all_param_groups(module).index(group)
+    if place:
+        name = f"{name or '(root)'} (group {place + 1})"
     trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     mesh = group.mesh_info
     replicated = hasattr(mesh, "replicate_mesh_size") and hasattr(mesh, "shard_mesh_size")
@@ -336,7 +321,6 @@ def _unit(
     stored = [p.sharded_param.dtype for p in group.fsdp_params]
     # Frozen parameters may have another dtype; FSDP requires one dtype for the others.
     reduced = next((p.sharded_param.dtype for p in trainable), stored[0])
-    state: Any = module._get_fsdp_state()
     # FSDP decides in the first forward that its root keeps its parameters until backward. Before
     # that, a part of a larger model that is wrapped alone is mistaken for the root.
     is_root = is_topmost if state._is_root is None else state._is_root
@@ -363,7 +347,6 @@ def _unit(
             ),
             native=_own_gather(group),
         ),
-        module=module,
         group=mesh.shard_process_group,
         device=group.device,
         replicas=mesh.replicate_process_group if replicated else None,
@@ -470,6 +453,5 @@ FSDP2 = Integration(
     shards=_shards,
     sharding_groups=sharding_groups,
     find_units=find_units,
-    left_to_fsdp=left_to_fsdp,
     check_policy=_check_policy,
 )

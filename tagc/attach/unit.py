@@ -7,7 +7,7 @@ and add it to :mod:`tagc.attach.integrations`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -114,8 +114,6 @@ class Integration:
         sharding_groups: the groups of the ranks that share a model, even an invalid one.
         find_units: the units of a model, in module order; raises ValueError if a collective cannot
             be replaced, or already is.
-        left_to_fsdp: units whose collectives cannot be replaced although other units can be
-            compressed; maps their labels to descriptions.
         check_policy: raises PolicyError if the policy asks for something unsupported. The second
             argument says whether gradients are to be averaged over replicas.
     """
@@ -126,4 +124,3 @@ class Integration:
     sharding_groups: Callable[[nn.Module], list[dist.ProcessGroup]]
     find_units: Callable[[nn.Module], list[Unit]]
     check_policy: Callable[[Policy, bool], None]
-    left_to_fsdp: Callable[[nn.Module], Mapping[str, str]] = lambda model: {}

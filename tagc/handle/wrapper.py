@@ -18,10 +18,8 @@ from tagc.attach import (
     Levels,
     ShardValues,
     Unit,
-    check_left,
     integration_of,
     look_at_frozen,
-    notes_on_left,
     sharding_groups,
     with_specials,
 )
@@ -141,7 +139,6 @@ def wrap(
 
     def make() -> tuple[tuple[Plan, Collectives], str]:
         plan = _plan(units, loaded, replica_group, levels, choose)
-        plan = replace(plan, notes=(*plan.notes, *notes_on_left(model)))
         if not disabled and not alone:
             plan = _with_kernels(units, plan, ops)
         made = make_collectives(units, plan, levels, made_with, replica_group)
@@ -214,7 +211,6 @@ def _agree_on_request(
             )
         integrations.append(integration_of(model))
         found.extend(integrations[0].find_units(model))
-        check_left(found, integrations[0].left_to_fsdp(model), averages=given is not None)
         _check_replicas(found, given)
         return found, integrations[0].name
 
@@ -256,7 +252,14 @@ def _agree_on_request(
 
 
 def _check_replicas(units: Sequence[Unit], given: dist.ProcessGroup | None) -> None:
-    """Refuse replicas that are given twice, or differ between units."""
+    """Refuse replicas that are given twice, differ between units, or share a sharded model."""
+    replicas = set() if given is None else set(dist.get_process_group_ranks(given))
+    for unit in units:
+        if len(replicas & set(dist.get_process_group_ranks(unit.group))) > 1:
+            raise ValueError(
+                f"unit {unit.info.label!r} is sharded over ranks that replicas=... says are "
+                "replicas of each other: fully_shard over the sharded dimension of the mesh only"
+            )
     native = {id(unit.replicas): unit for unit in units}
     if given is not None and any(unit.replicas is not None for unit in units):
         raise ValueError(

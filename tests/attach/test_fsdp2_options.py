@@ -24,8 +24,8 @@ from support.exact import EXACT
 from support.failing import fails
 from support.gathering import INT8, gathering
 from support.own_gather import gather_themselves
-from support.small_net import local_grads, local_weights
-from tagc.attach.fsdp2 import _params_of
+from support.small_net import local, local_grads, local_weights
+from tagc.attach.fsdp2 import _all_param_groups, _params_of
 from tagc.policy import Policy
 
 EXACT_SKETCH = {
@@ -261,41 +261,54 @@ def test_removal_lets_go_of_scratch_buffers(rank: int, world_size: int) -> None:
     assert len(released) == 3
 
 
-# Units that FSDP keeps
+# Several meshes in a module
 
 
-def groups_in_blocks() -> Any:
+@on_ranks(4)
+def test_every_parameter_group_is_a_unit(rank: int, world_size: int) -> None:
+    """As experts on their own mesh; `tests/parity` has their sums. Removal leaves nothing."""
     model = net()
     in_two_meshes(model)
-    return model
+    native = [group_comms(group) for m in model.modules() for group in _all_param_groups(m)]
+    codec = {"kind": "quantized", "bits": 8, "block": 32}
+    rule = {"when": {"name": "*"}, "codec": codec, "feedback": {"kind": "residual"}}
+    rules = gathering(INT8, "*") | {"gradients": [rule]}
+    wrap(model, rules)
+    compressor = tagc.compressor(model)
+    plan = compressor.plan()
+    sizes = {unit.info.name: unit.info.world_size for unit in plan.units}
+    assert sizes["blocks.0"] != sizes["blocks.0 (group 2)"]
+    assert all(unit.compressed for unit in (*plan.units, *plan.parameters))
+    loss_of(model, rank, 0).backward()
+    assert all(part.wire_bytes for part in (*compressor.reducers, *compressor.gatherers))
+    # A state taken here continues elsewhere to the bit.
+    state, weights = compressor.state_dict(), local_weights(model)
+    other = net()
+    in_two_meshes(other)
+    wrap(other, rules)
+    for name, p in other.named_parameters():
+        local(p).detach().copy_(weights[name])
+    tagc.compressor(other).load_state_dict(state)
+    for each in (model, other):
+        each.zero_grad()
+        loss_of(each, rank, 1).backward()
+    torch.testing.assert_close(local_grads(other), local_grads(model), **EXACT)
+    compressor.remove()
+    assert native == [group_comms(group) for m in model.modules() for group in _all_param_groups(m)]
+
+
+def group_comms(group: Any) -> tuple[Any, ...]:
+    return group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook
 
 
 @on_ranks(4)
-def test_units_with_several_parameter_groups_stay_with_fsdp(rank: int, world_size: int) -> None:
-    model = wrap(groups_in_blocks(), gathering(INT8, "*"))
-    plan = tagc.compressor(model).plan()
-    assert {unit.info.name for unit in plan.all_units} == {""}
-    assert "left to FSDP, and not in the table: unit 'blocks.0' with 2 parameter groups" in str(
-        plan
-    )
-
-    alone = net()
-    in_two_meshes(alone, blocks=False)
-    kind, said = fails(lambda: wrap(alone))
-    assert kind == "ValueError"
-    assert "can compress no unit" in said
-    assert "'(root)' with 2 parameter groups" in said
-    assert "train without tagc.wrap" in said
-
-
-@on_ranks(4)
-def test_replicas_that_tagc_averages_cannot_have_such_units(rank: int, world_size: int) -> None:
-    """They would diverge without a word."""
-    model = groups_in_blocks()
+def test_replicas_that_shard_a_unit(rank: int, world_size: int) -> None:
+    """Averaged, their shards would be mixed up without a word."""
+    model = net()
+    in_two_meshes(model)
     kind, said = fails(lambda: wrap(model, replicas=two_by_two()["replicate"]))
     assert kind == "ValueError"
-    assert "cannot reach unit 'blocks.0'" in said
-    assert "HSDP" in said
+    assert "is sharded over ranks that replicas=... says are replicas of each other" in said
 
 
 @on_ranks(2)

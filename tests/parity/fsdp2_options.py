@@ -60,7 +60,7 @@ def by_columns(model: Any, **options: Any) -> None:
     by_block(model, shard_placement_fn=place, **options)
 
 
-def in_two_meshes(model: Any, *, blocks: bool = True, **options: Any) -> None:
+def in_two_meshes(model: Any, **options: Any) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
         FSDPMeshInfo,
         ShardPlacementResult,
@@ -74,7 +74,7 @@ def in_two_meshes(model: Any, *, blocks: bool = True, **options: Any) -> None:
     def place(p: Tensor) -> Any:
         return ShardPlacementResult(Shard(0), one if p.ndim == 1 else other)
 
-    for module in (*model.blocks, model) if blocks else (model,):
+    for module in (*model.blocks, model):
         fully_shard(module, mesh=world, shard_placement_fn=place, **options)
 
 

@@ -1,0 +1,172 @@
+"""A small transformer that can be split over tensor, expert and pipeline parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Sizes of the model; the default has 0.86 M parameters, 2.4 M with 4 experts.
+
+    Attributes:
+        experts: feed-forward networks of a block, each token's best one is used; 0 for one.
+    """
+
+    vocab: int = 256
+    context: int = 64
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    experts: int = 0
+
+
+class Attention(nn.Module):
+    """Causal attention; has the heads whose rows of ``q`` this rank has."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.head = size.width // size.heads
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(size.width, size.width, bias=False) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.up = nn.Linear(size.width, 4 * size.width, bias=False)
+        self.down = nn.Linear(4 * size.width, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Experts(nn.Module):
+    """Tokens to the rank of their best expert, through it, and back."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.router = nn.Linear(size.width, size.experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(size) for _ in range(size.experts))
+        self.total, self.first = size.experts, 0
+        self.group: dist.ProcessGroup | None = None
+
+    def split(self, group: dist.ProcessGroup) -> None:
+        """Keep this rank's experts."""
+        each = self.total // group.size()
+        self.group, self.first = group, each * group.rank()
+        self.experts = nn.ModuleList(list(self.experts)[self.first : self.first + each])
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        gate, chosen = self.router(tokens).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        counts = chosen.bincount(minlength=self.total)
+        through = self._through(tokens[order], counts)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return (gate[:, None] * through[back]).view_as(x)
+
+    def _through(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """``tokens``, sorted by expert, through their experts."""
+        if self.group is None:
+            parts = zip(tokens.split(counts.tolist()), self.experts, strict=True)
+            return torch.cat([expert(part) for part, expert in parts])
+        ranks = self.group.size()
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        by_rank = theirs.view(ranks, -1)
+        sent = counts.view(ranks, -1).sum(1).tolist()
+        received = by_rank.sum(1).tolist()
+        arrived = all_to_all_single_autograd(tokens, received, sent, self.group)
+        # From every rank, the tokens of every expert of this one.
+        parts = arrived.split(by_rank.flatten().tolist())
+        done: list[Any] = [None] * len(parts)
+        for i, expert in enumerate(self.experts):
+            mine = parts[i :: len(self.experts)]
+            done[i :: len(self.experts)] = expert(torch.cat(mine)).split([len(t) for t in mine])
+        return all_to_all_single_autograd(torch.cat(done), sent, received, self.group)
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+        self.attn = Attention(size)
+        self.mlp = Experts(size) if size.experts else FeedForward(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+class Net(nn.Module):
+    """Tokens to logits. A stage of a pipeline has some of the blocks, and perhaps neither the
+    embedding nor the head; names stay those of the whole model."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed: nn.Module | None = nn.Embedding(size.vocab, size.width)
+        self.place = nn.Parameter(torch.empty(size.context, size.width))
+        self.blocks = nn.ModuleDict({str(i): Block(size) for i in range(size.layers)})
+        self.head: nn.Module | None = nn.Sequential(
+            nn.LayerNorm(size.width), nn.Linear(size.width, size.vocab, bias=False)
+        )
+        for name, p in self.named_parameters():
+            if p.ndim < 2:
+                continue
+            std = 0.1 if name in ("place", "embed.weight") else 1 / math.sqrt(p.shape[1])
+            if name.endswith(("o.weight", "down.weight")):
+                std /= math.sqrt(2 * size.layers)
+            nn.init.normal_(p, std=std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x) + self.place
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+    def keep_stage(self, stage: int, stages: int) -> None:
+        """Drop what other stages have."""
+        each = len(self.blocks) // stages
+        for i in range(len(self.blocks)):
+            if i // each != stage:
+                del self.blocks[str(i)]
+        if stage > 0:
+            self.embed = None
+            del self.place
+        if stage < stages - 1:
+            self.head = None
+
+
+def split_tensors(blocks: Sequence[Block], mesh: DeviceMesh) -> None:
+    """Tensor parallelism: columns, then rows, and an all-reduce of each output."""
+    for block in blocks:
+        plan: Any = {f"attn.{name}": ColwiseParallel() for name in "qkv"}
+        plan |= {"attn.o": RowwiseParallel(), "mlp.up": ColwiseParallel()}
+        parallelize_module(block, mesh, plan | {"mlp.down": RowwiseParallel()})

@@ -1,0 +1,253 @@
+"""One rank of a training run that is split over several dimensions of a mesh."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh as native_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+
+import tagc
+from examples.text import load_corpus
+from tagc.attach.groups import bytes_by_dimension
+
+from ..records import Record
+from .model import Block, Experts, Net, Size, split_tensors
+
+_BATCH = 32
+_MICRO_BATCHES = 4
+_WINDOWS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train.
+
+    Attributes:
+        layout: ranks by dimension, the slowest first: ``pp``, ``dp``, ``ep``, ``tp``.
+        method: the policy's name for people; ``dense`` is torch's own, ``bf16`` the same with
+            stages that send each other bfloat16.
+        policy: a policy for ``tagc.init_device_mesh`` and ``tagc.wrap``; None is dense.
+        timed: steps that are timed, after as many to settle; no loss is measured then.
+    """
+
+    layout: Mapping[str, int]
+    method: str
+    policy: Any = None
+    steps: int = 600
+    rate: float = 4.5e-3
+    seed: int = 0
+    size: Size = field(default_factory=Size)
+    timed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Of all dimensions."""
+        total = 1
+        for n in self.layout.values():
+            total *= n
+        return total
+
+    @property
+    def key(self) -> Record:
+        """What the result depends on, except the machine."""
+        layout = " × ".join(f"{name} {n}" for name, n in self.layout.items())
+        about = {"layout": layout, "method": self.method, "steps": self.steps, "rate": self.rate}
+        return about | {"seed": self.seed, "timed": self.timed, **asdict(self.size)}
+
+
+class _InBfloat16(nn.Module):
+    """A stage that sends and receives bfloat16, and computes in float32."""
+
+    def __init__(self, stage: Net) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.stage(x.float() if x.is_floating_point() else x)
+        return out if self.stage.head is not None else out.bfloat16()
+
+
+class Trainer:
+    """A model split as the job says; all layouts start from the same weights, and see the same
+    tokens in a step."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._corpus = job, load_corpus()
+        names, sizes = tuple(job.layout), tuple(job.layout.values())
+        self.mesh: DeviceMesh = (
+            native_mesh("cpu", sizes, mesh_dim_names=names)
+            if job.policy is None
+            else tagc.init_device_mesh("cpu", sizes, mesh_dim_names=names, policy=job.policy)
+        )
+        torch.manual_seed(job.seed)
+        self.net = Net(job.size)
+        if "pp" in names:
+            self.net.keep_stage(self._place("pp"), job.layout["pp"])
+        blocks: Any = list(self.net.blocks.values())
+        if "tp" in names:
+            split_tensors(blocks, self.mesh["tp"])
+        for block in blocks:
+            if "ep" in names:
+                block.mlp.split(self.mesh.get_group("ep"))
+        self._shard(blocks)
+        self._pipeline = self._make_pipeline() if "pp" in names else None
+        self.optimizer = torch.optim.AdamW(
+            list(self.net.parameters()), lr=job.rate, betas=(0.9, 0.95), foreach=False
+        )
+        self.steps = 0
+
+    def _place(self, dimension: str) -> int:
+        return self.mesh.get_local_rank(dimension) if dimension in self._job.layout else 0
+
+    def _shard(self, blocks: list[Block]) -> None:
+        if "dp" not in self._job.layout:
+            if self._job.policy is not None:
+                tagc.compress_activations(self.net)
+            return
+        for block in blocks:
+            fully_shard(block, mesh=self.mesh["dp"])
+        fully_shard(self.net, mesh=self.mesh["dp"])
+        if self._job.policy is not None:
+            tagc.wrap(self.net, self._job.policy)
+
+    def _make_pipeline(self) -> Any:
+        stage, stages = self._place("pp"), self._job.layout["pp"]
+        module: nn.Module = self.net
+        if self._job.method == "bf16":
+            module = _InBfloat16(self.net)
+        made = PipelineStage(
+            module, stage, stages, torch.device("cpu"), group=self.mesh.get_group("pp")
+        )
+        return Schedule1F1B(made, _MICRO_BATCHES, loss_fn=_loss)
+
+    def step(self) -> None:
+        """One optimizer step; the rate falls to zero over the job's steps."""
+        job = self._job
+        for group in self.optimizer.param_groups:
+            group["lr"] = job.rate * (1 - self.steps / job.steps)
+        parts = job.layout.get("dp", 1) * job.layout.get("ep", 1)
+        part = self._place("dp") + self._place("ep")
+        tokens, targets = (
+            t.chunk(parts)[part]
+            for t in self._corpus.batch(
+                _BATCH, job.size.context, seed=job.seed, step=self.steps, rank=0
+            )
+        )
+        if self._pipeline is None:
+            _loss(self.net(tokens), targets).backward()
+        elif self._place("pp") == 0:
+            self._pipeline.step(tokens)
+        elif self._place("pp") == job.layout["pp"] - 1:
+            self._pipeline.step(target=targets)
+        else:
+            self._pipeline.step()
+        if "ep" in job.layout:
+            self._average_over_experts()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+    def _average_over_experts(self) -> None:
+        """Each rank has its own tokens, and every expert the tokens of all ranks."""
+        group = self.mesh.get_group("ep")
+        experts = {
+            id(p)
+            for m in self.net.modules()
+            if isinstance(m, Experts)
+            for p in m.experts.parameters()
+        }
+        for p in self.net.parameters():
+            assert p.grad is not None
+            if id(p) not in experts:
+                dist.all_reduce(p.grad, group=group)
+            p.grad /= group.size()
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters of the whole model, on all ranks, by name."""
+        mine: dict[str, Tensor] = {}
+        for name, p in self.net.named_parameters():
+            whole = p.full_tensor() if isinstance(p, DTensor) else p
+            mine[_global(name, self.net)] = whole.detach().clone()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return {name: t for rank in everyone for name, t in rank.items()}
+
+    def validate(self) -> float:
+        """Held-out loss of the whole model, in nats per token, with exact activations."""
+        net = Net(self._job.size)
+        net.load_state_dict(self.weights())
+        tokens, targets = self._corpus.held_out(
+            _WINDOWS, self._job.size.context, rank=dist.get_rank(), ranks=dist.get_world_size()
+        )
+        total = torch.zeros(2, dtype=torch.float64)
+        with torch.no_grad():
+            for x, y in zip(tokens.split(256), targets.split(256), strict=True):
+                total += torch.tensor([_loss(net(x), y).double() * len(x), len(x)])
+        dist.all_reduce(total)
+        return (total[0] / total[1]).item()
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def _global(name: str, net: Net) -> str:
+    """The name in the whole model: experts are counted over all ranks."""
+    before, found, after = name.partition(".mlp.experts.")
+    if not found:
+        return name
+    owner: Any = net.get_submodule(f"{before}.mlp")
+    number, _, rest = after.partition(".")
+    return f"{before}{found}{owner.first + int(number)}.{rest}"
+
+
+def train(job: Job, count: Any = None) -> Record:
+    """Train as one of the job's ranks.
+
+    Args:
+        count: returns the bytes that this rank's interface has sent; only with ``timed``.
+
+    Returns:
+        ``loss``, or for a timed job ``seconds`` of a step and ``interface_bytes`` of the busiest
+        rank; ``wire_bytes`` and ``dense_bytes`` by dimension, of a step of this rank.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a small model
+        trainer = Trainer(job)
+    if not job.timed:
+        began = time.perf_counter()
+        for _ in range(job.steps):
+            trainer.step()
+        took = (time.perf_counter() - began) / job.steps
+        return {"loss": trainer.validate(), "step_ms": round(1e3 * took, 1), **_sent(job.steps)}
+    for _ in range(job.timed):
+        trainer.step()
+    dist.barrier()
+    sent, began = count(), time.perf_counter()
+    for _ in range(job.timed):
+        trainer.step()
+    dist.barrier()
+    seconds = (time.perf_counter() - began) / job.timed
+    mine = torch.tensor([(count() - sent) / job.timed], dtype=torch.float64)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return {"seconds": seconds, "interface_bytes": mine.item(), **_sent(2 * job.timed)}
+
+
+def _sent(steps: int) -> Record:
+    sent = bytes_by_dimension()
+    return {
+        "wire_bytes": {name: round(b.wire_bytes / steps) for name, b in sent.items()},
+        "dense_bytes": {name: round(b.dense_bytes / steps) for name, b in sent.items()},
+    }
