@@ -183,6 +183,20 @@ def test_torchtitans_mixture_of_experts_learns(tmp_path: Path, experts: str) -> 
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize(("config", "dimension"), [("llama3", "tensor"), ("deepseek_v3", "expert")])
+def test_torchtitans_other_dimensions(tmp_path: Path, config: str, dimension: str) -> None:
+    """Close to what torchtitan alone gives: the first losses differ by the codes only."""
+    pytest.importorskip("torchtitan", reason="pip install tagc[recipes]")
+    options = ["--config", config, f"--parallelism.{dimension}-parallel-degree", "2"]
+    options += ["--training.steps", "3", "--debug.seed", "1"]
+    dense, coded = (
+        titan(tmp_path, *options, "--tagc-policy", policy) for policy in ("dense", "hybrid-3d")
+    )
+    assert coded != dense
+    assert coded[0] == pytest.approx(dense[0], rel=0.002)
+    assert coded[-1] == pytest.approx(dense[-1], rel=0.03)
+
+
 def test_accelerate_with_ddp_resumes_as_if_it_had_not_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     parallelize_module,
 )
@@ -134,7 +137,10 @@ class Net(nn.Module):
         self.place = nn.Parameter(torch.empty(size.context, size.width))
         self.blocks = nn.ModuleDict({str(i): Block(size) for i in range(size.layers)})
         self.head: nn.Module | None = nn.Sequential(
-            nn.LayerNorm(size.width), nn.Linear(size.width, size.vocab, bias=False)
+            OrderedDict(
+                norm=nn.LayerNorm(size.width),
+                out=nn.Linear(size.width, size.vocab, bias=False),
+            )
         )
         for name, p in self.named_parameters():
             if p.ndim < 2:
@@ -167,6 +173,10 @@ class Net(nn.Module):
 def split_tensors(blocks: Sequence[Block], mesh: DeviceMesh) -> None:
     """Tensor parallelism: columns, then rows, and an all-reduce of each output."""
     for block in blocks:
-        plan: Any = {f"attn.{name}": ColwiseParallel() for name in "qkv"}
+        # One input for the three, so that its gradient is reduced once.
+        whole = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False
+        )
+        plan: Any = {"attn": whole} | {f"attn.{name}": ColwiseParallel() for name in "qkv"}
         plan |= {"attn.o": RowwiseParallel(), "mlp.up": ColwiseParallel()}
         parallelize_module(block, mesh, plan | {"mlp.down": RowwiseParallel()})

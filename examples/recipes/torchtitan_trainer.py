@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from torchtitan.distributed import ParallelDims  # pyright: ignore
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel  # pyright: ignore
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # pyright: ignore
 from torchtitan.trainer import Trainer  # pyright: ignore
 
-from tagc.integrations.torchtitan import compress
+from tagc.integrations.torchtitan import compress, compress_dimensions
 
 
 class CompressedTrainer(Trainer):
@@ -25,6 +26,9 @@ class CompressedTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         compress(self, config.tagc_policy)
+
+    def init_distributed(self) -> ParallelDims:
+        return compress_dimensions(super().init_distributed(), self.config.tagc_policy)
 
 
 def compressed(config: Trainer.Config) -> CompressedTrainer.Config:

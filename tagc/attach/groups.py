@@ -8,7 +8,7 @@ torch's groups: :mod:`tagc.attach.compressed_group`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -48,11 +48,12 @@ class DimensionOptions(Backend.Options):
     Attributes:
         dimension: the mesh dimension's name, for metrics.
         rule: how it is compressed.
+        replaces: whether the group takes the place of another one in the same mesh.
     """
 
-    def __init__(self, dimension: str, rule: DimensionRule) -> None:
+    def __init__(self, dimension: str, rule: DimensionRule, *, replaces: bool = False) -> None:
         super().__init__(BACKEND, default_pg_timeout)
-        self.dimension, self.rule = dimension, rule
+        self.dimension, self.rule, self.replaces = dimension, rule, replaces
 
 
 def bytes_by_dimension() -> dict[str, DimensionBytes]:
@@ -125,7 +126,8 @@ def _create(given: Any, options: Any) -> CompressedGroup:
             f"backend {BACKEND!r} needs to know how to compress: give "
             "tagc.dimension_options(policy, dimension) as pg_options, or in backend_override"
         )
-    _refuse_twin(given, options)
+    if not options.replaces:
+        _refuse_twin(given, options)
     _agree(given, f"dimension {options.dimension!r} with {options.rule.codec!r}")
     inner = dist.ProcessGroup(given.store, given.group_rank, given.group_size)
     group = CompressedGroup(inner, options.dimension, options.rule)
@@ -226,6 +228,35 @@ def init_device_mesh(
     return make_mesh(
         device_type, mesh_shape, mesh_dim_names=mesh_dim_names, backend_override=override
     )
+
+
+def compress_meshes(meshes: Iterable[DeviceMesh], policy: Policy) -> None:
+    """Give meshes that a program made groups that compress, in the dimensions of the policy.
+
+    For programs that neither take a mesh nor options for its groups. Call it before anything uses
+    the meshes or takes parts of them, on all ranks with the same meshes in the same order.
+
+    Args:
+        meshes: all meshes of the program, also parts of others.
+    """
+    made: dict[str, str] = {}
+    for mesh in meshes:
+        names: Any = mesh._dim_group_names
+        for i, dimension in enumerate(mesh.mesh_dim_names or ()):
+            rule = policy.dimensions.get(dimension)
+            if rule is None or mesh.size(i) == 1 or names[i] in made.values():
+                continue
+            if names[i] not in made:
+                group: Any = dist.new_group(
+                    dist.get_process_group_ranks(mesh.get_group(i)),
+                    backend=BACKEND,
+                    pg_options=DimensionOptions(dimension, rule, replaces=True),
+                    # Only the group's ranks meet: in other groups, other dimensions come next.
+                    use_local_synchronization=True,
+                    group_desc=f"mesh_{dimension}",
+                )
+                made[names[i]] = group.group_name
+            names[i] = made[names[i]]
 
 
 def check_meshes(model: nn.Module, policy: Policy) -> None:

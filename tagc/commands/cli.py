@@ -114,6 +114,7 @@ def _add_explain(commands: Any) -> None:
         "model.safetensors.index.json --world 64 --json",
         "my_models:make --world 16 --full",
         "7B --world 64 --policy auto --bandwidth 100Gbit",
+        "70B --mesh pp=2,dp=4,tp=8 --tokens 8192 --policy hybrid-3d",
     )
     command.add("model", metavar="MODEL", help=_MODEL)
     command.add("--params", help=argparse.SUPPRESS)  # advise's option: an error shows what to write
@@ -121,6 +122,13 @@ def _add_explain(commands: Any) -> None:
     _add_ranks(command, required=False)
     command.add("--bandwidth", type=bandwidth, help="link bandwidth for codec auto, such as 10Gbit")
     command.add("--latency", type=seconds, default=0.0, help="link latency for codec auto")
+    command.add(
+        "--mesh",
+        help="ranks by dimension, such as pp=2,dp=4,tp=8, instead of --world: what a stage's rank "
+        "sends, with its activations",
+    )
+    command.add("--tokens", type=count, help="tokens of a data-parallel rank in a step, for --mesh")
+    command.add("--experts-per-token", type=ranks, default=1, help="with a dimension ep")
     command.add(
         "--full", action="store_true", help="print every parameter, even if blocks are equal"
     )

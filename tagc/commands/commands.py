@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ from tagc.costs.advise import Advisor, Question, report
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.codec_time import no_time
 from tagc.costs.data import advice_data, plan_data
+from tagc.costs.dimensions import (
+    DATA,
+    activation_traffic,
+    one_stage,
+    parse_mesh,
+    traffic_table,
+)
 from tagc.costs.explain import plan_shapes
 from tagc.costs.link import Link
 from tagc.costs.models import load_model
@@ -136,8 +144,24 @@ def _explain(args: argparse.Namespace) -> int:
             f"the model comes first, and the policy is an option: tagc explain {model} "
             f"--policy {policy} --world {args.world or 64}"
         )
-    _check_ranks(args)
+    mesh = _mesh_of(args)
+    if mesh is None or args.world > 1:
+        _check_ranks(args)
     shapes, policy = load_model(args.model), Policy.load(args.policy)
+    traffic = None
+    if mesh is not None:
+        traffic = activation_traffic(
+            shapes,
+            policy,
+            mesh,
+            tokens=args.tokens,
+            itemsize=_DTYPES[args.param_dtype].itemsize,
+            experts_per_token=args.experts_per_token,
+        )
+        shapes = one_stage(shapes, mesh)
+        if args.world == 1 and not args.json:
+            print(traffic_table(traffic, args.tokens))
+            return 0
     choose = None
     if args.bandwidth is not None:
         per_host = args.ranks_per_host
@@ -159,11 +183,32 @@ def _explain(args: argparse.Namespace) -> int:
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if args.json:
-        return _print_json(plan_data(shapes, plan, full=args.full))
+        data = plan_data(shapes, plan, full=args.full)
+        if traffic is not None:
+            data["dimensions"] = [asdict(each) for each in traffic]
+        return _print_json(data)
     source = f" ({shapes.source})" if shapes.source else ""
     print(f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks{source}")
     print(plan.full if args.full else plan)
+    if traffic is not None:
+        print(f"\n{traffic_table(traffic, args.tokens)}")
     return 0
+
+
+def _mesh_of(args: argparse.Namespace) -> dict[str, int] | None:
+    """The ranks by dimension, with ``args.world`` set to those that FSDP shards over."""
+    if args.mesh is None:
+        if args.tokens is not None:
+            raise ModelError("--tokens is for --mesh")
+        return None
+    if args.world is not None or args.tokens is None:
+        raise ModelError("with --mesh leave --world out, and give --tokens")
+    try:
+        mesh = parse_mesh(args.mesh)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    args.world = math.prod(mesh.get(name, 1) for name in DATA)
+    return mesh
 
 
 def _advise(args: argparse.Namespace) -> int:

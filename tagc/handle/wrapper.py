@@ -162,7 +162,7 @@ def wrap(
         warn(warning)
     if loaded.tuning is not None and not alone and not disabled and dist.get_rank() == 0:
         say(f"policy {loaded.name!r}: {loaded.tuning.advice}")
-    if alone:
+    if alone and not loaded.dimensions:
         warn("tagc.wrap does nothing at world size 1: FSDP skips the reduce-scatter")
     if disabled:
         warn(f"{DISABLE}=1: tagc compresses nothing; unset it to compress")

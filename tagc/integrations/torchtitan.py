@@ -1,4 +1,4 @@
-"""torchtitan: wraps the model of a trainer.
+"""torchtitan: wraps the model of a trainer, and compresses the other dimensions of its meshes.
 
 A ``ModelConverter`` would run before the model is sharded and has memory, and
 ``ModelSpec.post_optimizer_build_fn`` before there is a checkpointer to save residuals.
@@ -12,10 +12,16 @@ from typing import Any, TypeVar
 
 from torch.distributed.fsdp import FSDPModule
 
+from tagc.attach.groups import compress_meshes
 from tagc.handle.compressor import compressor
 from tagc.handle.wrapper import wrap
+from tagc.policy import Policy
 
 Trainer = TypeVar("Trainer")
+ParallelDims = TypeVar("ParallelDims")
+
+# Where torchtitan keeps its meshes, those of several dimensions first.
+_MESHES = ("_global_meshes", "_single_axis_meshes", "_multi_axis_meshes")
 
 
 def compress(trainer: Trainer, policy: Any = None, *, key: str = "tagc", **options: Any) -> Trainer:
@@ -54,6 +60,38 @@ def compress(trainer: Trainer, policy: Any = None, *, key: str = "tagc", **optio
         wrap(model, policy, **options)
         states[name] = compressor(model)
     return trainer
+
+
+def compress_dimensions(parallel_dims: ParallelDims, policy: Any) -> ParallelDims:
+    """Let torchtitan's meshes compress the dimensions that a policy names (``tp``, ``cp``, ``pp``,
+    ``ep``). Call it at the end of the trainer's ``init_distributed``, before anything is split.
+
+    Args:
+        parallel_dims: torchtitan's ``ParallelDims``; its meshes are changed in place.
+        policy: see :func:`tagc.wrap`; nothing is changed if it has no dimensions.
+
+    Returns:
+        ``parallel_dims``.
+
+    Raises:
+        ValueError: if torchtitan keeps its meshes elsewhere.
+        tagc.PolicyError: if the policy is not valid.
+    """
+    loaded = Policy.load(policy)
+    if not loaded.dimensions:
+        return parallel_dims
+    dims: Any = parallel_dims
+    dims.build_mesh()
+    tables: list[Any] = [getattr(dims, name, None) for name in _MESHES]
+    if not all(isinstance(table, dict) for table in tables):
+        raise ValueError(
+            "tagc does not support this torchtitan: its ParallelDims lacks one of "
+            f"{', '.join(_MESHES)}. Use a policy without dimensions"
+        )
+    found = [mesh for table in tables for mesh in table.values()]
+    found += getattr(dims, "_spmd_meshes", [])
+    compress_meshes({id(mesh): mesh for mesh in found}.values(), loaded)
+    return parallel_dims
 
 
 def _parts_and_states(trainer: Any) -> tuple[list[Any], dict[str, Any]]:

@@ -1,0 +1,188 @@
+"""What a step sends for activations over the dimensions of a mesh, from shapes alone.
+
+Counts for one rank, the busiest of its dimension, in a step with ``tokens`` tokens of its
+data-parallel rank, all micro-batches together:
+
+==  ===================================================================================
+tp  in every block two all-reduces in forward and two in backward, of all tokens; with
+    sequence parallelism a reduce-scatter and an all-gather each, which send as much
+cp  in every block the keys and values of all tokens, in forward and again in backward,
+    and their gradients
+pp  the tokens to the next stage, and their gradients to the one before
+ep  in every block with experts the tokens to their experts and back, and their
+    gradients, if they spread evenly
+==  ===================================================================================
+
+Recomputed activations (checkpointing) send tp, cp and ep once more, which is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tagc.costs.shapes import ModelError, ModelShapes, ParamShape
+from tagc.plan import format_bytes
+from tagc.policy import Policy
+from tagc.policy.roles import role_of
+
+ACTIVATIONS = ("tp", "cp", "pp", "ep")
+"""The dimensions that send activations."""
+DATA = ("dp", "dp_shard")
+"""The dimensions over which FSDP shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DimensionTraffic:
+    """What one dimension sends in a step.
+
+    Attributes:
+        ranks: of the dimension.
+        elements: that a rank sends.
+        bits: of an element, scales included; None without a rule.
+        dense_bytes: that a rank sends without compression.
+        wire_bytes: that a rank sends.
+    """
+
+    dimension: str
+    ranks: int
+    elements: int
+    bits: float | None
+    dense_bytes: int
+    wire_bytes: int
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``pp=2,dp=4,tp=8`` as ranks by dimension.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, ranks = part.strip().partition("=")
+        if not equals or not ranks.isdecimal() or not 1 <= int(ranks) <= 2**20 or name in mesh:
+            raise ValueError(f"{text!r} is no mesh: write pp=2,dp=4,tp=8")
+        if name not in (*ACTIVATIONS, *DATA):
+            raise ValueError(f"{name!r} in {text!r} is none of {', '.join((*DATA, *ACTIVATIONS))}")
+        mesh[name] = int(ranks)
+    return mesh
+
+
+def one_stage(shapes: ModelShapes, mesh: Mapping[str, int]) -> ModelShapes:
+    """The parameters that FSDP shards on a rank: those of its pipeline stage, with the part that
+    tensor and expert parallelism leave it. (The first stage, with the embedding and the head.)"""
+    stages, tensor, expert = (mesh.get(name, 1) for name in ("pp", "tp", "ep"))
+    kept = shapes.blocks[: math.ceil(len(shapes.blocks) / stages)]
+    dropped = tuple(f"{name}." for name in shapes.blocks[len(kept) :])
+    params = []
+    for param in shapes.params:
+        if param.name.startswith(dropped):
+            continue
+        parts = expert if _is_expert(param) else tensor if len(param.shape) > 1 else 1
+        first, *rest = param.shape or (1,)
+        params.append(replace(param, shape=(math.ceil(first / parts), *rest)))
+    return replace(shapes, params=tuple(params), blocks=kept)
+
+
+def activation_traffic(
+    shapes: ModelShapes,
+    policy: Policy,
+    mesh: Mapping[str, int],
+    *,
+    tokens: int,
+    itemsize: int,
+    experts_per_token: int = 1,
+) -> list[DimensionTraffic]:
+    """The traffic of each dimension that sends activations, in the mesh's order.
+
+    Args:
+        shapes: of the whole model.
+        tokens: of a data-parallel rank in a step.
+        itemsize: bytes of an activation without compression.
+
+    Raises:
+        ModelError: if the shapes lack what a dimension needs: blocks, experts.
+    """
+    width, blocks = _width(shapes), len(shapes.blocks)
+    stages = mesh.get("pp", 1)
+    found = []
+    for name, ranks in mesh.items():
+        if name not in ACTIVATIONS or ranks == 1:
+            continue
+        if not blocks:
+            raise ModelError(f"the model has no blocks, over which {name} would be counted")
+        mine = math.ceil(blocks / stages)
+        others = (ranks - 1) / ranks
+        if name == "tp":
+            elements = 4 * mine * 2 * others * tokens * width
+        elif name == "cp":
+            elements = 3 * mine * others * tokens * _keys_and_values(shapes, width)
+        elif name == "pp":
+            elements = (2 if ranks > 2 else 1) * tokens * width
+        else:
+            share = _blocks_with_experts(shapes) / blocks
+            elements = 4 * mine * share * others * tokens * experts_per_token * width
+        rule = policy.dimensions.get(name)
+        bits = None if rule is None else rule.codec.bits + 16 / rule.codec.block
+        dense = round(elements * itemsize)
+        found.append(
+            DimensionTraffic(
+                dimension=name,
+                ranks=ranks,
+                elements=round(elements),
+                bits=bits,
+                dense_bytes=dense,
+                wire_bytes=dense if bits is None else round(elements * bits / 8),
+            )
+        )
+    return found
+
+
+def _width(shapes: ModelShapes) -> int:
+    """The most frequent size of vectors, which are the norms', or of matrices' rows."""
+    vectors = Counter(p.shape[0] for p in shapes.params if len(p.shape) == 1)
+    rows = Counter(p.shape[-1] for p in shapes.params if len(p.shape) > 1)
+    for sizes in (vectors, rows):
+        if sizes:
+            return sizes.most_common(1)[0][0]
+    raise ModelError("the model has no matrices, from which its width would follow")
+
+
+def _keys_and_values(shapes: ModelShapes, width: int) -> int:
+    """Elements of a token's keys and values in one block."""
+    first = tuple(f"{name}." for name in shapes.blocks[:1])
+    names = ("k_proj.weight", "v_proj.weight", "wk.weight", "wv.weight")
+    found = [p for p in shapes.params if p.name.startswith(first) and p.name.endswith(names)]
+    return sum(p.shape[0] for p in found) if len(found) == 2 else 2 * width
+
+
+def _is_expert(param: ParamShape) -> bool:
+    return "experts." in param.name and "shared_experts." not in param.name
+
+
+def _blocks_with_experts(shapes: ModelShapes) -> int:
+    names = {p.name for p in shapes.params if _is_expert(p) and role_of(p.name) == "mlp"}
+    found = sum(any(name.startswith(f"{block}.") for name in names) for block in shapes.blocks)
+    if not found:
+        raise ModelError("the model has no experts, which ep=... would spread over ranks")
+    return found
+
+
+def traffic_table(traffic: list[DimensionTraffic], tokens: int) -> str:
+    """Text: a line for each dimension."""
+    lines = [f"activations, for {tokens:,} tokens a step:"]
+    rows = [("dimension", "ranks", "bits", "dense", "sent", "ratio")]
+    for t in traffic:
+        ratio = t.dense_bytes / t.wire_bytes if t.wire_bytes else 1.0
+        bits = "-" if t.bits is None else f"{t.bits:g}"
+        sizes = format_bytes(t.dense_bytes), format_bytes(t.wire_bytes)
+        rows.append((t.dimension, str(t.ranks), bits, *sizes, f"{ratio:.2f}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
