@@ -27,7 +27,7 @@ from tagc.attach.unit import Integration, Unit
 from tagc.collect import CollectiveWork, Transport, UnitReducer
 from tagc.plan import UnitInfo, UnitParam, as_list
 from tagc.policy import Policy, PolicyError
-from tagc.policy.policy import check_replicated
+from tagc.policy.policy import check_lead
 from tagc.policy.roles import clean_name
 
 UNIT_BYTES = 25 * 2**20
@@ -257,7 +257,7 @@ def check_policy(policy: Policy, replicas: bool) -> None:
         replicas: whether gradients are to be averaged over replicas of the model.
 
     Raises:
-        PolicyError: if the policy has rules for replicas, or a rule that cannot be all-reduced, or
+        PolicyError: if the policy has rules for replicas, or a lead that ranks measure, or
             ``replicas`` is true.
     """
     if policy.replicas or replicas:
@@ -267,7 +267,7 @@ def check_policy(policy: Policy, replicas: bool) -> None:
         )
     for i, rule in enumerate(policy.gradients):
         try:
-            check_replicated(rule)
+            check_lead(rule)
         except ValueError as error:
             raise PolicyError(
                 f"policy {policy.name!r}, gradients[{i}], with DDP: {error}"

@@ -59,7 +59,7 @@ class DimensionOptions(Backend.Options):
 def bytes_by_dimension() -> dict[str, DimensionBytes]:
     """What this process's groups of backend ``tagc`` sent so far, by dimension."""
     total: dict[str, DimensionBytes] = {}
-    for group in GROUPS:
+    for group in GROUPS & dist.distributed_c10d._world.pg_map.keys():  # not those destroyed
         wire, dense = astuple(total.get(group.dimension, DimensionBytes(0, 0)))
         sent = DimensionBytes(wire + group.wire_bytes, dense + group.dense_bytes)
         total[group.dimension] = sent

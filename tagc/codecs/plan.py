@@ -86,6 +86,12 @@ class CodecPlan:
         return 0
 
     @property
+    def table_cells(self) -> int:
+        """int32 words per destination of which :attr:`cells` are taken; 0 if operators write the
+        cells themselves."""
+        return 0
+
+    @property
     def counts(self) -> int:
         """int32 words per destination that all ranks sum, for the next step's thresholds."""
         return 0
@@ -157,10 +163,12 @@ class PlanRequest:
         feedback: the feedback rule; None if nothing is stored.
         matrices: for every parameter, the rows and columns of the matrices in its shard; empty
             unless the codec needs them.
+        replicated: whether all ranks hold the same parameters, so that no rank owns a part.
     """
 
     columns: int
     world_size: int
     dtype: torch.dtype
+    replicated: bool = False
     feedback: FeedbackRule | None = None
     matrices: Sequence[Sequence[tuple[int, int]]] = ()

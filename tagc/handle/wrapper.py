@@ -222,6 +222,7 @@ def _agree_on_request(
         replicated = given is not None or found[0].replicas is not None
         integrations[0].check_policy(loaded, replicated)
         check_meshes(model, loaded)
+        _check_replicas_apart(found, given)
         if loaded.replicas and not replicated:
             raise PolicyError(
                 f"policy {loaded.name!r} has rules for replicas: pass tagc.wrap(..., "
@@ -251,15 +252,22 @@ def _agree_on_request(
     return agreed["switch"], agreed["model"], agreed["policy"], mine
 
 
-def _check_replicas(units: Sequence[Unit], given: dist.ProcessGroup | None) -> None:
-    """Refuse replicas that are given twice, differ between units, or share a sharded model."""
+def _check_replicas_apart(units: Sequence[Unit], given: dist.ProcessGroup | None) -> None:
+    """Refuse replicas that share a sharded unit: averaged, their shards would be mixed up."""
     replicas = set() if given is None else set(dist.get_process_group_ranks(given))
     for unit in units:
-        if len(replicas & set(dist.get_process_group_ranks(unit.group))) > 1:
+        if (
+            not unit.info.replicated
+            and len(replicas & set(dist.get_process_group_ranks(unit.group))) > 1
+        ):
             raise ValueError(
                 f"unit {unit.info.label!r} is sharded over ranks that replicas=... says are "
                 "replicas of each other: fully_shard over the sharded dimension of the mesh only"
             )
+
+
+def _check_replicas(units: Sequence[Unit], given: dist.ProcessGroup | None) -> None:
+    """Refuse replicas that are given twice, or differ between units."""
     native = {id(unit.replicas): unit for unit in units}
     if given is not None and any(unit.replicas is not None for unit in units):
         raise ValueError(

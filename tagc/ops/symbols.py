@@ -79,11 +79,11 @@ SYMBOLS: dict[str, Symbol] = {
 }
 
 # With fewer levels per rank, an int8 lane quantizes too coarsely near the threshold.
-_MIN_LEVELS_AUTO = 15
+_MIN_LEVELS_AUTO = 7
 
 
 def resolve_symbol(name: str, world_size: int) -> Symbol:
-    """The symbol called ``name``; ``auto`` is the narrowest one with 15 levels per rank or more.
+    """The symbol called ``name``; ``auto`` is the narrowest one with 7 levels per rank or more.
 
     Raises:
         ValueError: if the name is unknown or the symbol cannot hold a sum over ``world_size``.

@@ -202,6 +202,7 @@ def _plan_segment(
         dtype=unit.dtype,
         feedback=feedback,
         matrices=matrices_of(unit, params, config) if config.needs_matrices else (),
+        replicated=unit.replicated,
     )
     try:
         return plan_codec(config, request)

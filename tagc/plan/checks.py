@@ -36,9 +36,11 @@ def unshared_supports(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Itera
         for param in segment.params
     ]
     if names:
+        replicated = units[0].info.replicated
+        why = "no rank owns a shard" if replicated else f"fewer than {MIN_SHARED} groups to keep"
         yield (
-            f"{units[0].direction} of {as_list(names)}: fewer than {MIN_SHARED} groups to keep, so "
-            "every rank keeps its own instead of shared ones"
+            f"{units[0].direction} of {as_list(names)}: {why}, so every rank keeps its own groups "
+            "instead of shared ones"
         )
 
 

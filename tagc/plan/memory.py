@@ -113,6 +113,10 @@ def _of_messages(messages: MessagePlan) -> Iterator[Buffer]:
     yield "message_recv", torch.int32, messages.read * messages.row_words
     if messages.cells:
         yield "cells_send", torch.int32, messages.made * messages.cells
+        for segment in messages.segments:
+            if segment.codec.table_cells:
+                cells = messages.made * segment.codec.table_cells
+                yield "cells_of_groups", torch.int32, cells
         if not messages.for_all:
             yield "cells_sum", torch.int32, messages.cells
             yield "cells_recv", torch.int32, messages.made * messages.cells

@@ -59,7 +59,7 @@ def _as_rules(value: object) -> tuple[object, ...]:
 
 
 def check_replicated(rule: Rule) -> Rule:
-    """Refuse a rule for gradients that cannot be all-reduced.
+    """Refuse a rule for replicas that cannot be followed there.
 
     Raises:
         ValueError: with the key and the reason.
@@ -68,6 +68,15 @@ def check_replicated(rule: Rule) -> Rule:
         raise ValueError(
             "codec.support 'shared' is chosen by a shard's owner, and replicas have none"
         )
+    return check_lead(rule)
+
+
+def check_lead(rule: Rule) -> Rule:
+    """Refuse a rule for gradients whose average would differ from rank to rank.
+
+    Raises:
+        ValueError: with the key and the reason.
+    """
     if rule.feedback.lead == "measured":
         raise ValueError(
             "feedback.lead 'measured' differs from rank to rank, and replicas must stay equal; "

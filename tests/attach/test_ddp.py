@@ -204,6 +204,20 @@ def test_the_plan(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_supports_have_no_owner(rank: int, world_size: int) -> None:
+    """Policies that share them apply as they are, and every rank chooses its own groups."""
+    asked = POLICIES["sketch shared"]
+    (rule,) = asked["gradients"]
+    not_shared = rule | {"codec": rule["codec"] | {"support": "own"}}
+    shared, own = wrapped(asked), wrapped(asked | {"gradients": [not_shared]})
+    plans = [tagc.compressor(model).plan() for model in (shared, own)]
+    assert "no rank owns a shard, so every rank keeps its own groups" in str(plans[0])
+    assert plans[0].units == plans[1].units
+    for mine, theirs in zip(train(shared, rank, range(3)), train(own, rank, range(3)), strict=True):
+        equal(mine, theirs)
+
+
+@on_ranks(2)
 def test_what_is_refused(rank: int, world_size: int) -> None:
     def refusal(model: Any, policy: Any = BITS, **options: Any) -> str:
         kind, said = fails(lambda: tagc.wrap(model, policy, **options))
@@ -215,7 +229,6 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
     rules = {"schema": 1, "gradients": BITS["gradients"], "replicas": BITS["gradients"]}
     assert "all ranks are replicas" in refusal(model, rules)
     assert "gradients[0], with DDP: feedback.lead 'measured'" in refusal(model, "half-bit")
-    assert "gradients[0], with DDP: codec.support" in refusal(model, POLICIES["sketch shared"])
     model.register_comm_hook(None, allreduce_hook)
     assert "its own communication hook (allreduce_hook)" in refusal(model)
     built_in = DistributedDataParallel(net())

@@ -73,7 +73,9 @@ def test_every_turn_starts_from_an_empty_residual() -> None:
         for policy in ("attn-only", "packed-20", "loco-4bit"):
             codecs = auto.codecs_of(tagc.Policy.load(policy), torch.float32, 2, parameters=False)
             measure_speeds(codecs, ops, torch.device("cpu"), torch.float32, repeats=3)
-    assert seen == [(name, 0.0) for name in ("encode", "pack", "quantize") for _ in range(4)]
+    # Of shared supports, and for small segments of own ones. One more call finds the support.
+    times = {"encode": 9, "pack": 4, "quantize": 4}
+    assert seen == [(name, 0.0) for name, count in times.items() for _ in range(count)]
 
 
 def synthetic_shapes() -> dict[str, tuple[int, ...]]:

@@ -31,8 +31,8 @@ SKETCH = Policy.load(
 
 
 def test_a_plan_that_sends_more_than_dense_says_so():
-    """At 16 ranks and density 0.2 every group is in the union, at 16 bits an element."""
-    plan = build_plan([unit(16, torch.bfloat16)], SKETCH)
+    """At 32 ranks and density 0.2 every group is in the union, at 16 bits an element."""
+    plan = build_plan([unit(32, torch.bfloat16)], SKETCH)
     (warning,) = plan.warnings
     assert "do not compress here" in warning
     assert f"- warning: {warning}" in str(plan)
@@ -53,7 +53,7 @@ def test_warnings_appear_at_the_users_line():
     """Whatever of the package lies between the user and the place that warns."""
     with pytest.warns(UserWarning, match="do not compress here") as caught:
         tagc.explain(
-            {"h.0.mlp.c_fc.weight": (1024, 256)}, SKETCH, world_size=16, dtype=torch.bfloat16
+            {"h.0.mlp.c_fc.weight": (1024, 256)}, SKETCH, world_size=32, dtype=torch.bfloat16
         )
     assert {Path(warning.filename) for warning in caught} == {Path(__file__)}
 

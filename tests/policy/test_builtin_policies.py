@@ -47,9 +47,9 @@ def test_builtin_compresses_its_roles(name: str):
             compressed.add(role)
             assert rule["codec"] == {
                 "kind": "sketch",
-                "density": 0.2,
+                "density": 0.44,
                 "symbol": "auto",
-                "support": "own",
+                "support": "shared",
                 "warmup_steps": 40,
             }
             assert rule["feedback"]["kind"] == "residual"

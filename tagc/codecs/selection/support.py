@@ -3,6 +3,10 @@
 The owner chooses the largest groups of its own residual, and a window that rotates over all groups,
 so that groups that are large only on other ranks are also sent. This step's messages carry its
 choice for the next step.
+
+All ranks know the groups, so the ``k``-th of them has the ``k``-th cell: no cell is lost to
+hashing, and nothing is peeled. Operators write and read a table with a cell for every group
+(:attr:`SketchLayout.direct`), which stays on the rank.
 """
 
 from __future__ import annotations
@@ -67,6 +71,29 @@ class Support:
     def receive(self, ops: Ops, index: Tensor) -> None:
         """Read the owners' choices ``[D, index_words]`` for the next step."""
         ops.read_index(index, self.current, layout=self._layout)
+
+    def collect(self, table: Tensor, cells: Tensor) -> None:
+        """Write the cells of the support's groups to ``cells`` ``[D, capacity]``, zeros behind.
+
+        Args:
+            table: ``[D, groups]`` int32.
+        """
+        # One cell more, for the groups that are not in the support.
+        found = cells.new_zeros(len(cells), self._layout.capacity + 1)
+        found.scatter_(1, self._places(self.current), table)
+        cells.copy_(found[:, :-1])
+
+    def spread(self, cells: Tensor, row: int) -> Tensor:
+        """The table ``[groups]`` of the cells ``[capacity]`` for destination ``row``; zeros for
+        groups that are not in its support."""
+        padded = torch.cat((cells, cells.new_zeros(1)))
+        return padded.gather(0, self._places(self.current[row : row + 1])[0])
+
+    def _places(self, bitmaps: Tensor) -> Tensor:
+        """The place of each group among the set bits of ``bitmaps`` ``[n, words]``, ``[n, groups]``
+        int64; the capacity for the others."""
+        kept = from_bitmap(bitmaps, self._layout.groups)
+        return (kept.cumsum(1) - 1).masked_fill_(~kept, self._layout.capacity)
 
     def state(self) -> dict[str, Tensor]:
         """The state that the next step depends on."""

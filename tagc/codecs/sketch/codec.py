@@ -1,8 +1,9 @@
 """The ``sketch`` codec: the unit's message carries the index; the cells are summed on the way.
 
 With a shared support (:mod:`tagc.codecs.selection.support`) every rank sketches the same groups, so
-the sum has no more keys than one rank's sketch. The owner already knows these groups. So messages
-carry the sender's choice for the next step in place of the index, before the poison word.
+the sum has no more keys than one rank's sketch, and every key a cell of its own. The owner already
+knows these groups. So messages carry the sender's choice for the next step in place of the index,
+before the poison word.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tagc.codecs.state import nested, part_of
 from tagc.ops import COUNTS, KEPT
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.packed import PackedLayout
+from tagc.ops.sketch import SketchLayout
 
 # If there is room for every group, all are kept, and the threshold only sets the step. The median
 # is a scale that neither outliers nor zeros move.
@@ -66,10 +68,10 @@ class SketchCodec(Codec[SketchPlan]):
         for i, part in enumerate(self.parts):
             plan, stored = part.plan, part.feedback.residual_dtype
             self._ops.prepare(plan.layout, setup.dtype, stored)
-            self._cell_columns.append(slice(self._cells, self._cells + plan.layout.cells))
+            self._cell_columns.append(slice(self._cells, self._cells + plan.sent_cells))
             self._cells += plan.cells
             if plan.shared:
-                choice = _choice_of(plan)
+                choice = choice_of(plan.layout, plan.capacity)
                 self._ops.prepare_packed(choice, setup.dtype, stored)
                 support = Support(choice, plan.target, D, device)
                 union = torch.zeros(1, plan.layout.index_words, dtype=torch.int32, device=device)
@@ -124,7 +126,8 @@ class SketchCodec(Codec[SketchPlan]):
         self.seed.add_(1)
         for i, part in enumerate(self.parts):
             plan, index, shared = part.plan, message[:, part.words], self._shared.get(i)
-            gradient = grad[:, part.columns]
+            gradient, cells = grad[:, part.columns], self._cells_to_send()[:, self._cell_columns[i]]
+            table = cells if shared is None else self._table_of(plan)
             with part.feedback.opened(gradient) as residual:
                 self._ops.encode(
                     gradient,
@@ -133,7 +136,7 @@ class SketchCodec(Codec[SketchPlan]):
                     self._controller.quantization_step[i],
                     self.seed,
                     index,
-                    self._cells_to_send()[:, self._cell_columns[i]],
+                    table,
                     self._counts[i],
                     layout=plan.layout,
                     levels=plan.levels,
@@ -141,6 +144,7 @@ class SketchCodec(Codec[SketchPlan]):
                     support=None if shared is None else shared.support.current,
                 )
             if shared is not None:
+                shared.support.collect(table, cells)
                 self._choose(part, shared, index, exchange.row)
 
     def _choose(self, part: Part[SketchPlan], shared: _Shared, index: Tensor, own: int) -> None:
@@ -172,10 +176,12 @@ class SketchCodec(Codec[SketchPlan]):
         """See :meth:`Codec.decode`."""
         own = slice(exchange.row, exchange.row + 1)
         assert self._sum is not None
-        cells, self._sum = self._sum[1], None
+        summed, self._sum = self._sum[1], None
         for i, part in enumerate(self.parts):
             index, shared = received[:, part.words], self._shared.get(i)
+            cells = summed[self._cell_columns[i]]
             if shared is not None:
+                cells = shared.support.spread(cells, exchange.row)
                 choices, poison = index[:, :-1], index[:, -1]
                 shared.union[0, :-1] = shared.support.current[exchange.row]
                 shared.union[0, -1] = poison.amax()
@@ -187,7 +193,7 @@ class SketchCodec(Codec[SketchPlan]):
             with opened(residual, own) as owed:
                 self._ops.decode(
                     index,
-                    cells[self._cell_columns[i]],
+                    cells,
                     self._controller.quantization_step[i, own],
                     self.seed,
                     decoded,
@@ -280,6 +286,11 @@ class SketchCodec(Codec[SketchPlan]):
             self._counting.wait()
             self._counting = None
 
+    def _table_of(self, plan: SketchPlan) -> Tensor:
+        """A cell for every group, of which the support's are sent."""
+        shape = (self._setup.destinations, plan.table_cells)
+        return self._setup.workspace.take("cells_of_groups", shape, torch.int32)
+
     def _cells_to_send(self) -> Tensor:
         shape = (self._setup.destinations, self._cells)
         return self._setup.workspace.take("cells_send", shape, torch.int32)
@@ -291,13 +302,12 @@ def _scale_density(part: Part[SketchPlan]) -> float:
     return min(part.plan.target, _SCALE_DENSITY) if everything else part.plan.target
 
 
-def _choice_of(plan: SketchPlan) -> PackedLayout:
+def choice_of(layout: SketchLayout, capacity: int) -> PackedLayout:
     """The layout of an owner's choice: one bit per symbol in a bitmap, without values."""
-    layout = plan.layout
     return PackedLayout(
         numel=layout.numel,
         group=layout.symbol.lanes,
-        capacity=plan.capacity,
+        capacity=capacity,
         low_bits=0,
-        values=BlockLayout(numel=plan.capacity * layout.symbol.lanes, bits=8),
+        values=BlockLayout(numel=capacity * layout.symbol.lanes, bits=8),
     )

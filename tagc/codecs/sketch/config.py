@@ -13,8 +13,9 @@ class SketchConfig(CodecConfig):
 
     With `support: own`, every rank keeps its largest groups, and the sketch has room for their
     union. With `support: shared`, all ranks keep the groups that the shard's owner chose one step
-    ahead. The first `warmup_steps` reductions are dense, because gradients change fastest at the
-    start of training. (A unit uses the longest warm-up of its rules.)
+    ahead (with DDP, where no rank owns a shard, it is `own`). The first `warmup_steps` reductions
+    are dense, because gradients change fastest at the start of training. (A unit uses the longest
+    warm-up of its rules.)
     """
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "none")

@@ -41,8 +41,12 @@ class SketchPlan(SelectingPlan):
         return min(1.0, 2.0 ** -self.symbol.step_shift(self.levels)) + 2**-8
 
     def scratch_bytes(self, destinations: int, sources: int) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: the cells of each key, and a table of cells."""
+        """See :meth:`CodecPlan.scratch_bytes`: the cells of each key, and a table of cells; or the
+        places of a shared support's groups."""
         layout = self.layout
+        if self.shared:
+            # Places in 64 bits, and bits in 32 while they are read.
+            return destinations * (16 * layout.groups + 4 * self.capacity) + 4 * layout.groups
         kept = 4 * self.capacity * (1 + self.symbol.lanes)
         return max(kept, layout.keys * (4 * layout.hashes + 24) + 24 * layout.cells)
 
@@ -62,9 +66,19 @@ class SketchPlan(SelectingPlan):
         return self.words if self.shared else super().used_words(columns)
 
     @property
+    def sent_cells(self) -> int:
+        """Cells that travel: the table, or those of a shared support."""
+        return self.capacity if self.shared else self.layout.cells
+
+    @property
     def cells(self) -> int:
-        """Cells of the table, and up to 3 cells of padding."""
-        return aligned(self.layout.cells)
+        """See :attr:`CodecPlan.cells`, with up to 3 cells of padding."""
+        return aligned(self.sent_cells)
+
+    @property
+    def table_cells(self) -> int:
+        """See :attr:`CodecPlan.table_cells`."""
+        return self.layout.cells if self.shared else 0
 
     @property
     def counts(self) -> int:
@@ -87,10 +101,10 @@ def plan_sketch(config: SketchConfig, request: PlanRequest) -> SketchPlan:
     W, columns = request.world_size, request.columns
     symbol = resolve_symbol(config.symbol, W)
     capacity = capacity_for(config.density, -(-columns // symbol.lanes))
-    shared = config.shares_support and capacity >= MIN_SHARED
+    shared = config.shares_support and capacity >= MIN_SHARED and not request.replicated
     return SketchPlan(
-        # All ranks keep the same groups, so the union is no larger.
-        layout=plan_layout(columns, symbol, capacity if shared else W * capacity),
+        # A support that all ranks know needs no hashes: every group has its cell in the table.
+        layout=plan_layout(columns, symbol, columns if shared else W * capacity),
         target=config.density,
         capacity=capacity,
         levels=symbol.levels(W),

@@ -7,6 +7,8 @@ import torch
 from tagc.codecs.sample import ROWS, Sample, TimedSteps
 from tagc.codecs.selection.capacity import capacity_for
 from tagc.codecs.selection.quantization_step import quantization_step
+from tagc.codecs.selection.support import Support
+from tagc.codecs.sketch.codec import choice_of
 from tagc.codecs.sketch.plan import SketchPlan
 from tagc.ops import COUNTS
 from tagc.ops.sketch import plan_layout
@@ -16,28 +18,35 @@ def sample_sketch(plan: SketchPlan, s: Sample) -> TimedSteps:
     """Steps that encode and decode ``s.grad``."""
     groups = -(-s.columns // plan.symbol.lanes)
     capacity = capacity_for(plan.target, groups)
-    layout = plan_layout(s.columns, plan.symbol, capacity if plan.shared else ROWS * capacity)
+    layout = plan_layout(s.columns, plan.symbol, groups if plan.shared else ROWS * capacity)
     threshold = s.threshold(plan.symbol.lanes, plan.target)
     step = quantization_step(threshold, plan.symbol, plan.levels)
     index, counts = s.empty(ROWS, layout.index_words), s.empty(ROWS, COUNTS)
     cells = s.empty(ROWS, layout.cells)
-    total, stats = torch.empty_like(cells[0]), s.empty(2)
     seed, out = torch.zeros(1, dtype=torch.int32, device=s.grad.device), torch.empty_like(s.grad[0])
-    support = None
+    support: Support | None = None
 
     def encode() -> None:
         s.ops.encode(
             s.grad, s.residual, threshold, step, seed, index, cells, counts,
-            layout=layout, levels=plan.levels, capacity=capacity, support=support,
+            layout=layout, levels=plan.levels, capacity=capacity,
+            support=None if support is None else support.current,
         )  # fmt: skip
+        if support is not None:
+            support.collect(cells, sent)
 
+    sent = cells
     if plan.shared:
         encode()
-        support = index[:1, : layout.words].repeat(ROWS, 1)
-        index = torch.cat([support, index[:, layout.words :]], 1)
+        support = Support(choice_of(layout, capacity), plan.target, ROWS, s.grad.device)
+        support.current.copy_(index[:1, : layout.words].expand(ROWS, -1))
+        sent = s.empty(ROWS, capacity)
+        index = torch.cat([support.current, index[:, layout.words :]], 1)
+    total, stats = torch.empty_like(sent[0]), s.empty(2)
 
     def decode() -> None:
-        torch.sum(cells, 0, dtype=total.dtype, out=total)  # decoding may overwrite it
-        s.ops.decode(index, total, step[:1], seed, out, None, stats, layout=layout, divisor=ROWS)
+        torch.sum(sent, 0, dtype=total.dtype, out=total)  # decoding may overwrite it
+        table = total if support is None else support.spread(total, 0)
+        s.ops.decode(index, table, step[:1], seed, out, None, stats, layout=layout, divisor=ROWS)
 
     return encode, decode
