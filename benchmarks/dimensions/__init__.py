@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--methods",
         default=_METHODS,
-        help="dense, bf16 (between stages), '8 bits', '4 bits', or a policy",
+        help="dense, bf16 (between stages), '8 bits', '4 bits, stochastic', or a policy",
     )
     add("--seeds", type=int, default=3, help="pairs of each line")
     add("--steps", type=int, default=600, help="of a run whose loss is measured")
@@ -69,9 +69,12 @@ def policy_of(method: str) -> Any:
     if method in ("dense", "bf16"):
         return None
     bits, _, rest = method.partition(" ")
-    if rest != "bits":
+    if rest not in ("bits", "bits, stochastic"):
         return method
-    rule = {"codec": {"kind": "quantized", "bits": int(bits), "block": 64}}
+    codec: dict[str, Any] = {"kind": "quantized", "bits": int(bits), "block": 64}
+    if rest.endswith("stochastic"):
+        codec["rounding"] = "stochastic"
+    rule = {"codec": codec}
     return {
         "schema": 1,
         "gradients": [{"when": {}, "codec": {"kind": "dense"}}],

@@ -328,7 +328,12 @@ class CompressedGroup(dist.ProcessGroup):
         kind = t.device.type
         if kind not in self._collectives:
             codec = self.rule.codec
-            coder = RowCoder(get_ops(t.device), bits=codec.bits, block=codec.block)
+            coder = RowCoder(
+                get_ops(t.device),
+                bits=codec.bits,
+                block=codec.block,
+                dithered=codec.rounding == "stochastic",
+            )
             self._collectives[kind] = CodedCollectives(self._transport, coder)
         return self._collectives[kind]
 

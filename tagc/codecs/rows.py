@@ -2,8 +2,9 @@
 
 Activations come in shapes that change from step to step, so nothing is planned for a shape: every
 tensor is cut into rows of ``8 * block`` elements, and the last one is filled up with zeros. A row's
-message is a multiple of 16 bytes, and its codes depend on its elements alone (nearest rounding), so
-that activations which a backward computes once more travel with the same bits.
+message is a multiple of 16 bytes, and its codes depend on its elements alone (stochastic rounding,
+too, is seeded by them), so that activations which a backward computes once more travel with the
+same bits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tagc.codecs.quantized import seeds_of
 from tagc.ops import Ops
 from tagc.ops.blocks import BlockLayout
 
@@ -28,15 +30,10 @@ class RowCoder:
         words: int32 words of its message.
     """
 
-    def __init__(self, ops: Ops, *, bits: int, block: int) -> None:
-        self._ops = ops
+    def __init__(self, ops: Ops, *, bits: int, block: int, dithered: bool = False) -> None:
+        self._ops, self._dithered = ops, dithered
         self._layout = BlockLayout(numel=_BLOCKS * block, bits=bits, block=block)
         self.elements, self.words = self._layout.numel, self._layout.words
-
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Compile the kernels for tensors of ``dtype``, and for their float32 sums."""
-        for each in dict.fromkeys((dtype, torch.float32)):
-            self._ops.prepare_blocks(self._layout, each, None, 0.0)
 
     def rows(self, numel: int) -> int:
         """Rows of ``numel`` elements."""
@@ -57,7 +54,8 @@ class RowCoder:
     def encode(self, rows: Tensor) -> Tensor:
         """The messages ``[n, words]`` int32 of ``rows`` ``[n, elements]``."""
         messages = torch.empty(len(rows), self.words, dtype=torch.int32, device=rows.device)
-        self._ops.quantize(rows, None, messages, layout=self._layout, average=0.0)
+        seeds = seeds_of(rows.float()) if self._dithered else None
+        self._ops.quantize(rows, None, messages, layout=self._layout, average=0.0, dither=seeds)
         return messages
 
     def decode(self, messages: Tensor, out: Tensor) -> None:

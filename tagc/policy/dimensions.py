@@ -6,9 +6,10 @@ from tagc.codecs.config import Block, CodecConfig, Strict, unit
 
 
 class QuantizedActivationsConfig(CodecConfig):
-    """Every element in `bits`, with a scale for every `block` elements, rounded to nearest.
+    """Every element in `bits`, with a scale for every `block` elements.
 
-    Nothing is kept between steps, so what a backward computes again has the same bits.
+    Nothing is kept between steps, so what a backward computes again has the same bits, also with
+    `rounding: stochastic`: chance comes from the elements themselves.
     """
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("none",)
@@ -19,6 +20,8 @@ class QuantizedActivationsConfig(CodecConfig):
     """Size of an element's code."""
     block: Block = 64
     """How many neighbouring elements share a scale of 16 bits."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """To the nearest code, or randomly up or down with the right mean."""
 
 
 class DimensionRule(Strict):

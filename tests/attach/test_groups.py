@@ -25,6 +25,9 @@ N = 3 * SMALL_MESSAGE + 40
 """Elements for one rank: not a multiple of a row."""
 
 
+STOCHASTIC = {"kind": "quantized", "bits": 4, "block": 32, "rounding": "stochastic"}
+
+
 def policy(bits: int = 8, block: int = 64) -> dict[str, Any]:
     codec = {"kind": "quantized", "bits": bits, "block": block}
     rule = {"codec": codec}
@@ -116,6 +119,34 @@ def test_every_collective(
         assert torch.equal(t, total.to(dtype))
     averaged = added(whole) / W
     assert torch.equal(mean, (averaged if W == 2 else coded(averaged, **how)).to(dtype))
+
+
+@on_ranks(2)
+def test_stochastic_rounding(rank: int, world_size: int) -> None:
+    """Right on average, and the same bits for the same elements."""
+    mesh: Any = tagc.init_device_mesh(
+        "cpu",
+        (2,),
+        mesh_dim_names=("tp",),
+        policy=policy() | {"dimensions": {"tp": {"codec": STOCHASTIC}}},
+    )
+    group = mesh.get_group()
+    for dtype in (torch.float32, torch.bfloat16):
+        means = torch.zeros(N)
+        for turn in range(64):
+            t = torch.full((N,), 0.3, dtype=dtype)
+            t[::32] = 7  # the largest of each block, and 7 codes
+            t[1] = turn / 64  # other elements, other chance
+            sent = t.expand(2, -1).contiguous()
+            out = [torch.empty(N, dtype=dtype) for _ in range(2)]
+            with tagc.activations():
+                dist.all_gather(out, sent[rank], group=group)
+                again = [torch.empty(N, dtype=dtype) for _ in range(2)]
+                dist.all_gather(again, sent[rank], group=group)
+            assert torch.equal(torch.stack(out), torch.stack(again))
+            means += out[0].float() / 64
+        # 64 draws of 1 with the chance 0.3, in the first row, whose elements change.
+        assert abs(means[2:512].mean() - t[2:512].float().mean()) < 0.02
 
 
 @on_ranks(2, 3)

@@ -100,7 +100,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ],
         "QuantizedActivationsConfig": [
             ("kind", (_when(), _dimension({"kind": "quantized"}))),
-            *_in(_dimension, {"kind": "quantized"}, bits=4, block=32),
+            *_in(_dimension, {"kind": "quantized"}, bits=4, block=32, rounding="stochastic"),
         ],
         "SketchConfig": [
             ("kind", (_rule({"kind": "auto"}), _rule({"kind": "sketch", "density": 0.2}))),
