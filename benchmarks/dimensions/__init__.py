@@ -150,16 +150,16 @@ def table(records: Sequence[Record]) -> str:
 def _losses(records: Sequence[Record]) -> str:
     from ..quality.intervals import difference
 
-    found: dict[tuple[str, str], dict[int, float]] = {}
+    found: dict[tuple[str, int, str], dict[int, float]] = {}
     for r in records:
-        found.setdefault((r["layout"], r["method"]), {})[r["seed"]] = r["loss"]
+        found.setdefault((r["layout"], r["steps"], r["method"]), {})[r["seed"]] = r["loss"]
     rows = []
-    for (layout, method), losses in found.items():
+    for (layout, steps, method), losses in found.items():
         mean = sum(losses.values()) / len(losses)
-        beside: Mapping[int, float] = found.get((layout, "dense"), {})
+        beside: Mapping[int, float] = found.get((layout, steps, "dense"), {})
         to = difference(losses, beside) if method != "dense" else None
-        rows.append((layout, method, f"{mean:.4f}", len(losses), to or ""))
-    return markdown(("layout", "activations", "loss", "seeds", "to dense"), rows)
+        rows.append((layout, steps, method, f"{mean:.4f}", len(losses), to or ""))
+    return markdown(("layout", "steps", "activations", "loss", "seeds", "to dense"), rows)
 
 
 def _times(records: Sequence[Record]) -> str:
