@@ -60,10 +60,6 @@ class _Done(dist.Work):
         self._pending.wait()
         return True
 
-    def is_success(self) -> bool:
-        """See :meth:`is_completed`."""
-        return self.is_completed()
-
     def result(self) -> list[Tensor]:
         """The tensors that the collective writes."""
         return self._result
@@ -132,13 +128,12 @@ class CompressedGroup(dist.ProcessGroup):
         opts = dist.AllreduceOptions() if opts is None else opts
         divisor = self._divisor(opts.reduceOp)
         sent = 2 * (self.size() - 1) * tensor.numel() * tensor.element_size() // self.size()
-        self.dense_bytes += sent
         if divisor is None or not self._codes(tensor, tensor.numel() // self.size()):
-            self.wire_bytes += sent
+            self._count_natively(sent)
             return self._inner.allreduce(tensors, opts)
         flat = _flat(tensor)
         pending = self._on(tensor).all_reduce(flat, divisor)
-        return self._started(pending, [tensor], [flat.view(tensor.shape)])
+        return self._started(pending, sent, [tensor], [flat.view(tensor.shape)])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """All-reduce tensors in place, one after the other."""
@@ -152,13 +147,12 @@ class CompressedGroup(dist.ProcessGroup):
     def _allgather_base(self, out: Tensor, inp: Tensor, opts: Any = None) -> Any:
         """Gather every rank's ``inp`` in ``out``."""
         sent = (self.size() - 1) * inp.numel() * inp.element_size()
-        self.dense_bytes += sent
         if not self._codes(inp, inp.numel()):
-            self.wire_bytes += sent
+            self._count_natively(sent)
             return self._inner._allgather_base(out, inp, *_given(opts))
         whole = _flat(out).view(self.size(), -1)
         pending = self._on(inp).all_gather(whole, _flat(inp))
-        return self._started(pending, [out], [whole.view(out.shape)])
+        return self._started(pending, sent, [out], [whole.view(out.shape)])
 
     all_gather_single = _allgather_base
 
@@ -174,16 +168,14 @@ class CompressedGroup(dist.ProcessGroup):
     def allgather(self, outs: list[list[Tensor]], inps: list[Tensor], opts: Any = None) -> Any:
         """Gather every rank's tensor in a list of tensors, perhaps of different sizes."""
         (parts,), (inp,) = outs, inps
+        sent = (self.size() - 1) * inp.numel() * inp.element_size()
         alike = all(t.shape == inp.shape and t.dtype == inp.dtype for t in parts)
         if not alike or not self._codes(inp, inp.numel()):
-            sent = (self.size() - 1) * inp.numel() * inp.element_size()
-            self.dense_bytes += sent
-            self.wire_bytes += sent
+            self._count_natively(sent)
             return self._inner.allgather(outs, inps, *_given(opts))
-        self.dense_bytes += (self.size() - 1) * inp.numel() * inp.element_size()
         whole = inp.new_empty(self.size(), inp.numel())
         pending = self._on(inp).all_gather(whole, _flat(inp))
-        return self._started(pending, parts, [row.view(inp.shape) for row in whole])
+        return self._started(pending, sent, parts, [row.view(inp.shape) for row in whole])
 
     # Reduce-scatters.
 
@@ -192,13 +184,12 @@ class CompressedGroup(dist.ProcessGroup):
         opts = dist.ReduceScatterOptions() if opts is None else opts
         divisor = self._divisor(opts.reduceOp)
         sent = (self.size() - 1) * out.numel() * out.element_size()
-        self.dense_bytes += sent
         if divisor is None or not self._codes(inp, out.numel()):
-            self.wire_bytes += sent
+            self._count_natively(sent)
             return self._inner._reduce_scatter_base(out, inp, opts)
         flat, rows = _flat(out), _flat(inp).view(self.size(), -1)
         pending = self._on(inp).reduce_scatter(flat, rows, divisor)
-        return self._started(pending, [out], [flat.view(out.shape)])
+        return self._started(pending, sent, [out], [flat.view(out.shape)])
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -217,9 +208,7 @@ class CompressedGroup(dist.ProcessGroup):
         (out,), (parts,) = outs, inps
         if all(t.shape == out.shape and t.dtype == out.dtype for t in parts):
             return self._reduce_scatter_base(out, torch.stack(parts), opts)
-        sent = sum(t.numel() * t.element_size() for r, t in enumerate(parts) if r != self.rank())
-        self.dense_bytes += sent
-        self.wire_bytes += sent
+        self._count_natively(_bytes_to_others(parts, self.rank()))
         return self._inner.reduce_scatter(outs, inps, *_given(opts))
 
     # All-to-alls.
@@ -234,7 +223,10 @@ class CompressedGroup(dist.ProcessGroup):
     ) -> Any:
         """Send rank ``d`` the ``d``-th part of ``inp``, cut along the first dimension."""
         if not self._may_code(inp):
-            return self._all_to_all_natively(out, inp, out_splits, in_splits, opts)
+            leaving = _parts(inp, in_splits, self.size())
+            self._count_natively(_bytes_to_others(leaving, self.rank()))
+            splits = list(out_splits or ()), list(in_splits or ())
+            return self._inner.alltoall_base(out, inp, *splits, *_given(opts))
         received = out.detach().contiguous()
         arriving = _parts(received, out_splits, self.size())
         leaving = _parts(inp.detach().contiguous(), in_splits, self.size())
@@ -245,29 +237,18 @@ class CompressedGroup(dist.ProcessGroup):
     def alltoall(self, outs: list[Tensor], inps: list[Tensor], opts: Any = None) -> Any:
         """Send rank ``d`` the ``d``-th tensor."""
         if not all(self._may_code(t) for t in (*outs, *inps)):
-            sent = _bytes_to_others(inps, self.rank())
-            self.dense_bytes += sent
-            self.wire_bytes += sent
+            self._count_natively(_bytes_to_others(inps, self.rank()))
             return self._inner.alltoall(outs, inps, *_given(opts))
         received = [_flat(t) for t in outs]
         leaving = [_flat(t) for t in inps]
         made = [flat.view(t.shape) for flat, t in zip(received, outs, strict=True)]
         return self._all_to_all(received, leaving, outs, made)
 
-    def _all_to_all_natively(
-        self, out: Tensor, inp: Tensor, out_splits: Any, in_splits: Any, opts: Any
-    ) -> Any:
-        sent = _bytes_to_others(_parts(inp, in_splits, self.size()), self.rank())
-        self.dense_bytes += sent
-        self.wire_bytes += sent
-        splits = list(out_splits or ()), list(in_splits or ())
-        return self._inner.alltoall_base(out, inp, *splits, *_given(opts))
-
     def _all_to_all(
         self, out: list[Tensor], inp: list[Tensor], given: list[Tensor], made: list[Tensor]
     ) -> Any:
-        self.dense_bytes += _bytes_to_others(inp, self.rank())
-        return self._started(self._on(inp[0]).all_to_all(out, inp), given, made)
+        sent = _bytes_to_others(inp, self.rank())
+        return self._started(self._on(inp[0]).all_to_all(out, inp), sent, given, made)
 
     # Messages between two ranks.
 
@@ -275,14 +256,14 @@ class CompressedGroup(dist.ProcessGroup):
         """Start sending a tensor; it does not wait, because a pipeline's next stage may be sending
         as well."""
         (t,) = tensors
-        self.dense_bytes += t.numel() * t.element_size()
+        sent = t.numel() * t.element_size()
         if not self._codes_messages(t):
-            self.wire_bytes += t.numel() * t.element_size()
+            self._count_natively(sent)
             return self._inner.send(tensors, rank, tag)
         message = self._on(t).message_about(_flat(t))
         work = CollectiveWork([self._inner.send([message], rank, tag)], message.numel())
         # The message lives as long as this work.
-        return self._started(Pending(work, message.numel), [t], [t])
+        return self._started(Pending(work, message.numel), sent, [t], [t])
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
         """Start receiving a tensor."""
@@ -293,7 +274,7 @@ class CompressedGroup(dist.ProcessGroup):
         message = collectives.space_for(flat)
         work = CollectiveWork([self._inner.recv([message], rank, tag)], 0)
         pending = Pending(work, lambda: collectives.read(message, flat))
-        return self._started(pending, [t], [flat.view(t.shape)])
+        return self._started(pending, 0, [t], [flat.view(t.shape)])
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         """Refused for tensors that are coded."""
@@ -337,8 +318,19 @@ class CompressedGroup(dist.ProcessGroup):
             self._collectives[kind] = CodedCollectives(self._transport, coder)
         return self._collectives[kind]
 
-    def _started(self, pending: Pending, given: list[Tensor], made: list[Tensor]) -> dist.Work:
-        """The work for torch, which in the end copies ``made`` to the caller's ``given``."""
+    def _count_natively(self, sent: int) -> None:
+        self.dense_bytes += sent
+        self.wire_bytes += sent
+
+    def _started(
+        self, pending: Pending, dense: int, given: list[Tensor], made: list[Tensor]
+    ) -> dist.Work:
+        """The work for torch, which in the end copies ``made`` to the caller's ``given``.
+
+        Args:
+            dense: bytes that torch's own collective would have sent.
+        """
+        self.dense_bytes += dense
         self.wire_bytes += pending.work.wire_bytes
         finish = pending.finish
 

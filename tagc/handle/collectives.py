@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,6 +35,7 @@ class Collectives:
         steps: tells the gatherers about the optimizer's steps.
         replica_group: the ranks that hold the same shard in other replicas.
         stand_ins: average over ``replica_group`` if compression is switched off.
+        unwatch: ends what tells groups of the model's forward; None if nothing does.
     """
 
     reducers: list[UnitReducer] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Collectives:
     steps: OptimizerSteps | None = None
     replica_group: dist.ProcessGroup | None = None
     stand_ins: list[UnitReducer] = field(default_factory=list)
+    unwatch: Callable[[], None] | None = None
 
     @property
     def waiting(self) -> list[Waiting]:
@@ -66,6 +68,8 @@ class Collectives:
             self.levels.release()
         if self.steps is not None:
             self.steps.close()
+        if self.unwatch is not None:
+            self.unwatch()
         for part in (*self.all_reducers, *self.gatherers):
             part.release()
         self.reducers.clear()

@@ -57,7 +57,6 @@ class Compressor:
         self._groups, self._disabled = groups, disabled
         self._noise: NoiseFactors | None = None
         self._kept: list[KeptRates] = []
-        self._undo: list[Callable[[], None]] = []
 
     def plan(self) -> Plan:
         """The plan for every parameter. Print it to read it."""
@@ -336,16 +335,10 @@ class Compressor:
         for waiting in self._collectives.waiting:
             waiting.drop()
 
-    def on_remove(self, undo: Callable[[], None]) -> None:
-        """Call ``undo`` in :meth:`remove`; not part of the stable interface."""
-        self._undo.append(undo)
-
     def remove(self) -> None:
         """Restore FSDP's own collectives and drop all residuals. You may wrap the model again."""
         for kept in self._kept:
             kept.remove()
-        for undo in self._undo:
-            undo()
         for unit in self._units:
             unit.restore()
         self._collectives.clear()

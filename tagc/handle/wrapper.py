@@ -166,10 +166,9 @@ def wrap(
         warn("tagc.wrap does nothing at world size 1: FSDP skips the reduce-scatter")
     if disabled:
         warn(f"{DISABLE}=1: tagc compresses nothing; unset it to compress")
-    handle = Compressor(model, plan, units, collectives, groups, disabled=disabled)
     if loaded.dimensions:
-        handle.on_remove(watch_forward(model))
-    attach(model, handle)
+        collectives.unwatch = watch_forward(model)
+    attach(model, Compressor(model, plan, units, collectives, groups, disabled=disabled))
     return model
 
 

@@ -1,0 +1,180 @@
+"""torch's tensor, sequence and pipeline parallelism through groups that compress."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tagc
+from support.coded_mesh import mesh_of, policy
+from support.distributed import on_ranks
+from support.failing import fails
+from tagc.attach.groups import bytes_by_dimension
+
+
+class Mlp(nn.Module):
+    """A block of a tensor-parallel model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+def in_tensor_parallel(mesh: Any, sequence: bool) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(3)
+    model = nn.Sequential(Mlp(), Mlp())
+    split: dict[str, Any] = {}
+    for i in range(2):
+        if sequence:
+            split[f"{i}.norm"] = SequenceParallel()
+            split[f"{i}.up"] = ColwiseParallel(input_layouts=Shard(1))
+            split[f"{i}.down"] = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+        else:
+            split[f"{i}.up"], split[f"{i}.down"] = ColwiseParallel(), RowwiseParallel()
+    if sequence:
+        split["0"] = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False
+        )
+        split["1"] = PrepareModuleOutput(
+            output_layouts=Shard(1), desired_output_layouts=Replicate()
+        )
+    return parallelize_module(model, mesh, split)
+
+
+def gradients(model: nn.Module, x: Tensor, *, again: bool = False) -> tuple[Tensor, Tensor]:
+    """The loss, and all gradients; with activations computed once more in backward, if asked."""
+    from torch.utils.checkpoint import checkpoint
+
+    run = (lambda t: checkpoint(model, t, use_reentrant=False)) if again else model
+    loss = run(x).square().mean()
+    loss.backward()
+    found = []
+    for p in model.parameters():
+        grad: Any = p.grad
+        found.append((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).flatten())
+        p.grad = None
+    return loss.detach(), torch.cat(found)
+
+
+def near(mine: tuple[Tensor, Tensor], native: tuple[Tensor, Tensor]) -> None:
+    """Other bits, but not far: 8 bits are off by 1/254 of a block's largest at most."""
+    assert not torch.equal(mine[1], native[1])
+    for a, b in zip(mine, native, strict=True):
+        assert (a - b).norm() < 0.015 * b.norm(), (a - b).norm() / b.norm()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_parallel(rank: int, world_size: int, sequence: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(2))
+    plain = init_device_mesh("cpu", (2,), mesh_dim_names=("native",))
+    native = gradients(in_tensor_parallel(plain, sequence), x)
+    model = in_tensor_parallel(mesh_of(2), sequence)
+    before = gradients(model, x)
+    tagc.compress_activations(model)
+    mine = gradients(model, x)
+    near(mine, native)
+    assert before[0] == native[0]  # only the backward was compressed
+    again = gradients(model, x, again=True)
+    assert torch.equal(mine[0], again[0])
+    assert torch.equal(mine[1], again[1])
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=200)
+def test_a_compiled_model(rank: int, world_size: int) -> None:
+    x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(2))
+    model = tagc.compress_activations(in_tensor_parallel(mesh_of(2), True))
+    eager = gradients(model, x)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    traced = gradients(compiled, x)
+    assert torch.equal(eager[0], traced[0])
+    assert torch.equal(eager[1], traced[1])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
+def test_pipelines(rank: int, world_size: int, schedule: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    each = 2 if schedule == "Interleaved1F1B" else 1
+    x, wanted = torch.randn(2, 4, 32, 64, generator=torch.Generator().manual_seed(2))
+
+    def run(mesh: Any) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        parts = [Mlp() for _ in range(2 * each)]
+        group, cpu = mesh.get_group(), torch.device("cpu")
+        stages = [
+            PipelineStage(parts[i], i, 2 * each, cpu, group=group) for i in range(rank, 2 * each, 2)
+        ]
+        kind: Any = get_schedule_class(schedule)
+        runs = kind(stages if each > 1 else stages[0], 2, loss_fn=nn.functional.mse_loss)
+        losses: list[Tensor] = []
+        if rank == 0:
+            runs.step(x)
+        else:
+            runs.step(target=wanted, losses=losses)
+        found = [p.grad.flatten() for s in stages for p in s.submod.parameters()]  # type: ignore[union-attr]
+        return torch.stack([t.detach() for t in losses] or [torch.ones(())]), torch.cat(found)
+
+    native = run(init_device_mesh("cpu", (2,), mesh_dim_names=("native",)))
+    near(run(mesh_of(2, names=("pp",))), native)
+
+
+@on_ranks(4)
+def test_with_sharded_data_parallelism(rank: int, world_size: int) -> None:
+    """FSDP2 over one dimension, tensor parallelism over the other, one policy for both."""
+    from torch.distributed.fsdp import fully_shard
+
+    whole = {**policy(), "extends": "hybrid"}
+    whole["gradients"] = [
+        {"when": {"name": "*weight"}, "codec": {"kind": "quantized", "bits": 8, "block": 32}}
+    ]
+    mesh = tagc.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), policy=whole)
+    x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(rank // 2))
+
+    def made() -> Any:
+        model = in_tensor_parallel(mesh["tp"], False)
+        for block in model:
+            fully_shard(block, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+
+    kind, said = fails(lambda: tagc.wrap(made(), "hybrid"))
+    assert kind == "PolicyError", said
+    assert "says nothing for dimension 'tp'" in said, said
+    native = made()
+    with patch.object(mesh.get_group("tp"), "_compresses", False):
+        reference = gradients(native, x)
+    model = tagc.wrap(made(), whole)
+    before = bytes_by_dimension()["tp"]
+    model(x).square().mean().backward()
+    after = tagc.compressor(model).metrics().as_dict()
+    sent = after["tp_wire_bytes"] - before.wire_bytes
+    assert sent < 0.3 * (after["tp_dense_bytes"] - before.dense_bytes)
+    assert "tp " in str(tagc.compressor(model).metrics())
+    model.zero_grad()
+    mine = gradients(model, x)
+    near(mine, reference)
+    tagc.compressor(model).remove()
+    assert gradients(model, x)[0] == reference[0]  # only the backward is compressed
