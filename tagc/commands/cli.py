@@ -119,16 +119,10 @@ def _add_explain(commands: Any) -> None:
     command.add("model", metavar="MODEL", help=_MODEL)
     command.add("--params", help=argparse.SUPPRESS)  # advise's option: an error shows what to write
     command.add("--policy", default="hybrid", help="a built-in name or a YAML file")
-    _add_ranks(command, required=False)
+    _add_ranks(command)
     command.add("--bandwidth", type=bandwidth, help="link bandwidth for codec auto, such as 10Gbit")
     command.add("--latency", type=seconds, default=0.0, help="link latency for codec auto")
-    command.add(
-        "--mesh",
-        help="ranks by dimension, such as pp=2,dp=4,tp=8, instead of --world: what a stage's rank "
-        "sends, with its activations",
-    )
-    command.add("--tokens", type=count, help="tokens of a data-parallel rank in a step, for --mesh")
-    command.add("--experts-per-token", type=ranks, default=1, help="with a dimension ep")
+    _add_mesh(command)
     command.add(
         "--full", action="store_true", help="print every parameter, even if blocks are equal"
     )
@@ -143,11 +137,13 @@ def _add_advise(commands: Any) -> None:
         "--params 70B --world 64 --ranks-per-host 8 --bandwidth 100Gbit --device-memory 80GB",
         "--model my_models:make --world 8 --bandwidth 10Gbit --step-time 1.2s",
         "--model llama-70b/config.json --world 256 --bandwidth 10Gbit --plot step-time.png",
+        "--params 70B --mesh pp=2,dp=4,tp=8 --tokens 8192 --ranks-per-host 8 --bandwidth 100Gbit",
     )
     what = command.parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--params", help="parameters of a synthetic transformer, such as 7e9")
     what.add_argument("--model", help=_MODEL)
     _add_ranks(command)
+    _add_mesh(command)
     command.add(
         "--bandwidth",
         type=bandwidth,
@@ -203,12 +199,22 @@ def _add_advise(commands: Any) -> None:
     _add_json(command)
 
 
+def _add_mesh(command: _Command) -> None:
+    command.add(
+        "--mesh",
+        help="ranks by dimension instead of --world, such as pp=2,dp=4,tp=8; neighbours differ in "
+        "the last one",
+    )
+    command.add("--tokens", type=count, help="tokens of a data-parallel rank in a step, for --mesh")
+    command.add("--experts-per-token", type=ranks, default=1, help="with a dimension ep")
+
+
 def _add_json(command: _Command) -> None:
     command.add("--json", action="store_true", help="print JSON, in bytes and seconds")
 
 
-def _add_ranks(command: _Command, *, required: bool = True) -> None:
-    command.add("--world", type=ranks, required=required, help="total number of ranks; required")
+def _add_ranks(command: _Command) -> None:
+    command.add("--world", type=ranks, help="total number of ranks; required without --mesh")
     command.add("--replicas", type=ranks, default=1, help="replicas of the sharded model")
     command.add("--ranks-per-host", type=ranks, default=1, help="ranks per host and network card")
     command.add(

@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import math
 import os
 import sys
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict
 
 import torch
 
-from tagc.basics.plots import PlotsUnavailableError, pyplot
-from tagc.costs.advise import Advisor, Question, report
+from tagc.basics.plots import PlotsUnavailableError
+from tagc.commands.advice import advise
+from tagc.commands.given import DTYPES, check_ranks, mesh_of, print_json
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.codec_time import no_time
-from tagc.costs.data import advice_data, plan_data
+from tagc.costs.data import plan_data
 from tagc.costs.dimensions import (
-    DATA,
     activation_traffic,
     one_stage,
-    parse_mesh,
     traffic_table,
 )
 from tagc.costs.explain import plan_shapes
 from tagc.costs.link import Link
 from tagc.costs.models import load_model
-from tagc.costs.plot import check_format, draw
-from tagc.costs.shapes import ModelError, ModelShapes
-from tagc.policy import Policy, PolicyError, data_parallel_policies, json_schema, show
+from tagc.costs.shapes import ModelError
+from tagc.policy import Policy, PolicyError, json_schema, show
 from tagc.policy import policies as listed_policies
 from tagc.selfcheck import examine
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +50,7 @@ def _printable(text: str) -> str:
 def _policies(args: argparse.Namespace) -> int:
     listed = listed_policies()
     if args.json:
-        return _print_json([{"name": name, "about": about} for name, about in listed.items()])
+        return print_json([{"name": name, "about": about} for name, about in listed.items()])
     width = max(map(len, listed))
     for name, about in listed.items():
         print(f"{name:{width}}  {about}")
@@ -118,24 +111,6 @@ def _benchmarks(argv: list[str]) -> int:
     return importlib.import_module("tagc.benchmarks.suites").main(argv)
 
 
-def _print_json(data: Any) -> int:
-    print(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False))
-    return 0
-
-
-def _check_ranks(args: argparse.Namespace) -> None:
-    if args.world is None:
-        raise ModelError("give --world, the total number of ranks")
-    if args.world % args.replicas:
-        raise ModelError(f"--world {args.world} does not divide by --replicas {args.replicas}")
-    if args.world == args.replicas:
-        raise ModelError(f"--world {args.world} with as many replicas shards nothing")
-    if args.world % args.ranks_per_host:
-        raise ModelError(
-            f"--world {args.world} does not divide by --ranks-per-host {args.ranks_per_host}"
-        )
-
-
 def _explain(args: argparse.Namespace) -> int:
     if args.model in listed_policies() or args.params is not None:
         policy = args.model if args.model in listed_policies() else args.policy
@@ -144,9 +119,9 @@ def _explain(args: argparse.Namespace) -> int:
             f"the model comes first, and the policy is an option: tagc explain {model} "
             f"--policy {policy} --world {args.world or 64}"
         )
-    mesh = _mesh_of(args)
+    mesh = mesh_of(args)
     if mesh is None or args.world > 1:
-        _check_ranks(args)
+        check_ranks(args)
     shapes, policy = load_model(args.model), Policy.load(args.policy)
     traffic = None
     if mesh is not None:
@@ -155,7 +130,7 @@ def _explain(args: argparse.Namespace) -> int:
             policy,
             mesh,
             tokens=args.tokens,
-            itemsize=_DTYPES[args.param_dtype].itemsize,
+            itemsize=DTYPES[args.param_dtype].itemsize,
             experts_per_token=args.experts_per_token,
         )
         shapes = one_stage(shapes, mesh)
@@ -176,8 +151,8 @@ def _explain(args: argparse.Namespace) -> int:
         world_size=args.world,
         replicas=args.replicas,
         ranks_per_host=args.ranks_per_host,
-        dtype=_DTYPES[args.dtype],
-        parameter_dtype=_DTYPES[args.param_dtype],
+        dtype=DTYPES[args.dtype],
+        parameter_dtype=DTYPES[args.param_dtype],
         choose=choose,
     )
     for warning in plan.warnings:
@@ -186,98 +161,13 @@ def _explain(args: argparse.Namespace) -> int:
         data = plan_data(shapes, plan, full=args.full)
         if traffic is not None:
             data["dimensions"] = [asdict(each) for each in traffic]
-        return _print_json(data)
+        return print_json(data)
     source = f" ({shapes.source})" if shapes.source else ""
     print(f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks{source}")
     print(plan.full if args.full else plan)
     if traffic is not None:
         print(f"\n{traffic_table(traffic, args.tokens)}")
     return 0
-
-
-def _mesh_of(args: argparse.Namespace) -> dict[str, int] | None:
-    """The ranks by dimension, with ``args.world`` set to those that FSDP shards over."""
-    if args.mesh is None:
-        if args.tokens is not None:
-            raise ModelError("--tokens is for --mesh")
-        return None
-    if args.world is not None or args.tokens is None:
-        raise ModelError("with --mesh leave --world out, and give --tokens")
-    try:
-        mesh = parse_mesh(args.mesh)
-    except ValueError as error:
-        raise ModelError(str(error)) from None
-    args.world = math.prod(mesh.get(name, 1) for name in DATA)
-    return mesh
-
-
-def _advise(args: argparse.Namespace) -> int:
-    _check_ranks(args)
-    plots = None if args.plot is None else _plots(args.plot)
-    on_cpu = args.device == "cpu"
-    if args.world == args.ranks_per_host:
-        raise ModelError(f"--world {args.world} on a single host: nothing crosses its link")
-    link = Link(
-        bandwidth=args.bandwidth,
-        latency=args.latency,
-        inside=args.inside_bandwidth,
-        ranks_per_host=args.ranks_per_host,
-    )
-    within = None
-    if args.shard_bandwidth is not None:
-        within = replace(link, bandwidth=args.shard_bandwidth, ranks_per_host=1)
-    shapes = load_model(args.params or args.model)
-    question = Question(
-        shapes=shapes,
-        world_size=args.world,
-        replicas=args.replicas,
-        link=link,
-        shard_link=within,
-        compute=_compute(args, shapes),
-        overlap=args.overlap if args.overlap is not None else 0.0 if on_cpu else 1.0,
-        dtype=_DTYPES[args.dtype],
-        parameter_dtype=_DTYPES[args.param_dtype],
-        gloo=on_cpu,
-        memory_bandwidth=args.memory_bandwidth,
-        ops=args.ops,
-        device_memory=args.device_memory,
-        micro_batches=args.micro_batches,
-    )
-    names = [*data_parallel_policies(), *args.policy]
-    advisor = Advisor(question, [Policy.load(name) for name in names])
-    if plots is not None:
-        try:
-            draw(advisor, plots, str(args.plot))
-        except OSError as error:
-            raise ModelError(f"cannot draw to {args.plot}: {error}") from None
-    if args.json:
-        return _print_json(advice_data(advisor))
-    print(report(advisor))
-    return 0
-
-
-def _plots(file: str) -> Any:
-    """matplotlib's pyplot; raises before anything takes time."""
-    found = pyplot()
-    try:
-        check_format(found, file)
-    except ValueError as error:
-        raise ModelError(f"cannot draw to {file}: {error}") from None
-    return found
-
-
-def _compute(args: argparse.Namespace, shapes: ModelShapes) -> float | None:
-    given = [args.tokens_per_rank is not None, args.tflops is not None]
-    if args.step_time is not None:
-        if any(given):
-            raise ModelError("give --step-time, or --tokens-per-rank and --tflops, not both")
-        return args.step_time
-    if not any(given):
-        return None
-    if not all(given):
-        raise ModelError("--tokens-per-rank and --tflops belong together: give both")
-    # Two operations per parameter and token in forward, four in backward.
-    return 6 * shapes.numel * args.tokens_per_rank / (args.tflops * 1e12)
 
 
 _COMMANDS = {
@@ -288,5 +178,5 @@ _COMMANDS = {
     "bench": _bench,
     "doctor": _doctor,
     "explain": _explain,
-    "advise": _advise,
+    "advise": advise,
 }

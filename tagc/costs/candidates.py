@@ -258,8 +258,7 @@ class Advisor:
             )
         if not q.gloo:
             return (
-                "codec time: not included, as no GPU has been measured; --memory-bandwidth gives "
-                "a lower bound",
+                "codec time: not included; --memory-bandwidth gives a lower bound",
                 no_time,
             )
         ops = get_ops("cpu", q.ops)

@@ -44,6 +44,7 @@ class DimensionTraffic:
         bits: of an element, scales included; None without a rule.
         dense_bytes: that a rank sends without compression.
         wire_bytes: that a rank sends.
+        collectives: that a rank starts.
     """
 
     dimension: str
@@ -52,6 +53,7 @@ class DimensionTraffic:
     bits: float | None
     dense_bytes: int
     wire_bytes: int
+    collectives: int
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -95,12 +97,13 @@ def activation_traffic(
     tokens: int,
     itemsize: int,
     experts_per_token: int = 1,
+    micro_batches: int = 1,
 ) -> list[DimensionTraffic]:
     """The traffic of each dimension that sends activations, in the mesh's order.
 
     Args:
         shapes: of the whole model.
-        tokens: of a data-parallel rank in a step.
+        tokens: of a data-parallel rank in a step, all micro-batches together.
         itemsize: bytes of an activation without compression.
 
     Raises:
@@ -117,14 +120,17 @@ def activation_traffic(
         mine = math.ceil(blocks / stages)
         others = (ranks - 1) / ranks
         if name == "tp":
-            elements = 4 * mine * 2 * others * tokens * width
+            starts = 4 * mine
+            elements = starts * 2 * others * tokens * width
         elif name == "cp":
-            elements = 3 * mine * others * tokens * _keys_and_values(shapes, width)
+            starts = 3 * mine
+            elements = starts * others * tokens * _keys_and_values(shapes, width)
         elif name == "pp":
-            elements = (2 if ranks > 2 else 1) * tokens * width
+            starts = 2 if ranks > 2 else 1
+            elements = starts * tokens * width
         else:
-            share = _blocks_with_experts(shapes) / blocks
-            elements = 4 * mine * share * others * tokens * experts_per_token * width
+            starts = math.ceil(4 * mine * _blocks_with_experts(shapes) / blocks)
+            elements = starts * others * tokens * experts_per_token * width
         rule = policy.dimensions.get(name)
         bits = None if rule is None else rule.codec.bits + 16 / rule.codec.block
         dense = round(elements * itemsize)
@@ -136,6 +142,7 @@ def activation_traffic(
                 bits=bits,
                 dense_bytes=dense,
                 wire_bytes=dense if bits is None else round(elements * bits / 8),
+                collectives=starts * micro_batches,
             )
         )
     return found

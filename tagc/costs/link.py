@@ -26,6 +26,7 @@ class Link:
         ranks_per_host: ranks that share the host's link. In a ring (reduce-scatter, all-gather,
             all-reduce) only one rank's bytes cross it. Every rank's bytes cross it in an
             all-to-all, and between hosts whose ranks add up gradients first.
+        groups: groups of such ranks that share the host's link, each with the same traffic.
     """
 
     bandwidth: float
@@ -34,10 +35,11 @@ class Link:
     all_gather: float = 1.0
     inside: float = math.inf
     ranks_per_host: int = 1
+    groups: int = 1
 
     def seconds(self, traffic: Traffic, world_size: int) -> float:
         """Seconds of a unit's collectives, run one after the other."""
-        idle = (self.all_gather - 1) * traffic.gathered
+        idle = self.groups * (self.all_gather - 1) * traffic.gathered
         busy = self.carried(traffic, world_size)
         inside = traffic.inside / self.inside
         return traffic.collectives * self.latency + (busy + idle) / self.bandwidth + inside
@@ -47,4 +49,4 @@ class Link:
         W, R = world_size, self.ranks_per_host
         crossing = R * (W - R) / (W - 1) if W > R else 1.0
         rings = traffic.reduced * self.reduce_scatter + traffic.gathered + traffic.ring
-        return rings + traffic.all_to_all * crossing + traffic.across * R
+        return self.groups * (rings + traffic.all_to_all * crossing + traffic.across * R)
