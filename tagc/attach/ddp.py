@@ -13,7 +13,7 @@ average back into the buckets. A bucket is done when all units with a parameter 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,10 +24,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from tagc.attach.unit import Integration, Unit
+from tagc.attach.whole import check_policy, reduce_whole, whole_on_hosts
 from tagc.collect import CollectiveWork, Transport, UnitReducer
 from tagc.plan import UnitInfo, UnitParam, as_list
-from tagc.policy import Policy, PolicyError
-from tagc.policy.policy import check_lead
 from tagc.policy.roles import clean_name
 
 UNIT_BYTES = 25 * 2**20
@@ -66,9 +65,7 @@ class DDPUnit(Unit):
 
     def on_hosts(self, ranks: int) -> UnitInfo:
         """See :meth:`Unit.on_hosts`."""
-        pairs = zip(self.info.params, self._params, strict=True)
-        params = [replace(info, columns=_columns(param, ranks)) for info, param in pairs]
-        return replace(self.info, params=tuple(params), ranks_per_host=ranks)
+        return whole_on_hosts(self.info, ranks)
 
 
 @dataclass
@@ -109,15 +106,8 @@ class _Collected:
                 pairs = list(zip(self.unit.info.params, used, strict=True))
                 names = {param.name for param, is_used in pairs if is_used}
                 views = [view for view, is_used in zip(views, used, strict=True) if is_used]
-        # As FSDP2 would shard them over the ranks of a host: a row for each, which it adds up.
-        rows = self.reducer.plan.rows
-        whole = [view.reshape(-1) if rows == 1 or not view.ndim else view for view in views]
-        flat = torch._chunk_cat(whole, dim=0, num_chunks=rows).view(-1)
-        self.reducer.reduce(flat, flat, self.unit.group, dist.ReduceOp.AVG, _average, reached=names)
-        pieces = flat.view(rows, -1).split([_columns(view, rows) for view in views], dim=1)
-        pairs = zip(pieces, views, strict=True)
-        found = [piece.reshape(-1)[: view.numel()].view_as(view) for piece, view in pairs]
-        torch._foreach_copy_(views, found)
+        op = dist.ReduceOp.AVG
+        reduce_whole(self.reducer, views, self.unit.group, op, _average, reached=names)
 
     def _used(self, views: Sequence[Tensor]) -> list[bool]:
         """Which gradients are other than zero on any rank; the same on all ranks.
@@ -250,30 +240,6 @@ def find_units(model: nn.Module) -> list[Unit]:
     return units
 
 
-def check_policy(policy: Policy, replicas: bool) -> None:
-    """Refuse what DDP cannot do.
-
-    Args:
-        replicas: whether gradients are to be averaged over replicas of the model.
-
-    Raises:
-        PolicyError: if the policy has rules for replicas, or a lead that ranks measure, or
-            ``replicas`` is true.
-    """
-    if policy.replicas or replicas:
-        raise PolicyError(
-            f"policy {policy.name!r}: with DDP all ranks are replicas, and rules for gradients "
-            "compress their all-reduce: leave out rules for replicas, and replicas=..."
-        )
-    for i, rule in enumerate(policy.gradients):
-        try:
-            check_lead(rule)
-        except ValueError as error:
-            raise PolicyError(
-                f"policy {policy.name!r}, gradients[{i}], with DDP: {error}"
-            ) from None
-
-
 def _check(name: str, module: DistributedDataParallel) -> None:
     if (hook := _hook_of(module)) is not None and hook.used:
         raise ValueError(
@@ -340,12 +306,6 @@ def _units(name: str, module: DistributedDataParallel) -> Iterator[DDPUnit]:
             _module=weakref.ref(module),
             _params=params,
         )
-
-
-def _columns(param: Tensor, rows: int) -> int:
-    """Columns of a parameter that is cut in its first dimension into ``rows`` rows."""
-    length = param.shape[0] if param.ndim else 1
-    return -(-length // rows) * (param.numel() // max(1, length))
 
 
 def _bytes(named: Sequence[tuple[str, nn.Parameter]]) -> int:

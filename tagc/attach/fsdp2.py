@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -28,9 +28,14 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Unit(Unit):
-    """One communication unit of a ``fully_shard``-ed model."""
+    """One communication unit of a ``fully_shard``-ed model.
+
+    Attributes:
+        _names: of FSDP's parameters, including frozen ones, by their ids.
+    """
 
     _param_group: Any
+    _names: Mapping[int, str]
     _native: tuple[Any, Any, Any]
     _grad_mode: GradMode
     _hooks: list[RemovableHandle] = field(default_factory=list)
@@ -39,26 +44,19 @@ class FSDP2Unit(Unit):
     def reached(self) -> Set[str] | None:
         """See :attr:`Unit.reached`."""
         reduce_scatter = self._param_group._reduce_scatter_comm
-        return reduce_scatter.reached if isinstance(reduce_scatter, _CustomReduceScatter) else None
-
-    def _named(self) -> Iterator[tuple[Any, str]]:
-        """FSDP's parameters, including frozen ones, and their names."""
-        assert self.gather_info is not None
-        for param, info in zip(self._param_group.fsdp_params, self.gather_info.params, strict=True):
-            yield param, info.name
+        return reduce_scatter.reached if isinstance(reduce_scatter, CustomReduceScatter) else None
 
     def install(self, reducer: UnitReducer) -> None:
         """See :meth:`Unit.install`."""
-        names = {id(param): name for param, name in self._named()}
         planned = frozenset(param.name for param in self.info.params)
         # As FSDPModule's setters do, which refuse modules with several parameter groups.
-        self._param_group._reduce_scatter_comm = _CustomReduceScatter(reducer, names, planned)
+        self._param_group._reduce_scatter_comm = CustomReduceScatter(reducer, self._names, planned)
         if _is_own(self._native[1]):
             self._param_group._all_gather_comm = _InStep(self._native[1], self)
 
     def check_gather(self) -> None:
         """See :meth:`Unit.check_gather`."""
-        _check_own(self.info.name, self._native[1], "all-gather")
+        check_own(self.info.name, self._native[1], "all-gather")
 
     def install_gather(self, gatherer: UnitGatherer) -> None:
         """See :meth:`Unit.install_gather`."""
@@ -75,7 +73,7 @@ class FSDP2Unit(Unit):
             self._param_group._all_reduce_hook = average
             return
         reduce_scatter = self._param_group._reduce_scatter_comm
-        assert isinstance(reduce_scatter, _CustomReduceScatter)
+        assert isinstance(reduce_scatter, CustomReduceScatter)
         reduce_scatter.average = average
 
     @property
@@ -92,7 +90,8 @@ class FSDP2Unit(Unit):
         """See :meth:`Unit.trainable`."""
         # Not those that require a gradient now: users may freeze parameters later.
         planned = {param.name for param in self.info.params}
-        return [p.sharded_param for p, name in self._named() if name in planned]
+        params = self._param_group.fsdp_params
+        return [p.sharded_param for p in params if self._names[id(p)] in planned]
 
     def frozen_shards(self) -> dict[str, Tensor]:
         """See :meth:`Unit.frozen_shards`."""
@@ -127,7 +126,7 @@ class _Allocates:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _CustomReduceScatter(_Allocates, ReduceScatter):
+class CustomReduceScatter(_Allocates, ReduceScatter):
     """Reduces a unit's gradients. It also allocates the tensors that FSDP all-reduces, so that they
     can average themselves.
 
@@ -145,7 +144,7 @@ class _CustomReduceScatter(_Allocates, ReduceScatter):
             planned: names of the parameters in the plan.
         """
         self._reduce, self._names, self._planned = reducer.reduce, names, planned
-        self.average: ReplicaAverage | None = None
+        self.average: Callable[[Tensor, Any], None] | None = None
         self.reached: frozenset[str] | None = None
 
     def allocate(
@@ -231,15 +230,23 @@ class _CustomAllGather(_Allocates, AllGather):
 
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     """The groups of ranks that share a model, even an invalid one; none if it is not sharded."""
-    groups = [
-        group for m in model.modules() for g in _all_param_groups(m) for group in _sharding(g)
-    ]
+    groups = [group for m in model.modules() for g in param_groups_of(m) for group in _sharding(g)]
     return list({id(group): group for group in groups}.values())
 
 
-def find_units(model: nn.Module) -> list[Unit]:
+MakeUnit = Callable[
+    [str, nn.Module, Any, dict[int, str], GradMode, bool, Sequence[ParallelDim]], FSDP2Unit
+]
+"""Makes a unit of its name, module and parameter group, the names of all modules, the mode of
+gradients, whether no module above is sharded, and tensor-parallel dimensions."""
+
+
+def find_units(model: nn.Module, make: MakeUnit | None = None) -> list[Unit]:
     """The FSDP2 units of a model, in module order, with their trainable parameters. A module whose
     parameters have several meshes (experts have their own) is a unit for each.
+
+    Args:
+        make: makes the unit of a parameter group; default: one that is sharded.
 
     Raises:
         ValueError: if a unit's reduce-scatter cannot be replaced, or already is.
@@ -249,15 +256,25 @@ def find_units(model: nn.Module) -> list[Unit]:
     units: list[Unit] = []
     seen: set[int] = set()
     grad_mode = GradMode()
-    groups = [group for _, module in modules for group in _all_param_groups(module)]
-    dims = (dim for group in groups for p in group.fsdp_params for dim in _parallel(p, group))
+    groups = [group for _, module in modules for group in param_groups_of(module)]
+    dims = (dim for group in groups for p in group.fsdp_params for dim in parallel_of(p, group))
     parallel = list({dim.ranks: dim for dim in dims}.values())
     for name, module, is_topmost in _with_topmost(modules):
-        for group in _all_param_groups(module):
+        for group in param_groups_of(module):
             if id(group) not in seen:
                 seen.add(id(group))
-                units.append(_unit(name, module, group, names, grad_mode, is_topmost, parallel))
+                found = make or _unit
+                units.append(found(name, module, group, names, grad_mode, is_topmost, parallel))
     return units
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether a module is on FSDP2's machinery without being sharded (``replicate``)."""
+    return any(not hasattr(g.mesh_info, "shard_mesh_size") for g in param_groups_of(module))
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(hasattr(g.mesh_info, "shard_mesh_size") for g in param_groups_of(module))
 
 
 def _with_topmost(
@@ -279,7 +296,8 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _all_param_groups(module: nn.Module) -> list[Any]:
+def param_groups_of(module: nn.Module) -> list[Any]:
+    """FSDP's parameter groups of a module; none if it is not sharded."""
     if not isinstance(module, FSDPModule):
         return []
     state: Any = module._get_fsdp_state()
@@ -298,25 +316,13 @@ def _unit(
     parallel: Sequence[ParallelDim],
 ) -> FSDP2Unit:
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    place = _all_param_groups(module).index(group)
-    if place:
-        name = f"{name or '(root)'} (group {place + 1})"
+    name = unit_name(name, module, group)
     trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     mesh = group.mesh_info
     replicated = hasattr(mesh, "replicate_mesh_size") and hasattr(mesh, "shard_mesh_size")
     if replicated and not all_reduces_by_class():
         raise ValueError(_in_one_dimension(name, mesh))
-    if not hasattr(mesh, "shard_mesh_size"):
-        raise ValueError(
-            f"{name or 'the root module'!r} is replicated, not sharded: there is no "
-            "reduce-scatter to compress. Give fully_shard a mesh with a shard dimension"
-        )
-    if isinstance(group._reduce_scatter_comm, _CustomReduceScatter):
-        raise ValueError(
-            f"{name or 'the root module'!r} is already wrapped, by itself or as a part of another "
-            "model; call tagc.compressor(that_model).remove() first"
-        )
-    _check_own(name, group._reduce_scatter_comm, "reduce-scatter")
+    check_reduction(name, group)
     policy = group.mp_policy
     stored = [p.sharded_param.dtype for p in group.fsdp_params]
     # Frozen parameters may have another dtype; FSDP requires one dtype for the others.
@@ -325,7 +331,7 @@ def _unit(
     # that, a part of a larger model that is wrapped alone is mistaken for the root.
     is_root = is_topmost if state._is_root is None else state._is_root
     root = is_root and getattr(state, "_auto_reshard_after_forward", False)
-    planned = {id(p): _unit_param(p, group, names, parallel) for p in group.fsdp_params}
+    planned = {id(p): unit_param(p, group, names, parallel) for p in group.fsdp_params}
     return FSDP2Unit(
         info=UnitInfo(
             name=name,
@@ -350,11 +356,18 @@ def _unit(
         group=mesh.shard_process_group,
         device=group.device,
         replicas=mesh.replicate_process_group if replicated else None,
-        parallel=[dim.group for p in group.fsdp_params for dim in _parallel(p, group)],
+        parallel=[dim.group for p in group.fsdp_params for dim in parallel_of(p, group)],
         _param_group=group,
+        _names={id(p): planned[id(p)].name for p in group.fsdp_params},
         _grad_mode=grad_mode,
         _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
     )
+
+
+def unit_name(name: str, module: nn.Module, group: Any) -> str:
+    """The name of a unit: its module's, with a number for further parameter groups."""
+    place = param_groups_of(module).index(group)
+    return f"{name or '(root)'} (group {place + 1})" if place else name
 
 
 def _own_gather(group: Any) -> str:
@@ -386,7 +399,17 @@ def _is_own(comm: Any) -> bool:
     return type(comm).__module__.startswith("torch.")
 
 
-def _check_own(name: str, comm: Any, kind: str) -> None:
+def check_reduction(name: str, group: Any) -> None:
+    """Raise ValueError if a unit's reduction cannot be replaced."""
+    if isinstance(group._reduce_scatter_comm, CustomReduceScatter):
+        raise ValueError(
+            f"{name or 'the root module'!r} is already wrapped, by itself or as a part of another "
+            "model; call tagc.compressor(that_model).remove() first"
+        )
+    check_own(name, group._reduce_scatter_comm, "reduce-scatter")
+
+
+def check_own(name: str, comm: Any, kind: str) -> None:
     """Raise ValueError if a collective that tagc would replace is not FSDP's own."""
     if not _is_own(comm):
         raise ValueError(
@@ -403,16 +426,18 @@ def _sharding(group: Any) -> list[dist.ProcessGroup]:
     return [one for one in found if one is not None]
 
 
-def _parallel(param: Any, group: Any) -> list[ParallelDim]:
+def parallel_of(param: Any, group: Any) -> list[ParallelDim]:
+    """The tensor-parallel dimensions of an FSDP parameter."""
     return parallel_dims(param.sharded_param, _sharding(group))
 
 
-def _unit_param(
+def unit_param(
     param: Any, group: Any, names: dict[int, str], parallel: Sequence[ParallelDim]
 ) -> UnitParam:
-    dims, shape = _parallel(param, group), tuple(param.sharded_param.shape)
+    """What the plan knows of an FSDP parameter."""
+    dims, shape = parallel_of(param, group), tuple(param.sharded_param.shape)
     return UnitParam(
-        name=_param_name(param, names),
+        name=param_name(param, names),
         shape=shape,
         box=box_of(shape, dims),
         duplicate=duplicate_of(dims, _sharding(group), parallel),
@@ -423,7 +448,7 @@ def _unit_param(
     )
 
 
-def _param_name(param: Any, names: dict[int, str]) -> str:
+def param_name(param: Any, names: dict[int, str]) -> str:
     """Qualified name of an FSDP parameter; a shared parameter has the name that FSDP uses.
 
     ``named_parameters`` does not serve: between forward and backward the module holds another,
@@ -440,7 +465,9 @@ def _param_name(param: Any, names: dict[int, str]) -> str:
 
 
 def _shards(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    # A model that has no parameters to share may be either.
+    found = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    return bool(found) and (not any(map(param_groups_of, found)) or any(map(_is_sharded, found)))
 
 
 def _check_policy(policy: Policy, replicas: bool) -> None:

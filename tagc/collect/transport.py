@@ -164,9 +164,11 @@ class Transport:
         work = self.all_gather(out.view(-1), values.contiguous().view(-1))
         return out, work.wire_bytes
 
-    def all_reduce(self, t: Tensor) -> CollectiveWork:
-        """Sum over ranks, in place."""
-        work = dist.all_reduce(t, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+    def all_reduce(
+        self, t: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> CollectiveWork:
+        """Sum over ranks, or another reduction, in place."""
+        work = dist.all_reduce(t, op=op, group=self.group, async_op=True)
         return CollectiveWork([work], 2 * self._to_others(t))
 
     def gather_headers(self, header: Tensor) -> tuple[CollectiveWork, Tensor]:
@@ -260,7 +262,9 @@ class SilentTransport(Transport):
         """See :meth:`Transport.all_gather`."""
         return self.gather_to_rows((), inp)
 
-    def all_reduce(self, t: Tensor) -> CollectiveWork:
+    def all_reduce(
+        self, t: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> CollectiveWork:
         """See :meth:`Transport.all_reduce`."""
         return CollectiveWork((), 2 * self._to_others(t))
 

@@ -228,7 +228,7 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
     assert "all ranks are replicas" in refusal(model, replicas=dist.group.WORLD)
     rules = {"schema": 1, "gradients": BITS["gradients"], "replicas": BITS["gradients"]}
     assert "all ranks are replicas" in refusal(model, rules)
-    assert "gradients[0], with DDP: feedback.lead 'measured'" in refusal(model, "half-bit")
+    assert "with DDP or replicate(): feedback.lead 'measured'" in refusal(model, "half-bit")
     model.register_comm_hook(None, allreduce_hook)
     assert "its own communication hook (allreduce_hook)" in refusal(model)
     built_in = DistributedDataParallel(net())

@@ -25,7 +25,7 @@ from support.failing import fails
 from support.gathering import INT8, gathering
 from support.own_gather import gather_themselves
 from support.small_net import local, local_grads, local_weights
-from tagc.attach.fsdp2 import _all_param_groups, _params_of
+from tagc.attach.fsdp2 import _params_of, param_groups_of
 from tagc.policy import Policy
 
 EXACT_SKETCH = {
@@ -269,7 +269,7 @@ def test_every_parameter_group_is_a_unit(rank: int, world_size: int) -> None:
     """As experts on their own mesh; `tests/parity` has their sums. Removal leaves nothing."""
     model = net()
     in_two_meshes(model)
-    native = [group_comms(group) for m in model.modules() for group in _all_param_groups(m)]
+    native = [group_comms(group) for m in model.modules() for group in param_groups_of(m)]
     codec = {"kind": "quantized", "bits": 8, "block": 32}
     rule = {"when": {"name": "*"}, "codec": codec, "feedback": {"kind": "residual"}}
     rules = gathering(INT8, "*") | {"gradients": [rule]}
@@ -294,7 +294,7 @@ def test_every_parameter_group_is_a_unit(rank: int, world_size: int) -> None:
         loss_of(each, rank, 1).backward()
     torch.testing.assert_close(local_grads(other), local_grads(model), **EXACT)
     compressor.remove()
-    assert native == [group_comms(group) for m in model.modules() for group in _all_param_groups(m)]
+    assert native == [group_comms(group) for m in model.modules() for group in param_groups_of(m)]
 
 
 def group_comms(group: Any) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from support.states import POLICIES, SAVERS, load, save, set_weights, snapshot
 FLAT = [Layout(2), Layout(3), Layout(4)]
 HOSTS = [Layout(4, per_host=2), Layout(6, per_host=3), Layout(6, per_host=2)]
 DDP = [Layout(3, "DDP"), Layout(4, "DDP")]  # the same codecs in two shots
+REPLICATE = [Layout(3, "replicate"), Layout(4, "replicate")]
 FSDP1 = [Layout(2, "FSDP1"), Layout(3, "FSDP1"), Layout(4, "FSDP1")]
 REPLICAS = [Layout(2, replicas=2), Layout(1, replicas=3)]
 TENSOR = [Layout(4, tensor=1), Layout(2, tensor=2), Layout(3, tensor=1), Layout(2, tensor=3)]
@@ -39,14 +40,26 @@ def cases() -> list[Any]:
     draw = random.Random(4)
     found = []
     for policy in POLICIES:
-        for group in (FLAT + HOSTS, FLAT + FSDP1, TENSOR, REPLICAS, REPLICAS_OF_TENSOR, DDP):
+        for group in (
+            FLAT + HOSTS,
+            FLAT + FSDP1,
+            TENSOR,
+            REPLICAS,
+            REPLICAS_OF_TENSOR,
+            DDP,
+            REPLICATE,
+        ):
             if policy in ONLY_FSDP2 and group == FLAT + FSDP1:
                 continue
-            if "shared" in policy and group in (REPLICAS, REPLICAS_OF_TENSOR, DDP):
+            if "shared" in policy and group in (REPLICAS, REPLICAS_OF_TENSOR, DDP, REPLICATE):
                 continue  # replicas have no owner who chooses
             for same in (True, False):
                 old, new = draw.sample(group, 2) if len(group) > 1 else group * 2
-                if not same and group is DDP and ("lead" in policy or policy == "matrix average"):
+                if (
+                    not same
+                    and group in (DDP, REPLICATE)
+                    and ("lead" in policy or policy == "matrix average")
+                ):
                     continue  # each replica has the last sum; two shots pay for 3 ranks only
                 if same or (group not in (REPLICAS, REPLICAS_OF_TENSOR) and policy not in ROUNDED):
                     case = policy, draw.choice(SAVERS), old, old if same else new

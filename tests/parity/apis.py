@@ -1,10 +1,10 @@
-"""Ways to share a model: FSDP2, with replicas, on hosts of two ranks, FSDP1, DDP, on hosts."""
+"""Ways to share a model: FSDP2, with replicas, on hosts of two ranks, `replicate`, FSDP1, DDP."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.tensor import DTensor
 
 import tagc
 from tagc.attach import ddp
@@ -21,7 +22,7 @@ from .ddp_options import DDP
 from .ddp_options import HOSTS as DDP_HOSTS
 from .dtypes import DTYPES, Dtype
 from .fsdp1_options import FSDP1
-from .fsdp2_options import FSDP2, HOSTS, REPLICAS
+from .fsdp2_options import FSDP2, HOSTS, REPLICAS, REPLICATED
 from .meshes import two_by_two
 from .model import Net
 from .option import Option
@@ -90,7 +91,7 @@ def fsdp2_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -
     return wrap(built(option, dtype), policy)
 
 
-def ddp_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
+def whole_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
     """Row by row, on hosts."""
     params: dict[str, Any] = {plain(name): p for name, p in model.named_parameters()}
     found = []
@@ -100,6 +101,7 @@ def ddp_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
         for param in (p for segment in unit.segments for p in segment.params):
             grad = params[param.name].grad
             if grad is not None:
+                grad = grad.to_local() if isinstance(grad, DTensor) else grad
                 cut = torch.zeros(unit.rows * param.columns, dtype=torch.float64)
                 cut[: grad.numel()] = grad.flatten()
                 rows[:, at : at + param.columns] = cut.view(unit.rows, -1)
@@ -204,6 +206,26 @@ APIS: dict[str, Api] = {
         ranks=(4,),
         same_bits=False,
     ),
+    "replicate": Api(
+        options=REPLICATED,
+        native=built,
+        wrapped=fsdp2_wrapped,
+        gradients=whole_gradients,
+        # Without rules for parameters, whose dtypes matter in FSDP2.
+        dtypes=[name for name, dtype in DTYPES.items() if not dtype.refused_changes],
+    ),
+    "replicate, hosts": Api(
+        options={
+            name: replace(REPLICATED[name], ranks=(4,))
+            for name in ("plain", "gradient_sync off", "force_sum_reduction", "tied weights")
+        },
+        native=built,
+        wrapped=hosts_wrapped,
+        gradients=whole_gradients,
+        ranks=(4,),
+        dtypes=("fp32", "bf16"),
+        same_bits=False,
+    ),
     "FSDP1": Api(
         options=FSDP1,
         native=fsdp1_built,
@@ -219,7 +241,7 @@ APIS: dict[str, Api] = {
         options=DDP,
         native=ddp_built,
         wrapped=ddp_wrapped,
-        gradients=ddp_gradients,
+        gradients=whole_gradients,
         dtypes=("fp32", "model in bf16", "model in fp64"),
         # Without a hook DDP multiplies by 1 / W instead of dividing by W, and gloo's ring adds up
         # a bucket of its own in another order.
@@ -230,7 +252,7 @@ APIS: dict[str, Api] = {
         options=DDP_HOSTS,
         native=ddp_built,
         wrapped=partial(ddp_wrapped, hosts=2),
-        gradients=ddp_gradients,
+        gradients=whole_gradients,
         ranks=(4,),
         dtypes=("fp32", "model in bf16"),
         same_bits=False,

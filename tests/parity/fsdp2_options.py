@@ -1,4 +1,4 @@
-"""How people use FSDP2, on its own and with replicas."""
+"""How people use FSDP2: on its own, with replicas, and with `replicate`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
@@ -88,6 +89,20 @@ def ends_together_in_hybrid_mesh(model: Any, **options: Any) -> None:
 
 def in_data_mesh(model: Any, **options: Any) -> None:
     by_block(model, mesh=two_by_two()["replicate"], **options)
+
+
+def replicated(model: Any, **options: Any) -> None:
+    for block in model.blocks:
+        replicate(block, **options)
+    replicate(model, **options)
+
+
+def replicated_in_one_unit(model: Any, **options: Any) -> None:
+    replicate(model, **options)
+
+
+def replicated_in_data_mesh(model: Any, **options: Any) -> None:
+    replicated(model, mesh=two_by_two()["replicate"], **options)
 
 
 def split_blocks(model: Any) -> None:
@@ -305,3 +320,42 @@ HOSTS: dict[str, Option] = (
         "three hosts": Option(shard=by_block, ranks=(6,)),
     }
 )
+REPLICATED: dict[str, Option] = {
+    name: replace(option, shard=replicated)
+    for name, option in FSDP2.items()
+    if name
+    in (
+        "plain",
+        "force_sum_reduction",
+        "divide factor 3, force_sum",
+        "gradient_sync off",
+        "accumulation with sync",
+        "is_last_backward",
+        "clip_grad_norm_",
+        "some parameters frozen",
+        "a unit frozen",
+        "unused parameters",
+        "reduce_scatter_unused_params",
+        "unused on odd ranks",
+        "tied weights",
+        "checkpoint inside",
+        "explicit prefetch",
+        "units called twice",
+        "saved and resumed",
+        "frozen after wrap",
+    )
+} | {
+    "one unit": Option(shard=replicated_in_one_unit),
+    # Divided before the sum.
+    "divide factor 7": Option(shard=replicated, configure=factor(7.0), sums=True),
+    "requires_all_reduce off": Option(shard=replicated, backward=not_replicated),
+    "CPU offload": Option(
+        shard=partial(replicated, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    ),
+    "tensor parallel blocks": replace(
+        FSDP2["tensor parallel blocks"], shard=replicated_in_data_mesh
+    ),
+    "tensor parallel blocks, resumed": replace(
+        FSDP2["tensor parallel blocks, resumed"], shard=replicated_in_data_mesh
+    ),
+}

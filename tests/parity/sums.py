@@ -100,10 +100,12 @@ def owes(wrapped: Any, how: Divisors) -> list[Tensor]:
     held = {}
     for reducer in (*compressor.reducers, *compressor.replica_reducers):
         rows = for_shards(reducer.plan, laid_out(reducer.plan, reducer.residuals))
-        if reducer.plan.shots is not None:  # an owner of a slice owes the average
+        if reducer.plan.shots is not None:  # an owner of a slice owes the sum or the average
+            W = reducer.plan.info.world_size
+            divisor = how(W)[0] if reducer in compressor.reducers else W
             slice_ = dist.get_rank() // reducer.plan.info.ranks_per_host
             own = laid_out(reducer.plan, reducer.owner_residuals, row=slice_)
-            rows += reducer.plan.info.world_size * for_shards(reducer.plan, own)
+            rows += divisor * for_shards(reducer.plan, own)
         held[id(reducer)] = rows
     return spread(wrapped, how, held)
 

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,14 +26,14 @@ class Layout:
     """How ranks share a model.
 
     Attributes:
-        data: ranks over which FSDP shards each copy, or DDP replicates the model.
+        data: ranks over which FSDP shards each copy, or over which the model is replicated.
         per_host: ranks that share a host; None if every rank sends for itself.
         tensor: tensor-parallel ranks; 0 for the model that has no tensor parallelism.
         replicas: copies, over which tagc averages.
     """
 
     data: int
-    api: Literal["DDP", "FSDP1", "FSDP2"] = "FSDP2"
+    api: Literal["DDP", "FSDP1", "FSDP2", "replicate"] = "FSDP2"
     per_host: int | None = None
     tensor: int = 0
     replicas: int = 1
@@ -66,6 +67,11 @@ class Layout:
             return DistributedDataParallel(small_net.net())
         if self.api == "FSDP1":
             return fsdp1_net.sharded(use_orig_params=True)
+        if self.api == "replicate":
+            model = small_net.net()
+            for module in (model.first, model.second, model):
+                replicate(module)
+            return model
         if self.replicas == 1:
             return small_net.sharded()
         names = ("replicate", "shard")
