@@ -178,3 +178,38 @@ def test_with_sharded_data_parallelism(rank: int, world_size: int) -> None:
     near(mine, reference)
     tagc.compressor(model).remove()
     assert gradients(model, x)[0] == reference[0]  # only the backward is compressed
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("rotates", ["ALL_TO_ALL", "ALL_GATHER"])
+def test_context_parallel(rank: int, world_size: int, rotates: str) -> None:
+    """torch's ring attention, with the operator that its CPUs have."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    options = ring._cp_options
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, 2, 4, 48 * world_size, 16, generator=generator)
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    mine = slice(48 * rank, 48 * (rank + 1))
+
+    def attention(mesh: Any) -> Tensor:
+        inputs = (t[:, :, mine].contiguous() for t in (q, k, v))
+        attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        with (
+            patch.object(options, "enable_load_balance", False),
+            patch.object(options, "rotate_method", ring._RotateMethod[rotates]),
+        ):
+            return ring._templated_ring_attention(
+                mesh.get_group(), 2, attend, *inputs, is_causal=True
+            )[0]
+
+    native = attention(init_device_mesh("cpu", (world_size,), mesh_dim_names=("native",)))
+    assert torch.allclose(native, whole[:, :, mine], atol=1e-5)
+    mesh = mesh_of(world_size, names=("cp",))
+    assert torch.equal(attention(mesh), native)
+    with tagc.activations():
+        coded = attention(mesh)
+    # The first rank attends to its own keys alone.
+    assert torch.equal(coded, native) == (rank == 0)
+    assert (coded - native).norm() < 0.015 * native.norm()

@@ -13,7 +13,7 @@ def policy(bits: int = 8, block: int = 64) -> dict[str, Any]:
     return {
         "schema": 1,
         "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
-        "dimensions": {"tp": rule, "pp": rule, "ep": rule},
+        "dimensions": {"tp": rule, "cp": rule, "pp": rule, "ep": rule},
     }
 
 
