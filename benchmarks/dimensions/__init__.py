@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--methods",
         default=_METHODS,
-        help="dense, bf16 (between stages), '8 bits', '4 bits, stochastic', or a policy",
+        help="dense, bf16 (between stages), '8 bits', '4 bits, stochastic', 'all hard' (gradients in "
+        "half a bit, activations in 4), or a policy",
     )
     add("--seeds", type=int, default=3, help="pairs of each line")
     add("--steps", type=int, default=600, help="of a run whose loss is measured")
@@ -68,6 +69,9 @@ def policy_of(method: str) -> Any:
     """The policy of a method; None for torch's own groups."""
     if method in ("dense", "bf16"):
         return None
+    if method == "all hard":
+        hard = policy_of("4 bits")
+        return {"schema": 1, "extends": "half-bit", "dimensions": hard["dimensions"]}
     bits, _, rest = method.partition(" ")
     if rest not in ("bits", "bits, stochastic"):
         return method

@@ -108,6 +108,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             list(self.net.parameters()), lr=job.rate, betas=(0.9, 0.95), foreach=False
         )
+        if job.policy is not None and "dp" in names:
+            tagc.compressor(self.net).keep_rates(self.optimizer)
         self.steps = 0
 
     def _place(self, dimension: str) -> int:
