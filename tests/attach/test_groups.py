@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch.nn.functional import pad
 
 import tagc
-from support.coded_mesh import mesh_of, policy
+from support.coded_mesh import added, coded, mesh_of, policy
 from support.distributed import on_ranks
 from support.failing import fails
 from tagc.attach.groups import bytes_by_dimension
@@ -27,23 +26,6 @@ N = 3 * SMALL_MESSAGE + 40
 
 
 STOCHASTIC = {"kind": "quantized", "bits": 4, "block": 32, "rounding": "stochastic"}
-
-
-def coded(t: Tensor, bits: int = 8, block: int = 64) -> Tensor:
-    """What arrives of ``t``, in float32: each block rounded by itself."""
-    flat = t.float().reshape(-1)
-    blocks = pad(flat, (0, -flat.numel() % block)).view(-1, block)
-    levels = 2 ** (bits - 1) - 1
-    scale = (blocks.abs().amax(1) * torch.tensor(1 / levels)).bfloat16().float()[:, None]
-    codes = (blocks * (1 / scale)).clamp(-levels, levels).round()
-    return (codes * scale).view(-1)[: flat.numel()].view(t.shape)
-
-
-def added(rows: list[Tensor]) -> Tensor:
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
 
 
 def test_the_arithmetic_of_these_tests_is_that_of_the_operators() -> None:
