@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--methods",
         default=_METHODS,
-        help="dense, bf16 (between stages), '8 bits', '4 bits, stochastic', 'all hard' (gradients in "
-        "half a bit, activations in 4), or a policy",
+        help="dense, bf16 (between stages), '8 bits', '4 bits, stochastic', 'all hard' (gradients "
+        "in half a bit, activations in 4), or a policy",
     )
     add("--seeds", type=int, default=3, help="pairs of each line")
     add("--steps", type=int, default=600, help="of a run whose loss is measured")

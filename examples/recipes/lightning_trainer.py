@@ -1,5 +1,5 @@
-"""Lightning's Trainer: its strategy for FSDP2, with compression; save, and resume as if nothing had
-happened.
+"""Lightning's Trainer: its strategy for FSDP2, or with --ddp for DDP, with compression; save, and
+resume as if nothing had happened.
 
 python examples/recipes/lightning_trainer.py --checkpoint runs/lightning  # starts both ranks
 """
@@ -16,8 +16,7 @@ from task import Reverser, batch, loss_of
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-import tagc
-from tagc.integrations.lightning import TagcStrategy
+from tagc.integrations.lightning import TagcDDPStrategy, TagcStrategy
 
 
 class Task(LightningModule):
@@ -26,6 +25,8 @@ class Task(LightningModule):
         self.model: Any = Reverser()
 
     def configure_model(self) -> None:
+        if self.device_mesh is None:  # DDP
+            return
         shards = self.device_mesh["data_parallel"]
         for layer in self.model.layers:
             fully_shard(layer, mesh=shards)
@@ -47,11 +48,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--policy", default="hybrid")
+    parser.add_argument("--ddp", action="store_true")
     parser.add_argument("--checkpoint", type=Path, help="saved here at the end, resumed from here")
     args = parser.parse_args()
 
-    strategy = TagcStrategy(
-        policy=args.policy, data_parallel_size=args.ranks, tensor_parallel_size=1
+    strategy = (
+        TagcDDPStrategy(policy=args.policy)
+        if args.ddp
+        else TagcStrategy(policy=args.policy, data_parallel_size=args.ranks, tensor_parallel_size=1)
     )
     seed_everything(0, verbose=False)
     trainer = Trainer(
@@ -70,7 +74,7 @@ def main() -> None:
     trainer.fit(task, DataLoader(TensorDataset(torch.arange(10**6))), ckpt_path=resumed)
     if args.checkpoint:
         trainer.save_checkpoint(args.checkpoint)  # residuals, too
-    metrics = tagc.compressor(task).metrics()
+    metrics = strategy.compressor.metrics()
     ratio = metrics.dense_bytes / metrics.wire_bytes
     task.print(f"{ratio:.1f} times fewer gradient bytes")
 

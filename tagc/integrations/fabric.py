@@ -1,4 +1,4 @@
-"""Lightning Fabric: a strategy for FSDP2 with compression."""
+"""Lightning Fabric: strategies for FSDP2 and for DDP with compression."""
 
 from __future__ import annotations
 
@@ -14,24 +14,17 @@ from tagc.integrations.optional import missing
 from tagc.integrations.sharded import load_all, residual_folder, save_all, saved_folder
 
 try:
-    from lightning.fabric.strategies import ModelParallelStrategy  # pyright: ignore
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy  # pyright: ignore
+    from lightning.fabric.strategies.parallel import ParallelStrategy  # pyright: ignore
 except ImportError as error:
     raise missing("lightning", error) from error
 
 
-class TagcStrategy(ModelParallelStrategy):
-    """A ``ModelParallelStrategy`` that wraps the models that its ``parallelize_fn`` shards. Its
-    checkpoints (``fabric.save``, ``fabric.load``) contain the residuals of every wrapped model::
-
-        Fabric(strategy=TagcStrategy(shard, policy="hybrid", data_parallel_size=8, ...))
-
-    A distributed checkpoint has them in its folder ``tagc``; a single-file checkpoint has them
-    beside it, in ``NAME.tagc``. A checkpoint without residuals is loaded with a warning.
-    """
+class _Compressing(ParallelStrategy):
+    """What tagc adds to a strategy of Lightning's."""
 
     def __init__(
         self,
-        parallelize_fn: Any,
         *args: Any,
         policy: Any = None,
         tagc_options: Mapping[str, Any] | None = None,
@@ -39,16 +32,16 @@ class TagcStrategy(ModelParallelStrategy):
     ) -> None:
         """
         Args:
-            parallelize_fn, args, kwargs: arguments of ``ModelParallelStrategy``.
+            args, kwargs: arguments of Lightning's strategy.
             policy: see :func:`tagc.wrap`.
             tagc_options: other keyword arguments of :func:`tagc.wrap`.
         """
-        super().__init__(parallelize_fn, *args, **kwargs)
+        super().__init__(*args, **kwargs)
         self._policy, self._tagc_options = policy, dict(tagc_options or {})
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard and wrap the model. (Wrapping in ``parallelize_fn`` would be too early: a model on
-        the meta device gets its memory later.)
+        """Set up the model, and wrap it. (Wrapping in ``parallelize_fn`` would be too early: a
+        model on the meta device gets its memory later.)
 
         Raises:
             ValueError, tagc.PolicyError, RuntimeError: see :func:`tagc.wrap`.
@@ -58,24 +51,44 @@ class TagcStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, path: str | os.PathLike[str], state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Save as ``ModelParallelStrategy`` does, and the residuals; on all ranks."""
+        """Save as Lightning's strategy does, and the residuals; on all ranks."""
         super().save_checkpoint(path, state, *args, **kwargs)
         # Ranks may get different paths, such as names that contain the time.
         folder = residual_folder(
-            self.broadcast(path), distributed=self._save_distributed_checkpoint
+            self.broadcast(path),
+            distributed=getattr(self, "_save_distributed_checkpoint", False),
         )
         save_all(_modules(state), folder)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Load as ``ModelParallelStrategy`` does, and the residuals; on all ranks."""
+        """Load as Lightning's strategy does, and the residuals; on all ranks."""
         left = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, dict):
             load_all(_modules(state), saved_folder(self.broadcast(path)))
         elif isinstance(state, nn.Module) and (handle := attached(state)) is not None:
             handle.refresh()  # only weights were loaded, by no optimizer
         return left
+
+
+class TagcStrategy(_Compressing, ModelParallelStrategy):
+    """A ``ModelParallelStrategy`` that wraps the models that its ``parallelize_fn`` shards. Its
+    checkpoints (``fabric.save``, ``fabric.load``) contain the residuals of every wrapped model::
+
+        Fabric(strategy=TagcStrategy(shard, policy="hybrid", data_parallel_size=8, ...))
+
+    A distributed checkpoint has them in its folder ``tagc``; a single-file checkpoint has them
+    beside it, in ``NAME.tagc``. A checkpoint without residuals is loaded with a warning.
+    """
+
+
+class TagcDDPStrategy(_Compressing, DDPStrategy):
+    """A ``DDPStrategy`` that wraps the models that it replicates. Residuals lie beside a
+    checkpoint, in ``NAME.tagc``::
+
+        Fabric(strategy=TagcDDPStrategy(policy="hybrid"))
+    """
 
 
 def _modules(state: Mapping[str, Any]) -> dict[str, nn.Module]:

@@ -1,7 +1,7 @@
-"""Lightning's Trainer: a strategy for FSDP2 with compression.
+"""Lightning's Trainer: strategies for FSDP2 and for DDP with compression.
 
-It is not a callback because Lightning never tells callbacks where a checkpoint goes, and only rank
-0 saves what they add to it, while residuals differ from rank to rank.
+They are not callbacks because Lightning never tells callbacks where a checkpoint goes, and only
+rank 0 saves what they add to it, while residuals differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -12,28 +12,21 @@ from typing import Any
 
 from torch import nn
 
-from tagc.handle.compressor import attached
+from tagc.handle.compressor import Compressor, attached, compressor
 from tagc.handle.wrapper import wrap
 from tagc.integrations.optional import missing
 from tagc.integrations.sharded import load_all, remove, residual_folder, save_all, saved_folder
 
 try:
-    from lightning.pytorch.strategies import ModelParallelStrategy  # pyright: ignore
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # pyright: ignore
+    from lightning.pytorch.strategies.parallel import ParallelStrategy  # pyright: ignore
     from lightning.pytorch.trainer.states import TrainerFn  # pyright: ignore
 except ImportError as error:
     raise missing("lightning", error) from error
 
 
-class TagcStrategy(ModelParallelStrategy):
-    """A ``ModelParallelStrategy`` that wraps the model when ``fit`` begins, after
-    ``configure_model`` has sharded it. Its checkpoints contain the residuals::
-
-        Trainer(strategy=TagcStrategy(policy="hybrid", data_parallel_size=8, ...))
-
-    A distributed checkpoint has them in its folder ``tagc``; a single-file checkpoint has them
-    beside it, in ``NAME.tagc``; a checkpoint with ``save_weights_only`` has none. A checkpoint
-    without residuals is loaded with a warning.
-    """
+class _Compressing(ParallelStrategy):
+    """What tagc adds to a strategy of Lightning's."""
 
     def __init__(
         self,
@@ -44,22 +37,38 @@ class TagcStrategy(ModelParallelStrategy):
     ) -> None:
         """
         Args:
-            args, kwargs: arguments of ``ModelParallelStrategy``.
+            args, kwargs: arguments of Lightning's strategy.
             policy: see :func:`tagc.wrap`.
             tagc_options: other keyword arguments of :func:`tagc.wrap`.
         """
         super().__init__(*args, **kwargs)
         self._policy, self._tagc_options = policy, dict(tagc_options or {})
+        self._wrapped: nn.Module | None = None
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor of the model, also after ``fit``.
+
+        Raises:
+            RuntimeError: before ``fit``.
+        """
+        if self._wrapped is None:
+            raise RuntimeError("the model is not wrapped yet: Trainer.fit wraps it")
+        return compressor(self._wrapped)
 
     def setup(self, trainer: Any) -> None:
-        """Set up as ``ModelParallelStrategy`` does; then wrap the model if ``fit`` begins.
+        """Set up as Lightning's strategy does; then wrap the model if ``fit`` begins.
 
         Raises:
             ValueError, tagc.PolicyError, RuntimeError: see :func:`tagc.wrap`.
         """
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and attached(self._wrapped) is None:
-            wrap(self._wrapped, self._policy, **self._tagc_options)
+        if trainer.state.fn != TrainerFn.FITTING or attached(self.model) is not None:
+            return
+        before = None if self._wrapped is None else attached(self._wrapped)
+        self._wrapped = wrap(self.model, self._policy, **self._tagc_options)
+        if before is not None:  # another `fit`, for which DDP is made anew
+            self.compressor.load_state_dict(before.state_dict())
 
     def save_checkpoint(
         self,
@@ -68,31 +77,58 @@ class TagcStrategy(ModelParallelStrategy):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Save as ``ModelParallelStrategy`` does, and the residuals; on all ranks."""
+        """Save as Lightning's strategy does, and the residuals; on all ranks."""
         resumable = "optimizer_states" in checkpoint
         super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
         if resumable:
             folder = residual_folder(
-                self.broadcast(filepath), distributed=self._save_distributed_checkpoint
+                self.broadcast(filepath),
+                distributed=getattr(self, "_save_distributed_checkpoint", False),
             )
-            save_all({"model": self._wrapped}, folder)
+            save_all(self._models, folder)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Load as ``ModelParallelStrategy`` does, and the residuals; on all ranks."""
+        """Load as Lightning's strategy does, and the residuals; on all ranks."""
         loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        load_all({"model": self._wrapped}, saved_folder(self.broadcast(checkpoint_path)))
+        load_all(self._models, saved_folder(self.broadcast(checkpoint_path)))
         return loaded
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove the checkpoint as ``ModelParallelStrategy`` does, and the residuals."""
+        """Remove the checkpoint as Lightning's strategy does, and the residuals."""
         folder = saved_folder(filepath)  # depends on the checkpoint, so find it first
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             remove(folder)
 
     @property
-    def _wrapped(self) -> nn.Module:
-        assert self.model is not None
-        return self.model
+    def _models(self) -> dict[str, nn.Module]:
+        model = self.model if self._wrapped is None else self._wrapped
+        assert model is not None
+        return {"model": model}
+
+
+class TagcStrategy(_Compressing, ModelParallelStrategy):
+    """A ``ModelParallelStrategy`` that wraps the model when ``fit`` begins, after
+    ``configure_model`` has sharded it. Its checkpoints contain the residuals::
+
+        Trainer(strategy=TagcStrategy(policy="hybrid", data_parallel_size=8, ...))
+
+    A distributed checkpoint has them in its folder ``tagc``; a single-file checkpoint has them
+    beside it, in ``NAME.tagc``; a checkpoint with ``save_weights_only`` has none. A checkpoint
+    without residuals is loaded with a warning.
+    """
+
+
+class TagcDDPStrategy(_Compressing, DDPStrategy):
+    """A ``DDPStrategy`` that wraps the model when ``fit`` begins. Residuals lie beside a
+    checkpoint, in ``NAME.tagc``::
+
+        Trainer(strategy=TagcDDPStrategy(policy="hybrid"))
+    """
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether a checkpoint is loaded after ``setup``: only then the model is wrapped."""
+        return True

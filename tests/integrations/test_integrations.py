@@ -207,8 +207,8 @@ def test_accelerates_hooks_save_and_load(calls: Calls) -> None:
 # Lightning
 
 
-class ModelParallelStrategy:
-    """Lightning's, of both kinds, as far as they are used."""
+class ParallelStrategy:
+    """Lightning's strategies, of both kinds, as far as they are used."""
 
     is_global_zero = True
 
@@ -236,12 +236,25 @@ class ModelParallelStrategy:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def strategy(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
-    stand_in = module(ModelParallelStrategy=ModelParallelStrategy)
+class ModelParallelStrategy(ParallelStrategy):
+    pass
+
+
+class DDPStrategy(ParallelStrategy):
+    def __init__(self) -> None:
+        super().__init__(lambda model, mesh: model)
+        del self._save_distributed_checkpoint
+
+
+def strategies(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
+    stand_in = module(ModelParallelStrategy=ModelParallelStrategy, DDPStrategy=DDPStrategy)
+    base = module(ParallelStrategy=ParallelStrategy)
     states = module(TrainerFn=SimpleNamespace(FITTING="fit"))
     sharded = {
         "lightning__fabric__strategies": stand_in,
+        "lightning__fabric__strategies__parallel": base,
         "lightning__pytorch__strategies": stand_in,
+        "lightning__pytorch__strategies__parallel": base,
         "lightning__pytorch__trainer__states": states,
     }
     parents = (
@@ -253,7 +266,11 @@ def strategy(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
     made = imported(monkeypatch, name, **dict.fromkeys(parents, module()), **sharded)
     place = importlib.import_module(HERE + "sharded")
     monkeypatch.setattr(place, "attached", lambda model: model if calls else None)
-    return made.TagcStrategy
+    return made
+
+
+def strategy(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
+    return strategies(monkeypatch, name, calls).TagcStrategy
 
 
 def test_fabrics_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path) -> None:
@@ -288,6 +305,39 @@ def test_lightnings_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_
     its.remove_checkpoint(file)
     assert not folder.parent.exists()
     assert residual_folder(file, distributed=True) == file / "tagc"
+
+
+def test_lightnings_strategies_for_ddp(
+    monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path
+) -> None:
+    fabrics = strategies(monkeypatch, "fabric", calls).TagcDDPStrategy(policy="hybrid")
+    model = nn.Module()
+    assert fabrics.setup_module(model) is model
+    fabrics.save_checkpoint(tmp_path / "step", {"model": model})
+    assert calls == [("wrap", "hybrid"), ("save", tmp_path / "step.tagc" / "model")]
+
+    its = strategies(monkeypatch, "lightning", calls).TagcDDPStrategy(policy="hybrid")
+    assert its.restore_checkpoint_after_setup
+    with pytest.raises(RuntimeError, match=r"Trainer\.fit wraps it"):
+        its.compressor  # noqa: B018
+    handles: list[Any] = [Handle(), Handle()]
+
+    def wrap(model: nn.Module, policy: Any) -> nn.Module:
+        attach(model, handles[len(made)])
+        made.append(model)
+        return model
+
+    made: list[nn.Module] = []
+    monkeypatch.setattr(sys.modules[HERE + "lightning"], "wrap", wrap)
+    for _ in range(2):
+        its.model = nn.Module()  # every `fit` makes DDP anew
+        its.setup(SimpleNamespace(state=SimpleNamespace(fn="fit")))
+        its.model = nn.Module()  # and takes it off at its end
+    assert its.compressor is handles[1]
+    assert handles[0].asked == [("state_dict",)]
+    assert handles[1].asked == [("load_state_dict", None)]
+    its.save_checkpoint({"optimizer_states": []}, tmp_path / "last.ckpt")
+    assert calls[2:] == [("save", tmp_path / "last.ckpt.tagc" / "model")]
 
 
 @pytest.mark.parametrize("name", ["fabric", "lightning"])
