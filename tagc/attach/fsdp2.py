@@ -53,7 +53,7 @@ class FSDP2Unit(Unit):
         planned = frozenset(param.name for param in self.info.params)
         # As FSDPModule's setters do, which refuse modules with several parameter groups.
         self._param_group._reduce_scatter_comm = _CustomReduceScatter(reducer, names, planned)
-        if _is_own(self._native[1]):
+        if _is_own(self._native[1]) and Transport(self.group).by_messages(self.device):
             self._param_group._all_gather_comm = _InStep(self._native[1], self)
 
     def check_gather(self) -> None:
@@ -178,7 +178,8 @@ def _params_of(foreach_reduce: FrameType) -> Sequence[Any] | None:
 
 class _InStep(AllGather):
     """FSDP's own all-gather, after a check that all ranks are at the same one. Without the check it
-    would accept any message that arrives, and hide a mix-up from the other collectives."""
+    would accept any message that arrives, and hide a mix-up from the other collectives. Only for
+    groups whose ranks exchange headers; see :class:`Lockstep`."""
 
     def __init__(self, native: AllGather, unit: FSDP2Unit) -> None:
         self._native = native

@@ -32,7 +32,9 @@ class Exchange:
         if self._for_all:
             return self._counted(self._transport.all_reduce(cells)), cells[0]
         total = self._workspace.take("cells_sum", (cells.shape[1],), cells.dtype)
-        scratch = self._workspace.take("cells_recv", tuple(cells.shape), cells.dtype)
+        scratch = cells
+        if self._transport.adds_itself(cells.device):
+            scratch = self._workspace.take("cells_recv", tuple(cells.shape), cells.dtype)
         return self._counted(self._transport.sum_rows(total, cells, scratch)), total
 
     def sum_counts(self, counts: Tensor) -> CollectiveWork:

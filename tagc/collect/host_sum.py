@@ -61,7 +61,8 @@ class HostSum(Stage):
         self._counters.inside_bytes += work.wire_bytes
 
     def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
-        """See :meth:`Stage.run`. Ranks are added in rank order."""
+        """See :meth:`Stage.run`. Messages are added in rank order, uncompressed gradients in the
+        order of the backend, or of torch's ``sum``."""
         assert self._transport is not None
         with (
             failing_in(self._setup.lockstep.what, self._transport.group),

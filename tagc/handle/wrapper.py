@@ -33,6 +33,7 @@ from tagc.codecs import MESSAGE_FORMAT
 from tagc.collect import (
     Hosts,
     RankOnHost,
+    Transport,
     agree_on,
     check_backends,
     check_hosts,
@@ -295,7 +296,7 @@ def _plan(
         replicas=[] if replica_group is None else over_replicas(units, replica_group),
         choose=choose,
     )
-    gloo = all(unit.device.type == "cpu" for unit in units)
+    gloo = any(Transport(unit.group).adds_itself(unit.device) for unit in units)
     return replace(plan, notes=(*plan.notes, *levels.notes), gloo=gloo)
 
 

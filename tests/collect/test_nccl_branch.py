@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tagc
 from support.block_net import wrap
-from support.distributed import on_ranks
+from support.distributed import as_on_nccl, on_ranks
 from support.paths import ROOT
 from support.small_net import local_weights
 from support.uneven_block import Block
@@ -31,12 +31,6 @@ from tagc.policy import data_parallel_policies
 
 POLICIES = sorted(set(data_parallel_policies()) - {"auto"})
 WAYS = ("flat", "hosts", "replicas")
-
-
-@contextmanager
-def as_on_nccl() -> Iterator[None]:
-    with patch.object(transport, "_is_gloo", return_value=False):
-        yield
 
 
 @contextmanager
@@ -123,6 +117,16 @@ def test_the_same_bits(rank: int, world_size: int, policy: str, way: str) -> Non
     for name, tensor in trained(rank, policy, way).items():
         if ".about" not in name:
             assert torch.equal(forced[name], tensor), name
+
+
+@on_ranks(2)
+def test_gathers_that_a_policy_leaves_alone_are_fsdps_own(rank: int, world_size: int) -> None:
+    """There are no headers to compare first."""
+    model: Any = fully_shard(Block())
+    with as_on_nccl():
+        wrap(model, "packed-20", hosts=None)
+    (group,) = model._get_fsdp_state()._fsdp_param_groups
+    assert type(group._all_gather_comm).__module__.startswith("torch.")
 
 
 @pytest.mark.slow
