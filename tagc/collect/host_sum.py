@@ -78,9 +78,9 @@ class HostSum(Stage):
         scratch = rows
         if inside.adds_itself(grad.device):
             scratch = self._setup.workspace.take("inside_recv", tuple(rows.shape), grad.dtype)
-        for work in [inside.sum_rows(*each) for each in zip(total, rows, scratch, strict=True)]:
-            work.wait()
-            self._counters.inside_bytes += work.wire_bytes
+        work = inside.sum_each(total, rows, scratch)
+        work.wait()
+        self._counters.inside_bytes += work.wire_bytes
 
     def _add_messages(self, coder: Coder, grad: Tensor, total: Tensor, inside: Transport) -> None:
         assert self._message is not None

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager as together
 
 # torch 2.13 renamed the former to the latter.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -128,6 +129,24 @@ class Transport:
             return pending
         return self.reduce_scatter(out, inp.view(-1), dist.ReduceOp.SUM)
 
+    def sum_each(self, out: Tensor, inp: Tensor, scratch: Tensor) -> CollectiveWork:
+        """:meth:`sum_rows` for each of ``n`` buffers, in one call of the backend.
+
+        Args:
+            out: ``[n, m]``.
+            inp: ``[n, W, m]``.
+            scratch: ``[n, W, m]``, written if :meth:`adds_itself`.
+        """
+        triples = list(zip(out, inp, scratch, strict=True))
+        if self.adds_itself(inp.device):
+            works = [self.sum_rows(*each) for each in triples]
+        else:
+            with together(self.group, async_ops=True) as works:
+                for total, rows, _ in triples:
+                    reduce_scatter(total, rows.view(-1), group=self.group)
+            works = [works]
+        return CollectiveWork(works, self._to_others(inp))
+
     def reduce_scatter(
         self, out: Tensor, inp: Tensor, op: dist.ReduceOp.RedOpType
     ) -> CollectiveWork:
@@ -139,17 +158,21 @@ class Transport:
         """All-gather: rank ``r``'s ``inp`` ``[1, m]`` becomes row ``r`` of ``out`` ``[W, m]`` on
         every rank. ``inp`` may be a view of that row."""
         if self.by_messages(inp.device):
-            return self.gather_to_rows(out.unbind(), inp[0])
-        works = [all_gather(out.view(-1), inp.view(-1), group=self.group, async_op=True)]
+            works = self._messages(out.unbind(), [inp[0]] * self.size)
+        else:
+            works = [all_gather(out.view(-1), inp.view(-1), group=self.group, async_op=True)]
         return CollectiveWork(works, (self.size - 1) * inp.numel() * inp.element_size())
 
-    def gather_to_rows(self, out: Sequence[Tensor], inp: Tensor) -> CollectiveWork:
-        """All-gather: rank ``r``'s ``inp`` ``[m]`` becomes ``out[r]`` on every rank. The rows need
-        not be adjacent."""
+    def gather_each(self, out: Tensor, inp: Tensor) -> CollectiveWork:
+        """:meth:`gather` for each of ``n`` buffers, in one call of the backend: rank ``r``'s
+        ``inp[i]`` ``[m]`` becomes ``out[i, r]`` on every rank; ``out`` is ``[n, W, m]``."""
         if self.by_messages(inp.device):
-            works = self._messages(out, [inp] * self.size)
+            works = [self.gather(rows, row[None]) for rows, row in zip(out, inp, strict=True)]
         else:
-            works = [dist.all_gather(list(out), inp, group=self.group, async_op=True)]
+            with together(self.group, async_ops=True) as works:
+                for rows, row in zip(out, inp, strict=True):
+                    all_gather(rows.view(-1), row, group=self.group)
+            works = [works]
         return CollectiveWork(works, (self.size - 1) * inp.numel() * inp.element_size())
 
     def all_gather(self, out: Tensor, inp: Tensor) -> CollectiveWork:
@@ -248,17 +271,21 @@ class SilentTransport(Transport):
         """See :meth:`Transport.reduce_scatter`."""
         return CollectiveWork((), self._to_others(inp))
 
+    def sum_each(self, out: Tensor, inp: Tensor, scratch: Tensor) -> CollectiveWork:
+        """See :meth:`Transport.sum_each`."""
+        return CollectiveWork((), self._to_others(inp))
+
     def gather(self, out: Tensor, inp: Tensor) -> CollectiveWork:
         """See :meth:`Transport.gather`."""
-        return self.gather_to_rows((), inp)
-
-    def gather_to_rows(self, out: Sequence[Tensor], inp: Tensor) -> CollectiveWork:
-        """See :meth:`Transport.gather_to_rows`."""
         return CollectiveWork((), (self.size - 1) * inp.numel() * inp.element_size())
+
+    def gather_each(self, out: Tensor, inp: Tensor) -> CollectiveWork:
+        """See :meth:`Transport.gather_each`."""
+        return self.gather(out, inp)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> CollectiveWork:
         """See :meth:`Transport.all_gather`."""
-        return self.gather_to_rows((), inp)
+        return self.gather(out, inp)
 
     def all_reduce(self, t: Tensor) -> CollectiveWork:
         """See :meth:`Transport.all_reduce`."""

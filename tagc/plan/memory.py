@@ -84,6 +84,11 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
         if unit.direction == "parameters":
             if stage.messages is not None:
                 yield from _of_parameters(unit)
+            if stage.level == "across" and not unit.keeps_copy:
+                if stage.messages is None:
+                    yield "across_recv", dtype, stage.ranks * columns
+                else:
+                    yield "across_recv", torch.int32, stage.ranks * stage.messages.row_words
         elif stage.level == "inside" and stage.collective == "all-gather":
             yield "host_average", dtype, columns
         elif stage.level == "inside":
