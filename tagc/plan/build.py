@@ -105,11 +105,8 @@ def build_plan(
     notes += [note for units in directions[::2] for note in about_shots(units)]
     notes += left_out(directions[1], policy)
     notes += without_gathers(units, policy)
-    notes += [
-        note
-        for plans in zip((units, gathers), directions, strict=False)
-        for note in in_one_level(*plans)
-    ]
+    notes += in_one_level(units, directions[0])
+    notes += in_one_level(gathers, directions[1])
     notes += kept_native(directions[1])
     notes += beyond_their_names([unit for units in directions for unit in units])
     segments = [s for units in directions for unit in units for s in unit.segments]

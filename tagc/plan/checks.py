@@ -79,8 +79,8 @@ def in_one_level(infos: Sequence[UnitInfo], units: Sequence[UnitPlan]) -> Iterat
     names = [u.info.label for i, u in pairs if u.info.ranks_per_host < i.ranks_per_host]
     if names:
         yield (
-            f"{units[0].direction} of {as_list(names)}: nothing is compressed, so the backend sends "
-            "them among all ranks at once, as without tagc"
+            f"{units[0].direction} of {as_list(names)}: nothing is compressed, so the backend "
+            "sends these units among all ranks at once, as without tagc"
         )
 
 
