@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -218,8 +220,19 @@ class _CustomAllGather(_Allocates, AllGather):
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> None:
-        self._gather(output_tensor, input_tensor, group, self._phase())
+    ) -> dist.Work | None:
+        gather = partial(self._gather, output_tensor, input_tensor, group, self._phase())
+        context = self._param_group.comm_ctx
+        stream = getattr(context, "all_gather_stream", None)
+        # FSDP has no streams before its root's first forward.
+        if not async_op or stream is None:
+            # FSDP calls this on the stream that is to run it.
+            return gather()
+        streams = context.device_handle
+        stream.wait_stream(streams.current_stream())
+        with streams.stream(stream):
+            gather()
+            return _Gathered(stream.record_event(), streams)
 
     def _phase(self) -> Phase:
         # The state is the same on every rank, even for prefetched units.
@@ -228,6 +241,20 @@ class _CustomAllGather(_Allocates, AllGather):
             return Phase.BACKWARD
         recorded = state == "FORWARD" and self._grad_mode.enabled
         return Phase.FORWARD if recorded else Phase.OTHER
+
+
+class _Gathered(dist.Work):
+    """An all-gather on FSDP's all-gather stream. FSDP waits for it before it uses or frees what it
+    writes."""
+
+    def __init__(self, done: Any, streams: Any) -> None:
+        super().__init__()
+        self._done, self._streams = done, streams
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Let the current stream wait for it."""
+        self._streams.current_stream().wait_event(self._done)
+        return True
 
 
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:

@@ -39,7 +39,7 @@ class Exchange:
 
     def sum_counts(self, counts: Tensor) -> CollectiveWork:
         """See :meth:`tagc.codecs.Exchange.sum_counts`."""
-        return self._counted(self._transport.all_reduce(counts))
+        return self._counted(self._transport.all_reduce(counts, in_flight=True))
 
     def gather(self, values: Tensor) -> Tensor:
         """See :meth:`tagc.codecs.Exchange.gather`."""

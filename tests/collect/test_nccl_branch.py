@@ -36,7 +36,8 @@ WAYS = ("flat", "hosts", "replicas")
 
 
 class Counted(TorchDispatchMode):
-    """Counts the calls of all process groups' backends, FSDP's own included."""
+    """Counts the calls of all process groups' backends, FSDP's own included. Asynchronous ones,
+    which a GPU runs on the group's own stream, count once more, with a star."""
 
     def __init__(self, calls: Counter[str]) -> None:
         super().__init__()
@@ -47,6 +48,10 @@ class Counted(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "c10d":
             self._calls[func._opname] += 1
+            names = [argument.name.replace("_", "").lower() for argument in func._schema.arguments]
+            # Arguments are left out if they have their default, which is true.
+            if all(args[names.index("asyncop") :][:1]):
+                self._calls[f"{func._opname}*"] += 1
         return func(*args, **kwargs or {})
 
 
@@ -94,8 +99,9 @@ NAMES = {
 
 
 def cell(calls: Counter[str]) -> str:
-    """Calls of a unit, of which there are two: the root has no parameters."""
-    assert set(calls) <= set(NAMES)
+    """Calls of a unit, of which there are two: the root has no parameters. Only sketches have
+    anything in flight: their counts, which the next step reads."""
+    assert set(calls) <= {*NAMES, "allreduce_*"}
     found: Counter[str] = Counter()
     for name, shown in NAMES.items():
         found[shown] += calls[name]
