@@ -301,9 +301,7 @@ def test_an_unshard_in_advance_runs_beside_the_computation(rank: int, world_size
         streams.notes.append(f"gathers on {streams.current_stream().name}")
 
     with (
-        patch.object(
-            gather, "_param_group", SimpleNamespace(comm_ctx=context, _training_state=state)
-        ),
+        patch.object(gather, "_param_group", param_group),
         patch.object(gather, "_gather", gathered),
     ):
         out = torch.empty(2, 1)
