@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -51,7 +53,7 @@ class FSDP2Unit(Unit):
         planned = frozenset(param.name for param in self.info.params)
         # As FSDPModule's setters do, which refuse modules with several parameter groups.
         self._param_group._reduce_scatter_comm = CustomReduceScatter(reducer, self._names, planned)
-        if _is_own(self._native[1]):
+        if _is_own(self._native[1]) and Transport(self.group).by_messages(self.device):
             self._param_group._all_gather_comm = _InStep(self._native[1], self)
 
     def check_gather(self) -> None:
@@ -177,7 +179,8 @@ def _params_of(foreach_reduce: FrameType) -> Sequence[Any] | None:
 
 class _InStep(AllGather):
     """FSDP's own all-gather, after a check that all ranks are at the same one. Without the check it
-    would accept any message that arrives, and hide a mix-up from the other collectives."""
+    would accept any message that arrives, and hide a mix-up from the other collectives. Only for
+    groups whose ranks exchange headers; see :class:`Lockstep`."""
 
     def __init__(self, native: AllGather, unit: FSDP2Unit) -> None:
         self._native = native
@@ -216,8 +219,19 @@ class _CustomAllGather(_Allocates, AllGather):
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> None:
-        self._gather(output_tensor, input_tensor, group, self._phase())
+    ) -> dist.Work | None:
+        gather = partial(self._gather, output_tensor, input_tensor, group, self._phase())
+        context = self._param_group.comm_ctx
+        stream = getattr(context, "all_gather_stream", None)
+        # FSDP has no streams before its root's first forward.
+        if not async_op or stream is None:
+            # FSDP calls this on the stream that is to run it.
+            return gather()
+        streams = context.device_handle
+        stream.wait_stream(streams.current_stream())
+        with streams.stream(stream):
+            gather()
+            return _Gathered(stream.record_event(), streams)
 
     def _phase(self) -> Phase:
         # The state is the same on every rank, even for prefetched units.
@@ -226,6 +240,20 @@ class _CustomAllGather(_Allocates, AllGather):
             return Phase.BACKWARD
         recorded = state == "FORWARD" and self._grad_mode.enabled
         return Phase.FORWARD if recorded else Phase.OTHER
+
+
+class _Gathered(dist.Work):
+    """An all-gather on FSDP's all-gather stream. FSDP waits for it before it uses or frees what it
+    writes."""
+
+    def __init__(self, done: Any, streams: Any) -> None:
+        super().__init__()
+        self._done, self._streams = done, streams
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Let the current stream wait for it."""
+        self._streams.current_stream().wait_event(self._done)
+        return True
 
 
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -74,6 +74,12 @@ class Levels:
                 self._groups[ranks] = host_groups(
                     unit.group, ranks_per_host, unit.device, self._said
                 )
+
+    def keep(self, used: Iterable[Unit]) -> None:
+        """Destroy the groups that none of the units ``used`` has. All ranks call it together."""
+        kept = {_ranks(unit) for unit in used}
+        for ranks in [ranks for ranks in self._groups if ranks not in kept]:
+            self._groups.pop(ranks).release()
 
     def release(self) -> None:
         """Destroy the groups."""

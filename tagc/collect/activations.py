@@ -127,7 +127,7 @@ class CodedCollectives:
         of ranks sends small ones as they are."""
         arriving = [self.space_for(t) for t in out]
         leaving = [self.message_about(t) for t in inp]
-        work = self._transport.exchange(arriving, leaving)
+        work = self._transport.exchange(arriving, leaving, in_flight=True)
 
         def finish() -> None:
             for t, message in zip(out, arriving, strict=True):
@@ -162,14 +162,15 @@ class CodedCollectives:
         """Every rank's ``messages`` ``[n, words]``, ``[W, n, words]`` once the work is done."""
         received = messages.new_empty(self._transport.size, *messages.shape)
         flat = received.view(self._transport.size, -1)
-        return received, self._transport.gather(flat, messages.view(1, -1))
+        return received, self._transport.gather(flat, messages.view(1, -1), in_flight=True)
 
     def _sent(self, messages: Tensor) -> tuple[Tensor, CollectiveWork]:
         """Rank ``d`` gets the ``d``-th part of ``messages`` ``[W * n, words]`` of every rank,
         ``[W, n, words]`` once the work is done."""
         received = torch.empty_like(messages)
         size = self._transport.size
-        work = self._transport.all_to_all(received.view(size, -1), messages.view(size, -1))
+        rows = received.view(size, -1), messages.view(size, -1)
+        work = self._transport.all_to_all(*rows, in_flight=True)
         return received.view(size, -1, messages.shape[-1]), work
 
 

@@ -32,12 +32,14 @@ class Exchange:
         if self._for_all:
             return self._counted(self._transport.all_reduce(cells)), cells[0]
         total = self._workspace.take("cells_sum", (cells.shape[1],), cells.dtype)
-        scratch = self._workspace.take("cells_recv", tuple(cells.shape), cells.dtype)
+        scratch = cells
+        if self._transport.adds_itself(cells.device):
+            scratch = self._workspace.take("cells_recv", tuple(cells.shape), cells.dtype)
         return self._counted(self._transport.sum_rows(total, cells, scratch)), total
 
     def sum_counts(self, counts: Tensor) -> CollectiveWork:
         """See :meth:`tagc.codecs.Exchange.sum_counts`."""
-        return self._counted(self._transport.all_reduce(counts))
+        return self._counted(self._transport.all_reduce(counts, in_flight=True))
 
     def gather(self, values: Tensor) -> Tensor:
         """See :meth:`tagc.codecs.Exchange.gather`."""
@@ -59,8 +61,10 @@ class Broadcast:
         inside_bytes: bytes sent so far to ranks of the same host.
     """
 
-    def __init__(self, across: Transport, inside: Transport | None = None) -> None:
-        self._across, self._inside = across, inside
+    def __init__(
+        self, workspace: Workspace, across: Transport, inside: Transport | None = None
+    ) -> None:
+        self._workspace, self._across, self._inside = workspace, across, inside
         self.transports = (across,) if inside is None else (inside, across)
         self.inside_bytes = 0
 
@@ -73,10 +77,11 @@ class Broadcast:
         """
         if self._inside is None:
             return self._across.gather(received, message)
-        hosts = received.view(self._across.size, self._inside.size, -1)
-        work = self._across.gather_to_rows(hosts[:, self._inside.rank].unbind(), message[0])
+        shape = (self._across.size, message.shape[1])
+        rows = self._workspace.take("across_recv", shape, message.dtype)
+        work = self._across.gather(rows, message)
         work.wait()
-        self._hand_on(hosts, self._inside)
+        self.share(received, rows)
         return work
 
     def send_across(self, received: Tensor, message: Tensor) -> CollectiveWork:
@@ -94,14 +99,6 @@ class Broadcast:
             out.copy_(rows)
             return
         hosts = out.view(self._across.size, self._inside.size, -1)
-        hosts[:, self._inside.rank] = rows
-        self._hand_on(hosts, self._inside)
-
-    def _hand_on(self, hosts: Tensor, inside: Transport) -> None:
-        """All-gather inside the host, in place: ``hosts`` ``[H, R, n]`` has this rank's ``[H, n]``
-        and gets those of its neighbours."""
-        own = inside.rank
-        works = [inside.gather(rows, rows[own : own + 1]) for rows in hosts]
-        for work in works:
-            work.wait()
-            self.inside_bytes += work.wire_bytes
+        work = self._inside.gather_each(hosts, rows)
+        work.wait()
+        self.inside_bytes += work.wire_bytes

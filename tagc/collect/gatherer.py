@@ -175,7 +175,7 @@ class UnitGatherer(ABC):
 
     def _broadcast(self, group: dist.ProcessGroup) -> Broadcast:
         """A new broadcast, for one all-gather."""
-        return Broadcast(*(self._levels or [self._connect(group)]))
+        return Broadcast(self._workspace, *(self._levels or [self._connect(group)]))
 
     def _gather_natively(
         self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, *, inside: bool = False

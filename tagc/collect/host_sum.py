@@ -61,7 +61,8 @@ class HostSum(Stage):
         self._counters.inside_bytes += work.wire_bytes
 
     def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
-        """See :meth:`Stage.run`. Ranks are added in rank order."""
+        """See :meth:`Stage.run`. Messages are added in rank order, uncompressed gradients in the
+        order of the backend, or of torch's ``sum``."""
         assert self._transport is not None
         with (
             failing_in(self._setup.lockstep.what, self._transport.group),
@@ -77,9 +78,9 @@ class HostSum(Stage):
         scratch = rows
         if inside.adds_itself(grad.device):
             scratch = self._setup.workspace.take("inside_recv", tuple(rows.shape), grad.dtype)
-        for work in [inside.sum_rows(*each) for each in zip(total, rows, scratch, strict=True)]:
-            work.wait()
-            self._counters.inside_bytes += work.wire_bytes
+        work = inside.sum_each(total, rows, scratch)
+        work.wait()
+        self._counters.inside_bytes += work.wire_bytes
 
     def _add_messages(self, coder: Coder, grad: Tensor, total: Tensor, inside: Transport) -> None:
         assert self._message is not None

@@ -65,12 +65,16 @@ def _rehearse_gathers(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None:
         connect=SilentTransport,
     )
     group, info = _group(unit.info.world_size), unit.info
-    shard = torch.empty(unit.columns, dtype=info.dtype, device=_META)
     out = torch.empty(info.world_size * unit.columns, dtype=info.dtype, device=_META)
+    shard = out[: unit.columns]
     if not unit.keeps_copy:
         gatherer = MessageGatherer(setup)
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
-            gatherer.gather(out, shard, group, phase)
+        # A rank's shard is its row of FSDP's output, so the rank decides whether it is aligned. One
+        # rank of a host compiles for all of them.
+        for rank in range(min(2, info.world_size)):
+            shard = out[rank * unit.columns : (rank + 1) * unit.columns]
+            for phase in (Phase.FORWARD, Phase.BACKWARD):
+                gatherer.gather(out, shard, group, phase)
         return
     copies = CopyGatherer(setup, rank=0, reductions=lambda: 0, versions=lambda: 0)
     for _ in range(2):  # the first gather sends shards uncompressed

@@ -113,8 +113,10 @@ class Sum(Stage):
                 out.copy_(rows.view_as(out))
             work = call.transport.all_reduce(out)
         else:
-            take = self._setup.workspace.take
-            scratch = take("dense_recv", tuple(rows.shape), rows.dtype)
+            scratch = rows
+            if call.transport.adds_itself(rows.device):
+                take = self._setup.workspace.take
+                scratch = take("dense_recv", tuple(rows.shape), rows.dtype)
             work = call.transport.sum_rows(out, rows, scratch)
         work.wait()
         if call.op == dist.ReduceOp.AVG:

@@ -46,17 +46,28 @@ def is_automatic(policy: Policy) -> bool:
 @dataclass(frozen=True)
 class FastestChoice:
     """Chooses the option that is clearly the fastest by prediction. See
-    :class:`tagc.plan.choice.Choose`."""
+    :class:`tagc.plan.choice.Choose`.
+
+    Attributes:
+        link_of_all: the link among all ranks of a unit whose other options use two levels; by
+            default the same link.
+    """
 
     link: Callable[[int, Direction], Link]
     time: CodecTime
     notes: tuple[str, ...] = ()
     micro_batches: int = 1
+    link_of_all: Callable[[int], Link] | None = None
 
     def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
         """See :meth:`tagc.plan.choice.Choose.__call__`."""
-        link = self.link(position, options[0].direction)
-        seconds = [unit_seconds(option, link, self.time, self.micro_batches) for option in options]
+        levels = max(option.info.ranks_per_host for option in options)
+        seconds = []
+        for option in options:
+            link = self.link(position, option.direction)
+            if self.link_of_all is not None and option.info.ranks_per_host < levels:
+                link = self.link_of_all(position)
+            seconds.append(unit_seconds(option, link, self.time, self.micro_batches))
         index = 0
         for i, s in enumerate(seconds):
             if s <= WORTH * seconds[index]:
@@ -158,7 +169,12 @@ def measured_choice(
         if group.size() > 1
     ]
     notes += [_describe_speeds(agreed_speeds)]
-    return FastestChoice(link_of, measured_time(agreed_speeds), tuple(notes))
+    return FastestChoice(
+        link_of,
+        measured_time(agreed_speeds),
+        tuple(notes),
+        link_of_all=lambda position: agreed_links[id(links[position][0])],
+    )
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:

@@ -221,7 +221,7 @@ class Advisor:
         q = self.question
         ranks = q.world_size // q.replicas
         reduces, gathers = q.shapes.units(ranks, dtype, parameter_dtype)
-        plan = replace(self._plan(policy, dtype, parameter_dtype), gloo=q.gloo)
+        plan = self._plan(policy, dtype, parameter_dtype)
         work = workload(plan, time, gathers=gathers, micro_batches=q.micro_batches)
         memory = training_bytes(reduces, gathers)
         waiting = plan.memory.waiting if policy != self._dense and q.micro_batches > 1 else 0
@@ -246,6 +246,7 @@ class Advisor:
             dtype=dtype,
             parameter_dtype=parameter_dtype,
             choose=choose,
+            gloo=q.gloo,
         )
 
     def _codec_time(self, policies: Sequence[Policy]) -> tuple[str, CodecTime]:

@@ -85,11 +85,13 @@ def plan_shapes(
     dtype: torch.dtype,
     parameter_dtype: torch.dtype,
     choose: Choose | None,
+    gloo: bool = False,
 ) -> Plan:
     """Plan a policy for a model with these shapes.
 
     Args:
         ranks_per_host: ranks on a host, of all replicas together.
+        gloo: see :func:`tagc.plan.build_plan`.
     """
     if policy.replicas and replicas == 1:
         raise PolicyError(
@@ -106,4 +108,4 @@ def plan_shapes(
     across: list[UnitInfo] = []
     if replicas > 1:
         across = [replace(unit, world_size=replicas, ranks_per_host=1) for unit in units]
-    return build_plan(units, policy, gathers=gathers, replicas=across, choose=choose)
+    return build_plan(units, policy, gathers=gathers, replicas=across, choose=choose, gloo=gloo)

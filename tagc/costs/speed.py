@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -12,9 +12,11 @@ from tagc.codecs.sample import ROWS, Sample, Step
 from tagc.costs.codec_time import Speed, speed_key
 from tagc.ops import Ops
 
-# Elements of all rows. A GPU needs more, to make launch time negligible.
-_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+# Elements of all rows. A GPU needs more, so that the ends of kernels do not count.
+_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 _REPEATS = 5
+# Cycles for which a GPU waits while the host queues all repeats: some 5 ms.
+_HELD_BACK = 10_000_000
 
 
 def measure_speeds(
@@ -64,15 +66,35 @@ def _measure(
 
 
 def _seconds(run: Step, before: Step, device: torch.device, repeats: int) -> float:
-    taken = []
-    for i in range(repeats + 1):
+    before()
+    run()  # the first call compiles, or warms up
+    timed = _on_cpu(run, before, repeats)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            timed = _on_gpu(run, before, repeats)
+    return min(timed)  # other load on the machine only adds time
+
+
+def _on_cpu(run: Step, before: Step, repeats: int) -> Iterator[float]:
+    for _ in range(repeats):
         before()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if i:  # the first call compiles, or warms up
-            taken.append(time.perf_counter() - start)
-    return min(taken)  # other load on the machine only adds time
+        yield time.perf_counter() - start
+
+
+def _on_gpu(run: Step, before: Step, repeats: int) -> list[float]:
+    """Seconds of the kernels alone. In a step the host launches them ahead of the device; here they
+    queue up behind a wait, so that events between them do not wait for the host."""
+    events = [
+        [torch.cuda.Event(enable_timing=True) for _ in ("start", "end")] for _ in range(repeats)
+    ]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_HELD_BACK)
+    for start, end in events:
+        before()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [1e-3 * start.elapsed_time(end) for start, end in events]

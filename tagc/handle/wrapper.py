@@ -33,6 +33,7 @@ from tagc.codecs import MESSAGE_FORMAT
 from tagc.collect import (
     Hosts,
     RankOnHost,
+    Transport,
     agree_on,
     check_backends,
     check_hosts,
@@ -145,10 +146,11 @@ def wrap(
         return (plan, made), plan.fingerprint[:12]
 
     try:
-        if not disabled:
+        if not disabled and (_compresses(loaded) or _on_gloo(units)):
             levels.open()
         choose = _chooser(units, loaded, ops, replica_group, levels)
         plan, collectives = agree_on(groups, {"plan": make})["plan"]
+        levels.keep(_in_levels(units, plan))
         if alone:
             collectives.clear()
         if not disabled:
@@ -294,9 +296,25 @@ def _plan(
         gathers=[info for unit in units if (info := levels.gather_info(unit)) is not None],
         replicas=[] if replica_group is None else over_replicas(units, replica_group),
         choose=choose,
+        gloo=_on_gloo(units),
     )
-    gloo = all(unit.device.type == "cpu" for unit in units)
-    return replace(plan, notes=(*plan.notes, *levels.notes), gloo=gloo)
+    return replace(plan, notes=(*plan.notes, *levels.notes))
+
+
+def _compresses(policy: Policy) -> bool:
+    """Whether the policy may compress what hosts send each other in two levels."""
+    return any(rule.codec.compresses for rule in (*policy.gradients, *policy.parameters))
+
+
+def _in_levels(units: Sequence[Unit], plan: Plan) -> list[Unit]:
+    """The units that use two levels in any direction."""
+    directions = [plans for plans in (plan.units, plan.parameters) if plans]
+    pairs = [pair for plans in directions for pair in zip(units, plans, strict=True)]
+    return [unit for unit, unit_plan in pairs if unit_plan.info.ranks_per_host > 1]
+
+
+def _on_gloo(units: Sequence[Unit]) -> bool:
+    return any(Transport(unit.group).adds_itself(unit.device) for unit in units)
 
 
 def _with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:

@@ -14,6 +14,7 @@ from tagc.plan.checks import (
     check_dtype,
     check_effect,
     in_levels,
+    in_one_level,
     kept_native,
     left_out,
     matrices_of,
@@ -43,6 +44,7 @@ def build_plan(
     gathers: Sequence[UnitInfo] = (),
     replicas: Sequence[UnitInfo] = (),
     choose: Choose | None = None,
+    gloo: bool = False,
 ) -> Plan:
     """Apply a policy to the units of a model.
 
@@ -51,6 +53,8 @@ def build_plan(
         gathers: the all-gather of every unit; needed if the policy has rules for parameters.
         replicas: the all-reduce of every unit's shard; needed if the model has replicas.
         choose: resolves ``codec: auto``, given the position of a unit in these lists.
+        gloo: whether the backend is gloo, where tagc's two levels are faster than gloo's own sums.
+            Other backends know the hosts, and sum units with nothing to compress themselves.
 
     Raises:
         PolicyError: if the policy has compressing rules, but compresses nothing here.
@@ -71,6 +75,9 @@ def build_plan(
         i: int, info: UnitInfo, rules: Sequence[Rule | ParameterRule], direction: Direction
     ) -> UnitPlan:
         options = _plan_unit(info, policy, rules, direction, matched)
+        if not gloo and info.ranks_per_host > 1 and not options[0].compressed:
+            one_level = info.in_one_level()
+            options[0] = _plan_unit(one_level, policy, rules, direction, matched)[0]
         if len(options) == 1:
             return options[0]
         if choose is None:
@@ -98,13 +105,15 @@ def build_plan(
     notes += [note for units in directions[::2] for note in about_shots(units)]
     notes += left_out(directions[1], policy)
     notes += without_gathers(units, policy)
+    notes += in_one_level(units, directions[0])
+    notes += in_one_level(gathers, directions[1])
     notes += kept_native(directions[1])
     notes += beyond_their_names([unit for units in directions for unit in units])
     segments = [s for units in directions for unit in units for s in unit.segments]
     kinds = [s.codec.feedback for s in segments if s.codec.feedback is not None]
     notes += dict.fromkeys(feedback.note for feedback in kinds if feedback.note)
     notes += [] if policy.tuning is None else [policy.tuning.advice]
-    plan = Plan(policy, *directions, notes=tuple(notes))
+    plan = Plan(policy, *directions, notes=tuple(notes), gloo=gloo)
     return replace(plan, warnings=tuple(check_effect(plan, matched)))
 
 

@@ -73,6 +73,17 @@ def in_levels(units: Sequence[UnitPlan]) -> Iterator[str]:
             )
 
 
+def in_one_level(infos: Sequence[UnitInfo], units: Sequence[UnitPlan]) -> Iterator[str]:
+    """A note on units of one direction that do not use two levels although others could."""
+    pairs = zip(infos, units, strict=False)  # without rules for a direction it has no plans
+    names = [u.info.label for i, u in pairs if u.info.ranks_per_host < i.ranks_per_host]
+    if names:
+        yield (
+            f"{units[0].direction} of {as_list(names)}: nothing is compressed, so the backend "
+            "sends these units among all ranks at once, as without tagc"
+        )
+
+
 def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
     """Warnings about a plan.
 

@@ -35,12 +35,12 @@ def without_effect(units: Sequence[UnitPlan], inside: Inside) -> Iterator[str]:
     """A note if the policy asks for fewer bits inside hosts, but no unit sends fewer."""
     if inside == "native" or any(unit.inside is not None for unit in units):
         return
-    if not any(unit.info.ranks_per_host > 1 for unit in units):
-        why = "every rank sends for itself"
-    elif any(unit.compressed for unit in units):
+    if not any(unit.compressed for unit in units):
+        why = "no gradient is compressed between hosts"
+    elif any(unit.info.ranks_per_host > 1 for unit in units):
         why = "the gradients that it compresses have two bytes already"
     else:
-        why = "no gradient is compressed between hosts"
+        why = "every rank sends for itself"
     yield f"the policy's key 'inside: {inside}' changes nothing here: {why}"
 
 

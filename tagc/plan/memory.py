@@ -60,7 +60,7 @@ def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
     """The memory of units in all directions.
 
     Args:
-        gloo: whether the backend is gloo on a CPU, where sums need additional buffers.
+        gloo: whether the backend is gloo, where sums need additional buffers.
     """
     largest: dict[tuple[str, torch.dtype], int] = {}
     for unit in units:
@@ -84,6 +84,11 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
         if unit.direction == "parameters":
             if stage.messages is not None:
                 yield from _of_parameters(unit)
+            if stage.level == "across" and not unit.keeps_copy:
+                if stage.messages is None:
+                    yield "across_recv", dtype, stage.ranks * columns
+                else:
+                    yield "across_recv", torch.int32, stage.ranks * stage.messages.row_words
         elif stage.level == "inside" and stage.collective == "all-gather":
             yield "host_average", dtype, columns
         elif stage.level == "inside":
@@ -94,10 +99,10 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
             if gloo and (stage.messages is None or unit.warmup_steps):
                 yield "inside_recv", dtype, stage.rows * stage.ranks * columns
         else:
-            if stage.level == "across" and (stage.messages is None or unit.warmup_steps):
+            if gloo and stage.level == "across" and (stage.messages is None or unit.warmup_steps):
                 yield "dense_recv", dtype, stage.ranks * columns
             if stage.messages is not None:
-                yield from _of_messages(stage.messages)
+                yield from _of_messages(stage.messages, gloo=gloo)
     if unit.shots is not None:
         slices = unit.peers * unit.shots.reduce.columns
         yield "slices", dtype, slices
@@ -108,7 +113,7 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
         yield "flat_shard", dtype, unit.columns
 
 
-def _of_messages(messages: MessagePlan) -> Iterator[Buffer]:
+def _of_messages(messages: MessagePlan, *, gloo: bool) -> Iterator[Buffer]:
     yield "message_send", torch.int32, messages.made * messages.row_words
     yield "message_recv", torch.int32, messages.read * messages.row_words
     if messages.cells:
@@ -119,7 +124,8 @@ def _of_messages(messages: MessagePlan) -> Iterator[Buffer]:
                 yield "cells_of_groups", torch.int32, cells
         if not messages.for_all:
             yield "cells_sum", torch.int32, messages.cells
-            yield "cells_recv", torch.int32, messages.made * messages.cells
+            if gloo:
+                yield "cells_recv", torch.int32, messages.made * messages.cells
 
 
 def _of_parameters(unit: UnitPlan) -> Iterator[Buffer]:

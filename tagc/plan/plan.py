@@ -31,7 +31,7 @@ class Plan:
         replicas: gradients in the all-reduce across replicas; empty without replicas.
         notes: text for users, such as the choices of ``codec: auto`` and their reasons.
         warnings: reasons not to use this plan.
-        gloo: whether the plan is for gloo on CPUs.
+        gloo: whether the backend is gloo.
     """
 
     policy: Policy

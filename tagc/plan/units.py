@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -91,3 +92,10 @@ class UnitInfo:
     def label(self) -> str:
         """The name in texts for users: the root module has no name of its own."""
         return self.name or "(root)"
+
+    def in_one_level(self) -> UnitInfo:
+        """The same collective if every rank sends for itself."""
+        params = self.params
+        if self.replicated:  # with DDP a rank then has whole parameters, not a host's part
+            params = tuple(replace(param, columns=math.prod(param.shape)) for param in params)
+        return replace(self, params=params, ranks_per_host=1)

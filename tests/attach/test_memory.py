@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tagc
-from support.distributed import on_ranks
+from support.distributed import as_on_nccl, on_ranks
 from support.live_bytes import stored_bytes
 from support.marks import slow
 from support.states import POLICIES, run, wrapped
@@ -51,7 +51,18 @@ def test_a_plan_knows_its_memory_on_hosts(rank: int, world_size: int, name: str)
     check(rank, name, 2)
 
 
-def check(rank: int, name: str, hosts: int | None) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("hosts", [None, 2])
+@pytest.mark.parametrize("name", ["sketch", slow("warming up")])
+def test_a_plan_knows_its_memory_on_nccl(
+    rank: int, world_size: int, name: str, hosts: int | None
+) -> None:
+    """Without the buffers in which gloo's sums arrive."""
+    with as_on_nccl():
+        check(rank, name, hosts, gloo=False)
+
+
+def check(rank: int, name: str, hosts: int | None, *, gloo: bool = True) -> None:
     """Stored to the byte, buffers by name."""
     model = wrapped(POLICIES[name], hosts=hosts)
     compressor = tagc.compressor(model)
@@ -63,7 +74,7 @@ def check(rank: int, name: str, hosts: int | None) -> None:
     sizes = {(buffer, dtype): t.numel() for (buffer, dtype, _), t in found.items()}
     expected: dict[tuple[str, torch.dtype], int] = {}
     for unit in plan.all_units:
-        for buffer, dtype, numel in buffers_of(unit, gloo=True):
+        for buffer, dtype, numel in buffers_of(unit, gloo=gloo):
             expected[buffer, dtype] = max(expected.get((buffer, dtype), 0), numel)
     assert sizes == expected
     assert plan.memory.buffers == sum(t.nbytes for t in found.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -308,6 +309,25 @@ def test_a_unit_is_chosen_as_a_whole() -> None:
 
     assert built(SLOW) == ["quantized int4", "dense bfloat16"]
     assert built(FAST) == ["dense", "dense"]
+
+
+def test_a_dense_unit_has_the_link_among_all_ranks() -> None:
+    """On hosts: NCCL sends such units in one level, over links that were measured apart."""
+    loaded = tagc.Policy.load({"schema": 1, "gradients": [{"when": {}, "codec": {"kind": "auto"}}]})
+    info = replace(unit(), world_size=4, ranks_per_host=2)
+
+    def built(fast: bool, gloo: bool) -> tuple[str, int]:
+        choose = auto.FastestChoice(
+            lambda position, direction: SLOW,
+            lambda unit, segment: 0.0,
+            link_of_all=lambda position: FAST if fast else SLOW,
+        )
+        (plan,) = build_plan([info], loaded, choose=choose, gloo=gloo).units
+        return plan.segments[0].codec.name, plan.info.ranks_per_host
+
+    assert built(fast=True, gloo=False) == ("dense", 1)
+    assert built(fast=False, gloo=False) == ("quantized int4", 2)
+    assert built(fast=True, gloo=True) == ("quantized int4", 2)
 
 
 def test_a_small_saving_is_not_worth_it() -> None:

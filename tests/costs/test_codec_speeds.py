@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import tagc
-from tagc.costs import Link, Speed, auto, measure_speeds, speed_key
+from tagc.costs import Link, Speed, auto, measure_speeds, speed, speed_key
 from tagc.costs.shapes import synthetic
 from tagc.ops import get_ops
 
@@ -80,3 +81,36 @@ def test_every_turn_starts_from_an_empty_residual() -> None:
 
 def synthetic_shapes() -> dict[str, tuple[int, ...]]:
     return {p.name: p.shape for p in synthetic(1_000_000).params}
+
+
+def test_a_gpu_is_timed_by_events_behind_a_wait() -> None:
+    """The host queues all repeats first, so that its launches do not count."""
+    notes: list[str] = []
+    milliseconds = iter([3.0, 1.0, 2.0])
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            notes.append("event")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert notes[-1] == "synchronize"
+            return next(milliseconds)
+
+    with (
+        patch.object(torch.cuda, "Event", Event),
+        patch.object(torch.cuda, "device", lambda device: nullcontext()),
+        patch.object(torch.cuda, "synchronize", lambda: notes.append("synchronize")),
+        patch.object(torch.cuda, "_sleep", lambda cycles: notes.append("wait")),
+    ):
+        seconds = speed._seconds(
+            lambda: notes.append("run"),
+            lambda: notes.append("before"),
+            torch.device("cuda"),
+            repeats=3,
+        )
+    assert seconds == pytest.approx(1e-3)
+    repeat = ["before", "event", "run", "event"]
+    assert notes == ["before", "run", "synchronize", "wait", *repeat * 3, "synchronize"]

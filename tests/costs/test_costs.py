@@ -50,12 +50,19 @@ def info(world_size: int = 4, **rest: Any) -> UnitInfo:
     return UnitInfo(name="layers.0", params=(param,), world_size=world_size, **rest)
 
 
-def plan(codec: dict, world_size: int = 4, direction: str = "gradients", **rest: Any) -> UnitPlan:
+def plan(
+    codec: dict,
+    world_size: int = 4,
+    direction: str = "gradients",
+    *,
+    gloo: bool = True,
+    **rest: Any,
+) -> UnitPlan:
     unit = info(world_size, **rest)
     dense = [{"when": {}, "codec": {"kind": "dense"}}]
     rules = {"gradients": dense, direction: [{"when": {"role": "mlp"}, "codec": codec}]}
     policy = Policy.load({"schema": 1, **rules})
-    built = build_plan([unit], policy, gathers=[unit], replicas=[unit])
+    built = build_plan([unit], policy, gathers=[unit], replicas=[unit], gloo=gloo)
     (found,) = built.units if direction == "gradients" else getattr(built, direction)
     return found
 
@@ -205,6 +212,13 @@ def test_two_levels(codec: dict[str, Any]) -> None:
             "quantized int4 with float32 feedback": Speed(encode=1.0, decode=100.0),
         }
         assert codec_seconds(unit, measured_time(speeds)) == 2 * COLUMNS + 100 * 2 * COLUMNS
+
+
+def test_nccl_sends_a_dense_unit_in_one_level() -> None:
+    """As without hosts; with DDP a rank then has all columns, and not a part of its host's."""
+    assert traffic(plan(DENSE, gloo=False, ranks_per_host=2)) == traffic(plan(DENSE))
+    whole = plan(DENSE, gloo=False, ranks_per_host=2, replicated=True)
+    assert (whole.columns, whole.rows) == (4 * COLUMNS, 1)
 
 
 def test_what_ranks_of_a_host_send_each_other_is_encoded_too() -> None:

@@ -22,7 +22,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -98,6 +99,13 @@ def on_ranks(*world_sizes: Any, timeout: float = 60) -> Callable[[Callable[..., 
         return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
 
     return decorate
+
+
+@contextmanager
+def as_on_nccl() -> Iterator[None]:
+    """On this rank, gloo is taken for a backend that has collectives only, and adds up itself."""
+    with patch("tagc.collect.transport._is_gloo", return_value=False):
+        yield
 
 
 class _Pool:
