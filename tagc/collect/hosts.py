@@ -239,7 +239,7 @@ def host_groups(
         make = _split if splits and all(said[rank].splits for rank in ranks) else _new_groups
         _made[key] = make(group, key)
         if not Transport(group).by_messages(device):
-            # NCCL connects ranks in the first collective of a group: now, and not in the first step.
+            # NCCL connects ranks in the first collective of a group: not in the first step.
             for made in (_made[key].inside, _made[key].across):
                 dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=made)
     _made[key]._users += 1

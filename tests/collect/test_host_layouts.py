@@ -108,7 +108,7 @@ def test_a_host_is_its_name_and_its_boot() -> None:
 
 @on_ranks(4)
 def test_a_backend_that_splits_takes_two_calls(rank: int, world_size: int) -> None:
-    """One for the groups of all hosts, one for those between hosts; both then connect their ranks."""
+    """One for the groups inside hosts, one for those between hosts; both then connect ranks."""
     world, cpu = dist.group.WORLD, torch.device("cpu")
     assert world is not None
     calls: list[list[list[int]]] = []
