@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from tagc.collect.transport import Transport
+
 Hosts = Literal["auto"] | int | None
 """The argument ``hosts``: find hosts, this many ranks on each, or send from every rank itself."""
 
@@ -228,13 +230,38 @@ def host_groups(
         said: what each rank told the others. Groups that all of them already have are used again.
     """
     ranks = tuple(dist.get_process_group_ranks(group))
-    options: Any = getattr(group._get_backend(device), "options", None)
+    backend = group._get_backend(device)
+    options: Any = getattr(backend, "options", None)
     timeout = getattr(options, "_timeout", None)
     key = (dist.group.WORLD, ranks, ranks_per_host, str(dist.get_backend_config(group)), timeout)
     if not all(key[1:] in said[rank].made for rank in ranks):
-        _made[key] = _new_groups(group, key)
+        splits = getattr(backend, "supports_splitting", False)
+        make = _split if splits and all(said[rank].splits for rank in ranks) else _new_groups
+        _made[key] = make(group, key)
+        if not Transport(group).by_messages(device):
+            # NCCL connects ranks in the first collective of a group: not in the first step.
+            for made in (_made[key].inside, _made[key].across):
+                dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=made)
     _made[key]._users += 1
     return _made[key]
+
+
+def _split(group: dist.ProcessGroup, key: tuple[Any, ...]) -> HostGroups:
+    """Two splits of ``group``, which keep its options, such as the priority of its streams. One for
+    every host and every place would each take a call on all ranks."""
+    _, ranks, R, _, timeout = key
+    places = range(len(ranks))
+
+    def split(members: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup:
+        parts = [list(some) for some in members]
+        made = dist.split_group(group, parts, timeout=timeout, group_desc=f"tagc {name}")
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+
+    hosts = [places[first : first + R] for first in range(0, len(ranks), R)]
+    inside = split(hosts, "inside a host")
+    across = split([places[r::R] for r in range(R)], "across hosts")
+    return HostGroups(inside=inside, across=across, _key=key)
 
 
 def _new_groups(group: dist.ProcessGroup, key: tuple[Any, ...]) -> HostGroups:

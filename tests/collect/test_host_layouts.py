@@ -8,12 +8,16 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from support.distributed import as_on_nccl, on_ranks
 from tagc.collect.hosts import (
     Hosts,
     RankOnHost,
     check_hosts,
     found_layout,
+    host_groups,
     host_identity,
     layout_of,
 )
@@ -100,3 +104,32 @@ def test_a_host_is_its_name_and_its_boot() -> None:
     assert other.stdout.strip() == host_identity()
     with patch("socket.gethostname", lambda: "elsewhere"):
         assert host_identity() != other.stdout.strip()
+
+
+@on_ranks(4)
+def test_a_backend_that_splits_takes_two_calls(rank: int, world_size: int) -> None:
+    """One for the groups inside hosts, one for those between hosts; both then connect ranks."""
+    world, cpu = dist.group.WORLD, torch.device("cpu")
+    assert world is not None
+    calls: list[list[list[int]]] = []
+
+    def split(parent: Any, parts: list[list[int]], **options: Any) -> Any:
+        assert parent is world
+        calls.append(parts)
+        made = [dist.new_group(part) for part in parts]
+        return next(group for group in made if isinstance(group, dist.ProcessGroup))
+
+    said = {rank: RankOnHost("a", splits=True) for rank in range(world_size)}
+    with (
+        as_on_nccl(),
+        patch.object(type(world._get_backend(cpu)), "supports_splitting", True),
+        patch.object(dist, "split_group", split),
+        patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
+    ):
+        groups = host_groups(world, 2, cpu, said)
+    assert calls == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+    host, place = divmod(rank, 2)
+    assert dist.get_process_group_ranks(groups.inside) == [2 * host, 2 * host + 1]
+    assert dist.get_process_group_ranks(groups.across) == [place, place + 2]
+    assert [call.kwargs["group"] for call in reduced.mock_calls] == [groups.inside, groups.across]
+    groups.release()
