@@ -23,7 +23,7 @@ from tagc.attach.integrations import INTEGRATIONS, integration_of
 from tagc.attach.parameter_sets import Named, columns_in_rows, info_of_set, parameter_sets
 from tagc.attach.unit import Unit
 from tagc.collect import Transport
-from tagc.plan import UnitInfo
+from tagc.plan import between_sites
 from tagc.policy.roles import clean_name
 
 
@@ -143,7 +143,7 @@ def _of_shards(unit: Unit, group: dist.ProcessGroup) -> SiteUnit:
             "fully_shard a mesh of one dimension inside a site"
         )
     return SiteUnit(
-        info=_between_sites(unit.info, group),
+        info=between_sites(unit.info, group.size()),
         group=group,
         device=unit.device,
         parallel=unit.parallel,
@@ -169,7 +169,7 @@ def _of_whole(
         cut = [replace(one, columns=columns_in_rows(param, rows)) for one, param in pairs]
         units.append(
             SiteUnit(
-                info=_between_sites(replace(info, params=tuple(cut)), group),
+                info=between_sites(replace(info, params=tuple(cut)), group.size()),
                 group=group,
                 device=params[0].device,
                 inner=inner,
@@ -178,19 +178,6 @@ def _of_whole(
             )
         )
     return units
-
-
-def _between_sites(info: UnitInfo, group: dist.ProcessGroup) -> UnitInfo:
-    """The unit's exchange between sites. Changes are small differences of parameters, so they are
-    computed in float32, whatever the parameters have."""
-    return replace(
-        info,
-        world_size=group.size(),
-        dtype=torch.float32,
-        per_step=1,
-        ranks_per_host=1,
-        replicated=True,
-    )
 
 
 def _plain_params(model: nn.Module) -> list[Named]:

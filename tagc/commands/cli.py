@@ -129,6 +129,7 @@ def _add_explain(commands: Any) -> None:
     )
     command.add("--tokens", type=count, help="tokens of a data-parallel rank in a step, for --mesh")
     command.add("--experts-per-token", type=ranks, default=1, help="with a dimension ep")
+    command.add("--sites", type=ranks, default=1, help="with a policy for sites: their number")
     command.add(
         "--full", action="store_true", help="print every parameter, even if blocks are equal"
     )
@@ -143,11 +144,19 @@ def _add_advise(commands: Any) -> None:
         "--params 70B --world 64 --ranks-per-host 8 --bandwidth 100Gbit --device-memory 80GB",
         "--model my_models:make --world 8 --bandwidth 10Gbit --step-time 1.2s",
         "--model llama-70b/config.json --world 256 --bandwidth 10Gbit --plot step-time.png",
+        "--params 1B --sites 4 --bandwidth 200Mbit --latency 50ms --step-time 1s",
     )
     what = command.parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--params", help="parameters of a synthetic transformer, such as 7e9")
     what.add_argument("--model", help=_MODEL)
-    _add_ranks(command)
+    _add_ranks(command, required=False)
+    command.add(
+        "--sites",
+        type=ranks,
+        default=1,
+        help="sites that exchange changes of parameters, beside gradients in every step; "
+        "--bandwidth is that of a site, --world without it one rank in each",
+    )
     command.add(
         "--bandwidth",
         type=bandwidth,

@@ -25,11 +25,13 @@ from tagc.costs.dimensions import (
     parse_mesh,
     traffic_table,
 )
-from tagc.costs.explain import plan_shapes
+from tagc.costs.explain import plan_shapes, plan_sites
 from tagc.costs.link import Link
 from tagc.costs.models import load_model
 from tagc.costs.plot import check_format, draw
 from tagc.costs.shapes import ModelError, ModelShapes
+from tagc.costs.site_advice import SiteQuestion, site_costs, site_data, site_report
+from tagc.plan import Plan
 from tagc.policy import Policy, PolicyError, data_parallel_policies, json_schema, show
 from tagc.policy import policies as listed_policies
 from tagc.selfcheck import examine
@@ -170,16 +172,19 @@ def _explain(args: argparse.Namespace) -> int:
         choose = FastestChoice(lambda position, direction: link, no_time, (note,))
     elif is_automatic(policy):
         raise ModelError(f"policy {policy.name!r} chooses by the link: give --bandwidth")
-    plan = plan_shapes(
-        shapes,
-        policy,
-        world_size=args.world,
-        replicas=args.replicas,
-        ranks_per_host=args.ranks_per_host,
-        dtype=_DTYPES[args.dtype],
-        parameter_dtype=_DTYPES[args.param_dtype],
-        choose=choose,
-    )
+    if policy.sites is not None:
+        plan = _plan_sites(args, shapes, policy)
+    else:
+        plan = plan_shapes(
+            shapes,
+            policy,
+            world_size=args.world,
+            replicas=args.replicas,
+            ranks_per_host=args.ranks_per_host,
+            dtype=_DTYPES[args.dtype],
+            parameter_dtype=_DTYPES[args.param_dtype],
+            choose=choose,
+        )
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if args.json:
@@ -193,6 +198,15 @@ def _explain(args: argparse.Namespace) -> int:
     if traffic is not None:
         print(f"\n{traffic_table(traffic, args.tokens)}")
     return 0
+
+
+def _plan_sites(args: argparse.Namespace, shapes: ModelShapes, policy: Policy) -> Plan:
+    try:
+        return plan_sites(shapes, policy, world_size=args.world, sites=args.sites)
+    except PolicyError as error:
+        raise ModelError(f"{error} (--sites)" if args.sites < 2 else str(error)) from None
+    except ValueError as error:
+        raise ModelError(str(error)) from None
 
 
 def _mesh_of(args: argparse.Namespace) -> dict[str, int] | None:
@@ -211,7 +225,34 @@ def _mesh_of(args: argparse.Namespace) -> dict[str, int] | None:
     return mesh
 
 
+def _advise_sites(args: argparse.Namespace) -> int:
+    world = args.sites if args.world is None else args.world
+    if world % args.sites:
+        raise ModelError(f"--world {world} does not divide by --sites {args.sites}")
+    if args.replicas != 1 or args.ranks_per_host != 1 or args.plot is not None:
+        raise ModelError("with --sites leave out --replicas, --ranks-per-host and --plot")
+    shapes = load_model(args.params or args.model)
+    question = SiteQuestion(
+        shapes=shapes,
+        world_size=world,
+        sites=args.sites,
+        bandwidth=args.bandwidth,
+        latency=args.latency,
+        compute=_compute(args, shapes),
+        overlap=args.overlap if args.overlap is not None else 0.0 if args.device == "cpu" else 1.0,
+    )
+    loaded = map(Policy.load, [*listed_policies(), *args.policy])
+    policies = [p for p in loaded if not (p.dimensions or is_automatic(p) or p.name == "dense")]
+    costs, refused = site_costs(question, policies)
+    if args.json:
+        return _print_json(site_data(costs, refused))
+    print(site_report(question, costs, refused))
+    return 0
+
+
 def _advise(args: argparse.Namespace) -> int:
+    if args.sites > 1:
+        return _advise_sites(args)
     _check_ranks(args)
     plots = None if args.plot is None else _plots(args.plot)
     on_cpu = args.device == "cpu"

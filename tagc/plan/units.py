@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -91,3 +91,11 @@ class UnitInfo:
     def label(self) -> str:
         """The name in texts for users: the root module has no name of its own."""
         return self.name or "(root)"
+
+
+def between_sites(unit: UnitInfo, sites: int) -> UnitInfo:
+    """The exchange between sites of a unit's shard. Changes are small differences of parameters, so
+    they are computed in float32, whatever the parameters have."""
+    return replace(
+        unit, world_size=sites, dtype=torch.float32, per_step=1, ranks_per_host=1, replicated=True
+    )
