@@ -204,7 +204,8 @@ class SiteExchange:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             self._fly(fragment, flight)
-            flight.event = self._stream.record_event()
+            flight.event = torch.cuda.Event()
+            flight.event.record(self._stream)
 
     def _fly(self, fragment: Sequence[Anchor], flight: _Flight) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -278,7 +279,7 @@ class Compressor(Handle):
             delattr(self._model, _ATTRIBUTE)
 
 
-def _shard_of(unit: Unit, info: UnitInfo, replica: int) -> dict[str, int]:
+def _shard_of(unit: Unit, info: UnitInfo, replica: int) -> dict[str, Any]:
     """This rank's shard of a unit. With DDP the ranks of a host share a replica."""
     if not info.replicated:
         return {"shard": unit.group.rank(), "shards": unit.group.size(), "replica": replica}

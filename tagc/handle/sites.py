@@ -289,7 +289,7 @@ def _group_of_its_own(
     mine = tuple(dist.get_process_group_ranks(group))
     everyones = gather_by_rank(groups, {dist.get_rank(): mine})
     everywhere = len(everyones) == dist.get_world_size()
-    made: dist.ProcessGroup | None = None
+    made: Any = None
     # Either all processes make the groups of all shards, in the same order, or only the members do.
     for ranks in sorted(set(everyones.values())) if everywhere else [mine]:
         new = dist.new_group(

@@ -14,14 +14,14 @@ from support.distributed import on_ranks
 from support.exact import equal
 from support.failing import fails
 from support.site_net import FOUR_BITS, adam, inside, policy, train
-from support.small_net import local_weights, net
+from support.small_net import Net, local_weights, net
 from support.units import gathered
 from tagc.collect import Anchor
 
 
 def eager(
     sites: int, steps: int, every: int = 3, delay: int = 0, alpha: float = 0.0, **more: Any
-) -> list[nn.Module]:
+) -> list[Net]:
     """The sites' models, trained one after another, and exchanged uncompressed.
 
     Args:
@@ -201,7 +201,7 @@ def test_different_anchors_are_an_error(rank: int, world_size: int) -> None:
 def test_different_parameters_at_the_start_are_an_error(rank: int, world_size: int) -> None:
     model = net()
     with torch.no_grad():
-        model.head.bias += rank
+        model.head.bias.add_(rank)
     optimizer = adam(model)
     tagc.sites(model, optimizer, policy())
     kind, said = fails(lambda: train(model, optimizer, rank, range(1)))
