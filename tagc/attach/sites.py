@@ -22,7 +22,7 @@ from tagc.attach.fsdp2 import FSDP2
 from tagc.attach.integrations import INTEGRATIONS, integration_of
 from tagc.attach.parameter_sets import Named, columns_in_rows, info_of_set, parameter_sets
 from tagc.attach.unit import Unit
-from tagc.collect import Transport
+from tagc.collect import Transport, gather_by_rank
 from tagc.plan import between_sites
 from tagc.policy.roles import clean_name
 
@@ -209,3 +209,37 @@ def _told(units: Sequence[SiteUnit], integration: str) -> str:
     shards = f" in {units[0].shards} shards" if units[0].shards > 1 else ""
     digest = f"{zlib.crc32(repr(said).encode()):08x}"
     return f"{integration}{shards}: {len(units)} units, {numel} elements a rank ({digest})"
+
+
+class OwnGroup:
+    """A new group of the ranks of another one, for exchanges that run while training uses that.
+
+    Attributes:
+        group: the new group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Make it; all ranks that ``groups`` connect call it together."""
+        mine = tuple(dist.get_process_group_ranks(group))
+        everyones = gather_by_rank(groups, {dist.get_rank(): mine})
+        # Either all processes make all of these groups, in the same order, or only the members.
+        self._everywhere = len(everyones) == dist.get_world_size()
+        found = sorted(set(everyones.values())) if self._everywhere else [mine]
+        made = {
+            ranks: dist.new_group(
+                list(ranks),
+                backend=str(dist.get_backend_config(group)),
+                use_local_synchronization=not self._everywhere,
+                group_desc="tagc between sites",
+            )
+            for ranks in found
+        }
+        own = made[mine]
+        assert isinstance(own, dist.ProcessGroup)
+        self.group = own
+
+    def release(self) -> None:
+        """Destroy it. Groups of some of the processes stay, because torch would use their names
+        again."""
+        if self._everywhere:
+            dist.destroy_process_group(self.group)

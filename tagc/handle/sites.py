@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from tagc.attach import Levels, sharding_groups
-from tagc.attach.sites import SiteUnit, site_units
+from tagc.attach.sites import OwnGroup, SiteUnit, site_units
 from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
 from tagc.basics.warn import warn
 from tagc.checkpoint import State, UnitState
 from tagc.codecs import MESSAGE_FORMAT
-from tagc.collect import Anchor, SiteExchange, agree_on, check_backends, gather_by_rank
+from tagc.collect import Anchor, SiteExchange, agree_on, check_backends
 from tagc.handle.collectives import Collectives, make_collectives
 from tagc.handle.compressor import attached
 from tagc.handle.handle import Handle
@@ -52,9 +52,11 @@ class Sites(Handle):
         collectives: Collectives,
         exchange: SiteExchange,
         groups: list[dist.ProcessGroup],
+        own: OwnGroup | None,
     ) -> None:
         self._model, self._plan, self._units = model, plan, units
         self._collectives, self._exchange, self._groups = collectives, exchange, groups
+        self._own = own
         self._hook: Any = None
 
     @property
@@ -83,10 +85,12 @@ class Sites(Handle):
 
     def remove(self) -> None:
         """Stop exchanging, and drop anchors and residuals. Waits for an exchange in flight, and
-        does not apply it. The parameters stay as they are."""
-        self._exchange.settle()
+        does not apply it. The parameters stay as they are. Call it on all ranks."""
         self._hook.remove()
+        self._exchange.settle()
         self._collectives.clear()
+        if self._own is not None:
+            self._own.release()
         if getattr(self._model, _ATTRIBUTE, None) is self:
             delattr(self._model, _ATTRIBUTE)
 
@@ -186,13 +190,14 @@ def sites(
         return (plan, made), plan.fingerprint[:12]
 
     plan, collectives = agree_on(groups, {"plan": make}, doing=_DOING, remedy=_REMEDY)["plan"]
-    own = _group_of_its_own(group, groups) if config.delay else group
+    own = OwnGroup(group, groups) if config.delay else None
+    used = group if own is None else own.group
     pairs = zip(units, collectives.reducers, strict=True)
-    anchors = [Anchor(unit, reducer, own, unit.device, config) for unit, reducer in pairs]
+    anchors = [Anchor(unit, reducer, used, unit.device, config) for unit, reducer in pairs]
     for warning in plan.warnings:
         warn(warning)
-    exchange = SiteExchange(anchors, own, config)
-    made = Sites(model, plan, units, collectives, exchange, groups)
+    exchange = SiteExchange(anchors, used, config)
+    made = Sites(model, plan, units, collectives, exchange, groups, own)
     made._attach(optimizers[-1])
     return made
 
@@ -280,25 +285,3 @@ def _agree_on_request(
 
 def _pairs(unit: SiteUnit) -> Any:
     return zip(unit.info.params, unit.trainable(), strict=True)
-
-
-def _group_of_its_own(
-    group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup]
-) -> dist.ProcessGroup:
-    """A new group of the same ranks, for exchanges that run while training uses the others."""
-    mine = tuple(dist.get_process_group_ranks(group))
-    everyones = gather_by_rank(groups, {dist.get_rank(): mine})
-    everywhere = len(everyones) == dist.get_world_size()
-    made: Any = None
-    # Either all processes make the groups of all shards, in the same order, or only the members do.
-    for ranks in sorted(set(everyones.values())) if everywhere else [mine]:
-        new = dist.new_group(
-            list(ranks),
-            backend=str(dist.get_backend_config(group)),
-            use_local_synchronization=not everywhere,
-            group_desc="tagc between sites",
-        )
-        if ranks == mine:
-            made = new
-    assert isinstance(made, dist.ProcessGroup)
-    return made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from typing import Any
 
 import pytest
@@ -207,3 +209,74 @@ def test_different_parameters_at_the_start_are_an_error(rank: int, world_size: i
     kind, said = fails(lambda: train(model, optimizer, rank, range(1)))
     assert kind == "SitesDifferError"
     assert "All sites must begin with the same parameters" in said
+
+
+@on_ranks(2)
+def test_a_late_exchange_is_waited_for(rank: int, world_size: int) -> None:
+    """It changes no bit, and is counted."""
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(every=4, delay=1))
+    (anchor, *_) = handle.exchange_state.anchors
+    exchange = anchor.exchange
+
+    def late() -> None:
+        time.sleep(0.3)
+        exchange()
+
+    anchor.exchange = late  # type: ignore[method-assign]
+    train(model, optimizer, rank, range(6))
+    metrics = handle.metrics()
+    assert (metrics.exchanges, metrics.waited) == (1, 1)
+    assert metrics.wait_seconds > 0.1
+    assert "waited for 1 exchanges" in str(metrics)
+    assert metrics.as_dict()["waited"] == 1
+    equal(local_weights(model), local_weights(eager(2, 6, every=4, delay=1)[rank]))
+
+
+@on_ranks(2)
+def test_what_fails_meanwhile_is_raised(rank: int, world_size: int) -> None:
+    """In the step in which its average is due."""
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(every=4, delay=2))
+
+    def fail() -> None:
+        raise RuntimeError("the link is down")
+
+    handle.exchange_state.anchors[0].exchange = fail  # type: ignore[method-assign]
+    train(model, optimizer, rank, range(5))
+    assert fails(lambda: train(model, optimizer, rank, range(1))) == (
+        "RuntimeError",
+        "the link is down",
+    )
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("codec", ["delta", "quantized"])
+def test_compressed_inside_a_site(rank: int, world_size: int, codec: str) -> None:
+    """By tagc.wrap, also with a copy of the parameters, which the exchange changes."""
+    model, sites, site = inside("FSDP2", rank, world_size)
+    when = {"name": ["first.*.weight", "second.*.weight"]}
+    parameters = [{"when": when, "codec": {"kind": codec, "bits": 8}}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # units as small as these may send more when compressed
+        tagc.wrap(model, {"schema": 1, "gradients": [FOUR_BITS], "parameters": parameters})
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(every=2), sites=sites)
+    train(model, optimizer, site, range(4))
+    anchors = handle.exchange_state.anchors
+    for anchor in anchors:
+        both = [torch.empty_like(anchor.values) for _ in range(2)]
+        torch.distributed.all_gather(both, anchor.values, group=sites.get_group())
+        assert torch.equal(*both)
+    # Right after an exchange the parameters are the anchors, and the next forward uses them.
+    for unit, anchor in zip(handle._units, anchors, strict=True):
+        now = torch.empty_like(anchor.values)
+        unit.read(now)
+        assert torch.equal(now, anchor.values)
+    params: dict[str, Any] = dict(model.named_parameters())
+    exact = net()
+    exact.load_state_dict({name: param.full_tensor() for name, param in params.items()})
+    x = torch.ones(3, 7)
+    torch.testing.assert_close(model(x), exact(x), rtol=0.02, atol=0.02)
