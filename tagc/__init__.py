@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tagc.codecs.sketch.count_sketch import CountSketch, Decoded, Sketch
     from tagc.costs import explain
     from tagc.handle.compressor import Compressor, compressor
+    from tagc.handle.sites import Sites, sites
     from tagc.handle.wrapper import wrap
     from tagc.policy import Policy, PolicyError, policies
     from tagc.selfcheck import KernelError
@@ -28,6 +29,7 @@ __all__ = [
     "KernelError",
     "Policy",
     "PolicyError",
+    "Sites",
     "Sketch",
     "StateError",
     "__version__",
@@ -38,6 +40,7 @@ __all__ = [
     "explain",
     "init_device_mesh",
     "policies",
+    "sites",
     "wrap",
 ]
 
@@ -48,6 +51,7 @@ _HOMES = {
     "KernelError": "tagc.selfcheck",
     "Policy": "tagc.policy",
     "PolicyError": "tagc.policy",
+    "Sites": "tagc.handle.sites",
     "Sketch": "tagc.codecs.sketch.count_sketch",
     "StateError": "tagc.checkpoint",
     "activations": "tagc.attach.forward",
@@ -57,6 +61,7 @@ _HOMES = {
     "explain": "tagc.costs",
     "init_device_mesh": "tagc.attach.groups",
     "policies": "tagc.policy",
+    "sites": "tagc.handle.sites",
     "wrap": "tagc.handle.wrapper",
 }
 

@@ -119,6 +119,7 @@ def test_public_names() -> None:
         "KernelError",
         "Policy",
         "PolicyError",
+        "Sites",
         "Sketch",
         "StateError",
         "__version__",
@@ -129,6 +130,7 @@ def test_public_names() -> None:
         "explain",
         "init_device_mesh",
         "policies",
+        "sites",
         "wrap",
     ]
     assert all(hasattr(tagc, name) for name in tagc.__all__)

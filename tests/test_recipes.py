@@ -69,6 +69,16 @@ def test_plain_torch_learns_and_resumes_as_if_it_had_not_stopped(
     assert losses(rest) == losses(whole)[-1:]
 
 
+def test_sites_learn_and_resume_as_if_they_had_not_stopped(tmp_path: Path) -> None:
+    command = [*TORCHRUN, recipe("sites")]
+    whole = run(*command, "--steps", "80")
+    assert losses(whole)[-1] < losses(whole)[0]
+    assert "exchanges 2" in whole
+    folder = ["--checkpoint", str(tmp_path / "checkpoint")]
+    run(*command, "--steps", "48", *folder)
+    assert losses(run(*command, "--steps", "80", *folder)) == losses(whole)[-2:]
+
+
 def resumes(tmp_path: Path, *command: str) -> str:
     """Check that 8 steps and then 4 print the losses of 12; the output of the 12."""
     whole = run(*command, "--steps", "12")

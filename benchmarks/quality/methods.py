@@ -27,6 +27,11 @@ class Method:
     ddp: bool = False
     powersgd: int | None = None
 
+    @property
+    def in_sites(self) -> bool:
+        """Whether every rank is a site, and takes the policy to ``tagc.sites``."""
+        return isinstance(self.policy, dict) and "sites" in self.policy
+
 
 Part = tuple[str, dict[str, Any]]
 """A name and what a rule says of the codec and the feedback."""
@@ -71,11 +76,40 @@ def _method(part: Part | None, *rates: float, changes: int | None = None) -> Met
     return Method(name=name, policy=policy, rates=rates or _RATES)
 
 
+def _in_sites(line: str, part: Part | None, **sites: Any) -> Method:
+    """A rank is a site. It exchanges changes with the codec of a part; None as they are."""
+    rule = {"codec": {"kind": "dense"}} if part is None else part[1]
+    rules = [{"when": {"role": _MATRICES, "min_numel": 1}, **rule}]
+    return Method(name=line, policy={"schema": 1, "gradients": rules, "sites": sites})
+
+
+_MATRICES = ["attention", "mlp", "embedding", "head", "other"]
 _BIT: dict[str, Any] = {"level": 1.3}
 _EIGHTH: dict[str, Any] = {"group": 8}
 _HOSTS = _quantized("bfloat16", "4 bits, residual, bfloat16 residual")
 _BIT_RATES, _EIGHTH_RATES = (4.5e-3, 6e-3, 9e-3), (6e-3, 9e-3, 1.2e-2)
 _THRIFTY = _matrix("matrix, 1 bit, bfloat16 residual", 0.83, "bfloat16", **_BIT)
+_SITE_BITS: dict[str, Part | None] = {
+    "32 bits": None,
+    "4 bits": _HOSTS,
+    "1 bit": _matrix("matrix, 1 bit, bfloat16 residual", 1.0, "bfloat16", bits=1),
+}
+_MEAN: dict[str, Any] = {"outer": {"rate": 1.0, "momentum": 0.0}}
+_SITES = [
+    *(
+        _in_sites(f"sites, every {every}, {bits}", part, every=every, **_MEAN)
+        for every in (16, 32, 64)
+        for bits, part in _SITE_BITS.items()
+    ),
+    _in_sites("sites, every 32, 32 bits, outer momentum 0.9", None, every=32),
+    _in_sites(
+        "sites, every 32, 32 bits, outer momentum 0.5",
+        None,
+        every=32,
+        outer={"rate": 0.7, "momentum": 0.5},
+    ),
+    _in_sites("sites, every 32, 4 bits, delay 4", _HOSTS, every=32, delay=4, alpha=0.5, **_MEAN),
+]
 # The TAGC paper's roles and density, with all else as in policy `attn-only`.
 _TAGC_ROLES = {"role": ["mlp", "embedding", "head"]}
 _TAGC: dict[str, Any] = {
@@ -130,6 +164,7 @@ _ALL = (
     Method(name="DDP, one-bit", policy="one-bit", ddp=True),
     Method(name="DDP, PowerSGD of rank 4", ddp=True, powersgd=4),
     Method(name="DDP, PowerSGD of rank 16", ddp=True, powersgd=16),
+    *_SITES,
     Method(name="attn-only", policy="attn-only"),
     Method(name="non-attn", policy=_TAGC),
 )  # fmt: skip
@@ -160,6 +195,7 @@ LINES = {
     "4 bits in blocks of 32, stateless": "4 bits in blocks of 32, none, stochastic",
     "4 bits, stateless, to nearest": "4 bits, none, nearest",
     **{name: name for name in METHODS if name.startswith("DDP")},
+    **{method.name: method.name for method in _SITES},
     "attn-only": "attn-only",
     "non-attn": "non-attn",
 }

@@ -132,7 +132,7 @@ def _with(name: str, **recipe: Any) -> Setting:
     return Setting(name=name, recipe=replace(PAIRED, **recipe))
 
 
-# After the first setting, each one changes one thing.
+# After the first setting, each one changes one thing. The sites have the rate of 2 ranks.
 _ALL = (
     Setting(name="2 k tokens, 4 ranks, AdamW"),
     # The same tokens a step, on fewer or more ranks.
@@ -157,5 +157,12 @@ _ALL = (
     replace(_with("Lion", optimizer="lion"), unit=0.1),
     _with("beta2 0.999", beta2=0.999),
     _with("no clipping", clip=None),
+    Setting(
+        name="2 sites",
+        shape=replace(_SMALL, ranks=2, batch=16),
+        recipe=replace(PAIRED, averaged=1),
+        rates=(9e-3,),
+        max_rates=1,
+    ),
 )
 SETTINGS = {setting.name: setting for setting in _ALL}

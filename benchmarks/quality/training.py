@@ -46,12 +46,13 @@ def train(run: Run) -> Record:
     rank, corpus = dist.get_rank(), _corpus(shape.vocabulary)
     model = make_model(shape, run.seed, run.method)
     compressor = None
-    if run.method.policy is not None:
+    if run.method.policy is not None and not run.method.in_sites:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such a small model may cost more compressed
             model = tagc.wrap(model, run.method.policy)
         compressor = tagc.compressor(model)
     optimizers = make_optimizers(model, recipe, run.rate)
+    sites = tagc.sites(model, optimizers, run.method.policy or {}) if run.method.in_sites else None
     if recipe.kept:
         assert compressor is not None, "dense rates need no keeping"
         for optimizer in optimizers:
@@ -76,6 +77,8 @@ def train(run: Run) -> Record:
             optimizer.zero_grad()
         seconds += time.perf_counter() - started
         done = step + 1
+        if done == run.steps and sites is not None:
+            sites.exchange()
         if done in last or done * _EVALUATIONS // run.steps != step * _EVALUATIONS // run.steps:
             losses[done] = _validate(model, corpus, recipe.windows if done in last else _HELD_OUT)
             if not math.isfinite(losses[done]):  # on all ranks: it is their sum
@@ -90,6 +93,9 @@ def train(run: Run) -> Record:
         "norms": [float(f"{n:.4g}") for n in norms if math.isfinite(n)],
         "step_ms": round(1e3 * seconds / done, 1),
     }
+    if sites is not None:
+        record["bits"] = _bits(sites.plan().units) or 32.0
+        sites.remove()
     if compressor is not None:
         plan = compressor.plan()
         record["bits"] = _bits(plan.units) or 32.0
@@ -122,6 +128,8 @@ def make_model(shape: Shape, seed: int, method: Method = DENSE) -> Any:
         return with_powersgd(model, rank=method.powersgd, first=_POWERSGD_FROM)
     if method.ddp:
         return DistributedDataParallel(model)
+    if method.in_sites:
+        return model
     for block in model.transformer.h:  # pyright: ignore
         fully_shard(block)
     return fully_shard(model)

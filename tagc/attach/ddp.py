@@ -23,10 +23,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from tagc.attach.parameter_sets import Named, info_of_set, parameter_sets
 from tagc.attach.unit import Integration, Unit
 from tagc.attach.whole import check_policy, reduce_whole, whole_on_hosts
 from tagc.collect import CollectiveWork, Transport, UnitReducer
-from tagc.plan import UnitInfo, UnitParam, as_list
+from tagc.plan import UnitInfo, as_list
 from tagc.policy.roles import clean_name
 
 UNIT_BYTES = 25 * 2**20
@@ -273,43 +274,43 @@ def _check(name: str, module: DistributedDataParallel) -> None:
         )
 
 
-def _units(name: str, module: DistributedDataParallel) -> Iterator[DDPUnit]:
-    prefix, group = f"{name}." if name else "", _group_of(module)
-    found: list[list[tuple[str, nn.Parameter]]] = []
-    # The last set of each dtype and device, which may have room for more.
-    last: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+def _named_params(name: str, module: DistributedDataParallel) -> Iterator[Named]:
+    """The parameters that DDP keeps equal, by their names in the model as written."""
+    prefix = f"{name}." if name else ""
     for own, param in module.module.named_parameters():
-        if not param.requires_grad or own in module.parameters_to_ignore:
-            continue
-        kind = param.dtype, param.device
-        if kind not in last or _bytes([*last[kind], (own, param)]) > UNIT_BYTES:
-            last[kind] = []
-            found.append(last[kind])
-        last[kind].append((clean_name(prefix + own), param))
-    for named in found:
+        if own not in module.parameters_to_ignore:
+            yield clean_name(prefix + own), param
+
+
+def whole_params(model: nn.Module) -> tuple[list[Named], dist.ProcessGroup]:
+    """All parameters of a model whose modules are data parallel over one group, and that group.
+
+    Raises:
+        ValueError: if DDP does not keep all trainable parameters equal, or has several groups.
+    """
+    modules = [*_modules(model)]
+    named = [found for name, module in modules for found in _named_params(name, module)]
+    kept = {id(param) for _, param in named}
+    rest = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in kept]
+    if rest:
+        raise ValueError(f"DistributedDataParallel does not keep {as_list(rest)} equal in a site")
+    groups = {tuple(dist.get_process_group_ranks(_group_of(m))): _group_of(m) for _, m in modules}
+    if len(groups) > 1:
+        raise ValueError("the model's modules are data parallel over different ranks")
+    return named, next(iter(groups.values()))
+
+
+def _units(name: str, module: DistributedDataParallel) -> Iterator[DDPUnit]:
+    group = _group_of(module)
+    for named in parameter_sets(_named_params(name, module), UNIT_BYTES):
         params = [param for _, param in named]
-        infos = [
-            UnitParam(name=name, shape=tuple(param.shape) or (1,), columns=param.numel())
-            for name, param in named
-        ]
-        info = UnitInfo(
-            name=named[0][0],
-            params=tuple(infos),
-            world_size=group.size(),
-            dtype=params[0].dtype,
-            replicated=True,
-        )
         yield DDPUnit(
-            info=info,
+            info=info_of_set(named, group.size()),
             group=group,
             device=params[0].device,
             _module=weakref.ref(module),
             _params=params,
         )
-
-
-def _bytes(named: Sequence[tuple[str, nn.Parameter]]) -> int:
-    return sum(param.numel() * param.element_size() for _, param in named)
 
 
 DDP = Integration(

@@ -3,7 +3,6 @@ policy may ask for."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tagc.attach.parameter_sets import columns_in_rows
 from tagc.collect import UnitReducer
 from tagc.collect.stage import ReduceNatively
 from tagc.plan import UnitInfo, UnitParam
 from tagc.policy import Policy, PolicyError
-from tagc.policy.policy import check_lead
+from tagc.policy.rules import check_lead
 
 
 def reduce_whole(
@@ -39,7 +39,7 @@ def reduce_whole(
     whole = [view.reshape(-1) if rows == 1 or not view.ndim else view for view in views]
     flat = torch._chunk_cat(whole, dim=0, num_chunks=rows).view(-1)
     reducer.reduce(flat, flat, group, op, native, reached=reached)
-    pieces = flat.view(rows, -1).split([_columns(view.shape, rows) for view in views], dim=1)
+    pieces = flat.view(rows, -1).split([columns_in_rows(view.shape, rows) for view in views], dim=1)
     pairs = zip(pieces, views, strict=True)
     found = [piece.reshape(-1)[: view.numel()].view_as(view) for piece, view in pairs]
     torch._foreach_copy_(list(views), found)
@@ -47,19 +47,13 @@ def reduce_whole(
 
 def whole_on_hosts(info: UnitInfo, ranks: int) -> UnitInfo:
     """The unit with ``ranks`` neighbours on each host, over which its parameters are cut."""
-    params = [replace(p, columns=_columns(local_shape(p), ranks)) for p in info.params]
+    params = [replace(p, columns=columns_in_rows(local_shape(p), ranks)) for p in info.params]
     return replace(info, params=tuple(params), ranks_per_host=ranks)
 
 
 def local_shape(param: UnitParam) -> tuple[int, ...]:
     """The shape of a whole parameter on this rank, a part of it with tensor parallelism."""
     return param.local or param.shape
-
-
-def _columns(shape: Sequence[int], rows: int) -> int:
-    """Columns of a parameter that is cut in its first dimension into ``rows`` rows."""
-    length, *rest = shape or (1,)
-    return -(-length // rows) * math.prod(rest)
 
 
 def check_policy(policy: Policy, replicas: bool) -> None:

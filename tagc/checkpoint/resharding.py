@@ -16,6 +16,8 @@ for its elements. Several groups may also have the same elements, perhaps the wh
 duplicates get the same gradients and have equal residuals. Every new group takes over the residual
 of the first saved duplicate, so all of them stay equal.
 
+Sites hold their anchors and the outer momentum alike, so these are taken over in the same way.
+
 With two shots across replicas, the owner of a slice also has a residual of the sum that it sends.
 New owners take it over unchanged. If there are no owners any more, because all replicas send each
 other everything, it is added to the first replica's residual, times the number of replicas, by
@@ -39,7 +41,13 @@ from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES
 Holdings = Mapping[int, Mapping[str, ParamLocation]]
 
 _OWED_BY_OWNERS = f"{OWNER_RESIDUAL}."
-_OWNED = (*(f"{kind}." for kind in OWNER_STATES), _OWED_BY_OWNERS)
+_ANCHOR = "anchor."
+_OWNED = (
+    *(f"{kind}." for kind in OWNER_STATES),
+    _OWED_BY_OWNERS,
+    # Of sites, which hold them alike.
+    *(_ANCHOR, "momentum.", "in_flight."),
+)
 # Owner states of a removed kind of feedback: read only to report that they are dropped.
 _REMOVED = ("average.",)
 
@@ -93,6 +101,12 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
         for full, place in holdings[holder].items():
             new.setdefault(split_suffix(full)[0], []).append((holder, full, place))
     merge = Merge()
+    for name in new:
+        if name.startswith(_ANCHOR) and name not in old:
+            raise StateError(
+                f"{source.where}: it has no {name.replace('.', ' of ', 2)}: it was not saved by "
+                "tagc.sites, or for another model"
+            )
     if source.alone:
         _check_owned(source, old, holdings[rank])
         _check_hosts(source, old, new)

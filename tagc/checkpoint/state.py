@@ -22,7 +22,7 @@ from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
 from tagc.checkpoint.suffix import split_suffix
 from tagc.checkpoint.unit_state import UnitState
 from tagc.codecs.state import nested, part_of
-from tagc.collect import UnitGatherer, agree_on, gather_by_rank
+from tagc.collect import SiteExchange, UnitGatherer, agree_on, gather_by_rank
 from tagc.collect.gauge import NoiseGauge
 from tagc.collect.waiting import Waiting
 from tagc.plan import Plan
@@ -37,6 +37,8 @@ class State:
         reduced: the units in each direction of gradients.
         gathered: the gatherers of the units' parameters; empty if FSDP gathers them.
         waiting: the gradients of micro-batches that wait. A state cannot contain any.
+        clock: counts the optimizer steps of sites, and knows what is in flight between them; None
+            without sites.
     """
 
     plan: Plan
@@ -44,6 +46,7 @@ class State:
     reduced: Sequence[UnitState]
     gathered: Sequence[UnitGatherer]
     waiting: Sequence[Waiting] = ()
+    clock: SiteExchange | None = None
 
     @property
     def step(self) -> int:
@@ -179,6 +182,8 @@ class State:
             state |= nested(reduced.name, reduced.reducer.state(noise=noise))
         for gatherer in self.gathered:
             state |= nested(_gathered_name(gatherer), gatherer.state())
+        if self.clock is not None:
+            state |= nested(_CLOCK, self.clock.state())
         return state
 
     def _exactly(self, source: Source, rank: int) -> Callable[[], None]:
@@ -204,6 +209,7 @@ class State:
                 raise StateError(f"{source.where}: {name} of rank {rank} is not finite")
         checks = [(r.name, r.reducer.check_state) for r in self.reduced]
         checks += [(_gathered_name(g), g.check_state) for g in self.gathered]
+        checks += [] if self.clock is None else [(_CLOCK, self.clock.check_state)]
         for name, check in checks:
             try:
                 check(part_of(name, tensors))
@@ -212,6 +218,8 @@ class State:
 
         def apply() -> None:
             _synchronize()
+            if self.clock is not None:
+                self.clock.load_state(part_of(_CLOCK, tensors))
             for reduced in self.reduced:
                 with reduced.opened() as residuals:
                     for name, place, residual in residuals:
@@ -231,8 +239,12 @@ class State:
             for name, place, residual in reduced.residuals()
         }
 
+        clock = self._saved_clock(source)
+
         def apply() -> None:
             _synchronize()
+            if self.clock is not None:
+                self.clock.load_state(clock)
             for reduced in self.reduced:
                 reduced.reducer.state()  # waits for messages in flight
                 reduced.reducer.reset(step)
@@ -244,6 +256,23 @@ class State:
                 gatherer.refresh()
 
         return apply
+
+    def _saved_clock(self, source: Source) -> Mapping[str, Tensor]:
+        """The clock of any saved rank, because it is the same on all; empty without sites."""
+        if self.clock is None:
+            return {}
+        rank = next(iter(source.headers()))
+        names = [name for name in source.shapes(rank) if name.startswith(f"{_CLOCK}.")]
+        found = part_of(_CLOCK, {name: source.read(rank, name) for name in names})
+        try:
+            self.clock.check_state(found)
+        except ValueError as error:
+            raise StateError(f"{source.where}: {_CLOCK}: {error}") from None
+        return found
+
+
+# The name of the clock in a state.
+_CLOCK = "sites"
 
 
 def _any_duplicate(full: str) -> str:

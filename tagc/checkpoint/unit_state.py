@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -21,6 +21,8 @@ class UnitState:
         direction: ``gradients`` or ``replicas``.
         shard, shards: index of this rank's shard of the unit's parameters, and number of shards.
         replica: index of the replica that this rank is in, from 0; 0 without replicas.
+        shared: tensors ``[S]`` that all replicas hold alike, by kind; see
+            :attr:`tagc.collect.Anchor.shared`.
     """
 
     direction: str
@@ -28,6 +30,7 @@ class UnitState:
     shard: int
     shards: int
     replica: int = 0
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -60,6 +63,10 @@ class UnitState:
     ) -> Iterator[tuple[str, ParamLocation, Tensor]]:
         """:meth:`residuals`, with the kind of tensor in place of its name."""
         plan = self.reducer.plan
+        for kind, values in self.shared.items():
+            rows = {s.start: values[None, s.start : s.stop] for s in plan.segments}
+            for place, tensor in locations(plan, rows, self.shards, self.shard):
+                yield kind, place, tensor
         owned = self._by_kind()
         if plan.shots is not None:
             for place, tensor in slice_locations(plan, residuals, self.shards, self.shard):

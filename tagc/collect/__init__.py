@@ -1,6 +1,7 @@
 """The core: compressed collectives of one unit, over transports, and what ranks must agree on."""
 
 from tagc.collect.agreement import agree_on, gather_by_rank, gather_merged
+from tagc.collect.anchor import Anchor
 from tagc.collect.copy_gatherer import CopyGatherer
 from tagc.collect.gatherer import GatherSetup, Phase, UnitGatherer
 from tagc.collect.gauge import NoiseGauge, noise_factor
@@ -12,10 +13,12 @@ from tagc.collect.message_gatherer import MessageGatherer
 from tagc.collect.reducer import UnitReducer
 from tagc.collect.rehearsal import rehearse
 from tagc.collect.replicas import ReplicaAverage
+from tagc.collect.site_exchange import SiteExchange, SitesDifferError, Waits
 from tagc.collect.skipped_step import copy_step_state, restore_step_state
 from tagc.collect.transport import CollectiveWork, Transport, check_backends
 
 __all__ = [
+    "Anchor",
     "CollectiveWork",
     "CopyGatherer",
     "GatherSetup",
@@ -29,9 +32,12 @@ __all__ = [
     "Phase",
     "RankOnHost",
     "ReplicaAverage",
+    "SiteExchange",
+    "SitesDifferError",
     "Transport",
     "UnitGatherer",
     "UnitReducer",
+    "Waits",
     "agree_on",
     "check_backends",
     "check_hosts",

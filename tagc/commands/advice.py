@@ -1,4 +1,4 @@
-"""``tagc advise``: whether compression pays, for one link or for each dimension of a mesh."""
+"""``tagc advise``: whether compression pays, for one link, each dimension of a mesh, or sites."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from tagc.basics.plots import pyplot
 from tagc.commands.given import DTYPES, check_ranks, mesh_of, print_json
 from tagc.costs.advise import report
+from tagc.costs.auto import is_automatic
 from tagc.costs.candidates import Advisor, Question
 from tagc.costs.data import advice_data
 from tagc.costs.dimensions import activation_traffic, one_stage
@@ -23,11 +24,16 @@ from tagc.costs.placement import (
 )
 from tagc.costs.plot import check_format, draw
 from tagc.costs.shapes import ModelError, ModelShapes
-from tagc.policy import Policy, data_parallel_policies
+from tagc.costs.site_advice import SiteQuestion, site_costs, site_data, site_report
+from tagc.policy import Policy, data_parallel_policies, policies
 
 
 def advise(args: argparse.Namespace) -> int:
     mesh = mesh_of(args)
+    if args.sites > 1:
+        if mesh is not None:
+            raise ModelError("--sites and --mesh do not go together")
+        return _advise_sites(args)
     plots = None if args.plot is None else _plots(args.plot)
     link = Link(
         bandwidth=args.bandwidth,
@@ -60,6 +66,31 @@ def advise(args: argparse.Namespace) -> int:
     if args.json:
         return print_json(advice_data(advisor) | {"dimensions": _plain(dimensions)})
     print(report(advisor))
+    return 0
+
+
+def _advise_sites(args: argparse.Namespace) -> int:
+    world = args.sites if args.world is None else args.world
+    if world % args.sites:
+        raise ModelError(f"--world {world} does not divide by --sites {args.sites}")
+    if args.replicas != 1 or args.ranks_per_host != 1 or args.plot is not None:
+        raise ModelError("with --sites leave out --replicas, --ranks-per-host and --plot")
+    shapes = load_model(args.params or args.model)
+    question = SiteQuestion(
+        shapes=shapes,
+        world_size=world,
+        sites=args.sites,
+        bandwidth=args.bandwidth,
+        latency=args.latency,
+        compute=_compute(args, shapes),
+        overlap=args.overlap if args.overlap is not None else 0.0 if args.device == "cpu" else 1.0,
+    )
+    loaded = map(Policy.load, [*policies(), *args.policy])
+    chosen = [p for p in loaded if not (p.dimensions or is_automatic(p) or p.name == "dense")]
+    costs, refused = site_costs(question, chosen)
+    if args.json:
+        return print_json(site_data(costs, refused))
+    print(site_report(question, costs, refused))
     return 0
 
 

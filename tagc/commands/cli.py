@@ -123,6 +123,7 @@ def _add_explain(commands: Any) -> None:
     command.add("--bandwidth", type=bandwidth, help="link bandwidth for codec auto, such as 10Gbit")
     command.add("--latency", type=seconds, default=0.0, help="link latency for codec auto")
     _add_mesh(command)
+    command.add("--sites", type=ranks, default=1, help="with a policy for sites: their number")
     command.add(
         "--full", action="store_true", help="print every parameter, even if blocks are equal"
     )
@@ -138,12 +139,20 @@ def _add_advise(commands: Any) -> None:
         "--model my_models:make --world 8 --bandwidth 10Gbit --step-time 1.2s",
         "--model llama-70b/config.json --world 256 --bandwidth 10Gbit --plot step-time.png",
         "--params 70B --mesh pp=2,dp=4,tp=8 --tokens 8192 --ranks-per-host 8 --bandwidth 100Gbit",
+        "--params 1B --sites 4 --bandwidth 200Mbit --latency 50ms --step-time 1s",
     )
     what = command.parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--params", help="parameters of a synthetic transformer, such as 7e9")
     what.add_argument("--model", help=_MODEL)
     _add_ranks(command)
     _add_mesh(command)
+    command.add(
+        "--sites",
+        type=ranks,
+        default=1,
+        help="sites that exchange changes of parameters, beside gradients in every step; "
+        "--bandwidth is that of a site, --world without it one rank in each",
+    )
     command.add(
         "--bandwidth",
         type=bandwidth,

@@ -21,10 +21,11 @@ from tagc.costs.dimensions import (
     one_stage,
     traffic_table,
 )
-from tagc.costs.explain import plan_shapes
+from tagc.costs.explain import plan_shapes, plan_sites
 from tagc.costs.link import Link
 from tagc.costs.models import load_model
-from tagc.costs.shapes import ModelError
+from tagc.costs.shapes import ModelError, ModelShapes
+from tagc.plan import Plan
 from tagc.policy import Policy, PolicyError, json_schema, show
 from tagc.policy import policies as listed_policies
 from tagc.selfcheck import examine
@@ -145,16 +146,19 @@ def _explain(args: argparse.Namespace) -> int:
         choose = FastestChoice(lambda position, direction: link, no_time, (note,))
     elif is_automatic(policy):
         raise ModelError(f"policy {policy.name!r} chooses by the link: give --bandwidth")
-    plan = plan_shapes(
-        shapes,
-        policy,
-        world_size=args.world,
-        replicas=args.replicas,
-        ranks_per_host=args.ranks_per_host,
-        dtype=DTYPES[args.dtype],
-        parameter_dtype=DTYPES[args.param_dtype],
-        choose=choose,
-    )
+    if policy.sites is not None:
+        plan = _plan_sites(args, shapes, policy)
+    else:
+        plan = plan_shapes(
+            shapes,
+            policy,
+            world_size=args.world,
+            replicas=args.replicas,
+            ranks_per_host=args.ranks_per_host,
+            dtype=DTYPES[args.dtype],
+            parameter_dtype=DTYPES[args.param_dtype],
+            choose=choose,
+        )
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if args.json:
@@ -168,6 +172,15 @@ def _explain(args: argparse.Namespace) -> int:
     if traffic is not None:
         print(f"\n{traffic_table(traffic, args.tokens)}")
     return 0
+
+
+def _plan_sites(args: argparse.Namespace, shapes: ModelShapes, policy: Policy) -> Plan:
+    try:
+        return plan_sites(shapes, policy, world_size=args.world, sites=args.sites)
+    except PolicyError as error:
+        raise ModelError(f"{error} (--sites)" if args.sites < 2 else str(error)) from None
+    except ValueError as error:
+        raise ModelError(str(error)) from None
 
 
 _COMMANDS = {

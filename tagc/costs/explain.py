@@ -15,7 +15,7 @@ from tagc.costs.auto import FastestChoice
 from tagc.costs.codec_time import no_time
 from tagc.costs.link import Link
 from tagc.costs.shapes import ModelShapes, ranks_in_levels
-from tagc.plan import Choose, Plan, UnitInfo, build_plan
+from tagc.plan import Choose, Plan, UnitInfo, between_sites, build_plan
 from tagc.policy import Policy, PolicyError
 
 
@@ -25,19 +25,22 @@ def explain(
     *,
     world_size: int,
     replicas: int = 1,
+    sites: int = 1,
     ranks_per_host: int | None = None,
     dtype: torch.dtype | None = None,
     parameter_dtype: torch.dtype | None = None,
     link: Link | None = None,
 ) -> Plan:
-    """The plan that ``tagc.wrap`` would make, if ``fully_shard`` were applied to every transformer
-    block of the model and then to the model. (Blocks are the children of its ``nn.ModuleList``.)
+    """The plan that ``tagc.wrap`` or ``tagc.sites`` would make, if ``fully_shard`` were applied to
+    every transformer block of the model and then to the model. (Blocks are the children of its
+    ``nn.ModuleList``.)
 
     Args:
         model: a module on any device, including meta; or shapes by parameter name.
         policy: see :func:`tagc.wrap`.
         world_size: total number of ranks.
         replicas: number of copies of the sharded model.
+        sites: number of sites, for a policy with a section ``sites``.
         ranks_per_host: if a copy spans several hosts with several ranks each, the ranks of a host
             add up their gradients first; default: the link's value, or 1.
         dtype: dtype of the gradients that FSDP reduces; default: that of the parameters, or float32
@@ -55,6 +58,14 @@ def explain(
         ranks_per_host = 1 if link is None else link.ranks_per_host
     if ranks_per_host < 1 or world_size % ranks_per_host:
         raise ValueError(f"{world_size} ranks do not divide among hosts of {ranks_per_host}")
+    loaded = Policy.load(policy)
+    if loaded.sites is not None:
+        return plan_sites(ModelShapes.of(model), loaded, world_size=world_size, sites=sites)
+    if sites != 1:
+        raise PolicyError(
+            f"policy {loaded.name!r} has no section sites: leave out the number of sites, or "
+            "choose the built-in policy sites"
+        )
     own = next(model.parameters()).dtype if isinstance(model, nn.Module) else torch.float32
     choose = None
     if link is not None:
@@ -62,7 +73,7 @@ def explain(
         choose = FastestChoice(lambda position, direction: link, no_time, (note,))
     plan = plan_shapes(
         ModelShapes.of(model),
-        Policy.load(policy),
+        loaded,
         world_size=world_size,
         replicas=replicas,
         ranks_per_host=ranks_per_host,
@@ -73,6 +84,22 @@ def explain(
     for warning in plan.warnings:
         warn(warning)
     return plan
+
+
+def plan_sites(shapes: ModelShapes, policy: Policy, *, world_size: int, sites: int) -> Plan:
+    """Plan a policy for sites that each hold a model with these shapes, sharded by FSDP2.
+
+    Raises:
+        ValueError: if the ranks do not divide among the sites.
+        tagc.PolicyError: if there is only one site, or the policy does not fit.
+    """
+    if sites < 2:
+        raise PolicyError(f"policy {policy.name!r} is for sites: give their number, at least 2")
+    if world_size % sites:
+        raise ValueError(f"{world_size} ranks do not divide among {sites} sites")
+    units, _ = shapes.units(world_size // sites, torch.float32, torch.float32)
+    held = [unit for unit in units if unit.params]
+    return build_plan([between_sites(unit, sites) for unit in held], policy)
 
 
 def plan_shapes(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,17 +13,10 @@ from torch.optim import Optimizer
 from tagc.attach import Unit
 from tagc.attach.groups import bytes_by_dimension
 from tagc.basics.warn import warn
-from tagc.checkpoint import (
-    OneRank,
-    Source,
-    State,
-    UnitState,
-    open_folder,
-    save_folder,
-    to_state_dict,
-)
+from tagc.checkpoint import Source, State, UnitState
 from tagc.collect import UnitGatherer, UnitReducer, copy_step_state, restore_step_state
 from tagc.handle.collectives import Collectives
+from tagc.handle.handle import Handle
 from tagc.handle.metrics import Metrics, collect
 from tagc.handle.noise import KeptRates, MeasuredUnit, NoiseFactors, clip_grad_norm
 from tagc.plan import Plan, UnitInfo
@@ -34,7 +25,7 @@ from tagc.plan import Plan, UnitInfo
 _ATTRIBUTE = "_tagc_compressor"
 
 
-class Compressor:
+class Compressor(Handle):
     """Handle on a wrapped model; get it with :func:`tagc.compressor`.
 
     It is ``Stateful``: put it into the state dict of ``torch.distributed.checkpoint`` beside model
@@ -57,10 +48,6 @@ class Compressor:
         self._groups, self._disabled = groups, disabled
         self._noise: NoiseFactors | None = None
         self._kept: list[KeptRates] = []
-
-    def plan(self) -> Plan:
-        """The plan for every parameter. Print it to read it."""
-        return self._plan
 
     def metrics(self) -> Metrics:
         """This rank's counts since ``tagc.wrap``. Waits for the device; no collective."""
@@ -100,6 +87,16 @@ class Compressor:
         return self._collectives.replica_reducers
 
     @property
+    def units(self) -> Sequence[Unit]:
+        """The model's units, for inspection; not part of the stable interface."""
+        return self._units
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether gradients are averaged over replicas of the sharded model."""
+        return self._collectives.replica_group is not None
+
+    @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
         """The process groups of the ranks that share the model; for inspection, not part of the
         stable interface."""
@@ -117,72 +114,8 @@ class Compressor:
         If the ranks of a host pass parameters on, only bytes to other hosts count."""
         return sum(gatherer.wire_bytes for gatherer in self._collectives.gatherers)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """This rank's state between two steps: copies of all residuals, by parameter, and of
-        everything else that determines the next step. Waits for the device; no collective.
-
-        All values are tensors. Their names contain the number of ranks, policy, plan and rank,
-        because ``torch.distributed.checkpoint`` treats tensors with equal names on several ranks as
-        copies of one.
-
-        Raises:
-            ValueError: if the state does not support the way in which a parameter is sharded.
-            RuntimeError: if gradients of micro-batches wait inside hosts or replicas.
-        """
-        state = self._state()
-        return to_state_dict(state.header(), state.take())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, force: bool = False) -> None:
-        """Continue from ``state_dict``, taken by the same rank of the same number of ranks. Call it
-        on all ranks.
-
-        Args:
-            force: also load a state of another policy, and drop the parts that do not fit.
-
-        Raises:
-            tagc.StateError: if the state is not valid, is of another policy or another number of
-                ranks (see :meth:`load`), or part of it would be dropped. Nothing has changed then.
-            RuntimeError: if that happened on another rank, or the ranks' states differ.
-        """
-        self._load(lambda: OneRank(state_dict), force=force)
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the state to a folder that all ranks share: one safetensors file per rank, with
-        policy, plan, step and ranks as metadata. Call it on all ranks, between two steps.
-
-        The previous save stays valid until all files are complete.
-
-        Raises:
-            OSError: if writing fails.
-            tagc.StateError: if the ranks do not share the folder.
-            RuntimeError: if that happened on another rank.
-        """
-        save_folder(Path(folder), self._state())
-
-    def load(
-        self, folder: str | os.PathLike[str], *, key: str = "tagc", force: bool = False
-    ) -> None:
-        """Load a state from a folder that :meth:`save` or ``torch.distributed.checkpoint`` wrote,
-        on any number of ranks. Call it on all ranks.
-
-        With the same ranks and plan the run continues as if it had never stopped. Otherwise the
-        residuals of every parameter are redistributed and keep their sum over ranks; thresholds and
-        counters start again.
-
-        Args:
-            key: the compressor's key in the state dict of a ``torch.distributed.checkpoint``.
-            force: also load a state of another policy, and drop, with a warning, the parts that do
-                not fit.
-
-        Raises:
-            tagc.StateError: if there is no valid state, it is of another policy, or part of it
-                would be dropped. Nothing has changed then.
-            RuntimeError: if that happened on another rank, or the ranks' states differ.
-        """
-        self._load(lambda: open_folder(Path(folder), key), force=force)
-
     def _load(self, open_source: Callable[[], Source], *, force: bool) -> None:
-        self._state().load(open_source, force=force)
+        super()._load(open_source, force=force)
         measures = any(reducer.gauge is not None for reducer in self._collectives.all_reducers)
         if measures and self._noise is None and not self._disabled:
             warn(
@@ -346,7 +279,7 @@ class Compressor:
             delattr(self._model, _ATTRIBUTE)
 
 
-def _shard_of(unit: Unit, info: UnitInfo, replica: int) -> dict[str, int]:
+def _shard_of(unit: Unit, info: UnitInfo, replica: int) -> dict[str, Any]:
     """This rank's shard of a unit. With DDP the ranks of a host share a replica."""
     if not info.replicated:
         return {"shard": unit.group.rank(), "shards": unit.group.size(), "replica": replica}

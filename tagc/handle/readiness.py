@@ -10,16 +10,19 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from tagc.attach import Unit
 from tagc.basics.locked import locked
 from tagc.basics.progress import Progress
 from tagc.collect import rehearse
-from tagc.ops import Ops, compiles_ahead
+from tagc.ops import Ops, compiles_ahead, get_ops
 from tagc.plan import Plan
 from tagc.selfcheck import Recorder, check
 
@@ -82,3 +85,15 @@ def _current(device: torch.device) -> Iterator[None]:
         return
     with torch.cuda.device(device):
         yield
+
+
+def with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:
+    """Compile and check the plan's kernels; the plan gets notes on them."""
+    notes = []
+    if any(unit_plan.compressed for unit_plan in plan.all_units):
+        shown = dist.get_rank() == 0
+        for device in dict.fromkeys(unit.device for unit in units):
+            chosen = get_ops(device, ops)
+            notes.append(make_ready(plan, chosen, device, shown=shown))
+    notes = (*plan.notes, *(note for note in notes if note is not None))
+    return replace(plan, notes=notes)

@@ -49,8 +49,7 @@ from tagc.handle.collectives import (
     over_replicas,
 )
 from tagc.handle.compressor import Compressor, attach, attached
-from tagc.handle.readiness import make_ready
-from tagc.ops import get_ops
+from tagc.handle.readiness import with_kernels
 from tagc.plan import Choose, Plan, build_plan
 from tagc.policy import Policy, PolicyError
 
@@ -141,7 +140,7 @@ def wrap(
     def make() -> tuple[tuple[Plan, Collectives], str]:
         plan = _plan(units, loaded, replica_group, levels, choose)
         if not disabled and not alone:
-            plan = _with_kernels(units, plan, ops)
+            plan = with_kernels(units, plan, ops)
         made = make_collectives(units, plan, levels, made_with, replica_group)
         return (plan, made), plan.fingerprint[:12]
 
@@ -222,6 +221,11 @@ def _agree_on_request(
         about_parameters.append(bool(loaded.parameters))
         replicated = given is not None or found[0].replicas is not None
         integrations[0].check_policy(loaded, replicated)
+        if loaded.sites is not None:
+            raise PolicyError(
+                f"policy {loaded.name!r} is for sites: call tagc.sites(model, optimizer, policy), "
+                "and give tagc.wrap a policy without the section sites"
+            )
         check_meshes(model, loaded)
         _check_replicas_apart(found, given)
         if loaded.replicas and not replicated:
@@ -315,18 +319,6 @@ def _in_levels(units: Sequence[Unit], plan: Plan) -> list[Unit]:
 
 def _on_gloo(units: Sequence[Unit]) -> bool:
     return any(Transport(unit.group).adds_itself(unit.device) for unit in units)
-
-
-def _with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:
-    """Compile and check the plan's kernels; the plan gets notes on them."""
-    notes = []
-    if any(unit_plan.compressed for unit_plan in plan.all_units):
-        shown = dist.get_rank() == 0
-        for device in dict.fromkeys(unit.device for unit in units):
-            chosen = get_ops(device, ops)
-            notes.append(make_ready(plan, chosen, device, shown=shown))
-    notes = (*plan.notes, *(note for note in notes if note is not None))
-    return replace(plan, notes=notes)
 
 
 def _chooser(

@@ -11,7 +11,7 @@ from tagc.plan.stages import StagePlan
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.two_shots import in_two_shots, slices_of
 from tagc.plan.unit_plan import Direction, TwoShots, UnitPlan
-from tagc.plan.units import FlatBuffer, UnitInfo, UnitParam
+from tagc.plan.units import FlatBuffer, UnitInfo, UnitParam, between_sites
 
 __all__ = [
     "AUTO_BITS",
@@ -30,6 +30,7 @@ __all__ = [
     "UnitParam",
     "UnitPlan",
     "as_list",
+    "between_sites",
     "buffers_of",
     "build_plan",
     "config_inside",

@@ -26,6 +26,7 @@ from tagc.plan.inside import plan_inside, without_effect
 from tagc.plan.messages import Segment
 from tagc.plan.param_slices import columns_of
 from tagc.plan.plan import Plan
+from tagc.plan.sites import about_sites
 from tagc.plan.table import as_list
 from tagc.plan.two_shots import about_shots, in_fewest_bytes
 from tagc.plan.unit_plan import Direction, UnitPlan
@@ -112,6 +113,7 @@ def build_plan(
     segments = [s for units in directions for unit in units for s in unit.segments]
     kinds = [s.codec.feedback for s in segments if s.codec.feedback is not None]
     notes += dict.fromkeys(feedback.note for feedback in kinds if feedback.note)
+    notes += [] if policy.sites is None else about_sites(directions[0], policy.sites)
     notes += [] if policy.tuning is None else [policy.tuning.advice]
     plan = Plan(policy, *directions, notes=tuple(notes), gloo=gloo)
     return replace(plan, warnings=tuple(check_effect(plan, matched)))

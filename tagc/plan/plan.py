@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tagc.plan.alike import merged
@@ -12,6 +12,7 @@ from tagc.plan.canonical import canonical
 from tagc.plan.memory import Memory, memory_of
 from tagc.plan.messages import Segment
 from tagc.plan.row import Row
+from tagc.plan.sites import anchor_bytes
 from tagc.plan.table import as_text
 from tagc.plan.unit_plan import UnitPlan
 from tagc.plan.units import UnitParam
@@ -45,7 +46,10 @@ class Plan:
     @property
     def memory(self) -> Memory:
         """Memory that a rank needs in addition to FSDP's own."""
-        return memory_of(self.all_units, gloo=self.gloo)
+        memory = memory_of(self.all_units, gloo=self.gloo)
+        if self.policy.sites is None:
+            return memory
+        return replace(memory, stored=memory.stored + anchor_bytes(self.units, self.policy.sites))
 
     @property
     def all_units(self) -> tuple[UnitPlan, ...]:
@@ -84,7 +88,13 @@ class Plan:
             *self.notes,
             *(f"warning: {warning}" for warning in self.warnings),
         )
-        return as_text(self.policy.name, rows, self.warmup_steps, notes)
+        return as_text(
+            self.policy.name,
+            rows,
+            self.warmup_steps,
+            notes,
+            in_sites=self.policy.sites is not None,
+        )
 
 
 def _rows(unit: UnitPlan, segment: Segment, policy: Policy) -> Iterator[Row]:

@@ -99,3 +99,11 @@ class UnitInfo:
         if self.replicated:  # with DDP a rank then has whole parameters, not a host's part
             params = tuple(replace(param, columns=math.prod(param.shape)) for param in params)
         return replace(self, params=params, ranks_per_host=1)
+
+
+def between_sites(unit: UnitInfo, sites: int) -> UnitInfo:
+    """The exchange between sites of a unit's shard. Changes are small differences of parameters, so
+    they are computed in float32, whatever the parameters have."""
+    return replace(
+        unit, world_size=sites, dtype=torch.float32, per_step=1, ranks_per_host=1, replicated=True
+    )

@@ -24,6 +24,7 @@ from tagc.policy.configs import AutoConfig, AutoParametersConfig
 from tagc.policy.dimensions import DimensionRule, QuantizedActivationsConfig
 from tagc.policy.roles import Role
 from tagc.policy.rules import ParameterRule, Rule
+from tagc.policy.sites import OuterConfig, SitesConfig
 
 
 def canonical(
@@ -34,6 +35,7 @@ def canonical(
     inside: str,
     roles: Mapping[Role, Sequence[str]],
     dimensions: Mapping[str, DimensionRule],
+    sites: SitesConfig | None,
 ) -> str:
     """Everything in a policy that changes a run. Name, `about` and `tuning` do not."""
     content: dict[str, Any] = {
@@ -48,6 +50,8 @@ def canonical(
         content["roles"] = [[role, list(globs)] for role, globs in roles.items()]
     if dimensions:
         content["dimensions"] = {name: _part(rule.codec) for name, rule in dimensions.items()}
+    if sites is not None:
+        content["sites"] = {**_part(sites), "outer": _part(sites.outer)}
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
@@ -65,6 +69,8 @@ _KEYS: dict[type[Strict], tuple[str, ...]] = {
     DeltaConfig: ("kind", "bits", "block", "rounding"),
     AutoParametersConfig: ("kind", "min_bits", "memory"),
     AutoConfig: ("kind", "min_bits"),
+    SitesConfig: ("every", "fragments", "delay", "alpha", "outer"),
+    OuterConfig: ("rate", "momentum"),
 }
 # Options that were removed; their value stays in the form.
 _REMOVED: dict[type[Strict], dict[str, Any]] = {

@@ -40,7 +40,8 @@ from tagc.policy.document import (
 )
 from tagc.policy.problems import raise_problems, translate
 from tagc.policy.roles import ParamInfo, Role, clean_name
-from tagc.policy.rules import ParameterRule, Rule, first_match
+from tagc.policy.rules import ParameterRule, Rule, check_replicated, first_match
+from tagc.policy.sites import SitesConfig, problems_of_sites
 from tagc.policy.suggest import short
 from tagc.policy.tuning import Tuning
 
@@ -56,33 +57,6 @@ def _as_rules(value: object) -> tuple[object, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"must be a non-empty list of rules, not {short(value)}")
     return tuple(value)
-
-
-def check_replicated(rule: Rule) -> Rule:
-    """Refuse a rule for replicas that cannot be followed there.
-
-    Raises:
-        ValueError: with the key and the reason.
-    """
-    if rule.codec.shares_support:
-        raise ValueError(
-            "codec.support 'shared' is chosen by a shard's owner, and replicas have none"
-        )
-    return check_lead(rule)
-
-
-def check_lead(rule: Rule) -> Rule:
-    """Refuse a rule for gradients whose average would differ from rank to rank.
-
-    Raises:
-        ValueError: with the key and the reason.
-    """
-    if rule.feedback.lead == "measured":
-        raise ValueError(
-            "feedback.lead 'measured' differs from rank to rank, and replicas must stay equal; "
-            "give a number"
-        )
-    return rule
 
 
 _Rule = TypeVar("_Rule")
@@ -138,6 +112,9 @@ class Policy(Strict):
     roles: dict[Role, OneOrMore[Glob]] = Field(default={})
     """Roles of this model's parameters by name: for each role a glob, or a list of globs, as in
     `name`. The first role that matches decides, before tagc's own table of names."""
+    sites: SitesConfig | None = None
+    """When sites exchange changes of parameters, if the policy is for `tagc.sites`. The rules for
+    `gradients` then say how changes are sent. Other lists of rules must be empty."""
     tuning: Tuning | None = None
     """Factors between a dense run's settings and this policy's; if omitted, no hint is printed."""
 
@@ -174,7 +151,13 @@ class Policy(Strict):
                 return cls.load(named or "auto")
             except PolicyError as error:
                 raise PolicyError(f"{VARIABLE}={named}: {error}") from None
-        policy = _resolved(read(source))
+        document = read(source)
+        policy = _resolved(document)
+        if policy.sites is not None:
+            lists = "parameters", "replicas", "dimensions"
+            others = {name: getattr(policy, name) for name in lists}
+            found = problems_of_sites(policy.sites, policy.gradients, others)
+            raise_problems(document, found)
         policy._name = DICT if isinstance(source, Mapping) else os.fsdecode(source)
         return policy
 
@@ -195,6 +178,7 @@ class Policy(Strict):
             inside=self.inside,
             roles=self.roles,
             dimensions=self.dimensions,
+            sites=self.sites,
         )
         return hashlib.sha256(form.encode()).hexdigest()
 
@@ -239,9 +223,10 @@ def policies() -> dict[str, str]:
 
 
 def data_parallel_policies() -> list[str]:
-    """The built-in policies that differ in gradients or parameters; the others have rules for
-    dimensions in addition."""
-    return [name for name in policies() if not Policy.load(name).dimensions]
+    """The built-in policies that differ in gradients or parameters of every step; the others have
+    rules for dimensions in addition, or are for sites."""
+    loaded = {name: Policy.load(name) for name in builtin_names()}
+    return [name for name, p in loaded.items() if not p.dimensions and p.sites is None]
 
 
 class Extension(Policy):

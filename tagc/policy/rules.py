@@ -110,3 +110,30 @@ def first_match(rules: Sequence[Rule | ParameterRule], param: ParamInfo) -> int 
         if rule.matches(param):
             return index
     return None
+
+
+def check_replicated(rule: Rule) -> Rule:
+    """Refuse a rule for replicas that cannot be followed there.
+
+    Raises:
+        ValueError: with the key and the reason.
+    """
+    if rule.codec.shares_support:
+        raise ValueError(
+            "codec.support 'shared' is chosen by a shard's owner, and replicas have none"
+        )
+    return check_lead(rule)
+
+
+def check_lead(rule: Rule) -> Rule:
+    """Refuse a rule for gradients whose average would differ from rank to rank.
+
+    Raises:
+        ValueError: with the key and the reason.
+    """
+    if rule.feedback.lead == "measured":
+        raise ValueError(
+            "feedback.lead 'measured' differs from rank to rank, and replicas must stay equal; "
+            "give a number"
+        )
+    return rule

@@ -44,6 +44,7 @@ def test_few_blocks_are_not_run() -> None:
             ("docs/recipes.md", f"needs {library}; the script is, by make test-recipes")
             for library in ("Lightning", "transformers", "Accelerate", "torchtitan")
         ),
+        ("docs/sites.md", "needs 4 ranks"),
     ]
 
 

@@ -16,11 +16,13 @@ from tagc.policy.configs import GRADIENT_CONFIGS, PARAMETER_CONFIGS
 from tagc.policy.dimensions import DimensionRule, QuantizedActivationsConfig
 from tagc.policy.policy import Extension
 from tagc.policy.rules import ParameterRule, Rule
+from tagc.policy.sites import OuterConfig, SitesConfig
 from tagc.policy.tuning import Tuning
 
 PARTS = {
     *(Extension, Rule, ParameterRule, Tuning, When, FeedbackConfig),
     *(DimensionRule, QuantizedActivationsConfig),
+    *(SitesConfig, OuterConfig),
     *(*GRADIENT_CONFIGS, *PARAMETER_CONFIGS),
 }
 REFERENCE = policy_reference()

@@ -21,6 +21,8 @@ import tagc
 from golden.inputs import content, digest, fixed
 from tagc.costs import Link, Speed, auto, speed_key
 
+# Sites have other checkpoints: of each site's own model.
+SHIPPED = sorted(name for name in tagc.policies() if tagc.Policy.load(name).sites is None)
 RANKS = 2
 FORMATS = ("files", "dcp")
 # Steps of a policy after its warm-up.

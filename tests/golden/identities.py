@@ -38,6 +38,14 @@ def _dimension(codec: dict[str, Any]) -> dict[str, Any]:
     return {"schema": 1, "gradients": [DENSE], "dimensions": {"tp": {"codec": codec}}}
 
 
+def _sites(sites: dict[str, Any]) -> dict[str, Any]:
+    return {"schema": 1, "gradients": [DENSE], "sites": sites}
+
+
+def _outer(outer: dict[str, Any]) -> dict[str, Any]:
+    return _sites({"outer": outer})
+
+
 def _in(wrap: Any, base: dict[str, Any], **options: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """For every option, by its name, the document without and with it."""
     for key, value in options.items():
@@ -134,6 +142,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 (_dimension({"kind": "quantized"}), _dimension({"kind": "quantized", "bits": 4})),
             )
         ],
+        "SitesConfig": [
+            *_in(_sites, {}, every=16, fragments=2, delay=3, alpha=0.5, outer={"rate": 1})
+        ],
+        "OuterConfig": [*_in(_outer, {}, rate=0.5, momentum=0)],
         "ParameterRule": [
             (
                 "when",
@@ -152,6 +164,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             ("parameters", (_when(), _parameters({"kind": "dense"}))),
             ("replicas", (_when(), _when() | {"replicas": [DENSE]})),
             ("dimensions", (_when(), _dimension({"kind": "quantized"}))),
+            ("sites", (_when(), _sites({}))),
             ("inside", (_when(), _when() | {"inside": "int8"})),
             ("roles", (_when(), _when() | {"roles": {"mlp": ["b", "a"], "head": "c"}})),
             ("extends", (_when(), {"schema": 1, "extends": "hybrid"})),

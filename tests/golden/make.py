@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 
-import tagc
-from golden.checkpoints import FORMATS, RANKS, resume, train
+from golden.checkpoints import FORMATS, RANKS, SHIPPED, resume, train
 from golden.identities import identities
 from golden.messages import DTYPES, hashes
 from golden.messages import RANKS as NUMBERS
@@ -38,7 +37,7 @@ def make_identities() -> None:
 
 def make_checkpoints() -> None:
     """A checkpoint of every shipped policy, and the step after it."""
-    policies = sorted(tagc.policies())
+    policies = SHIPPED
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_ranks(train, RANKS, policies, folder, timeout=240)

@@ -21,6 +21,8 @@ EVERY_MATRIX = {
     "one-bit": "matrix",
     "half-bit": "matrix",
     "hosts": "quantized",
+    "sites": "quantized",
+    "sites-thin": "matrix",
     "stateless": "quantized",
     "thrifty": "matrix",
     "auto": "auto",

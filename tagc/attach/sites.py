@@ -1,0 +1,245 @@
+"""The parts of a model that sites exchange: this rank's shard of every parameter, by unit.
+
+A site holds the whole model: sharded by FSDP2, whole on every rank (DDP), or on one device. Ranks
+of a site that hold the same parameters share the work: each exchanges one row of them, and then
+they gather the rows.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tagc.attach import ddp
+from tagc.attach.ddp import DDP
+from tagc.attach.fsdp2 import FSDP2
+from tagc.attach.integrations import INTEGRATIONS, integration_of
+from tagc.attach.parameter_sets import Named, columns_in_rows, info_of_set, parameter_sets
+from tagc.attach.unit import Unit
+from tagc.collect import Transport, gather_by_rank
+from tagc.plan import between_sites
+from tagc.policy.roles import clean_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteUnit(Unit):
+    """One unit of a model that is exchanged between sites.
+
+    Attributes:
+        info: the all-reduce between sites of this rank's shard ``[S]``, in float32.
+        group: the ranks with this shard in all sites.
+        inner: the other ranks of the site that hold shards of it; None on one device.
+        whole: whether these ranks hold the whole unit, not only their shard.
+    """
+
+    inner: dist.ProcessGroup | None
+    whole: bool
+    _params: Sequence[nn.Parameter] | Unit
+
+    @property
+    def shards(self) -> int:
+        """Number of shards of the unit."""
+        return 1 if self.inner is None else self.inner.size()
+
+    @property
+    def shard(self) -> int:
+        """Index of this rank's shard."""
+        return 0 if self.inner is None else self.inner.rank()
+
+    def trainable(self) -> list[nn.Parameter]:
+        """See :meth:`Unit.trainable`."""
+        # Looked up every time: after a load with `assign`, FSDP has other parameters.
+        return self._params.trainable() if isinstance(self._params, Unit) else list(self._params)
+
+    def restore(self) -> None:
+        """See :meth:`Unit.restore`: nothing was replaced."""
+
+    @torch.no_grad()
+    def read(self, out: Tensor) -> None:
+        """Copy this rank's shard to ``out`` ``[S]``, with zeros as padding."""
+        out.zero_()
+        for local, place in zip(self._rows(self.shard), self._split(out), strict=True):
+            place[: local.numel()].copy_(local.reshape(-1))
+
+    @torch.no_grad()
+    def write(self, values: Tensor) -> None:
+        """Replace this rank's shard by ``values`` ``[S]``. If ranks of the site hold the whole
+        unit, they gather all shards: they call it together."""
+        if not self.whole or self.inner is None:
+            self._put(self.shard, values)
+            return
+        rows = values.new_empty(self.shards, values.numel())
+        Transport(self.inner).all_gather(rows.view(-1), values).wait()
+        for shard, row in enumerate(rows):
+            self._put(shard, row)
+
+    def _put(self, shard: int, values: Tensor) -> None:
+        for local, place in zip(self._rows(shard), self._split(values), strict=True):
+            local.copy_(place[: local.numel()].view(local.shape))
+
+    def _split(self, values: Tensor) -> Sequence[Tensor]:
+        return values.split([param.columns for param in self.info.params])
+
+    def _rows(self, shard: int) -> list[Tensor]:
+        """A shard of every parameter, without padding, in the parameters' own memory."""
+        params = [param.detach() for param in self.trainable()]
+        if not self.whole:
+            return [p.to_local() if isinstance(p, DTensor) else p for p in params]
+        found = []
+        for param in params:
+            rows = param.view(1) if param.ndim == 0 else param
+            size = -(-rows.shape[0] // self.shards)
+            first = min(shard * size, rows.shape[0])
+            found.append(rows[first : first + size])
+        return found
+
+
+def site_units(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    fragments: int,
+    wrapped: Sequence[Unit] | None,
+) -> tuple[list[SiteUnit], str]:
+    """The units of a model to exchange, and how it is held inside a site, as text.
+
+    Args:
+        group: this rank's counterparts in all sites.
+        fragments: how many parts the units are to be divided into.
+        wrapped: the units of a model that ``tagc.wrap`` has wrapped; None if it is not.
+
+    Raises:
+        ValueError: if the model is held in a way that sites do not support.
+    """
+    integration = integration_of(model) if any(i.shards(model) for i in INTEGRATIONS) else None
+    if integration is FSDP2:
+        inner = FSDP2.find_units(model) if wrapped is None else wrapped
+        units = [_of_shards(unit, group) for unit in inner if unit.info.params]
+    elif integration is None:
+        units = _of_whole(_plain_params(model), None, group, fragments)
+    elif integration is DDP:
+        units = _of_whole(*ddp.whole_params(model), group, fragments)
+    else:
+        raise ValueError(
+            f"the model is held by {integration.name}, which sites do not support; use "
+            "DistributedDataParallel or fully_shard inside a site"
+        )
+    if not units:
+        raise ValueError("the model has no trainable parameters")
+    for unit in units:
+        _check_apart(unit)
+    return units, _told(units, "one device" if integration is None else integration.name)
+
+
+def _of_shards(unit: Unit, group: dist.ProcessGroup) -> SiteUnit:
+    if unit.replicas is not None:
+        raise ValueError(
+            f"unit {unit.info.label!r} is sharded and replicated inside a site (HSDP); give "
+            "fully_shard a mesh of one dimension inside a site"
+        )
+    return SiteUnit(
+        info=between_sites(unit.info, group.size()),
+        group=group,
+        device=unit.device,
+        parallel=unit.parallel,
+        inner=unit.group,
+        whole=False,
+        _params=unit,
+    )
+
+
+def _of_whole(
+    named: Sequence[Named],
+    inner: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
+    fragments: int,
+) -> list[SiteUnit]:
+    rows = 1 if inner is None else inner.size()
+    total = sum(param.numel() * param.element_size() for _, param in named if param.requires_grad)
+    units = []
+    for of_unit in parameter_sets(named, min(ddp.UNIT_BYTES, -(-total // fragments))):
+        params = [param for _, param in of_unit]
+        info = info_of_set(of_unit, group.size())
+        pairs = zip(info.params, params, strict=True)
+        cut = [replace(one, columns=columns_in_rows(param.shape, rows)) for one, param in pairs]
+        units.append(
+            SiteUnit(
+                info=between_sites(replace(info, params=tuple(cut)), group.size()),
+                group=group,
+                device=params[0].device,
+                inner=inner,
+                whole=True,
+                _params=params,
+            )
+        )
+    return units
+
+
+def _plain_params(model: nn.Module) -> list[Named]:
+    named = [(clean_name(name), param) for name, param in model.named_parameters()]
+    for name, param in named:
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor of a model that is not sharded by fully_shard; "
+                "apply fully_shard inside a site"
+            )
+    return named
+
+
+def _check_apart(unit: SiteUnit) -> None:
+    """Refuse sites that share a model inside: their parameters would be mixed up."""
+    if unit.inner is None:
+        return
+    inside = set(dist.get_process_group_ranks(unit.inner))
+    if len(inside & set(dist.get_process_group_ranks(unit.group))) > 1:
+        raise ValueError(
+            f"unit {unit.info.label!r} is sharded or data parallel over ranks that sites=... says "
+            "are in different sites: use the dimension of the mesh inside a site only"
+        )
+
+
+def _told(units: Sequence[SiteUnit], integration: str) -> str:
+    numel = sum(param.columns for unit in units for param in unit.info.params)
+    said = [(p.name, p.shape, p.columns, p.local) for unit in units for p in unit.info.params]
+    shards = f" in {units[0].shards} shards" if units[0].shards > 1 else ""
+    digest = f"{zlib.crc32(repr(said).encode()):08x}"
+    return f"{integration}{shards}: {len(units)} units, {numel} elements a rank ({digest})"
+
+
+class OwnGroup:
+    """A new group of the ranks of another one, for exchanges that run while training uses that.
+
+    Attributes:
+        group: the new group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Make it; all ranks that ``groups`` connect call it together."""
+        mine = tuple(dist.get_process_group_ranks(group))
+        everyones = gather_by_rank(groups, {dist.get_rank(): mine})
+        # Either all processes make all of these groups, in the same order, or only the members.
+        self._everywhere = len(everyones) == dist.get_world_size()
+        found = sorted(set(everyones.values())) if self._everywhere else [mine]
+        made = {
+            ranks: dist.new_group(
+                list(ranks),
+                backend=str(dist.get_backend_config(group)),
+                use_local_synchronization=not self._everywhere,
+                group_desc="tagc between sites",
+            )
+            for ranks in found
+        }
+        own = made[mine]
+        assert isinstance(own, dist.ProcessGroup)
+        self.group = own
+
+    def release(self) -> None:
+        """Destroy it. Groups of some of the processes stay, because torch would use their names
+        again."""
+        if self._everywhere:
+            dist.destroy_process_group(self.group)

@@ -1,0 +1,113 @@
+"""One unit of a model that is trained in several sites: its last common value, and the outer step.
+
+A site trains on its own. When the unit is due, its change since the *anchor*, the value that all
+sites last agreed on, is averaged over sites. The outer optimizer moves the anchor by the average,
+and the site goes on from there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tagc.collect.fingerprint import fingerprint
+from tagc.collect.reducer import UnitReducer
+from tagc.policy.sites import SitesConfig
+
+
+class Shard(Protocol):
+    """This rank's part of a unit's parameters."""
+
+    def read(self, out: Tensor) -> None:
+        """Copy it to ``out`` ``[S]``."""
+        ...
+
+    def write(self, values: Tensor) -> None:
+        """Replace it by ``values`` ``[S]``."""
+        ...
+
+
+class Anchor:
+    """The anchor of one unit, ``[S]`` float32, and the outer optimizer's state.
+
+    Attributes:
+        values: the anchor. It has the same bits in all sites.
+        momentum: the outer momentum, ``[S]``; None without momentum.
+        change: this site's change until it is exchanged, then the average of all sites until it
+            is applied. Without delay there is none between exchanges; with delay it is then zero.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        reducer: UnitReducer,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        config: SitesConfig,
+    ) -> None:
+        """Start from the parameters as they are.
+
+        Args:
+            group: this rank's counterparts in all sites.
+        """
+        self.reducer = reducer
+        self._shard, self._group, self._config = shard, group, config
+        self.values = torch.empty(reducer.plan.buffer_columns, dtype=torch.float32, device=device)
+        shard.read(self.values)
+        self.momentum = torch.zeros_like(self.values) if config.outer.momentum else None
+        self.change = torch.zeros_like(self.values) if config.delay else None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the unit in a whole site."""
+        return sum(math.prod(param.shape) for param in self.reducer.plan.info.params)
+
+    @property
+    def label(self) -> str:
+        """The unit's name, for users."""
+        return self.reducer.plan.info.label
+
+    def take_change(self) -> None:
+        """Note how far this site has come: the anchor minus its shard."""
+        now = torch.empty_like(self.values) if self.change is None else self.change
+        self._shard.read(now)
+        self.change = torch.sub(self.values, now, out=now)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Replace the change by its average over sites. All sites call it together."""
+        assert self.change is not None
+        self.reducer.reduce(self.change, self.change, self._group, dist.ReduceOp.AVG)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Move the anchor by the average, as ``torch.optim.SGD(nesterov=True)`` would with the
+        average as the gradient, and the site's shard to it."""
+        average, outer, alpha = self.change, self._config.outer, self._config.alpha
+        assert average is not None
+        if self.momentum is not None:
+            self.momentum.mul_(outer.momentum).add_(average)
+            average.add_(self.momentum, alpha=outer.momentum)
+        self.values.add_(average, alpha=-outer.rate)
+        if alpha:
+            self._shard.read(average)
+            self._shard.write(average.lerp_(self.values, 1 - alpha))
+        else:
+            self._shard.write(self.values)
+        self.change = average.zero_() if self._config.delay else None
+
+    def mark(self) -> Tensor:
+        """What must be equal in all sites before an exchange: how many there were, and a
+        fingerprint of the anchor; int64 ``[3]``."""
+        count = torch.tensor([self.reducer.counters.all_steps], dtype=torch.int64, device="cpu")
+        return torch.cat((count.to(self.values.device), fingerprint(self.values)))
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """The tensors ``[S]`` that all sites hold alike, by kind as named in checkpoints."""
+        found = {"anchor": self.values, "momentum": self.momentum, "in_flight": self.change}
+        return {kind: values for kind, values in found.items() if values is not None}

@@ -1,0 +1,252 @@
+"""When the units of a model are exchanged between sites, and exchanges that run meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tagc.codecs.state import MAX_COUNT
+from tagc.collect.anchor import Anchor
+from tagc.collect.transport import Transport, failing_in
+from tagc.policy.sites import SitesConfig
+
+_REMEDY = (
+    "All sites must begin with the same parameters, and load what was saved together: give every "
+    "site the same checkpoint, then call tagc.sites again"
+)
+
+
+class SitesDifferError(RuntimeError):
+    """Sites have different anchors."""
+
+
+def fragments_of(columns: Sequence[int], fragments: int) -> list[list[int]]:
+    """Divide units into fragments of about equal size: the indexes of each fragment's units.
+
+    Args:
+        columns: the size of every unit.
+    """
+    found: list[list[int]] = [[] for _ in range(fragments)]
+    sizes = [0] * fragments
+    for i, size in enumerate(columns):
+        smallest = sizes.index(min(sizes))
+        found[smallest].append(i)
+        sizes[smallest] += size
+    return found
+
+
+@dataclass
+class Waits:
+    """Counts of what training waited for, of this rank.
+
+    Attributes:
+        exchanges: exchanges of a fragment that were applied.
+        waited: those that training waited for.
+        seconds: how long it waited.
+    """
+
+    exchanges: int = 0
+    waited: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Flight:
+    """An exchange of one fragment that may run while training goes on."""
+
+    landing: int
+    check: Callable[[], None] = lambda: None
+    thread: threading.Thread | None = None
+    event: torch.cuda.Event | None = None
+    error: list[BaseException] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to wait for."""
+        if self.thread is not None and self.thread.is_alive():
+            return False
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        """Wait for it.
+
+        Raises:
+            Exception: what it raised.
+        """
+        if self.thread is not None:
+            self.thread.join()
+        if self.event is not None:
+            self.event.synchronize()
+        if self.error:
+            raise self.error[0]
+        self.check()
+
+
+class SiteExchange:
+    """Exchanges units between sites, as the optimizer steps.
+
+    Attributes:
+        steps: optimizer steps so far.
+        waits: what training waited for.
+    """
+
+    def __init__(
+        self, anchors: Sequence[Anchor], group: dist.ProcessGroup, config: SitesConfig
+    ) -> None:
+        """Start with no steps.
+
+        Args:
+            group: this rank's counterparts in all sites. With a delay nothing else may use it.
+        """
+        self._config, self._group = config, group
+        self.anchors = anchors
+        # By sizes that do not depend on the number of shards, so that a resumed run has the same.
+        parts = fragments_of([anchor.numel for anchor in anchors], config.fragments)
+        self._fragments = [[anchors[i] for i in part] for part in parts]
+        self._flights: dict[int, _Flight] = {}
+        self._compared = False
+        device = anchors[0].values.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.steps, self.waits = 0, Waits()
+
+    def step(self) -> None:
+        """Note an optimizer step: apply the averages that are due, start the exchanges that are.
+
+        Raises:
+            SitesDifferError: if the anchors of the sites differ.
+        """
+        if not self._compared:
+            self._compared = True
+            self._compare(self.anchors)()
+        self.steps += 1
+        for i, flight in list(self._flights.items()):
+            if flight.landing <= self.steps:
+                self._land(i)
+        for i in range(len(self._fragments)):
+            if self.steps % self._config.every == self._due(i) % self._config.every:
+                self._start(i)
+
+    def exchange_all(self) -> None:
+        """Exchange all units now, and apply the averages; what is in flight comes first."""
+        self._compared = True
+        for i in list(self._flights):
+            self._land(i)
+        for i in range(len(self._fragments)):
+            self._start(i, delay=0)
+
+    def settle(self) -> None:
+        """Wait for what is in flight, without applying it."""
+        for flight in self._flights.values():
+            flight.wait()
+
+    def state(self) -> dict[str, Tensor]:
+        """Optimizer steps, and the step at which each fragment in flight is applied, or -1."""
+        landings = [f.landing if (f := self._flights.get(i)) else -1 for i in self._places]
+        numbers = [self.steps, *landings]
+        return {"steps": torch.tensor(numbers, dtype=torch.int64, device="cpu")}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for values that :meth:`state` never returns."""
+        steps, *landings = state["steps"].tolist()
+        if len(landings) != len(self._fragments):
+            raise ValueError(
+                f"it has {len(landings)} fragments, not {len(self._fragments)}: load it with the "
+                "policy that it was saved with"
+            )
+        if not 0 <= steps <= MAX_COUNT:
+            raise ValueError("the count of optimizer steps is negative, or too large")
+        latest = steps + self._config.delay
+        if any(landing != -1 and not steps < landing <= latest for landing in landings):
+            raise ValueError("an average waits for a step at which none is applied")
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a :meth:`state` that passes :meth:`check_state`."""
+        self.settle()
+        self._compared = False
+        self.steps, *landings = state["steps"].tolist()
+        found = zip(self._places, landings, strict=True)
+        self._flights = {i: _Flight(landing) for i, landing in found if landing != -1}
+
+    @property
+    def _places(self) -> range:
+        return range(len(self._fragments))
+
+    def _due(self, i: int) -> int:
+        return (i + 1) * self._config.every // len(self._fragments)
+
+    def _start(self, i: int, delay: int | None = None) -> None:
+        fragment, delay = self._fragments[i], self._config.delay if delay is None else delay
+        if not delay:
+            # One unit after another, so that only one change takes memory.
+            began = time.perf_counter()
+            self._compare(fragment)()
+            for anchor in fragment:
+                anchor.take_change()
+                anchor.exchange()
+                anchor.apply()
+            self._count(time.perf_counter() - began)
+            return
+        for anchor in fragment:
+            anchor.take_change()
+        flight = self._flights[i] = _Flight(self.steps + delay)
+        if self._stream is None:
+            flight.thread = threading.Thread(
+                target=self._fly, args=(fragment, flight), name="tagc-sites", daemon=True
+            )
+            flight.thread.start()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._fly(fragment, flight)
+            flight.event = torch.cuda.Event()
+            flight.event.record(self._stream)
+
+    def _fly(self, fragment: Sequence[Anchor], flight: _Flight) -> None:
+        try:
+            flight.check = self._compare(fragment)
+            for anchor in fragment:
+                anchor.exchange()
+        except BaseException as error:
+            flight.error.append(error)
+
+    def _land(self, i: int) -> None:
+        flight = self._flights.pop(i)
+        late, began = not flight.done, time.perf_counter()
+        flight.wait()
+        self._count(time.perf_counter() - began if late else None)
+        for anchor in self._fragments[i]:
+            anchor.apply()
+
+    def _count(self, seconds: float | None) -> None:
+        self.waits.exchanges += 1
+        if seconds is not None:
+            self.waits.waited += 1
+            self.waits.seconds += seconds
+
+    def _compare(self, anchors: Sequence[Anchor]) -> Callable[[], None]:
+        """Send the marks of anchors to all sites. The returned function compares them."""
+        transport = Transport(self._group)
+        with failing_in("comparing the anchors of sites", self._group):
+            marks, _ = transport.gather_values(torch.stack([anchor.mark() for anchor in anchors]))
+
+        def check() -> None:
+            differs = (marks != marks[transport.rank]).any(2)
+            for site, i in differs.nonzero().tolist()[:1]:
+                raise SitesDifferError(
+                    f"tagc: the anchor of unit {anchors[i].label!r} in site {transport.rank} "
+                    f"({_spelled(marks[transport.rank, i])}) differs from that in site {site} "
+                    f"({_spelled(marks[site, i])}). {_REMEDY}"
+                )
+
+        return check
+
+
+def _spelled(mark: Tensor) -> str:
+    count, *sums = mark.tolist()
+    return f"after {count} exchanges, fingerprint {sums[0] % 2**32:08x}"

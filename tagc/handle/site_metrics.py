@@ -1,0 +1,72 @@
+"""Counts of what sites have exchanged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from tagc.collect import SiteExchange, UnitReducer
+from tagc.plan import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteMetrics:
+    """Counts of one rank since ``tagc.sites``. ``str(metrics)`` is a table, :meth:`as_dict` is for
+    loggers.
+
+    Attributes:
+        steps: optimizer steps.
+        exchanges: exchanges of a fragment that were applied.
+        wire_bytes: bytes that this rank sent to other sites.
+        dense_bytes: bytes that an all-reduce of the gradients between sites in every optimizer step
+            would have sent, in float32.
+        waited: exchanges that training waited for; without delay, all.
+        wait_seconds: how long it waited.
+        residual_norm: Euclidean norm of this rank's residuals now.
+    """
+
+    steps: int
+    exchanges: int
+    wire_bytes: int
+    dense_bytes: int
+    waited: int
+    wait_seconds: float
+    residual_norm: float
+
+    def as_dict(self) -> dict[str, float]:
+        """All values by name, for loggers: ``wandb.log(metrics.as_dict())``."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        ratio = f" ({self.dense_bytes / self.wire_bytes:.0f}x)" if self.wire_bytes else ""
+        return (
+            f"steps {self.steps}, exchanges {self.exchanges}\n"
+            f"sent {format_bytes(self.wire_bytes)}; gradients in every step would be "
+            f"{format_bytes(self.dense_bytes)}{ratio}\n"
+            f"waited for {self.waited} exchanges, {self.wait_seconds:.2f} s\n"
+            f"residual norm {self.residual_norm:.3g}"
+        )
+
+
+def collect_of_sites(reducers: Sequence[UnitReducer], exchange: SiteExchange) -> SiteMetrics:
+    """Read the counters of all units, after what is in flight. Waits for the device."""
+    exchange.settle()
+    norms = [
+        torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item()
+        for reducer in reducers
+        for residual in (*reducer.residuals.values(), *reducer.owner_residuals.values())
+    ]
+    dense = sum(r.plan.dense_bytes(r.plan.buffer_columns) for r in reducers)
+    waits = exchange.waits
+    return SiteMetrics(
+        steps=exchange.steps,
+        exchanges=waits.exchanges,
+        wire_bytes=sum(r.wire_bytes for r in reducers),
+        dense_bytes=int(dense * exchange.steps),
+        waited=waits.waited,
+        wait_seconds=waits.seconds,
+        residual_norm=math.hypot(*norms),
+    )

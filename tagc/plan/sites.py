@@ -1,0 +1,50 @@
+"""What sites cost: bytes of an exchange and of an optimizer step, and memory for the anchors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tagc.basics.quantities import format_bandwidth
+from tagc.plan.table import format_bytes
+from tagc.plan.unit_plan import UnitPlan
+from tagc.policy.sites import SitesConfig
+
+
+def exchange_bytes(units: Sequence[UnitPlan]) -> float:
+    """Bytes that a rank sends to other sites when every unit is exchanged once."""
+    return sum(unit.wire_bytes(segment) for unit in units for segment in unit.segments)
+
+
+def anchor_bytes(units: Sequence[UnitPlan], config: SitesConfig) -> int:
+    """Bytes that a rank stores besides residuals: anchors, outer momentum, changes in flight;
+    without delay the largest change, for a moment."""
+    columns = [unit.buffer_columns for unit in units]
+    kept = 1 + bool(config.outer.momentum) + bool(config.delay)
+    return 4 * (kept * sum(columns) + (0 if config.delay else max(columns, default=0)))
+
+
+def about_sites(units: Sequence[UnitPlan], config: SitesConfig) -> Iterator[str]:
+    """Notes for users."""
+    sent = exchange_bytes(units)
+    dense = sum(unit.dense_bytes(unit.buffer_columns) for unit in units)
+    per_step = sent / config.every
+    peers = units[0].peers
+    yield (
+        f"{peers} sites exchange changes of parameters once in {config.every} optimizer steps: "
+        f"a rank sends {format_bytes(per_step)} per step, {dense / per_step:.0f} times less than "
+        f"gradients in float32 in every step"
+    )
+    yield (
+        f"anchors of sites: {format_bytes(anchor_bytes(units, config))}, included in the memory of "
+        "a rank"
+    )
+    if config.delay:
+        # All fragments are about equal.
+        rate = sent / config.fragments / config.delay
+        yield (
+            f"an exchange hides behind {config.delay} steps if a rank sends "
+            f"{format_bytes(rate)} to other sites in the time of a step: "
+            f"{format_bandwidth(rate)} if that is 1 s"
+        )
+    else:
+        yield "training waits for every exchange, as sites.delay is 0"

@@ -1,0 +1,282 @@
+"""Sites: the outer steps against a loop of their own, in plain torch."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tagc
+from support.conservation import Accounts
+from support.distributed import on_ranks
+from support.exact import equal
+from support.failing import fails
+from support.site_net import FOUR_BITS, adam, inside, policy, train
+from support.small_net import Net, local_weights, net
+from support.units import gathered
+from tagc.collect import Anchor
+
+
+def eager(
+    sites: int, steps: int, every: int = 3, delay: int = 0, alpha: float = 0.0, **more: Any
+) -> list[Net]:
+    """The sites' models, trained one after another, and exchanged uncompressed.
+
+    Args:
+        more: ``parts``: names of the parameters in each fragment.
+    """
+    models = [net() for _ in range(sites)]
+    optimizers = [adam(model) for model in models]
+    anchor = net()
+    parts = more.get("parts", [[name for name, _ in anchor.named_parameters()]])
+    outer = [
+        torch.optim.SGD(map(anchor.get_parameter, part), lr=0.7, momentum=0.9, nesterov=True)
+        for part in parts
+    ]
+    for step in range(1, steps + 1):
+        for site, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train(model, optimizer, site, range(step - 1, step))
+        for i, part in enumerate(parts):
+            due = (i + 1) * every // len(parts)
+            for name in part:
+                value = anchor.get_parameter(name)
+                if step % every == due % every:
+                    mine = [value.detach() - m.get_parameter(name).detach() for m in models]
+                    value.grad = torch.stack(mine).sum(0).div_(sites)
+            if step - delay >= due and (step - delay) % every == due % every:
+                outer[i].step()
+                for name in part:
+                    for model in models:
+                        own = model.get_parameter(name).detach()
+                        own.copy_(own.lerp(anchor.get_parameter(name).detach(), 1 - alpha))
+    return models
+
+
+def weights_of(model: nn.Module, shard: int, shards: int) -> dict[str, Tensor]:
+    """What FSDP would give a rank of the model's parameters."""
+    found = {}
+    for name, param in model.named_parameters():
+        size = -(-param.shape[0] // shards)
+        found[name] = param.detach()[shard * size : (shard + 1) * size]
+    return found
+
+
+@on_ranks(2, 3)
+def test_dense_is_diloco(rank: int, world_size: int) -> None:
+    """To the bit for 2 sites; the backend adds 3 numbers in an order of its own."""
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy())
+    train(model, optimizer, rank, range(8))
+    expected = local_weights(eager(world_size, 8)[rank])
+    if world_size == 2:
+        equal(local_weights(model), expected)
+    else:
+        torch.testing.assert_close(local_weights(model), expected, rtol=1e-5, atol=1e-6)
+    metrics = handle.metrics()
+    assert (metrics.steps, metrics.exchanges, metrics.waited) == (8, 2, 2)
+    # Two exchanges in eight steps; Thirds of a byte are not counted.
+    assert abs(metrics.wire_bytes * 4 - metrics.dense_bytes) < 16
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["FSDP2", "DDP"])
+def test_shards_of_a_site(rank: int, world_size: int, kind: str) -> None:
+    """Ranks of a site exchange what they hold of it, each with its counterpart."""
+    model, sites, site = inside(kind, rank, world_size)
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(), sites=sites)
+    train(model, optimizer, site, range(7))
+    trained = eager(2, 7)[site]
+    if kind == "DDP":
+        equal(local_weights(model.module), local_weights(trained))  # type: ignore[arg-type]
+    else:
+        equal(local_weights(model), weights_of(trained, rank % 2, 2))
+    # Each rank sent half of the model, but for padding.
+    numel = sum(param.numel() for param in net().parameters())
+    assert numel / 2 <= handle.metrics().wire_bytes / 4 / 2 < numel / 2 + 100
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"every": 4, "delay": 2, "alpha": 0.25},
+        {"every": 6, "fragments": 3, "delay": 1},
+        {"every": 5, "fragments": 2},
+    ],
+    ids=["delay", "fragments and delay", "fragments"],
+)
+def test_staggered_and_delayed(rank: int, world_size: int, config: dict[str, Any]) -> None:
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(**config))
+    names = [[param.name for param in unit.info.params] for unit in handle.plan().units]
+    parts: list[list[str]] = [[] for _ in range(config.get("fragments", 1))]
+    for unit in names:
+        min(parts, key=lambda part: sum(net().get_parameter(n).numel() for n in part)).extend(unit)
+    assert all(parts)
+    train(model, optimizer, rank, range(15))
+    equal(local_weights(model), local_weights(eager(2, 15, parts=parts, **config)[rank]))
+
+
+WEIGHTS = {"name": ["first.*.weight", "second.*.weight"]}
+CODECS: dict[str, dict[str, Any]] = {
+    "4 bits": FOUR_BITS,
+    "1 bit": {
+        "when": WEIGHTS,
+        "codec": {"kind": "matrix", "bits": 1},
+        "feedback": {"kind": "residual", "lead": 0.5},
+    },
+    "largest": {"when": WEIGHTS, "codec": {"kind": "packed", "density": 0.2, "bits": 4}},
+    "sketch": {"when": WEIGHTS, "codec": {"kind": "sketch", "density": 0.2, "warmup_steps": 1}},
+}
+
+
+def entering(anchor: Anchor, sites: int) -> Accounts:
+    """The accounts of a unit, which note every exchange."""
+    accounts, exchange = Accounts(anchor.reducer, owner_unit=sites), anchor.exchange
+
+    def noted() -> None:
+        assert anchor.change is not None
+        came_in = gathered(anchor.change)[:, None]
+        exchange()
+        accounts.enter(came_in, anchor.change.double() * sites)
+
+    anchor.exchange = noted  # type: ignore[method-assign]
+    return accounts
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("codec", CODECS)
+def test_nothing_is_lost(rank: int, world_size: int, codec: str) -> None:
+    """What was handed out plus what is owed is the sum of all changes, and all anchors agree."""
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(CODECS[codec], every=2))
+    anchors = handle.exchange_state.anchors
+    for anchor in anchors:
+        entering(anchor, world_size)
+    train(model, optimizer, rank, range(8))
+    assert handle.metrics().residual_norm > 0
+    for anchor in anchors:
+        for other in gathered(anchor.values):
+            assert torch.equal(anchor.values, other)
+
+
+@on_ranks(2)
+def test_an_exchange_at_the_end(rank: int, world_size: int) -> None:
+    """It also lands what is in flight; afterwards all sites have the same parameters."""
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(FOUR_BITS, every=4, delay=2))
+    train(model, optimizer, rank, range(5))
+    handle.exchange()
+    for weight in local_weights(model).values():
+        assert all(torch.equal(weight, other) for other in gathered(weight))
+    assert handle.metrics().exchanges == 2
+    handle.remove()
+    before = handle.metrics()
+    train(model, optimizer, rank, range(8))
+    assert handle.metrics() == before
+
+
+@on_ranks(2)
+def test_different_anchors_are_an_error(rank: int, world_size: int) -> None:
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(every=2))
+    train(model, optimizer, rank, range(2))
+    handle.exchange_state.anchors[0].values[3] += rank
+    train(model, optimizer, rank, range(1))
+    kind, said = fails(lambda: train(model, optimizer, rank, range(1)))
+    assert kind == "SitesDifferError"
+    assert f"the anchor of unit 'first.0.weight' in site {rank} (after 1 exchanges, " in said
+    assert "give every site the same checkpoint" in said
+
+
+@on_ranks(2)
+def test_different_parameters_at_the_start_are_an_error(rank: int, world_size: int) -> None:
+    model = net()
+    with torch.no_grad():
+        model.head.bias.add_(rank)
+    optimizer = adam(model)
+    tagc.sites(model, optimizer, policy())
+    kind, said = fails(lambda: train(model, optimizer, rank, range(1)))
+    assert kind == "SitesDifferError"
+    assert "All sites must begin with the same parameters" in said
+
+
+@on_ranks(2)
+def test_a_late_exchange_is_waited_for(rank: int, world_size: int) -> None:
+    """It changes no bit, and is counted."""
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(every=4, delay=1))
+    (anchor, *_) = handle.exchange_state.anchors
+    exchange = anchor.exchange
+
+    def late() -> None:
+        time.sleep(0.3)
+        exchange()
+
+    anchor.exchange = late  # type: ignore[method-assign]
+    train(model, optimizer, rank, range(6))
+    metrics = handle.metrics()
+    assert (metrics.exchanges, metrics.waited) == (1, 1)
+    assert metrics.wait_seconds > 0.1
+    assert "waited for 1 exchanges" in str(metrics)
+    assert metrics.as_dict()["waited"] == 1
+    equal(local_weights(model), local_weights(eager(2, 6, every=4, delay=1)[rank]))
+
+
+@on_ranks(2)
+def test_what_fails_meanwhile_is_raised(rank: int, world_size: int) -> None:
+    """In the step in which its average is due."""
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(every=4, delay=2))
+
+    def fail() -> None:
+        raise RuntimeError("the link is down")
+
+    handle.exchange_state.anchors[0].exchange = fail  # type: ignore[method-assign]
+    train(model, optimizer, rank, range(5))
+    assert fails(lambda: train(model, optimizer, rank, range(1))) == (
+        "RuntimeError",
+        "the link is down",
+    )
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("codec", ["delta", "quantized"])
+def test_compressed_inside_a_site(rank: int, world_size: int, codec: str) -> None:
+    """By tagc.wrap, also with a copy of the parameters, which the exchange changes."""
+    model, sites, site = inside("FSDP2", rank, world_size)
+    when = {"name": ["first.*.weight", "second.*.weight"]}
+    parameters = [{"when": when, "codec": {"kind": codec, "bits": 8}}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # units as small as these may send more when compressed
+        tagc.wrap(model, {"schema": 1, "gradients": [FOUR_BITS], "parameters": parameters})
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(every=2), sites=sites)
+    train(model, optimizer, site, range(4))
+    anchors = handle.exchange_state.anchors
+    for anchor in anchors:
+        both = [torch.empty_like(anchor.values) for _ in range(2)]
+        torch.distributed.all_gather(both, anchor.values, group=sites.get_group())
+        assert torch.equal(*both)
+    # Right after an exchange the parameters are the anchors, and the next forward uses them.
+    for unit, anchor in zip(handle._units, anchors, strict=True):
+        now = torch.empty_like(anchor.values)
+        unit.read(now)
+        assert torch.equal(now, anchor.values)
+    params: dict[str, Any] = dict(model.named_parameters())
+    exact = net()
+    exact.load_state_dict({name: param.full_tensor() for name, param in params.items()})
+    x = torch.ones(3, 7)
+    torch.testing.assert_close(model(x), exact(x), rtol=0.02, atol=0.02)

@@ -1,0 +1,211 @@
+"""Sites: what is refused, on all ranks, before anything is exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import tagc
+from support.distributed import on_ranks
+from support.failing import fails
+from support.site_net import FOUR_BITS, adam, policy
+from support.small_net import net, sharded
+from tagc.policy import Policy, PolicyError
+
+
+def wide() -> nn.Module:
+    """Another model."""
+    torch.manual_seed(1)
+    return nn.Linear(40, 40)
+
+
+def alone(rank: int) -> Any:
+    """A group of this rank."""
+    return [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+
+
+def optimizer_of_something_else(rank: int) -> Any:
+    return tagc.sites(net(), adam(wide()), policy())
+
+
+def one_parameter_less(rank: int) -> Any:
+    model = net()
+    return tagc.sites(model, torch.optim.SGD([*model.parameters()][1:], lr=1.0), policy())
+
+
+def twice(rank: int) -> Any:
+    model = net()
+    optimizer = adam(model)
+    tagc.sites(model, optimizer, policy())
+    return tagc.sites(model, optimizer, policy())
+
+
+def no_optimizer(rank: int) -> Any:
+    return tagc.sites(net(), [], policy())
+
+
+def other_shapes(rank: int) -> Any:
+    model = wide() if rank else net()
+    return tagc.sites(model, adam(model), policy())
+
+
+def other_policies(rank: int) -> Any:
+    model = net()
+    return tagc.sites(model, adam(model), policy(every=2 + rank))
+
+
+def without_section(rank: int) -> Any:
+    model = net()
+    return tagc.sites(model, adam(model), "loco-4bit")
+
+
+def a_single_site(rank: int) -> Any:
+    model, group = net(), alone(rank)
+    return tagc.sites(model, adam(model), policy(), sites=group)
+
+
+def sharded_over_sites(rank: int) -> Any:
+    model = sharded()
+    return tagc.sites(model, adam(model), policy(), sites=dist.group.WORLD)
+
+
+def ddp_over_sites(rank: int) -> Any:
+    model = DistributedDataParallel(net())
+    return tagc.sites(model, adam(model), policy())
+
+
+def fsdp1(rank: int) -> Any:
+    model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+    return tagc.sites(model, adam(model), policy(), sites=dist.group.WORLD)
+
+
+def too_many_fragments(rank: int) -> Any:
+    model = net()
+    return tagc.sites(model, adam(model), policy(every=90, fragments=80))
+
+
+def switched_off(rank: int) -> Any:
+    model = net()
+    with patch.dict("os.environ", TAGC_DISABLE="1"):
+        return tagc.sites(model, adam(model), policy())
+
+
+def nothing_compressed(rank: int) -> Any:
+    model = net()
+    rule = FOUR_BITS | {"when": {"name": "no such parameter"}}
+    return tagc.sites(model, adam(model), policy(rule))
+
+
+def nothing_trained(rank: int) -> Any:
+    model = net().requires_grad_(False)
+    return tagc.sites(model, torch.optim.SGD(wide().parameters(), lr=1.0), policy())
+
+
+def wrapped_with_its_policy(rank: int) -> Any:
+    return tagc.wrap(sharded(), policy())
+
+
+REFUSED: list[tuple[Callable[[int], Any], str]] = [
+    (optimizer_of_something_else, "the optimizer does not hold first.0.weight, first.0.bias and "),
+    (one_parameter_less, "the optimizer does not hold first.0.weight: make it after fully_shard"),
+    (twice, "this model already has sites; call remove() on their handle first"),
+    (no_optimizer, "tagc.sites needs the optimizer of the model's parameters"),
+    (other_shapes, "tagc model differs between ranks: rank 0 has one device: "),
+    (other_policies, "tagc policy differs between ranks: rank 0 has <dict> ("),
+    (without_section, "policy 'loco-4bit' has no section sites: add sites: {every: 32}"),
+    (a_single_site, "sites=... has one rank: a single site has nothing to exchange"),
+    (sharded_over_sites, "over ranks that sites=... says are in different sites"),
+    (ddp_over_sites, "over ranks that sites=... says are in different sites"),
+    (fsdp1, "the model is held by FSDP1, which sites do not support"),
+    (too_many_fragments, "the policy has 80 fragments, but the model has "),
+    (switched_off, "TAGC_DISABLE=1, but sites do not train without their exchange"),
+    (nothing_compressed, "compresses nothing in this model"),
+    (nothing_trained, "the model has no trainable parameters"),
+    (wrapped_with_its_policy, "is for sites: call tagc.sites(model, optimizer, policy)"),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("i", range(len(REFUSED)), ids=[call.__name__ for call, _ in REFUSED])
+def test_refused(rank: int, world_size: int, i: int) -> None:
+    call, expected = REFUSED[i]
+    kind, said = fails(lambda: call(rank))
+    assert kind in ("ValueError", "PolicyError", "RuntimeError"), said
+    assert expected in said, said
+
+
+@on_ranks(2)
+def test_a_failure_on_one_rank(rank: int, world_size: int) -> None:
+    model = net()
+    optimizer = adam(model if rank else wide())
+    kind, said = fails(lambda: tagc.sites(model, optimizer, policy()))
+    assert kind == ("RuntimeError" if rank else "ValueError")
+    assert "the optimizer does not hold" in said
+
+
+@on_ranks(4)
+def test_replicas_inside(rank: int, world_size: int) -> None:
+    """Of a sharded model: by tagc, which averages them in every step, and by FSDP itself."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "shard"))
+    model = sharded(mesh=mesh["shard"])
+    rules = {"schema": 1, "gradients": [FOUR_BITS], "replicas": [FOUR_BITS]}
+    tagc.wrap(model, rules, replicas=mesh["site"])
+    _, said = fails(lambda: tagc.sites(model, adam(model), policy(), sites=mesh["site"]))
+    assert "averages this model's gradients over replicas in every step" in said
+    both = net()
+    fully_shard(both, mesh=mesh)
+    _, said = fails(lambda: tagc.sites(both, adam(both), policy(), sites=mesh["site"]))
+    assert "sharded and replicated inside a site (HSDP)" in said
+
+
+@pytest.mark.parametrize(
+    ("sites", "said"),
+    [
+        ({"every": 0}, "sites.every: must be greater than or equal to 1, not 0"),
+        ({"every": 4, "delay": 4}, "sites.delay: an exchange of 4 steps ends after the next one"),
+        ({"every": 8, "fragments": 2, "delay": 4}, "begins, 4 steps later (every / fragments)"),
+        ({"every": 2, "fragments": 3}, "sites.fragments: 3 fragments cannot be due at different"),
+        ({"alpha": 1}, "sites.alpha: must be less than 1"),
+        ({"outer": {"rate": 0}}, "sites.outer.rate: must be greater than 0"),
+        ({"evry": 3}, "sites.evry"),
+    ],
+)
+def test_schedules(sites: dict[str, Any], said: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(policy(**sites))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"parameters": [{"when": {}, "codec": {"kind": "quantized", "bits": 8}}]}, "parameters: "),
+        ({"replicas": [FOUR_BITS]}, "replicas: sites exchange changes of parameters by the rules"),
+        ({"gradients": [{"when": {}, "codec": {"kind": "auto"}}]}, "codec 'auto' chooses by the"),
+        (
+            {
+                "gradients": [
+                    {
+                        "when": {},
+                        "codec": {"kind": "matrix", "bits": 1},
+                        "feedback": {"kind": "residual", "lead": "measured"},
+                    }
+                ]
+            },
+            "gradients[0]: feedback.lead 'measured' differs from rank to rank",
+        ),
+    ],
+)
+def test_rules(rules: dict[str, Any], said: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(policy() | rules)
+    assert said in str(caught.value)

@@ -1,0 +1,140 @@
+"""`tagc advise --sites`, and plans of sites: bytes, times and memory, counted by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import tagc
+from tagc.commands.cli import main
+from tagc.costs.shapes import ModelShapes
+from tagc.costs.site_advice import SiteQuestion, site_costs
+from tagc.policy import Policy
+
+# One unit, of a matrix of 2**20 elements. A message has less than 0.1% of padding.
+SHAPES = {"mlp.weight": (1024, 1024)}
+NUMEL = 2**20
+FOUR_BITS = {"when": {}, "codec": {"kind": "quantized", "bits": 4, "block": 256}}
+MESSAGE = NUMEL // 2 + NUMEL // 256 * 2
+
+
+def about(value: float) -> Any:
+    return pytest.approx(value, rel=1e-3)
+
+
+def policy(**sites: Any) -> Policy:
+    return Policy.load({"schema": 1, "gradients": [FOUR_BITS], "sites": sites})
+
+
+def question(**changed: Any) -> SiteQuestion:
+    given: dict[str, Any] = {
+        "shapes": ModelShapes.of(SHAPES),
+        "world_size": 2,
+        "sites": 2,
+        "bandwidth": 1e6,
+        "latency": 0.01,
+        "compute": 0.1,
+        "overlap": 0.5,
+    }
+    return SiteQuestion(**given | changed)
+
+
+def test_gradients_in_every_step() -> None:
+    (dense,), _ = site_costs(question(), [])
+    assert dense.every == 1
+    assert dense.wire_bytes == about(2 * NUMEL)  # bfloat16, to the other site
+    assert dense.link == about(0.01 + 2 * NUMEL / 1e6)
+    assert dense.waits == pytest.approx(dense.link - 0.1)
+
+
+@pytest.mark.parametrize("delay", [0, 4, 7])
+def test_changes(delay: int) -> None:
+    """An exchange takes 0.55 s, a step 0.1 s."""
+    _, cost = site_costs(question(), [policy(every=16, delay=delay)])[0]
+    seconds = 2 * 0.01 + MESSAGE / 1e6
+    assert cost.wire_bytes == about(MESSAGE / 16)
+    assert cost.link == about(seconds / 16)
+    assert cost.waits == pytest.approx(max(0.0, cost.link - delay * 0.1 / 16))
+    assert cost.seconds == pytest.approx(0.1 + cost.waits)
+
+
+def test_ranks_share_the_link_of_a_site() -> None:
+    _, cost = site_costs(question(world_size=8), [policy(every=16)])[0]
+    assert cost.wire_bytes == about(MESSAGE / 16)
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    found, refused = site_costs(question(), [Policy.load("half-bit")])
+    assert [cost.name for cost in found] == ["dense bf16"]
+    assert "feedback.lead 'measured' differs" in refused["half-bit"]
+
+
+def test_the_plan() -> None:
+    """Three sites send a message to the others' owners, and one about the sums."""
+    plan = tagc.explain(SHAPES, policy(every=16, delay=2), world_size=3, sites=3)
+    (row,) = plan.rows
+    text = str(plan)
+    assert row.wire_bytes == about(2 * 2 / 3 * MESSAGE)
+    assert "3 sites exchange changes of parameters once in 16 optimizer steps" in text
+    assert f"{row.wire_bytes / 16 / 1024:.2f} KiB per step" in text
+    assert f"{row.wire_bytes / 2 / 1024:.2f} KiB to other sites in the time of a step" in text
+    assert "of changes of parameters per exchange" in text
+    # Anchor, momentum and the change in flight; the residual of a site, and of an owner.
+    residuals = sum(row.stored_bytes for row in plan.rows)
+    assert plan.memory.stored == 3 * 4 * NUMEL + residuals
+    without = policy(every=16, outer={"momentum": 0})
+    small = tagc.explain(SHAPES, without, world_size=3, sites=3)
+    assert small.memory.stored == 2 * 4 * NUMEL + residuals
+    assert "training waits for every exchange" in str(small)
+
+
+def test_of_the_command(capsys: Any) -> None:
+    given = ["advise", "--params", "1B", "--sites", "4", "--bandwidth", "200Mbit"]
+    assert main([*given, "--latency", "50ms", "--step-time", "1s"]) == 0
+    text = capsys.readouterr().out
+    assert "4 sites of 1 ranks; 200 Mbit/s and 50 ms a collective between sites" in text
+    table = [line.split() for line in text.split("\n\n")[1].splitlines()]
+    lines = {name: cells for name, *cells in table}
+    assert lines["sites"][0] == "32"
+    assert lines["sites-thin"][0] == "64"
+    assert lines["loco-4bit"][0] == "1"
+    assert "sites-thin waits least" in text
+    assert main([*given, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {"dense bf16", "sites"} <= {cost["name"] for cost in data["candidates"]}
+    assert "half-bit" in data["refused"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--world", "6"], "--world 6 does not divide by --sites 4"),
+        (["--replicas", "2"], "with --sites leave out --replicas"),
+    ],
+)
+def test_refused_by_the_command(argv: list[str], said: str, capsys: Any) -> None:
+    given = ["advise", "--params", "1B", "--sites", "4", "--bandwidth", "200Mbit"]
+    assert main([*given, *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_explain_needs_the_number_of_sites(capsys: Any) -> None:
+    assert main(["explain", "1B", "--world", "8", "--policy", "sites"]) == 2
+    assert "give their number, at least 2 (--sites)" in capsys.readouterr().err
+    assert main(["explain", "1B", "--world", "8", "--sites", "2", "--policy", "sites"]) == 0
+    assert "2 sites exchange changes" in capsys.readouterr().out
+    with pytest.raises(tagc.PolicyError, match="has no section sites"):
+        tagc.explain(SHAPES, "hybrid", world_size=4, sites=2)
+    with pytest.raises(ValueError, match="5 ranks do not divide among 2 sites"):
+        tagc.explain(SHAPES, "sites", world_size=5, sites=2)
+
+
+def test_dtypes() -> None:
+    """Changes are in float32, whatever the parameters have."""
+    with torch.device("meta"):
+        model = torch.nn.Linear(1024, 1024, dtype=torch.bfloat16)
+    plan = tagc.explain(model, policy(), world_size=2, sites=2)
+    assert {unit.info.dtype for unit in plan.units} == {torch.float32}
