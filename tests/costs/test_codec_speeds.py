@@ -13,6 +13,8 @@ from tagc.costs import Link, Speed, auto, measure_speeds, speed_key
 from tagc.costs.shapes import synthetic
 from tagc.ops import get_ops
 
+WRAPPED = [name for name in tagc.policies() if tagc.Policy.load(name).sites is None]
+
 
 @pytest.mark.parametrize("parameters", [False, True])
 def test_every_codec_of_the_shipped_policies_has_a_speed(parameters: bool) -> None:
