@@ -58,11 +58,19 @@ def test_messages_of_real_models(policy: str, model: str, ranks: str) -> None:
     """Each row and segment is aligned, for less than a thousandth of the bytes."""
     replicas = {"replicas": [{"when": {}, "codec": {"kind": "quantized", "bits": 4}}]}
     chosen: Any = tagc.Policy.load(policy)
+    if chosen.sites is not None:
+        sites = {"world_size": RANKS[ranks]["world_size"], "sites": 4}
+        check_aligned(tagc.explain(MODELS[model], chosen, **sites), policy)
+        return
     if RANKS[ranks].get("replicas") and not chosen.replicas:
         chosen = {"schema": 1, "extends": policy, **replicas}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = tagc.explain(MODELS[model], chosen, dtype=torch.bfloat16, **RANKS[ranks])
+    check_aligned(plan, policy)
+
+
+def check_aligned(plan: Any, policy: str) -> None:
     needed = sent = 0
     for unit in plan.all_units:
         for message in messages(unit):

@@ -90,7 +90,7 @@ def called(rank: int, policy: Any, hosts: int | None = None) -> tuple[set[Call],
     model = sharded()
     recorder = Recorder(get_ops("cpu", "reference"))
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("collectives", "wrapper"):
+        for module in ("collectives", "readiness"):
             patch.setattr(f"tagc.handle.{module}.get_ops", lambda device, name=None: recorder)
         with warnings.catch_warnings():
             # Such small segments pay with no codec.
