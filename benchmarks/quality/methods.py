@@ -108,6 +108,11 @@ _SITES = [
         every=32,
         outer={"rate": 0.7, "momentum": 0.5},
     ),
+    _in_sites("sites, every step, 4 bits", _HOSTS, every=1, **_MEAN),
+    *(
+        _in_sites(f"sites, every 32, 4 bits, together {n}", _HOSTS, every=32, together=n, **_MEAN)
+        for n in (150, 300)
+    ),
     _in_sites("sites, every 32, 4 bits, delay 4", _HOSTS, every=32, delay=4, alpha=0.5, **_MEAN),
 ]
 # The TAGC paper's roles and density, with all else as in policy `attn-only`.

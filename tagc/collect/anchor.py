@@ -16,7 +16,10 @@ from torch import Tensor
 
 from tagc.collect.fingerprint import fingerprint
 from tagc.collect.reducer import UnitReducer
-from tagc.policy.sites import SitesConfig
+from tagc.policy.sites import OuterConfig, SitesConfig
+
+MEAN = OuterConfig(rate=1, momentum=0)
+"""The outer optimizer that averages the parameters."""
 
 
 class Shard(Protocol):
@@ -84,12 +87,18 @@ class Anchor:
         self.reducer.reduce(self.change, self.change, self._group, dist.ReduceOp.AVG)
 
     @torch.no_grad()
-    def apply(self) -> None:
+    def apply(self, *, mean: bool = False) -> None:
         """Move the anchor by the average, as ``torch.optim.SGD(nesterov=True)`` would with the
-        average as the gradient, and the site's shard to it."""
+        average as the gradient, and the site's shard to it.
+
+        Args:
+            mean: move both to the mean of the sites, whatever the outer optimizer does.
+        """
         average, outer, alpha = self.change, self._config.outer, self._config.alpha
         assert average is not None
-        if self.momentum is not None:
+        if mean:
+            outer, alpha = MEAN, 0.0
+        elif self.momentum is not None:
             self.momentum.mul_(outer.momentum).add_(average)
             average.add_(self.momentum, alpha=outer.momentum)
         self.values.add_(average, alpha=-outer.rate)

@@ -125,6 +125,10 @@ class SiteExchange:
             self._compared = True
             self._compare(self.anchors)()
         self.steps += 1
+        if self.steps <= self._config.together:
+            for i in self._places:
+                self._start(i, delay=0)
+            return
         for i, flight in list(self._flights.items()):
             if flight.landing <= self.steps:
                 self._land(i)
@@ -189,7 +193,7 @@ class SiteExchange:
             for anchor in fragment:
                 anchor.take_change()
                 anchor.exchange()
-                anchor.apply()
+                anchor.apply(mean=self.steps <= self._config.together)
             self._count(time.perf_counter() - began)
             return
         for anchor in fragment:

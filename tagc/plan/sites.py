@@ -38,6 +38,11 @@ def about_sites(units: Sequence[UnitPlan], config: SitesConfig) -> Iterator[str]
         f"anchors of sites: {format_bytes(anchor_bytes(units, config))}, included in the memory of "
         "a rank"
     )
+    if config.together:
+        yield (
+            f"each of the first {config.together} optimizer steps exchanges all parameters: a rank "
+            f"sends {format_bytes(sent)}, and training waits for it"
+        )
     if config.delay:
         # All fragments are about equal.
         rate = sent / config.fragments / config.delay

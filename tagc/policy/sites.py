@@ -31,6 +31,10 @@ class SitesConfig(Strict):
 
     every: Steps = 32
     """How many optimizer steps a site takes between two exchanges of the same parameters."""
+    together: Annotated[int, Field(ge=0, le=2**31 - 1), unit("optimizer steps")] = 0
+    """How many of the first optimizer steps are each followed by an exchange of all parameters,
+    averaged, as in post-local SGD (arXiv 1808.07217): while the loss falls steeply, sites that
+    train apart fall behind. Each of these steps sends as much as `every` later ones."""
     fragments: Annotated[int, Field(ge=1, le=2**16), unit("parts")] = 1
     """In how many parts the model is exchanged, at staggered steps."""
     delay: Annotated[int, Field(ge=0, le=2**31 - 1), unit("optimizer steps")] = 0

@@ -27,7 +27,7 @@ def eager(
     """The sites' models, trained one after another, and exchanged uncompressed.
 
     Args:
-        more: ``parts``: names of the parameters in each fragment.
+        more: ``parts``: names of the parameters in each fragment; ``together``: see the policy.
     """
     models = [net() for _ in range(sites)]
     optimizers = [adam(model) for model in models]
@@ -44,10 +44,17 @@ def eager(
             due = (i + 1) * every // len(parts)
             for name in part:
                 value = anchor.get_parameter(name)
-                if step % every == due % every:
+                if step <= more.get("together", 0):
+                    mine = [value.detach() - m.get_parameter(name).detach() for m in models]
+                    with torch.no_grad():
+                        value.sub_(torch.stack(mine).sum(0).div_(sites))
+                        for model in models:
+                            model.get_parameter(name).copy_(value)
+                elif step % every == due % every:
                     mine = [value.detach() - m.get_parameter(name).detach() for m in models]
                     value.grad = torch.stack(mine).sum(0).div_(sites)
-            if step - delay >= due and (step - delay) % every == due % every:
+            began = step - delay
+            if began > more.get("together", 0) and began >= due and began % every == due % every:
                 outer[i].step()
                 for name in part:
                     for model in models:
@@ -108,8 +115,9 @@ def test_shards_of_a_site(rank: int, world_size: int, kind: str) -> None:
         {"every": 4, "delay": 2, "alpha": 0.25},
         {"every": 6, "fragments": 3, "delay": 1},
         {"every": 5, "fragments": 2},
+        {"every": 4, "together": 5, "delay": 2, "alpha": 0.25},
     ],
-    ids=["delay", "fragments and delay", "fragments"],
+    ids=["delay", "fragments and delay", "fragments", "together at first"],
 )
 def test_staggered_and_delayed(rank: int, world_size: int, config: dict[str, Any]) -> None:
     model = net()

@@ -74,7 +74,8 @@ def test_what_cannot_be_compared_is_said() -> None:
 
 def test_the_plan() -> None:
     """Three sites send a message to the others' owners, and one about the sums."""
-    plan = tagc.explain(SHAPES, policy(every=16, delay=2), world_size=3, sites=3)
+    plan = tagc.explain(SHAPES, policy(every=16, together=9, delay=2), world_size=3, sites=3)
+    assert "each of the first 9 optimizer steps exchanges all parameters" in str(plan)
     (row,) = plan.rows
     text = str(plan)
     assert row.wire_bytes == about(2 * 2 / 3 * MESSAGE)

@@ -143,7 +143,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             )
         ],
         "SitesConfig": [
-            *_in(_sites, {}, every=16, fragments=2, delay=3, alpha=0.5, outer={"rate": 1})
+            *_in(
+                _sites, {}, every=16, together=9, fragments=2, delay=3, alpha=0.5, outer={"rate": 1}
+            )
         ],
         "OuterConfig": [*_in(_outer, {}, rate=0.5, momentum=0)],
         "ParameterRule": [

@@ -48,7 +48,8 @@ schema: 1
 gradients:
   - when: {}
     codec: {kind: matrix, bits: 1}
-sites: {every: 8, fragments: 2, delay: 3, alpha: 0.5, outer: {rate: 0.7, momentum: 0.9}}
+sites:
+  {every: 8, together: 5, fragments: 2, delay: 3, alpha: 0.5, outer: {rate: 0.7, momentum: 0.9}}
 """
 WORDS = [
     *(b"roles ssm".split()),
