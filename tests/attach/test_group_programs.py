@@ -172,7 +172,7 @@ def wrong(program: list[Call], rank: int, group: Any) -> str:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("seeds", [range(12), slow(range(12, 150))], ids=str)
+@pytest.mark.parametrize("seeds", [range(6), slow(range(6, 150))], ids=str)
 def test_random_programs(rank: int, world_size: int, seeds: range) -> None:
     group = mesh_of(world_size).get_group()
 

@@ -63,7 +63,10 @@ def cases() -> list[Any]:
                     continue  # each replica has the last sum; two shots pay for 3 ranks only
                 if same or (group not in (REPLICAS, REPLICAS_OF_TENSOR) and policy not in ROUNDED):
                     case = policy, draw.choice(SAVERS), old, old if same else new
-                    found.append(slow(*case) if group is REPLICAS_OF_TENSOR else case)
+                    # With `replicate` the codecs are those of DDP.
+                    rare = group is REPLICATE and policy not in ("quantized residual", "sketch")
+                    is_slow = rare or group is REPLICAS_OF_TENSOR
+                    found.append(slow(*case) if is_slow else case)
     return found
 
 
