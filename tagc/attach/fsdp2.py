@@ -1,27 +1,26 @@
-"""FSDP2: the one file that knows ``fully_shard``'s internals."""
+"""FSDP2: how a model's units are found, and what their parameter groups are told to call.
+
+Only this file and :mod:`tagc.attach.fsdp2_collectives` know ``fully_shard``'s internals.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.utils.hooks import RemovableHandle
 
-from tagc.attach.averaging import all_reduces_by_class, averaging, plain
+from tagc.attach.averaging import all_reduces_by_class
+from tagc.attach.fsdp2_collectives import CustomAllGather, CustomReduceScatter, InStep
 from tagc.attach.grad_mode import GradMode
 from tagc.attach.tensor_parallel import ParallelDim, box_of, duplicate_of, parallel_dims
 from tagc.attach.unit import Integration, Unit
-from tagc.collect import Lockstep, Phase, ReplicaAverage, Transport, UnitGatherer, UnitReducer
+from tagc.collect import ReplicaAverage, Transport, UnitGatherer, UnitReducer
 from tagc.plan import UnitInfo, UnitParam
 from tagc.policy import Policy
 
@@ -54,7 +53,7 @@ class FSDP2Unit(Unit):
         # As FSDPModule's setters do, which refuse modules with several parameter groups.
         self._param_group._reduce_scatter_comm = CustomReduceScatter(reducer, self._names, planned)
         if _is_own(self._native[1]) and Transport(self.group).by_messages(self.device):
-            self._param_group._all_gather_comm = _InStep(self._native[1], self)
+            self._param_group._all_gather_comm = InStep(self._native[1], self)
 
     def check_gather(self) -> None:
         """See :meth:`Unit.check_gather`."""
@@ -62,7 +61,7 @@ class FSDP2Unit(Unit):
 
     def install_gather(self, gatherer: UnitGatherer) -> None:
         """See :meth:`Unit.install_gather`."""
-        all_gather = _CustomAllGather(gatherer, self._param_group, self._grad_mode)
+        all_gather = CustomAllGather(gatherer, self._param_group, self._grad_mode)
         self._param_group._all_gather_comm = all_gather
         for module in self._param_group.modules:
             # Before FSDP's own hook, which gathers.
@@ -117,143 +116,6 @@ class FSDP2Unit(Unit):
         group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook = self._native
         while self._hooks:
             self._hooks.pop().remove()
-
-
-class _Allocates:
-    """Allocates the buffers of a collective, for which FSDP asks the collective."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class CustomReduceScatter(_Allocates, ReduceScatter):
-    """Reduces a unit's gradients. It also allocates the tensors that FSDP all-reduces, so that they
-    can average themselves.
-
-    Attributes:
-        average: the average over replicas that replaces FSDP's all-reduce; None without replicas.
-        reached: see :attr:`Unit.reached`.
-    """
-
-    def __init__(
-        self, reducer: UnitReducer, names: Mapping[int, str], planned: frozenset[str]
-    ) -> None:
-        """
-        Args:
-            names: names of FSDP's parameters, by their ids.
-            planned: names of the parameters in the plan.
-        """
-        self._reduce, self._names, self._planned = reducer.reduce, names, planned
-        self.average: Callable[[Tensor, Any], None] | None = None
-        self.reached: frozenset[str] | None = None
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        params = _params_of(sys._getframe(1))
-        if params is not None:
-            reached = frozenset(self._names[id(param)] for param in params)
-            self.reached = None if reached == self._planned else reached
-        buffer = super().allocate(size, dtype=dtype, device=device)
-        return buffer if self.average is None else averaging(buffer, self.average)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        out, inp = plain(output_tensor), plain(input_tensor)
-        self._reduce(out, inp, group, op, reached=self.reached)
-
-
-def _params_of(foreach_reduce: FrameType) -> Sequence[Any] | None:
-    """The parameters whose gradients FSDP is about to reduce, read from the frame of its function,
-    because FSDP tells its collectives only sizes. None if a later FSDP has no such list."""
-    return foreach_reduce.f_locals.get("fsdp_params")
-
-
-class _InStep(AllGather):
-    """FSDP's own all-gather, after a check that all ranks are at the same one. Without the check it
-    would accept any message that arrives, and hide a mix-up from the other collectives. Only for
-    groups whose ranks exchange headers; see :class:`Lockstep`."""
-
-    def __init__(self, native: AllGather, unit: FSDP2Unit) -> None:
-        self._native = native
-        self._lockstep = Lockstep("parameters", unit.info.label, unit.device)
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return self._native.allocate(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Any:
-        self._lockstep.check(Transport(group), 0)
-        return self._native(output_tensor, input_tensor, group, async_op)
-
-
-class _CustomAllGather(_Allocates, AllGather):
-    def __init__(self, gatherer: UnitGatherer, param_group: Any, grad_mode: GradMode) -> None:
-        self._gather, self._param_group = gatherer.gather, param_group
-        self._grad_mode, self._note_forward = grad_mode, gatherer.note_forward
-
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        """A forward pre-hook of the unit's modules."""
-        self._grad_mode.note()
-        if self._grad_mode.enabled:
-            self._note_forward()
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        gather = partial(self._gather, output_tensor, input_tensor, group, self._phase())
-        context = self._param_group.comm_ctx
-        stream = getattr(context, "all_gather_stream", None)
-        # FSDP has no streams before its root's first forward.
-        if not async_op or stream is None:
-            # FSDP calls this on the stream that is to run it.
-            return gather()
-        streams = context.device_handle
-        stream.wait_stream(streams.current_stream())
-        with streams.stream(stream):
-            gather()
-            return _Gathered(stream.record_event(), streams)
-
-    def _phase(self) -> Phase:
-        # The state is the same on every rank, even for prefetched units.
-        state = self._param_group._training_state.name
-        if state == "PRE_BACKWARD":
-            return Phase.BACKWARD
-        recorded = state == "FORWARD" and self._grad_mode.enabled
-        return Phase.FORWARD if recorded else Phase.OTHER
-
-
-class _Gathered(dist.Work):
-    """An all-gather on FSDP's all-gather stream. FSDP waits for it before it uses or frees what it
-    writes."""
-
-    def __init__(self, done: Any, streams: Any) -> None:
-        super().__init__()
-        self._done, self._streams = done, streams
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Let the current stream wait for it."""
-        self._streams.current_stream().wait_event(self._done)
-        return True
 
 
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:

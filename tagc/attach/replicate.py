@@ -29,7 +29,7 @@ from tagc.attach.fsdp2 import (
 from tagc.attach.grad_mode import GradMode
 from tagc.attach.tensor_parallel import ParallelDim
 from tagc.attach.unit import Integration
-from tagc.attach.whole import check_policy, local_shape, reduce_whole, whole_on_hosts
+from tagc.attach.whole import check_policy, reduce_whole, whole_on_hosts
 from tagc.collect import CollectiveWork, Transport, UnitReducer
 from tagc.plan import UnitInfo
 
@@ -49,8 +49,11 @@ class ReplicatedUnit(FSDP2Unit):
 
     def _average(self, reducer: UnitReducer, buffer: Tensor, op: Any) -> None:
         reached = self.reached
+        if reducer.plan.rows == 1:  # the buffer is what is sent
+            reducer.reduce(buffer, buffer, self.group, op, _natively, reached=reached)
+            return
         params = [p for p in self.info.params if reached is None or p.name in reached]
-        shapes = [local_shape(p) for p in params]
+        shapes = [p.local_shape for p in params]
         pieces = buffer.split([math.prod(shape) for shape in shapes])
         views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         reduce_whole(reducer, views, self.group, op, _natively, reached=reached)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tagc.attach.parameter_sets import columns_in_rows
 from tagc.collect import UnitReducer
 from tagc.collect.stage import ReduceNatively
-from tagc.plan import UnitInfo, UnitParam
+from tagc.plan import UnitInfo
 from tagc.policy import Policy, PolicyError
 from tagc.policy.rules import check_lead
 
@@ -47,13 +47,8 @@ def reduce_whole(
 
 def whole_on_hosts(info: UnitInfo, ranks: int) -> UnitInfo:
     """The unit with ``ranks`` neighbours on each host, over which its parameters are cut."""
-    params = [replace(p, columns=columns_in_rows(local_shape(p), ranks)) for p in info.params]
+    params = [replace(p, columns=columns_in_rows(p.local_shape, ranks)) for p in info.params]
     return replace(info, params=tuple(params), ranks_per_host=ranks)
-
-
-def local_shape(param: UnitParam) -> tuple[int, ...]:
-    """The shape of a whole parameter on this rank, a part of it with tensor parallelism."""
-    return param.local or param.shape
 
 
 def check_policy(policy: Policy, replicas: bool) -> None:

@@ -96,19 +96,20 @@ def advise_dimensions(
         codec = 0.0
         if memory_bandwidth is not None:
             codec = 2 * (t.dense_bytes + t.wire_bytes) / memory_bandwidth
-        dense, coded = (
-            _seconds(t, sent, own, inside=inside, coded=sent is t.wire_bytes)
-            for sent in (t.dense_bytes, t.wire_bytes)
-        )
         found.append(
             DimensionAdvice(
-                traffic=t, inside=inside, dense_seconds=dense, seconds=coded + codec, codec=codec
+                traffic=t,
+                inside=inside,
+                dense_seconds=_seconds(t, own, inside=inside, coded=False),
+                seconds=_seconds(t, own, inside=inside, coded=True) + codec,
+                codec=codec,
             )
         )
     return found
 
 
-def _seconds(t: DimensionTraffic, sent: int, link: Link, *, inside: bool, coded: bool) -> float:
+def _seconds(t: DimensionTraffic, link: Link, *, inside: bool, coded: bool) -> float:
+    sent = t.wire_bytes if coded else t.dense_bytes
     # A coded all-reduce or reduce-scatter goes as messages to owners, and its sum comes back.
     to_owners = sent / 2 if t.dimension == "tp" and coded else sent if t.dimension == "ep" else 0
     starts = t.collectives * (2 if t.dimension == "tp" and coded else 1)

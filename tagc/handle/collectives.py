@@ -16,6 +16,7 @@ from tagc.collect import (
     HostGroups,
     MessageGatherer,
     ReplicaAverage,
+    Transport,
     UnitGatherer,
     UnitReducer,
 )
@@ -75,6 +76,11 @@ class Collectives:
         self.reducers.clear()
         self.gatherers.clear()
         self.replica_reducers.clear()
+
+
+def on_gloo(units: Sequence[Unit]) -> bool:
+    """Whether the backend is gloo, where tagc sums by messages."""
+    return any(Transport(unit.group).adds_itself(unit.device) for unit in units)
 
 
 def over_replicas(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitInfo]:

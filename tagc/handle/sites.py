@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from tagc.basics.warn import warn
 from tagc.checkpoint import State, UnitState
 from tagc.codecs import MESSAGE_FORMAT
 from tagc.collect import Anchor, SiteExchange, agree_on, check_backends
-from tagc.handle.collectives import Collectives, make_collectives
+from tagc.handle.collectives import Collectives, make_collectives, on_gloo
 from tagc.handle.compressor import attached
 from tagc.handle.handle import Handle
 from tagc.handle.readiness import with_kernels
@@ -183,8 +182,7 @@ def sites(
     loaded, config, units = agreed
 
     def make() -> tuple[tuple[Plan, Collectives], str]:
-        plan = build_plan([unit.info for unit in units], loaded)
-        plan = replace(plan, gloo=all(unit.device.type == "cpu" for unit in units))
+        plan = build_plan([unit.info for unit in units], loaded, gloo=on_gloo(units))
         plan = with_kernels(units, plan, ops)
         made = make_collectives(units, plan, Levels(units, None, {}), ops, None)
         return (plan, made), plan.fingerprint[:12]

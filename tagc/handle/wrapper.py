@@ -33,7 +33,6 @@ from tagc.codecs import MESSAGE_FORMAT
 from tagc.collect import (
     Hosts,
     RankOnHost,
-    Transport,
     agree_on,
     check_backends,
     check_hosts,
@@ -46,6 +45,7 @@ from tagc.handle.collectives import (
     average_natively,
     install,
     make_collectives,
+    on_gloo,
     over_replicas,
 )
 from tagc.handle.compressor import Compressor, attach, attached
@@ -145,7 +145,7 @@ def wrap(
         return (plan, made), plan.fingerprint[:12]
 
     try:
-        if not disabled and (_compresses(loaded) or _on_gloo(units)):
+        if not disabled and (_compresses(loaded) or on_gloo(units)):
             levels.open()
         choose = _chooser(units, loaded, ops, replica_group, levels)
         plan, collectives = agree_on(groups, {"plan": make})["plan"]
@@ -300,7 +300,7 @@ def _plan(
         gathers=[info for unit in units if (info := levels.gather_info(unit)) is not None],
         replicas=[] if replica_group is None else over_replicas(units, replica_group),
         choose=choose,
-        gloo=_on_gloo(units),
+        gloo=on_gloo(units),
     )
     return replace(plan, notes=(*plan.notes, *levels.notes))
 
@@ -315,10 +315,6 @@ def _in_levels(units: Sequence[Unit], plan: Plan) -> list[Unit]:
     directions = [plans for plans in (plan.units, plan.parameters) if plans]
     pairs = [pair for plans in directions for pair in zip(units, plans, strict=True)]
     return [unit for unit, unit_plan in pairs if unit_plan.info.ranks_per_host > 1]
-
-
-def _on_gloo(units: Sequence[Unit]) -> bool:
-    return any(Transport(unit.group).adds_itself(unit.device) for unit in units)
 
 
 def _chooser(

@@ -42,6 +42,11 @@ class UnitParam:
     special: Special | None = field(default=None, repr=False)
 
     @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what a rank holds of it, a part of ``shape`` with tensor parallelism."""
+        return self.local or self.shape
+
+    @property
     def own(self) -> Box:
         """The elements of the parameter that this rank's sharding group has."""
         return Box.whole(self.shape) if self.box is None else self.box
@@ -97,7 +102,7 @@ class UnitInfo:
         """The same collective if every rank sends for itself."""
         params = self.params
         if self.replicated:  # with DDP a rank then has whole parameters, not a host's part
-            params = tuple(replace(param, columns=math.prod(param.shape)) for param in params)
+            params = tuple(replace(param, columns=math.prod(param.local_shape)) for param in params)
         return replace(self, params=params, ranks_per_host=1)
 
 

@@ -25,7 +25,8 @@ from support.failing import fails
 from support.gathering import INT8, gathering
 from support.own_gather import gather_themselves
 from support.small_net import local, local_grads, local_weights
-from tagc.attach.fsdp2 import _params_of, param_groups_of
+from tagc.attach.fsdp2 import param_groups_of
+from tagc.attach.fsdp2_collectives import _params_of
 from tagc.policy import Policy
 
 EXACT_SKETCH = {
@@ -152,7 +153,7 @@ def test_this_torch_tells_what_a_backward_reached(rank: int, world_size: int) ->
     """It does not by design: the list is a variable of its `foreach_reduce`."""
     model = sharded(net(extra=True))
     seen = []
-    with mock.patch("tagc.attach.fsdp2._params_of", side_effect=_params_of) as look:
+    with mock.patch("tagc.attach.fsdp2_collectives._params_of", side_effect=_params_of) as look:
         wrap(model, EXACT_SKETCH)
         loss_of(model, rank, 0).backward()
     for call in look.call_args_list:

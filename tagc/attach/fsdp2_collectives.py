@@ -1,0 +1,159 @@
+"""FSDP2: the collectives that its parameter groups call in place of FSDP's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from tagc.attach.averaging import averaging, plain
+from tagc.attach.grad_mode import GradMode
+from tagc.attach.unit import Unit
+from tagc.collect import Lockstep, Phase, Transport, UnitGatherer, UnitReducer
+
+
+class _Allocates:
+    """Allocates the buffers of a collective, for which FSDP asks the collective."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CustomReduceScatter(_Allocates, ReduceScatter):
+    """Reduces a unit's gradients. It also allocates the tensors that FSDP all-reduces, so that they
+    can average themselves.
+
+    Attributes:
+        average: the average over replicas that replaces FSDP's all-reduce; None without replicas.
+        reached: see :attr:`Unit.reached`.
+    """
+
+    def __init__(
+        self, reducer: UnitReducer, names: Mapping[int, str], planned: frozenset[str]
+    ) -> None:
+        """
+        Args:
+            names: names of FSDP's parameters, by their ids.
+            planned: names of the parameters in the plan.
+        """
+        self._reduce, self._names, self._planned = reducer.reduce, names, planned
+        self.average: Callable[[Tensor, Any], None] | None = None
+        self.reached: frozenset[str] | None = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        params = _params_of(sys._getframe(1))
+        if params is not None:
+            reached = frozenset(self._names[id(param)] for param in params)
+            self.reached = None if reached == self._planned else reached
+        buffer = super().allocate(size, dtype=dtype, device=device)
+        return buffer if self.average is None else averaging(buffer, self.average)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        out, inp = plain(output_tensor), plain(input_tensor)
+        self._reduce(out, inp, group, op, reached=self.reached)
+
+
+def _params_of(foreach_reduce: FrameType) -> Sequence[Any] | None:
+    """The parameters whose gradients FSDP is about to reduce, read from the frame of its function,
+    because FSDP tells its collectives only sizes. None if a later FSDP has no such list."""
+    return foreach_reduce.f_locals.get("fsdp_params")
+
+
+class InStep(AllGather):
+    """FSDP's own all-gather, after a check that all ranks are at the same one. Without the check it
+    would accept any message that arrives, and hide a mix-up from the other collectives. Only for
+    groups whose ranks exchange headers; see :class:`Lockstep`."""
+
+    def __init__(self, native: AllGather, unit: Unit) -> None:
+        self._native = native
+        self._lockstep = Lockstep("parameters", unit.info.label, unit.device)
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return self._native.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        self._lockstep.check(Transport(group), 0)
+        return self._native(output_tensor, input_tensor, group, async_op)
+
+
+class CustomAllGather(_Allocates, AllGather):
+    """Gathers a unit's parameters."""
+
+    def __init__(self, gatherer: UnitGatherer, param_group: Any, grad_mode: GradMode) -> None:
+        self._gather, self._param_group = gatherer.gather, param_group
+        self._grad_mode, self._note_forward = grad_mode, gatherer.note_forward
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """A forward pre-hook of the unit's modules."""
+        self._grad_mode.note()
+        if self._grad_mode.enabled:
+            self._note_forward()
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        gather = partial(self._gather, output_tensor, input_tensor, group, self._phase())
+        context = self._param_group.comm_ctx
+        stream = getattr(context, "all_gather_stream", None)
+        # FSDP has no streams before its root's first forward.
+        if not async_op or stream is None:
+            # FSDP calls this on the stream that is to run it.
+            return gather()
+        streams = context.device_handle
+        stream.wait_stream(streams.current_stream())
+        with streams.stream(stream):
+            gather()
+            return _Gathered(stream.record_event(), streams)
+
+    def _phase(self) -> Phase:
+        # The state is the same on every rank, even for prefetched units.
+        state = self._param_group._training_state.name
+        if state == "PRE_BACKWARD":
+            return Phase.BACKWARD
+        recorded = state == "FORWARD" and self._grad_mode.enabled
+        return Phase.FORWARD if recorded else Phase.OTHER
+
+
+class _Gathered(dist.Work):
+    """An all-gather on FSDP's all-gather stream. FSDP waits for it before it uses or frees what it
+    writes."""
+
+    def __init__(self, done: Any, streams: Any) -> None:
+        super().__init__()
+        self._done, self._streams = done, streams
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Let the current stream wait for it."""
+        self._streams.current_stream().wait_event(self._done)
+        return True
