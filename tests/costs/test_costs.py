@@ -219,6 +219,17 @@ def test_nccl_sends_a_dense_unit_in_one_level() -> None:
     assert traffic(plan(DENSE, gloo=False, ranks_per_host=2)) == traffic(plan(DENSE))
     whole = plan(DENSE, gloo=False, ranks_per_host=2, replicated=True)
     assert (whole.columns, whole.rows) == (4 * COLUMNS, 1)
+    # Tensor parallelism leaves this rank half of the parameter.
+    param = UnitParam(name="weight", shape=(8, 6), local=(4, 6), columns=12)
+    info = UnitInfo(
+        name="unit",
+        params=(param,),
+        world_size=4,
+        dtype=torch.float32,
+        ranks_per_host=2,
+        replicated=True,
+    )
+    assert info.in_one_level().params[0].columns == 24
 
 
 def test_what_ranks_of_a_host_send_each_other_is_encoded_too() -> None:
