@@ -74,8 +74,8 @@ test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 test-network: $(INSTALLED) ## run the tests that need root, ip and tc (network namespaces)
 	$(BIN)/python -m pytest -m network
 
-test-recipes: $(INSTALLED) ## install Lightning, transformers, Accelerate and torchtitan, run the recipes with them
-	$(BIN)/python -m pip install -e '.[recipes]'
+test-recipes: $(INSTALLED) ## install Lightning, transformers, Accelerate, torchtitan and torchft, run the recipes with them
+	$(BIN)/python -m pip install -e '.[recipes,sites]'
 	$(BIN)/python -m pytest -m recipes
 
 parity: $(INSTALLED) ## native FSDP beside tagc, all combinations: the tables of docs/parity.md

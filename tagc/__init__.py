@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from tagc.codecs.sketch.count_sketch import CountSketch, Decoded, Sketch
     from tagc.costs import explain
     from tagc.handle.compressor import Compressor, compressor
-    from tagc.handle.sites import Sites, sites
+    from tagc.handle.site_handle import Sites
+    from tagc.handle.sites import sites
     from tagc.handle.wrapper import wrap
     from tagc.policy import Policy, PolicyError, policies
     from tagc.selfcheck import KernelError
@@ -51,7 +52,7 @@ _HOMES = {
     "KernelError": "tagc.selfcheck",
     "Policy": "tagc.policy",
     "PolicyError": "tagc.policy",
-    "Sites": "tagc.handle.sites",
+    "Sites": "tagc.handle.site_handle",
     "Sketch": "tagc.codecs.sketch.count_sketch",
     "StateError": "tagc.checkpoint",
     "activations": "tagc.attach.forward",

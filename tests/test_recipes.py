@@ -79,6 +79,34 @@ def test_sites_learn_and_resume_as_if_they_had_not_stopped(tmp_path: Path) -> No
     assert losses(run(*command, "--steps", "80", *folder)) == losses(whole)[-2:]
 
 
+def test_sites_go_on_without_one_that_was_killed() -> None:
+    """It is started again, continues from the others, and ends with them."""
+    command = [sys.executable, "-u", recipe("elastic_sites"), "--sites", "3", "--steps", "256"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    said = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            found = re.match(r"process (\d+), step (\d+)", line)
+            if found and int(found[2]) == 48 and "killed" not in said:
+                said.append("killed")
+                os.kill(int(found[1]), signal.SIGKILL)
+        assert process.wait() == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    whole = "".join(said)
+    assert "a site died: start it again" in whole
+    assert ", 2 sites" in whole
+    assert whole.count("steps 256, exchanges") == 3
+    assert "continued from another site" in whole
+    assert losses(whole)[-1] < losses(whole)[0] / 10
+
+
 def resumes(tmp_path: Path, *command: str) -> str:
     """Check that 8 steps and then 4 print the losses of 12; the output of the 12."""
     whole = run(*command, "--steps", "12")

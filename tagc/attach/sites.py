@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from tagc.attach.fsdp2 import FSDP2
 from tagc.attach.integrations import INTEGRATIONS, integration_of
 from tagc.attach.parameter_sets import Named, columns_in_rows, info_of_set, parameter_sets
 from tagc.attach.unit import Unit
-from tagc.collect import Transport, gather_by_rank
+from tagc.collect import SilentGroup, Transport, gather_by_rank
 from tagc.plan import between_sites
 from tagc.policy.roles import clean_name
 
@@ -102,20 +103,22 @@ class SiteUnit(Unit):
 
 def site_units(
     model: nn.Module,
-    group: dist.ProcessGroup,
+    counterparts: dist.ProcessGroup | None,
     fragments: int,
     wrapped: Sequence[Unit] | None,
 ) -> tuple[list[SiteUnit], str]:
     """The units of a model to exchange, and how it is held inside a site, as text.
 
     Args:
-        group: this rank's counterparts in all sites.
+        counterparts: this rank's counterparts in all sites; None if sites come and go: the units
+            are those of two sites then, with a group that sends nothing.
         fragments: how many parts the units are to be divided into.
         wrapped: the units of a model that ``tagc.wrap`` has wrapped; None if it is not.
 
     Raises:
         ValueError: if the model is held in a way that sites do not support.
     """
+    group: Any = counterparts or SilentGroup(2)
     integration = integration_of(model) if any(i.shards(model) for i in INTEGRATIONS) else None
     if integration is FSDP2:
         inner = FSDP2.find_units(model) if wrapped is None else wrapped
@@ -131,8 +134,9 @@ def site_units(
         )
     if not units:
         raise ValueError("the model has no trainable parameters")
-    for unit in units:
-        _check_apart(unit)
+    if counterparts is not None:
+        for unit in units:
+            _check_apart(unit)
     return units, _told(units, "one device" if integration is None else integration.name)
 
 

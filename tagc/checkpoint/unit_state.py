@@ -23,6 +23,7 @@ class UnitState:
         replica: index of the replica that this rank is in, from 0; 0 without replicas.
         shared: tensors ``[S]`` that all replicas hold alike, by kind; see
             :attr:`tagc.collect.Anchor.shared`.
+        owners: whether residuals of owners of slices are part of it.
     """
 
     direction: str
@@ -31,6 +32,7 @@ class UnitState:
     shards: int
     replica: int = 0
     shared: Mapping[str, Tensor] = field(default_factory=dict)
+    owners: bool = True
 
     @property
     def name(self) -> str:
@@ -71,7 +73,8 @@ class UnitState:
         if plan.shots is not None:
             for place, tensor in slice_locations(plan, residuals, self.shards, self.shard):
                 yield "residual", place, tensor
-            for kind, stored in (*owned.items(), (OWNER_RESIDUAL, owed)):
+            owned |= {OWNER_RESIDUAL: owed} if self.owners else {}
+            for kind, stored in owned.items():
                 for place, tensor in slice_locations(
                     plan, stored, self.shards, self.shard, self.replica
                 ):

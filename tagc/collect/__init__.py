@@ -7,7 +7,7 @@ from tagc.collect.gatherer import GatherSetup, Phase, UnitGatherer
 from tagc.collect.gauge import NoiseGauge, noise_factor
 from tagc.collect.host_copy import HostCopy
 from tagc.collect.hosts import HostGroups, Hosts, RankOnHost, check_hosts
-from tagc.collect.lockstep import Lockstep
+from tagc.collect.lockstep import DesyncError, Lockstep
 from tagc.collect.meeting import Meeting
 from tagc.collect.message_gatherer import MessageGatherer
 from tagc.collect.reducer import UnitReducer
@@ -15,12 +15,13 @@ from tagc.collect.rehearsal import rehearse
 from tagc.collect.replicas import ReplicaAverage
 from tagc.collect.site_exchange import SiteExchange, SitesDifferError, Waits
 from tagc.collect.skipped_step import copy_step_state, restore_step_state
-from tagc.collect.transport import CollectiveWork, Transport, check_backends
+from tagc.collect.transport import CollectiveWork, SilentGroup, Transport, check_backends
 
 __all__ = [
     "Anchor",
     "CollectiveWork",
     "CopyGatherer",
+    "DesyncError",
     "GatherSetup",
     "HostCopy",
     "HostGroups",
@@ -32,6 +33,7 @@ __all__ = [
     "Phase",
     "RankOnHost",
     "ReplicaAverage",
+    "SilentGroup",
     "SiteExchange",
     "SitesDifferError",
     "Transport",

@@ -38,6 +38,7 @@ class Anchor:
     """The anchor of one unit, ``[S]`` float32, and the outer optimizer's state.
 
     Attributes:
+        reducer: averages changes over sites.
         values: the anchor. It has the same bits in all sites.
         momentum: the outer momentum, ``[S]``; None without momentum.
         change: this site's change until it is exchanged, then the average of all sites until it
@@ -48,14 +49,14 @@ class Anchor:
         self,
         shard: Shard,
         reducer: UnitReducer,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         device: torch.device,
         config: SitesConfig,
     ) -> None:
         """Start from the parameters as they are.
 
         Args:
-            group: this rank's counterparts in all sites.
+            group: this rank's counterparts in all sites; None before :meth:`connect`.
         """
         self.reducer = reducer
         self._shard, self._group, self._config = shard, group, config
@@ -74,6 +75,10 @@ class Anchor:
         """The unit's name, for users."""
         return self.reducer.plan.info.label
 
+    def connect(self, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
+        """Continue with other sites, and a reducer for them."""
+        self.reducer, self._group = reducer, group
+
     def take_change(self) -> None:
         """Note how far this site has come: the anchor minus its shard."""
         now = torch.empty_like(self.values) if self.change is None else self.change
@@ -82,8 +87,13 @@ class Anchor:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Replace the change by its average over sites. All sites call it together."""
+        """Replace the change by its average over sites. All sites call it together. A single site
+        keeps its change, and its residuals."""
         assert self.change is not None
+        assert self._group is not None
+        if self._group.size() == 1:
+            self.reducer.counters.steps += 1
+            return
         self.reducer.reduce(self.change, self.change, self._group, dist.ReduceOp.AVG)
 
     @torch.no_grad()
@@ -108,6 +118,12 @@ class Anchor:
         else:
             self._shard.write(self.values)
         self.change = average.zero_() if self._config.delay else None
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Set the site's shard to the anchor, and drop the change."""
+        self._shard.write(self.values)
+        self.change = None
 
     def mark(self) -> Tensor:
         """What must be equal in all sites before an exchange: how many there were, and a

@@ -43,17 +43,21 @@ def fragments_of(columns: Sequence[int], fragments: int) -> list[list[int]]:
 
 @dataclass
 class Waits:
-    """Counts of what training waited for, of this rank.
+    """Counts of what training waited for and of what went wrong, of this rank.
 
     Attributes:
         exchanges: exchanges of a fragment that were applied.
         waited: those that training waited for.
         seconds: how long it waited.
+        failed: attempts to exchange that did not count; only if sites come and go.
+        healed: how often this site continued from another one; only if sites come and go.
     """
 
     exchanges: int = 0
     waited: int = 0
     seconds: float = 0.0
+    failed: int = 0
+    healed: int = 0
 
 
 @dataclass
@@ -92,17 +96,21 @@ class SiteExchange:
     """Exchanges units between sites, as the optimizer steps.
 
     Attributes:
+        elastic: whether sites come and go.
         steps: optimizer steps so far.
         waits: what training waited for.
     """
 
+    elastic = False
+
     def __init__(
-        self, anchors: Sequence[Anchor], group: dist.ProcessGroup, config: SitesConfig
+        self, anchors: Sequence[Anchor], group: dist.ProcessGroup | None, config: SitesConfig
     ) -> None:
         """Start with no steps.
 
         Args:
-            group: this rank's counterparts in all sites. With a delay nothing else may use it.
+            group: this rank's counterparts in all sites, if they stay the same. With a delay
+                nothing else may use it.
         """
         self._config, self._group = config, group
         self.anchors = anchors
@@ -115,6 +123,11 @@ class SiteExchange:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.steps, self.waits = 0, Waits()
 
+    @property
+    def sites(self) -> int:
+        """Number of sites."""
+        return 0 if self._group is None else self._group.size()
+
     def step(self) -> None:
         """Note an optimizer step: apply the averages that are due, start the exchanges that are.
 
@@ -125,23 +138,18 @@ class SiteExchange:
             self._compared = True
             self._compare(self.anchors)()
         self.steps += 1
-        if self.steps <= self._config.together:
-            for i in self._places:
-                self._start(i, delay=0)
-            return
         for i, flight in list(self._flights.items()):
             if flight.landing <= self.steps:
                 self._land(i)
-        for i in range(len(self._fragments)):
-            if self.steps % self._config.every == self._due(i) % self._config.every:
-                self._start(i)
+        for i in self._due():
+            self._start(i, delay=0 if self._together else self._config.delay)
 
     def exchange_all(self) -> None:
         """Exchange all units now, and apply the averages; what is in flight comes first."""
         self._compared = True
         for i in list(self._flights):
             self._land(i)
-        for i in range(len(self._fragments)):
+        for i in self._places:
             self._start(i, delay=0)
 
     def settle(self) -> None:
@@ -181,11 +189,20 @@ class SiteExchange:
     def _places(self) -> range:
         return range(len(self._fragments))
 
-    def _due(self, i: int) -> int:
-        return (i + 1) * self._config.every // len(self._fragments)
+    @property
+    def _together(self) -> bool:
+        """Whether this step is one of the first, after which all parameters are averaged."""
+        return self.steps <= self._config.together
 
-    def _start(self, i: int, delay: int | None = None) -> None:
-        fragment, delay = self._fragments[i], self._config.delay if delay is None else delay
+    def _due(self) -> list[int]:
+        """The fragments to exchange after this step."""
+        if self._together:
+            return list(self._places)
+        every, parts = self._config.every, len(self._fragments)
+        return [i for i in self._places if self.steps % every == (i + 1) * every // parts % every]
+
+    def _start(self, i: int, delay: int) -> None:
+        fragment = self._fragments[i]
         if not delay:
             # One unit after another, so that only one change takes memory.
             began = time.perf_counter()
@@ -193,7 +210,7 @@ class SiteExchange:
             for anchor in fragment:
                 anchor.take_change()
                 anchor.exchange()
-                anchor.apply(mean=self.steps <= self._config.together)
+                anchor.apply(mean=self._together)
             self._count(time.perf_counter() - began)
             return
         for anchor in fragment:
@@ -235,6 +252,7 @@ class SiteExchange:
 
     def _compare(self, anchors: Sequence[Anchor]) -> Callable[[], None]:
         """Send the marks of anchors to all sites. The returned function compares them."""
+        assert self._group is not None
         transport = Transport(self._group)
         with failing_in("comparing the anchors of sites", self._group):
             marks, _ = transport.gather_values(torch.stack([anchor.mark() for anchor in anchors]))

@@ -25,6 +25,8 @@ class SiteMetrics:
             would have sent, in float32.
         waited: exchanges that training waited for; without delay, all.
         wait_seconds: how long it waited.
+        failed: attempts to exchange that did not count, because a site died or did not answer.
+        healed: how often this site continued from another one, also when it joined.
         residual_norm: Euclidean norm of this rank's residuals now.
     """
 
@@ -34,6 +36,8 @@ class SiteMetrics:
     dense_bytes: int
     waited: int
     wait_seconds: float
+    failed: int
+    healed: int
     residual_norm: float
 
     def as_dict(self) -> dict[str, float]:
@@ -42,8 +46,10 @@ class SiteMetrics:
 
     def __str__(self) -> str:
         ratio = f" ({self.dense_bytes / self.wire_bytes:.0f}x)" if self.wire_bytes else ""
+        trouble = f", {self.failed} attempts failed" if self.failed else ""
+        trouble += f", continued from another site {self.healed} times" if self.healed else ""
         return (
-            f"steps {self.steps}, exchanges {self.exchanges}\n"
+            f"steps {self.steps}, exchanges {self.exchanges}{trouble}\n"
             f"sent {format_bytes(self.wire_bytes)}; gradients in every step would be "
             f"{format_bytes(self.dense_bytes)}{ratio}\n"
             f"waited for {self.waited} exchanges, {self.wait_seconds:.2f} s\n"
@@ -68,5 +74,7 @@ def collect_of_sites(reducers: Sequence[UnitReducer], exchange: SiteExchange) ->
         dense_bytes=int(dense * exchange.steps),
         waited=waits.waited,
         wait_seconds=waits.seconds,
+        failed=waits.failed,
+        healed=waits.healed,
         residual_norm=math.hypot(*norms),
     )

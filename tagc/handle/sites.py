@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,118 +12,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from tagc.attach import Levels, sharding_groups
+from tagc.attach import sharding_groups
 from tagc.attach.sites import OwnGroup, SiteUnit, site_units
+from tagc.attach.torchft import TorchftSites, is_manager
 from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
 from tagc.basics.warn import warn
-from tagc.checkpoint import State, UnitState
 from tagc.codecs import MESSAGE_FORMAT
 from tagc.collect import Anchor, SiteExchange, agree_on, check_backends
-from tagc.handle.collectives import Collectives, make_collectives, on_gloo
 from tagc.handle.compressor import attached
-from tagc.handle.handle import Handle
-from tagc.handle.readiness import with_kernels
-from tagc.handle.site_metrics import SiteMetrics, collect_of_sites
-from tagc.plan import Plan, as_list, build_plan
+from tagc.handle.elastic_exchange import ElasticExchange
+from tagc.handle.site_handle import Sites, sites_of
+from tagc.handle.site_links import SiteLinks
+from tagc.plan import Plan, as_list
 from tagc.policy import Policy, PolicyError
 from tagc.policy.sites import SitesConfig
-
-# An attribute of the model, so that both are freed together.
-_ATTRIBUTE = "_tagc_sites"
-
-
-class Sites(Handle):
-    """Handle on a model that is trained in several sites; :func:`tagc.sites` returns it.
-
-    It is ``Stateful``: put it into the state dict of ``torch.distributed.checkpoint`` beside model
-    and optimizer, or ``save`` and ``load`` a folder of safetensors files. The state has the anchors
-    (the parameters that all sites last agreed on), the outer momentum, residuals, averages in
-    flight and the count of optimizer steps. Each site saves its own model and optimizer.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        units: Sequence[SiteUnit],
-        collectives: Collectives,
-        exchange: SiteExchange,
-        groups: list[dist.ProcessGroup],
-        own: OwnGroup | None,
-    ) -> None:
-        self._model, self._plan, self._units = model, plan, units
-        self._collectives, self._exchange, self._groups = collectives, exchange, groups
-        self._own = own
-        self._hook: Any = None
-
-    @property
-    def sites(self) -> int:
-        """Number of sites."""
-        return self._units[0].group.size()
-
-    @property
-    def exchange_state(self) -> SiteExchange:
-        """The anchors and the schedule, for inspection; not part of the stable interface."""
-        return self._exchange
-
-    def metrics(self) -> SiteMetrics:
-        """This rank's counts since ``tagc.sites``. Waits for the device, and for an exchange in
-        flight; no collective."""
-        return collect_of_sites(self._collectives.reducers, self._exchange)
-
-    def exchange(self) -> None:
-        """Exchange all parameters now, as at the end of training. Call it on all ranks, between two
-        steps. Unless the policy has an ``alpha``, all sites then have the same parameters.
-
-        Raises:
-            RuntimeError: if the sites have different anchors, or a site does not answer in time.
-        """
-        self._exchange.exchange_all()
-
-    def remove(self) -> None:
-        """Stop exchanging, and drop anchors and residuals. Waits for an exchange in flight, and
-        does not apply it. The parameters stay as they are. Call it on all ranks."""
-        self._hook.remove()
-        self._exchange.settle()
-        self._collectives.clear()
-        if self._own is not None:
-            self._own.release()
-        if getattr(self._model, _ATTRIBUTE, None) is self:
-            delattr(self._model, _ATTRIBUTE)
-
-    def _attach(self, optimizer: Optimizer) -> None:
-        mine = weakref.ref(self)
-
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            sites = mine()
-            if sites is not None:
-                sites._exchange.step()
-
-        self._hook = optimizer.register_step_post_hook(after_step)
-        object.__setattr__(self._model, _ATTRIBUTE, self)
-
-    def _state(self) -> State:
-        self._exchange.settle()
-        anchors = self._exchange.anchors
-        parallel = [group for unit in self._units for group in unit.parallel]
-        return State(
-            plan=self._plan,
-            groups=list({id(group): group for group in (*self._groups, *parallel)}.values()),
-            reduced=[
-                UnitState(
-                    direction=anchor.reducer.plan.direction,
-                    reducer=anchor.reducer,
-                    shard=unit.shard,
-                    shards=unit.shards,
-                    replica=unit.group.rank(),
-                    shared=anchor.shared,
-                )
-                for unit, anchor in zip(self._units, anchors, strict=True)
-            ],
-            gathered=(),
-            clock=self._exchange,
-        )
 
 
 def sites(
@@ -132,7 +34,7 @@ def sites(
     optimizer: Optimizer | Sequence[Optimizer],
     policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "sites",
     *,
-    sites: DeviceMesh | dist.ProcessGroup | None = None,
+    sites: DeviceMesh | dist.ProcessGroup | Any = None,
     ops: str | None = None,
 ) -> Sites:
     """Train a model in several sites that exchange changes of parameters once in many steps.
@@ -155,7 +57,9 @@ def sites(
         policy: name of a built-in policy, path of a YAML file, mapping, or :class:`tagc.Policy`,
             with a section ``sites``.
         sites: this rank's counterparts in all sites, with the same shard: a 1-D mesh or a group. By
-            default all ranks, if every site is one device.
+            default all ranks, if every site is one device. A ``torchft.Manager`` of each rank, if
+            sites come and go: then ``torch.distributed`` knows the ranks of this site only, and a
+            site that joins waits here for the others' next exchange, to continue from them.
         ops: implementation, see :func:`tagc.wrap`.
 
     Returns:
@@ -168,36 +72,60 @@ def sites(
         tagc.PolicyError: if the policy is not valid, has no section ``sites``, or does not fit the
             model.
         RuntimeError: if sites differ in the model, its shards, the policy or tagc's version, or if
-            another rank failed.
+            another rank failed; with a ``torchft.Manager``, if there is no quorum of sites in time.
     """
-    group = sites.get_group() if isinstance(sites, DeviceMesh) else sites
-    if group is None:
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("call torch.distributed.init_process_group before tagc.sites")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    groups = list({id(g): g for g in (group, *sharding_groups(model))}.values())
+    members = TorchftSites(sites) if is_manager(sites) else None
+    group = _group_of(sites, elastic=members is not None)
+    inside = sharding_groups(model)
+    groups = list({id(g): g for g in (group, *inside) if g is not None}.values())
     check_backends(groups)
-    agreed = _agree_on_request(model, optimizers, policy, group, groups)
-    loaded, config, units = agreed
+    loaded, config, units = _agree_on_request(model, optimizers, policy, group, groups)
 
-    def make() -> tuple[tuple[Plan, Collectives], str]:
-        plan = build_plan([unit.info for unit in units], loaded, gloo=on_gloo(units))
-        plan = with_kernels(units, plan, ops)
-        made = make_collectives(units, plan, Levels(units, None, {}), ops, None)
-        return (plan, made), plan.fingerprint[:12]
+    def make() -> tuple[SiteLinks, str]:
+        links = SiteLinks(units, loaded, ops, elastic=members is not None)
+        return links, links.plan.fingerprint[:12]
 
-    plan, collectives = agree_on(groups, {"plan": make}, doing=_DOING, remedy=_REMEDY)["plan"]
-    own = OwnGroup(group, groups) if config.delay else None
-    used = group if own is None else own.group
-    pairs = zip(units, collectives.reducers, strict=True)
-    anchors = [Anchor(unit, reducer, used, unit.device, config) for unit, reducer in pairs]
-    for warning in plan.warnings:
+    links = agree_on(groups, {"plan": make}, doing=_DOING, remedy=_REMEDY)["plan"]
+    for warning in links.plan.warnings:
         warn(warning)
-    exchange = SiteExchange(anchors, used, config)
-    made = Sites(model, plan, units, collectives, exchange, groups, own)
-    made._attach(optimizers[-1])
-    return made
+    own = OwnGroup(group, groups) if config.delay and group is not None else None
+    used = group if own is None else own.group
+    pairs = zip(units, links.collectives.reducers, strict=True)
+    anchors = [Anchor(unit, reducer, used, unit.device, config) for unit, reducer in pairs]
+    if members is None:
+        exchange = SiteExchange(anchors, used, config)
+    else:
+        exchange = ElasticExchange(anchors, config, members, links, _identity(links.plan))
+    handle = Sites(model, units, links, exchange, groups, own)
+    if isinstance(exchange, ElasticExchange):
+        exchange.join()
+    handle.attach(optimizers[-1])
+    return handle
+
+
+def _group_of(sites: object, *, elastic: bool) -> dist.ProcessGroup | None:
+    """This rank's counterparts in all sites; None if they come and go."""
+    if not dist.is_initialized():
+        raise ValueError("call torch.distributed.init_process_group before tagc.sites")
+    if elastic:
+        return None
+    group = sites.get_group() if isinstance(sites, DeviceMesh) else sites
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"sites=... is a {type(group).__name__}; give the dimension of the mesh that connects "
+            "the sites, its group, or a torchft.Manager"
+        )
+    return group
+
+
+def _identity(plan: Plan) -> str:
+    """What must be equal in all sites, as text."""
+    return (
+        f"plan {plan.fingerprint[:12]}, policy {plan.policy.name} ({plan.policy.hash[:12]}), "
+        f"tagc {__version__} with messages in format {MESSAGE_FORMAT}"
+    )
 
 
 _DOING = "tagc.sites"
@@ -211,7 +139,7 @@ def _agree_on_request(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     policy: str | os.PathLike[str] | Mapping[str, Any] | Policy,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     groups: Sequence[dist.ProcessGroup],
 ) -> tuple[Policy, SitesConfig, list[SiteUnit]]:
     """Make all ranks of all sites agree, before any of them sends anything else."""
@@ -231,14 +159,19 @@ def _agree_on_request(
                 f"{DISABLE}=1, but sites do not train without their exchange; unset it, or use a "
                 "policy with codec dense"
             )
+        if group is None and one.sites.delay:
+            raise PolicyError(
+                f"policy {one.name!r} has sites.delay, but sites that come and go agree on an "
+                "exchange before training goes on: leave delay out"
+            )
         return one.sites, f"{one.name} ({one.hash[:12]})"
 
     def find() -> tuple[None, str]:
         if torch.is_inference_mode_enabled():
             raise ValueError("tagc.sites was called in torch.inference_mode(); call it outside")
-        if getattr(model, _ATTRIBUTE, None) is not None:
+        if sites_of(model) is not None:
             raise ValueError("this model already has sites; call remove() on their handle first")
-        if group.size() < 2:
+        if group is not None and group.size() < 2:
             raise ValueError("sites=... has one rank: a single site has nothing to exchange")
         config = loaded[0].sites
         assert config is not None

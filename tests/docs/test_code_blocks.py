@@ -45,6 +45,7 @@ def test_few_blocks_are_not_run() -> None:
             for library in ("Lightning", "transformers", "Accelerate", "torchtitan")
         ),
         ("docs/sites.md", "needs 4 ranks"),
+        ("docs/sites.md", "needs torchft and its lighthouse"),
     ]
 
 

@@ -1,0 +1,124 @@
+"""The handle on a model that is trained in several sites."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from tagc.attach.sites import OwnGroup, SiteUnit
+from tagc.checkpoint import State, UnitState
+from tagc.collect import SiteExchange
+from tagc.handle.handle import Handle
+from tagc.handle.site_links import SiteLinks
+from tagc.handle.site_metrics import SiteMetrics, collect_of_sites
+from tagc.plan import Plan
+
+# An attribute of the model, so that both are freed together.
+_ATTRIBUTE = "_tagc_sites"
+
+
+def sites_of(model: nn.Module) -> Sites | None:
+    """The handle on a model that is trained in sites; None if it is not."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+class Sites(Handle):
+    """Handle on a model that is trained in several sites; :func:`tagc.sites` returns it.
+
+    It is ``Stateful``: put it into the state dict of ``torch.distributed.checkpoint`` beside model
+    and optimizer, or ``save`` and ``load`` a folder of safetensors files. The state has the anchors
+    (the parameters that all sites last agreed on), the outer momentum, residuals, averages in
+    flight and the count of optimizer steps. Each site saves its own model and optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[SiteUnit],
+        links: SiteLinks,
+        exchange: SiteExchange,
+        groups: list[dist.ProcessGroup],
+        own: OwnGroup | None,
+    ) -> None:
+        self._model, self._units, self._links = model, units, links
+        self._exchange, self._groups, self._own = exchange, groups, own
+        self._hook: Any = None
+
+    @property
+    def _plan(self) -> Plan:
+        return self._links.plan
+
+    @property
+    def sites(self) -> int:
+        """Number of sites; with a ``torchft.Manager``, of the last exchange."""
+        return self._exchange.sites
+
+    @property
+    def exchange_state(self) -> SiteExchange:
+        """The anchors and the schedule, for inspection; not part of the stable interface."""
+        return self._exchange
+
+    def metrics(self) -> SiteMetrics:
+        """This rank's counts since ``tagc.sites``. Waits for the device, and for an exchange in
+        flight; no collective."""
+        return collect_of_sites(self._links.collectives.reducers, self._exchange)
+
+    def exchange(self) -> None:
+        """Exchange all parameters now, as at the end of training. Call it on all ranks, between two
+        steps. Unless the policy has an ``alpha``, all sites then have the same parameters.
+
+        Raises:
+            RuntimeError: if the sites have different anchors, or a site does not answer in time.
+        """
+        self._exchange.exchange_all()
+
+    def remove(self) -> None:
+        """Stop exchanging, and drop anchors and residuals. Waits for an exchange in flight, and
+        does not apply it. The parameters stay as they are. Call it on all ranks."""
+        self._hook.remove()
+        self._exchange.settle()
+        self._links.collectives.clear()
+        if self._own is not None:
+            self._own.release()
+        if sites_of(self._model) is self:
+            delattr(self._model, _ATTRIBUTE)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Exchange as this optimizer steps."""
+        mine = weakref.ref(self)
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            sites = mine()
+            if sites is not None:
+                sites._exchange.step()
+
+        self._hook = optimizer.register_step_post_hook(after_step)
+        object.__setattr__(self._model, _ATTRIBUTE, self)
+
+    def _state(self) -> State:
+        self._exchange.settle()
+        anchors = self._exchange.anchors
+        parallel = [group for unit in self._units for group in unit.parallel]
+        return State(
+            plan=self._plan,
+            groups=list({id(group): group for group in (*self._groups, *parallel)}.values()),
+            reduced=[
+                UnitState(
+                    direction=anchor.reducer.plan.direction,
+                    reducer=anchor.reducer,
+                    shard=unit.shard,
+                    shards=unit.shards,
+                    replica=unit.group.rank(),
+                    shared=anchor.shared,
+                    owners=not self._exchange.elastic,
+                )
+                for unit, anchor in zip(self._units, anchors, strict=True)
+            ],
+            gathered=(),
+            clock=self._exchange,
+        )

@@ -1,0 +1,188 @@
+"""Sites that die, miss exchanges, doubt them and return: nothing is lost, and all agree."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import tagc
+from support.distributed import on_ranks
+from support.elastic import Round
+from support.elastic_site import ElasticSite, check_accounts
+from support.exact import equal
+from support.failing import fails
+from support.site_net import FOUR_BITS, adam, policy, train
+from support.small_net import local_weights, net
+from support.units import gathered
+
+LEAD = {
+    "when": {"name": ["first.*.weight", "second.*.weight"]},
+    "codec": {"kind": "matrix", "bits": 1},
+    "feedback": {"kind": "residual", "lead": 0.5},
+}
+POLICY = policy(FOUR_BITS, every=2, outer={"rate": 0.7, "momentum": 0.5})
+
+
+def random_script(seed: int, sites: int, rounds: int) -> list[Round]:
+    """All sites are there in the first round and the last. After an exchange that some doubt, a
+    site that counts it is there: otherwise nobody can tell the others."""
+    draw = random.Random(seed)
+    everyone = tuple(range(sites))
+    script = [Round(everyone)]
+    for _ in range(rounds):
+        before = script[-1]
+        there = {i for i in everyone if draw.random() < 0.8}
+        there = set(before.sites) if draw.random() < 0.4 else there
+        counts = [i for i in before.sites if i not in before.doubts] or before.sites
+        knows = draw.choice(counts)
+        sites_now = tuple(sorted(there | {knows}))
+        script.append(
+            Round(
+                sites_now,
+                failed=draw.choice((0, 0, 0, 1, 2)),
+                doubts=tuple(i for i in sites_now if draw.random() < 0.15),
+                died=tuple(i for i in sites_now if i != knows and draw.random() < 0.1),
+            )
+        )
+    return [*script, Round(everyone), Round(everyone)]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 40))]
+)
+def test_faults_at_random(rank: int, world_size: int, seed: int) -> None:
+    script = random_script(seed, world_size, 8)
+    site = ElasticSite(rank, world_size, script, POLICY)
+    site.run()
+    check_accounts(site)
+
+
+@on_ranks(4)
+def test_ranks_of_a_site_count_together(rank: int, world_size: int) -> None:
+    """An answer that one rank lacks is in doubt for all ranks of its site."""
+    script = [
+        Round((0, 1)),
+        Round((0, 1), failed=1, doubts=(1,)),
+        Round((0, 1)),
+        Round((0,)),
+        Round((0, 1), doubts=(0, 1)),
+        Round((0, 1)),
+    ]
+    site = ElasticSite(rank, world_size, script, POLICY, "FSDP2")
+    site.run()
+    check_accounts(site)
+    metrics = site.handle.metrics()
+    # The site in doubt, and the one that was away, continued from the other.
+    assert metrics.healed == (2 if site.site else 0) + (site.site == 1)
+    assert "attempts failed" in str(metrics)
+
+
+def joined(rank: int, world_size: int, rules: Any = POLICY, **more: Any) -> ElasticSite:
+    script = more.pop("script", [Round(tuple(range(world_size)))] * 9)
+    site = ElasticSite(rank, world_size, script, rules, **more)
+    site.start()
+    return site
+
+
+@on_ranks(3)
+def test_without_faults_sites_are_those_of_a_group(rank: int, world_size: int) -> None:
+    """To the bit, where each site sends its changes to all."""
+    rules = policy(FOUR_BITS, every=2, together=1) if world_size == 2 else policy(every=2)
+    site = joined(rank, world_size, rules)
+    train(site.model, site.optimizer, rank, range(6))
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, rules)
+    train(model, optimizer, rank, range(6))
+    equal(local_weights(site.model), local_weights(model))
+    assert handle.metrics().exchanges == site.handle.metrics().exchanges
+    assert handle.metrics().wire_bytes == site.handle.metrics().wire_bytes
+
+
+@on_ranks(3)
+def test_other_anchors_are_replaced_by_those_of_most_sites(rank: int, world_size: int) -> None:
+    site = joined(rank, world_size, script=[Round((0, 1, 2), failed=i == 2) for i in range(9)])
+    train(site.model, site.optimizer, rank, range(2))
+    if rank == 1:
+        site.exchange.anchors[0].values[3] += 1
+    train(site.model, site.optimizer, rank, range(2, 6))
+    for anchor in site.exchange.anchors:
+        assert all(torch.equal(anchor.values, other) for other in gathered(anchor.values))
+    assert site.handle.metrics().healed == (rank > 0) + (rank == 1)
+    assert site.handle.metrics().failed == 1
+
+
+@on_ranks(2)
+def test_resumes_to_the_bit(rank: int, world_size: int) -> None:
+    site = joined(rank, world_size)
+    train(site.model, site.optimizer, rank, range(3))
+    state, own = site.handle.state_dict(), deepcopy(site.optimizer.state_dict())
+    weights = local_weights(site.model)
+    train(site.model, site.optimizer, rank, range(3, 7))
+    again = joined(rank, world_size, run="again")
+    again.handle.load_state_dict(state)
+    again.optimizer.load_state_dict(own)
+    again.model.load_state_dict(weights)
+    equal(again.handle.state_dict(), state)
+    train(again.model, again.optimizer, rank, range(3, 7))
+    equal(local_weights(again.model), local_weights(site.model))
+    equal(unnamed(again.handle.state_dict()), unnamed(site.handle.state_dict()))
+    assert again.manager.current_step() == site.manager.current_step()
+
+
+def unnamed(state: dict[str, Any]) -> dict[str, Any]:
+    """A state without the names of exchanges, which are drawn, and without its digest."""
+    return {k: t for k, t in state.items() if not k.endswith("sites.counted") and ".about" not in k}
+
+
+def not_waiting(manager: Any) -> None:
+    manager._use_async_quorum = True
+
+
+def in_another_process(manager: Any) -> None:
+    manager._pg = object()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("rules", "spoil", "said"),
+    [
+        (POLICY, not_waiting, "make the torchft.Manager with use_async_quorum=False"),
+        (POLICY, in_another_process, "give it torchft.ProcessGroupGloo"),
+        (policy(FOUR_BITS, every=4, delay=1), None, "leave delay out"),
+        (policy(LEAD), None, "leave lead out for sites that come and go"),
+    ],
+    ids=["quorum", "group", "delay", "lead"],
+)
+def test_refusals(rank: int, world_size: int, rules: Any, spoil: Any, said: str) -> None:
+    site = ElasticSite(rank, world_size, [Round((0, 1))], rules)
+    if spoil:
+        spoil(site.manager)
+    kind, text = fails(site.start)
+    assert kind in ("ValueError", "PolicyError")
+    assert said in text
+
+
+@on_ranks(2)
+def test_another_policy_is_refused_where_it_joins(rank: int, world_size: int) -> None:
+    site = joined(rank, world_size)
+    sent = site.exchange._sent()
+    kind, text = fails(lambda: site.exchange._heal(sent | {"identity": "plan 0123"}))
+    assert kind == "ValueError"
+    assert "the others have plan 0123: start it with the same model" in text
+
+
+@on_ranks(2)
+def test_no_quorum_names_the_lighthouse(rank: int, world_size: int) -> None:
+    site = ElasticSite(rank, world_size, [Round((0, 1))], POLICY)
+    with patch.object(site.manager, "start_quorum", side_effect=TimeoutError("after 5 s")):
+        kind, text = fails(site.start)
+    assert kind == "SitesLostError"
+    assert "no quorum of sites: after 5 s" in text
+    assert "torchft's lighthouse runs" in text

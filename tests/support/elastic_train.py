@@ -1,0 +1,114 @@
+"""Trains one site under torchft, with a line of its accounts for every exchange that it counts.
+
+Usage: python elastic_train.py LOG STEPS, with TORCHFT_LIGHTHOUSE in the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tagc
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support.site_net import FOUR_BITS, adam, policy, train
+from support.small_net import net
+
+TIMEOUT = 4
+"""Seconds after which a site is given up."""
+POLICY = policy(FOUR_BITS, every=4, outer={"rate": 0.7, "momentum": 0.5})
+
+
+def main() -> None:
+    import torchft  # pyright: ignore
+
+    log, steps = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=TIMEOUT)),
+        state_dict=None,
+        load_state_dict=None,
+        min_replica_size=1,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=TIMEOUT),
+        quorum_timeout=timedelta(seconds=60),
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        hostname="127.0.0.1",
+    )
+    model = net()
+    optimizer = adam(model)
+    sites = tagc.sites(model, optimizer, POLICY, sites=manager)
+    exchange: Any = sites.exchange_state
+    watch(exchange, manager, log)
+    while exchange.steps < steps:
+        train(model, optimizer, os.getpid(), range(exchange.steps, exchange.steps + 1))
+        time.sleep(0.01)
+    os._exit(0)  # threads of the manager may outlive it
+
+
+def watch(exchange: Any, manager: Any, log: Path) -> None:
+    """Write a line after each exchange."""
+    whole, average = exchange._exchange, exchange._average
+    sums: dict[str, Any] = {}
+
+    def averaged(group: Any) -> int:
+        sums["came_in"] = 0.0
+        name = average(group)
+        sums["name"], sums["sites"] = name, group.size()
+        return name
+
+    for anchor in exchange.anchors:
+
+        def noted(anchor: Any = anchor, take: Any = anchor.take_change) -> None:
+            take()
+            sums["came_in"] += total(anchor.change)
+
+        def applied(anchor: Any = anchor, apply: Any = anchor.apply, **options: Any) -> None:
+            sums["average"] += total(anchor.change)
+            apply(**options)
+
+        anchor.take_change, anchor.apply = noted, applied
+
+    def exchanged(*args: Any, **options: Any) -> None:
+        sums["average"], began = 0.0, time.monotonic()
+        whole(*args, **options)
+        line = sums | {
+            "count": manager.current_step(),
+            "steps": exchange.steps,
+            "active": exchange._active,
+            "marks": [n for a in exchange.anchors for n in a.mark().tolist()],
+            "owed_before": owed(exchange._owed),
+            "owed_after": owed(exchange._links.owed()),
+            "failed": exchange.waits.failed,
+            "seconds": time.monotonic() - began,
+        }
+        with log.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    exchange._average, exchange._exchange = averaged, exchanged
+
+
+def owed(found: Any) -> float:
+    return sum(total(residual) for unit in found.residuals for residual in unit.values())
+
+
+def total(values: torch.Tensor) -> float:
+    return values.double().sum().item()
+
+
+if __name__ == "__main__":
+    main()
