@@ -74,6 +74,9 @@ def test_sites_learn_and_resume_as_if_they_had_not_stopped(tmp_path: Path) -> No
     whole = run(*command, "--steps", "80")
     assert losses(whole)[-1] < losses(whole)[0]
     assert "exchanges 2" in whole
+    plot = tmp_path / "loss.png"
+    assert f"see {plot}" in run(*command, "--steps", "80", "--plot", str(plot))
+    assert plot.stat().st_size > 1000
     folder = ["--checkpoint", str(tmp_path / "checkpoint")]
     run(*command, "--steps", "48", *folder)
     assert losses(run(*command, "--steps", "80", *folder)) == losses(whole)[-2:]
