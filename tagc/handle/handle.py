@@ -37,7 +37,7 @@ class Handle(ABC):
             RuntimeError: if gradients of micro-batches wait inside hosts or replicas.
         """
         state = self._state()
-        return to_state_dict(state.header(), state.take())
+        return to_state_dict(state.header(), *state.take())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, force: bool = False) -> None:
         """Continue from ``state_dict``, taken by the same rank of the same number of ranks. Call it
