@@ -13,8 +13,8 @@ from tagc.checkpoint.sums import sums_of
 class Copies(NamedTuple):
     """Contiguous copies on the host, by name.
 
-    Tensors of a GPU are copied to pinned memory, which nothing waits for: synchronize before you
-    read them. So the GPU never holds copies of more than one tensor.
+    A GPU's tensors go to pinned memory one by one, so it holds one more tensor at most. Nothing
+    waits for them: synchronize before you read the copies.
 
     Attributes:
         tensors: the copies.
@@ -24,20 +24,15 @@ class Copies(NamedTuple):
     tensors: dict[str, Tensor]
     sums: dict[str, Tensor]
 
-    def add(self, name: str, tensor: Tensor, *, shared: bool) -> None:
-        """Add a copy of a tensor.
-
-        Args:
-            shared: whether something else may change the tensor. If not, a tensor on the CPU is
-                taken as it is.
-        """
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor that nothing else changes. One on the CPU is taken as it is."""
         packed = tensor.detach().contiguous()
         self.sums[name] = _on_host(sums_of(packed))
-        self.tensors[name] = _on_host(packed, shared=shared and packed.data_ptr() == tensor.data_ptr())
+        self.tensors[name] = _on_host(packed)
 
 
-def _on_host(tensor: Tensor, *, shared: bool = False) -> Tensor:
-    if tensor.device.type == "cpu" and not shared:
+def _on_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
         return tensor
     pinned = tensor.is_cuda
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)

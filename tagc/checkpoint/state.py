@@ -89,9 +89,9 @@ class State:
         copies = Copies({}, {})
         for reduced in self.reduced:
             for name, place, residual in reduced.residuals():
-                copies.add(name, place.take(residual), shared=False)
+                copies.add(name, place.take(residual))
         for name, tensor in self._units().items():
-            copies.add(name, tensor, shared=True)
+            copies.add(name, tensor.clone())
         _synchronize()
         return copies
 

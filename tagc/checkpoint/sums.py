@@ -54,7 +54,7 @@ def on_device(rows: Tensor) -> Tensor:
 
 
 def _on_host(rows: Tensor) -> Tensor:
-    from tagc.checkpoint.host_sums import add_up  # noqa: PLC0415  # numba
+    from tagc.checkpoint.host_sums import add_up  # imports numba
 
     sums = torch.empty(len(rows), 2, dtype=torch.int64, device="cpu")
     add_up(rows.numpy(), _weights(rows.device).numpy(), sums.numpy())
