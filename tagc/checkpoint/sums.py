@@ -24,8 +24,8 @@ def sums_of(tensor: Tensor) -> Tensor:
 
     A sum is ``x[0] * w[0] + x[1] * w[1] + ...`` modulo ``2**64``, for words ``x``, and weights
     ``w`` that are as good as random. For a given change of a row, at most one in ``2**33`` choices
-    of weights leaves a sum as it was, and one in ``2**66`` leaves both: multilinear hashing (Lemire
-    and Kaser, Strongly universal string hashing is fast, 2014, section 3). The weights are public,
+    of weights leaves a sum as it was, and one in ``2**66`` leaves both: the family MULTILINEAR
+    of Lemire and Kaser (Strongly universal string hashing is fast, 2014). The weights are public,
     so this detects damage, not changes on purpose.
     """
     numel = tensor.numel()
