@@ -3,7 +3,7 @@
 A save writes ``rank-00000-of-00002-SAVE.safetensors`` on every rank. When all files are in the
 folder and complete, the name of the save is written to the marker ``tagc.json``. The marker is
 replaced in one step, and until then the folder keeps its previous state, so a crash at any moment
-leaves a whole state. Every file has a SHA-256 of its content, so that damaged files are refused.
+leaves a whole state. Every file has a digest of its content, so that damaged files are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tagc.checkpoint.digest import SHA256, matches_digest, with_digest
+from tagc.checkpoint.digest import DIGEST, matches_digest, with_digest
 from tagc.checkpoint.format import FORMAT, StateError, StateHeader, check_together
 
 MARKER = "tagc.json"
@@ -30,21 +30,30 @@ _PARTIAL = ".partial"
 _LARGEST_MARKER = 1 << 24
 
 
-def write_rank(folder: Path, save: str, about: StateHeader, tensors: Mapping[str, Tensor]) -> str:
+def write_rank(
+    folder: Path,
+    save: str,
+    about: StateHeader,
+    tensors: dict[str, Tensor],
+    sums: Mapping[str, Tensor] | None = None,
+) -> str:
     """Write one rank's file and read it again. The file gets its name when it is complete.
 
     If that fails, the file is removed.
 
+    Args:
+        tensors: contiguous, on the CPU.
+        sums: as for :func:`tagc.checkpoint.digest.with_digest`.
+
     Returns:
-        The SHA-256 of the file's metadata and tensors.
+        The digest of the file's metadata and tensors.
 
     Raises:
         OSError: if the file cannot be written.
         StateError: if the content that is read differs from what was written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = with_digest(about.to_strings() | {"save": save}, tensors)
+    metadata = with_digest(about.to_strings() | {"save": save}, tensors, sums)
     target = folder / _file_name(about.rank, about.world_size, save)
     partial = target.with_suffix(_PARTIAL)
     try:
@@ -57,7 +66,7 @@ def write_rank(folder: Path, save: str, about: StateHeader, tensors: Mapping[str
     except BaseException:
         remove_rank(folder, save, about.rank, about.world_size)
         raise
-    return metadata[SHA256]
+    return metadata[DIGEST]
 
 
 def remove_rank(folder: Path, save: str, rank: int, world_size: int) -> None:
@@ -72,11 +81,11 @@ def remove_rank(folder: Path, save: str, rank: int, world_size: int) -> None:
 def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: int) -> None:
     """Check that the files of all ranks are in the folder, complete, and of one save.
 
-    This reads every file's header, which must fit the file's size and state the SHA-256 that its
+    This reads every file's header, which must fit the file's size and state the digest that its
     rank found. It does not read the content again: each rank did that in :func:`write_rank`.
 
     Args:
-        digests: the SHA-256 that :func:`write_rank` returned, by rank.
+        digests: the digest that :func:`write_rank` returned, by rank.
 
     Raises:
         StateError: if a file is missing, or is not the one that its rank wrote.
@@ -90,7 +99,7 @@ def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: 
             )
     files = _open_files(folder, save, list(digests), world_size)
     for rank, file in files.items():
-        if file.metadata.get(SHA256) != digests[rank]:
+        if file.metadata.get(DIGEST) != digests[rank]:
             raise StateError(f"{file.path}: not the file that rank {rank} wrote")
     check_together({rank: file.header for rank, file in files.items()}, str(folder))
 

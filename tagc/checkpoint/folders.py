@@ -78,7 +78,7 @@ def save_folder(folder: Path, state: State) -> None:
     )
 
     def write() -> str:
-        return write_rank(folder, save, state.header(), state.take())
+        return write_rank(folder, save, state.header(), *state.take())
 
     def check() -> bytes | None:
         if not commits:

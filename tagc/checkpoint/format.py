@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tagc.basics.version import __version__
-from tagc.checkpoint.digest import SHA256, matches_digest, with_digest
+from tagc.checkpoint.digest import has_digest, matches_digest, with_digest
 
 FORMAT = 1
 # torch's distributed checkpoints need the shape of a tensor before they read it.
@@ -166,17 +166,22 @@ class Source(Protocol):
         ...
 
 
-def to_state_dict(header: StateHeader, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_state_dict(
+    header: StateHeader, tensors: Mapping[str, Tensor], sums: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """One rank's state under names that differ between ranks: torch's distributed checkpoints treat
     plain tensors with equal names on several ranks as copies, and save one of them.
 
-    The header is also a tensor. It has the SHA-256 of everything else; see :func:`check_digest`.
+    The header is also a tensor. It has the digest of everything else; see :func:`check_digest`.
+
+    Args:
+        sums: as for :func:`tagc.checkpoint.digest.with_digest`.
     """
     start = (
         f"of_{header.world_size}_ranks.policy_{header.policy_hash[:12]}."
         f"layout_{header.layout[:12]}.rank_{header.rank}."
     )
-    metadata = with_digest(header.to_strings(), tensors)
+    metadata = with_digest(header.to_strings(), tensors, sums)
     return {f"{start}{_ABOUT}": metadata_to_tensor(metadata)} | {
         f"{start}{name}": tensor for name, tensor in tensors.items()
     }
@@ -219,7 +224,7 @@ def check_digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor], whe
     Raises:
         StateError: if the state differs.
     """
-    if SHA256 in metadata and not matches_digest(metadata, tensors):
+    if has_digest(metadata) and not matches_digest(metadata, tensors):
         hint = "" if any(name.endswith(".noise") for name in tensors) else _NOISE
         raise StateError(f"{where}: damaged: its content is not what was saved{hint}")
 

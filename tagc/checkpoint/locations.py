@@ -79,9 +79,15 @@ class ParamLocation:
                 source = residual[p.row, p.column : p.column + p.length]
                 self._piece_of(flat, p).copy_(source)
             return flat.view(self.shape)
-        rows = residual[:, self.start : self.start + self.param.columns]
+        columns = self.param.columns
+        rows = residual[:, self.start : self.start + columns]
         if self.param.dim == 0:
-            return rows.reshape(-1)[: self.numel].reshape(self.shape).clone()
+            flat = residual.new_empty(self.numel)
+            whole, rest = divmod(self.numel, columns)
+            flat[: whole * columns].view(whole, columns).copy_(rows[:whole])
+            if rest:
+                flat[whole * columns :].copy_(rows[whole, :rest])
+            return flat.view(self.shape)
         pieces = rows.reshape(-1, *self._shape(self._chunk)).unbind()
         return (
             torch.cat(pieces, self.param.dim).narrow(self.param.dim, 0, self.span[1]).contiguous()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.basics.warn import warn
+from tagc.checkpoint.copies import Copies
 from tagc.checkpoint.format import Source, StateError, StateHeader
 from tagc.checkpoint.locations import ParamLocation
 from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
@@ -76,8 +77,8 @@ class State:
             return ""
         return hashlib.sha256(repr(sorted(said)).encode()).hexdigest()[:16]
 
-    def take(self) -> dict[str, Tensor]:
-        """Copies of all tensors of the state, by name. Waits for the device.
+    def take(self) -> Copies:
+        """Copies of all tensors of the state, by name, on the host. Waits for the device.
 
         Raises:
             RuntimeError: in the middle of a step, when gradients of micro-batches wait.
@@ -85,12 +86,14 @@ class State:
         _synchronize()
         for waiting in self.waiting:
             waiting.check_between_steps()
-        tensors = {
-            name: place.take(residual)
-            for reduced in self.reduced
-            for name, place, residual in reduced.residuals()
-        }
-        return tensors | {name: tensor.clone() for name, tensor in self._units().items()}
+        copies = Copies({}, {})
+        for reduced in self.reduced:
+            for name, place, residual in reduced.residuals():
+                copies.add(name, place.take(residual))
+        for name, tensor in self._units().items():
+            copies.add(name, tensor.clone())
+        _synchronize()
+        return copies
 
     def load(self, open_source: Callable[[], Source], *, force: bool) -> None:
         """Load a state, on all ranks or on none.

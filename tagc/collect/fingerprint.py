@@ -27,7 +27,11 @@ def fingerprint(values: Tensor) -> Tensor:
     whole = values.numel() // lanes * lanes
     words = values[:whole].view(torch.int64)
     rest = values[whole:].view({2: torch.int16, 4: torch.int32}[values.element_size()])
-    sums = torch.stack([_weighted(words, width) for width in _WIDTHS])
+    # Past the second width's columns the weights are zero, whatever the memory holds.
+    columns = torch.empty(2, _WIDTHS[0], dtype=torch.int64, device=values.device)
+    for i, width in enumerate(_WIDTHS):
+        _add_columns(words, columns[i, :width])
+    sums = (columns * _weights(values.device)).sum(1)
     if rest.numel():
         # Each of the last few elements gets its own word.
         places = torch.arange(1, 2 * rest.numel() + 1, 2, device=values.device)
@@ -35,17 +39,21 @@ def fingerprint(values: Tensor) -> Tensor:
     return sums
 
 
-def _weighted(words: Tensor, width: int) -> Tensor:
+def _add_columns(words: Tensor, columns: Tensor) -> None:
+    """Write the sums of every column of ``words``, in rows as long as ``columns``."""
+    width = len(columns)
     rows = words.numel() // width
-    columns = words[: rows * width].view(rows, width).sum(0)
+    torch.sum(words[: rows * width].view(rows, width), 0, out=columns)
     last = words[rows * width :]
     if last.numel():
-        columns[: last.numel()] += last
-    return (columns * _weights(width, words.device)).sum()
+        columns[: last.numel()].add_(last)  # `+=` would also copy the sum to itself
 
 
 @cache
-def _weights(width: int, device: torch.device) -> Tensor:
+def _weights(device: torch.device) -> Tensor:
     """On a GPU every small tensor that is made in a step is a launch."""
     with torch.inference_mode(False):
-        return torch.arange(1, 2 * width + 1, 2, device=device)
+        weights = torch.zeros(2, _WIDTHS[0], dtype=torch.int64, device=device)
+        for i, width in enumerate(_WIDTHS):
+            weights[i, :width] = torch.arange(1, 2 * width + 1, 2, device=device)
+        return weights

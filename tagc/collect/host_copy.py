@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from tagc.collect.gatherer import GatherSetup, gather_coder
+from tagc.plan import Segment
+
+# Columns that take less time than another launch.
+_GAP = 1 << 16
 
 
 class HostCopy:
@@ -28,6 +34,7 @@ class HostCopy:
         self._workspace = setup.workspace
         self._coder = gather_coder(setup)
         self._frozen = {segment.start for segment in plan.segments if segment.frozen}
+        self._spans = _joined(s for s in plan.segments if s.codec.of_changes)
 
     def encode(self, shard: Tensor, message: Tensor, row: int | None = None) -> None:
         """Write the message about ``shard`` ``[S]`` to ``message`` ``[1, words]`` int32.
@@ -37,11 +44,12 @@ class HostCopy:
         """
         known = self.rows[self.own if row is None else row]
         changes = self._workspace.take("changes", (1, shard.numel()), torch.float32)
+        for span in self._spans:
+            changes[0, span].copy_(shard[span]).sub_(known[span])
         for codec, words in self._coder.split(message):
             (part,) = codec.parts
             columns = part.columns
             if part.plan.of_changes:
-                changes[0, columns].copy_(shard[columns]).sub_(known[columns])
                 if columns.start in self._frozen:
                     # A mask's infinities do not change, but their difference would be NaN.
                     changes[0, columns].masked_fill_(shard[columns] == known[columns], 0.0)
@@ -52,3 +60,14 @@ class HostCopy:
     def decode(self, received: Tensor, rows: Tensor) -> None:
         """Update ``rows`` ``[n, S]`` with the messages ``[n, words]`` int32 about them."""
         self._coder.decode_rows(received, rows)
+
+
+def _joined(segments: Iterable[Segment]) -> list[slice]:
+    """The columns of segments, with short gaps between them, such as norms."""
+    spans: list[slice] = []
+    for segment in segments:
+        first = segment.start
+        if spans and first - spans[-1].stop <= _GAP:
+            first = spans.pop().start
+        spans.append(slice(first, segment.stop))
+    return spans

@@ -25,8 +25,8 @@ class Handle(ABC):
         return self._plan
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's state between two steps: copies of all residuals, by parameter, and of
-        everything else that determines the next step. Waits for the device; no collective.
+        """This rank's state between two steps: copies on the host of all residuals, by parameter,
+        and of everything else that determines the next step. Waits for the device; no collective.
 
         All values are tensors. Their names contain the number of ranks, policy, plan and rank,
         because ``torch.distributed.checkpoint`` treats tensors with equal names on several ranks as
@@ -37,7 +37,7 @@ class Handle(ABC):
             RuntimeError: if gradients of micro-batches wait inside hosts or replicas.
         """
         state = self._state()
-        return to_state_dict(state.header(), state.take())
+        return to_state_dict(state.header(), *state.take())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, force: bool = False) -> None:
         """Continue from ``state_dict``, taken by the same rank of the same number of ranks. Call it

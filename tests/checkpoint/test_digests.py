@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +26,7 @@ from support.distributed import on_ranks
 from support.exact import equal
 from support.marks import slow
 from support.states import POLICIES, load, rules, run, save, shared_folder, wrapped
-from tagc.checkpoint import OneRank, StateError, to_state_dict
+from tagc.checkpoint import OneRank, StateError, digest, to_state_dict
 from tagc.checkpoint.dcp import CheckpointFolder
 from tagc.checkpoint.digest import matches_digest, with_digest
 from tagc.checkpoint.format import StateHeader, metadata_from_tensor, metadata_to_tensor
@@ -182,6 +186,51 @@ def test_every_change_is_found(change: Callable[[dict[str, Tensor]], None]) -> N
     assert not matches_digest(HEADER.to_strings(), tensors)
     change(tensors)
     assert not matches_digest(metadata, tensors)
+
+
+def test_they_stay_what_they_are() -> None:
+    """Those of this format, and of earlier versions, which hashed the elements themselves."""
+    metadata = replace(HEADER, version="1").to_strings()
+    now = "5579be9aaaf3efebc052c9057d9b75b12456d7aa7811554f01a4cb3814b9a444"
+    former = "661f52878d3a1dc4495904af6ac720f2ee2b555c074cb59835da165e93636624"
+    assert with_digest(metadata, TENSORS) == metadata | {"digest": now}
+    damaged = TENSORS | {NAME: TENSORS[NAME] + 1}
+    for said in ({"digest": now}, {"sha256": former}):
+        assert matches_digest(metadata | said, TENSORS)
+        assert not matches_digest(metadata | said, damaged)
+
+
+@on_ranks(2)
+def test_a_state_is_not_read_again(rank: int, world_size: int) -> None:
+    """Its digest is of the sums that the device took: `dcp.async_save` waits for that alone."""
+    model = wrapped(POLICIES["packed"])
+    run(model, rank, range(2))
+    with patch.object(digest, "sums_of", side_effect=AssertionError("read again")):
+        state = tagc.compressor(model).state_dict()
+    tagc.compressor(model).load_state_dict(state)
+
+
+def test_only_sums_are_hashed() -> None:
+    hashed = 0
+
+    class Counting:
+        def __init__(self, content: bytes) -> None:
+            self._digest = hashlib.sha256()
+            self.update(content)
+
+        def update(self, content: Any) -> None:
+            nonlocal hashed
+            hashed += memoryview(content).nbytes
+            self._digest.update(content)
+
+        def hexdigest(self) -> str:
+            return self._digest.hexdigest()
+
+    tensors = {"p": torch.randn(1 << 20)}
+    expected = with_digest(HEADER.to_strings(), tensors)
+    with patch.object(digest, "hashlib", SimpleNamespace(sha256=Counting)):
+        assert with_digest(HEADER.to_strings(), tensors) == expected
+    assert 0 < hashed < 2048
 
 
 def sources(folder: Path, state: dict[str, Tensor]) -> Iterator[OneRank | CheckpointFolder]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tagc.benchmarks.counts.torch_kernels import TorchKernels
 from tagc.collect.fingerprint import fingerprint
 
 SIZES = (0, 1, 2, 3, 5, 1023, 1024, 4097, 100_003)
@@ -49,3 +50,14 @@ def test_any_single_bit_is_seen(dtype: torch.dtype) -> None:
             one = values.clone()
             one[place] *= factor
             assert bool((fingerprint(one) != before).all())
+
+
+@pytest.mark.parametrize("numel", [2 * 1021 * 1024, 3 * 4096 * 1024])
+def test_a_unit_takes_a_few_launches(numel: int) -> None:
+    """Codec `delta` takes two fingerprints of every unit in a step."""
+    launches: list[int] = []
+    values = torch.zeros(numel, dtype=torch.bfloat16, device="meta")
+    fingerprint(values)  # makes the weights
+    with TorchKernels(launches.append):
+        fingerprint(values)
+    assert len(launches) <= 5
