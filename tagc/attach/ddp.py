@@ -11,7 +11,7 @@ average back into the buckets. A bucket is done when all units with a parameter 
 # No `from __future__ import annotations`: DDP reads the annotations of its hook.
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -298,6 +298,12 @@ def whole_params(model: nn.Module) -> tuple[list[Named], dist.ProcessGroup]:
     if len(groups) > 1:
         raise ValueError("the model's modules are data parallel over different ranks")
     return named, next(iter(groups.values()))
+
+
+def planned_units(named: Iterable[Named], world_size: int, ranks_per_host: int) -> list[UnitInfo]:
+    """The units of a model with these parameters, on any device, in ``DistributedDataParallel``."""
+    sets = parameter_sets(named, UNIT_BYTES)
+    return [whole_on_hosts(info_of_set(params, world_size), ranks_per_host) for params in sets]
 
 
 def _units(name: str, module: DistributedDataParallel) -> Iterator[DDPUnit]:
