@@ -17,7 +17,6 @@ collective by several names, and renamed some in 2.13.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
@@ -25,11 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tagc.attach.coded_work import CodedWork, SeveralWorks
 from tagc.attach.forward import carries_activations
 from tagc.basics.switch import is_disabled
 from tagc.codecs.rows import RowCoder
 from tagc.collect.activations import CODED, CodedCollectives, Pending, is_coded
-from tagc.collect.transport import CollectiveWork, Transport
+from tagc.collect.transport import MARKS, CollectiveWork, Transport, failing_in
 from tagc.ops import get_ops
 from tagc.policy.dimensions import DimensionRule
 
@@ -37,51 +37,19 @@ BACKEND = "tagc"
 """The backend's name for torch."""
 
 
-class _Done(dist.Work):
-    """A coded collective in flight, for torch."""
-
-    def __init__(self, pending: Pending, result: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._pending, self._result = pending, list(result)
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the messages, and decode them."""
-        self._pending.wait()
-        return True
-
-    def synchronize(self) -> None:
-        """As :meth:`wait`."""
-        self._pending.wait()
-
-    def is_completed(self) -> bool:
-        """Whether everything has arrived; then it is decoded."""
-        if not all(work.is_completed() for work in self._pending.work.works):
-            return False
-        self._pending.wait()
-        return True
-
-    def result(self) -> list[Tensor]:
-        """The tensors that the collective writes."""
-        return self._result
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future that is done, after waiting."""
-        self._pending.wait()
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(self._result)
-        return future
-
-
 class _Inner(Transport):
-    """The transport of an inner group, which torch's functions for two ranks do not know."""
+    """The transport of an inner group, which torch's functions for two ranks do not know.
+
+    A message meets a receive of its own size only: gloo would end the process, or fill a part.
+    """
 
     def send(self, t: Tensor, rank: int, tag: int) -> Any:
         """See :meth:`Transport.send`."""
-        return self.group.send([t], rank, tag)
+        return self.group.send([t], rank, tag ^ (t.numel() & MARKS))
 
     def receive(self, t: Tensor, rank: int, tag: int) -> Any:
         """See :meth:`Transport.receive`."""
-        return self.group.recv([t], rank, tag)
+        return self.group.recv([t], rank, tag ^ (t.numel() & MARKS))
 
 
 class CompressedGroup(dist.ProcessGroup):
@@ -132,15 +100,17 @@ class CompressedGroup(dist.ProcessGroup):
             self._count_natively(sent)
             return self._inner.allreduce(tensors, opts)
         flat = _flat(tensor)
-        pending = self._on(tensor).all_reduce(flat, divisor)
-        return self._started(pending, sent, [tensor], [flat.view(tensor.shape)])
+        what = self._named("all-reduce", tensor)
+        with failing_in(what, self):
+            pending = self._on(tensor).all_reduce(flat, divisor)
+        return self._started(what, pending, sent, [tensor], [flat.view(tensor.shape)])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """All-reduce tensors in place, one after the other."""
         plain = dist.AllreduceOptions()
         if opts is not None:
             plain.reduceOp = opts.reduceOp
-        return _together([self.allreduce([t], plain) for t in tensors], tensors)
+        return SeveralWorks([self.allreduce([t], plain) for t in tensors], tensors)
 
     # All-gathers.
 
@@ -152,7 +122,8 @@ class CompressedGroup(dist.ProcessGroup):
             return self._inner._allgather_base(out, inp, *_given(opts))
         whole = _flat(out).view(self.size(), -1)
         pending = self._on(inp).all_gather(whole, _flat(inp))
-        return self._started(pending, sent, [out], [whole.view(out.shape)])
+        what = self._named("all-gather", inp)
+        return self._started(what, pending, sent, [out], [whole.view(out.shape)])
 
     all_gather_single = _allgather_base
 
@@ -161,7 +132,7 @@ class CompressedGroup(dist.ProcessGroup):
     ) -> Any:
         """Gather several tensors."""
         pairs = zip(outs, inps, strict=True)
-        return _together([self._allgather_base(out, inp, opts) for out, inp in pairs], outs)
+        return SeveralWorks([self._allgather_base(out, inp, opts) for out, inp in pairs], outs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -175,7 +146,8 @@ class CompressedGroup(dist.ProcessGroup):
             return self._inner.allgather(outs, inps, *_given(opts))
         whole = inp.new_empty(self.size(), inp.numel())
         pending = self._on(inp).all_gather(whole, _flat(inp))
-        return self._started(pending, sent, parts, [row.view(inp.shape) for row in whole])
+        made = [row.view(inp.shape) for row in whole]
+        return self._started(self._named("all-gather", inp), pending, sent, parts, made)
 
     # Reduce-scatters.
 
@@ -189,7 +161,8 @@ class CompressedGroup(dist.ProcessGroup):
             return self._inner._reduce_scatter_base(out, inp, opts)
         flat, rows = _flat(out), _flat(inp).view(self.size(), -1)
         pending = self._on(inp).reduce_scatter(flat, rows, divisor)
-        return self._started(pending, sent, [out], [flat.view(out.shape)])
+        what = self._named("reduce-scatter", inp)
+        return self._started(what, pending, sent, [out], [flat.view(out.shape)])
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -199,7 +172,7 @@ class CompressedGroup(dist.ProcessGroup):
         """Reduce-scatter several tensors."""
         pairs = zip(outs, inps, strict=True)
         works = [self._reduce_scatter_base(out, inp, opts) for out, inp in pairs]
-        return _together(works, outs)
+        return SeveralWorks(works, outs)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -248,7 +221,8 @@ class CompressedGroup(dist.ProcessGroup):
         self, out: list[Tensor], inp: list[Tensor], given: list[Tensor], made: list[Tensor]
     ) -> Any:
         sent = _bytes_to_others(inp, self.rank())
-        return self._started(self._on(inp[0]).all_to_all(out, inp), sent, given, made)
+        what = f"the all-to-all over dimension {self.dimension!r}"
+        return self._started(what, self._on(inp[0]).all_to_all(out, inp), sent, given, made)
 
     # Messages between two ranks.
 
@@ -263,7 +237,8 @@ class CompressedGroup(dist.ProcessGroup):
         message = self._on(t).message_about(_flat(t))
         work = CollectiveWork([self._inner.send([message], rank, tag)], message.numel())
         # The message lives as long as this work.
-        return self._started(Pending(work, message.numel), sent, [t], [t])
+        what = self._named(f"send to rank {rank}", t)
+        return self._started(what, Pending(work, message.numel), sent, [t], [t])
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
         """Start receiving a tensor."""
@@ -274,7 +249,8 @@ class CompressedGroup(dist.ProcessGroup):
         message = collectives.space_for(flat)
         work = CollectiveWork([self._inner.recv([message], rank, tag)], 0)
         pending = Pending(work, lambda: collectives.read(message, flat))
-        return self._started(pending, 0, [t], [flat.view(t.shape)])
+        what = self._named(f"receive from rank {rank}", t)
+        return self._started(what, pending, 0, [t], [flat.view(t.shape)])
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         """Refused for tensors that are coded."""
@@ -285,6 +261,18 @@ class CompressedGroup(dist.ProcessGroup):
                 "source (src=...)"
             )
         return self._inner.recv_anysource(tensors, tag)
+
+    # What is never coded. torch looks for these methods in Python. If it finds none, it calls its
+    # own and holds Python's lock. A thread of gloo may wait for that lock to free a tensor, and
+    # hold gloo's lock meanwhile: a deadlock.
+
+    def broadcast(self, *args: Any, **options: Any) -> Any:
+        """As the inner group."""
+        return self._inner.broadcast(*args, **options)
+
+    def barrier(self, *args: Any, **options: Any) -> Any:
+        """As the inner group."""
+        return self._inner.barrier(*args, **options)
 
     # What all of them share.
 
@@ -318,16 +306,20 @@ class CompressedGroup(dist.ProcessGroup):
             self._collectives[kind] = CodedCollectives(self._transport, coder)
         return self._collectives[kind]
 
+    def _named(self, kind: str, t: Tensor) -> str:
+        return f"the {kind} of {list(t.shape)} over dimension {self.dimension!r}"
+
     def _count_natively(self, sent: int) -> None:
         self.dense_bytes += sent
         self.wire_bytes += sent
 
     def _started(
-        self, pending: Pending, dense: int, given: list[Tensor], made: list[Tensor]
+        self, what: str, pending: Pending, dense: int, given: list[Tensor], made: list[Tensor]
     ) -> dist.Work:
         """The work for torch, which in the end copies ``made`` to the caller's ``given``.
 
         Args:
+            what: the collective, for errors.
             dense: bytes that torch's own collective would have sent.
         """
         self.dense_bytes += dense
@@ -341,12 +333,7 @@ class CompressedGroup(dist.ProcessGroup):
                     theirs.detach().copy_(ours)
 
         pending.finish = finish_and_copy
-        return _Done(pending, given)
-
-
-def _together(works: Sequence[Any], tensors: Sequence[Tensor]) -> dist.Work:
-    """One work for several."""
-    return _Done(Pending(CollectiveWork(works, 0), lambda: None), tensors)
+        return CodedWork(self, what, pending, given)
 
 
 def _given(opts: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ average back into the buckets. A bucket is done when all units with a parameter 
 # No `from __future__ import annotations`: DDP reads the annotations of its hook.
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,9 +116,16 @@ class _Collected:
         DDP drops what it reduced of a parameter that no rank used, so its residual must not be
         sent. A gradient of zeros that is left out is zero afterwards, too.
         """
-        used = torch.stack([view.any() for view in views]).to(torch.int32)
+        used = has_content(views).to(torch.int32)
         Transport(self.unit.group).all_reduce(used).wait()
         return used.bool().tolist()
+
+
+def has_content(views: Sequence[Tensor]) -> Tensor:
+    """Which tensors hold anything but zeros, boolean, ``[len(views)]``, in as many launches
+    for one as for hundreds."""
+    # Sums of magnitudes: unlike those of squares, the smallest numbers don't vanish in them.
+    return torch.stack(torch._foreach_norm(list(views), 1)).ne(0)
 
 
 def _average(
@@ -298,6 +305,12 @@ def whole_params(model: nn.Module) -> tuple[list[Named], dist.ProcessGroup]:
     if len(groups) > 1:
         raise ValueError("the model's modules are data parallel over different ranks")
     return named, next(iter(groups.values()))
+
+
+def planned_units(named: Iterable[Named], world_size: int, ranks_per_host: int) -> list[UnitInfo]:
+    """The units of a model with these parameters, on any device, in ``DistributedDataParallel``."""
+    sets = parameter_sets(named, UNIT_BYTES)
+    return [whole_on_hosts(info_of_set(params, world_size), ranks_per_host) for params in sets]
 
 
 def _units(name: str, module: DistributedDataParallel) -> Iterator[DDPUnit]:

@@ -4,6 +4,9 @@ Nothing here keeps state between calls, so a group can be used for anything in a
 ends with the same bits where torch's own collective promises that: an owner sends the sum that it
 made as a message, and decodes it from that message, too.
 
+On gloo, ranks that call different collectives, or one with different shapes, never take each
+other's messages. They wait until the group's timeout, and raise.
+
 ===================  =========================================================================
 all-gather           each rank's message to all
 reduce-scatter       messages to the owners of chunks, who add them up in float32
@@ -71,7 +74,9 @@ class CodedCollectives:
     def all_gather(self, out: Tensor, inp: Tensor) -> Pending:
         """Gather every rank's ``inp`` ``[n]`` in ``out`` ``[W, n]``."""
         coder, n = self._coder, inp.numel()
-        received, work = self._gathered(coder.encode(coder.cut(inp.view(1, n), coder.rows(n))))
+        transport = self._transport.marked("all-gather", n, inp.dtype)
+        messages = coder.encode(coder.cut(inp.view(1, n), coder.rows(n)))
+        received, work = _gathered(transport, messages)
 
         def finish() -> None:
             room = coder.room(out, coder.rows(n))
@@ -84,7 +89,8 @@ class CodedCollectives:
         """Write the sum of all ranks' row for this rank to ``out`` ``[n]``, divided by ``divisor``;
         ``inp`` is ``[W, n]``, a row for each rank."""
         coder, n = self._coder, out.numel()
-        received, work = self._sent(coder.encode(coder.cut(inp, coder.rows(n))))
+        transport = self._transport.marked("reduce-scatter", n, inp.dtype)
+        received, work = _sent(transport, coder.encode(coder.cut(inp, coder.rows(n))))
 
         def finish() -> None:
             room = coder.room(out.view(1, n), coder.rows(n))
@@ -96,20 +102,21 @@ class CodedCollectives:
     def all_reduce(self, tensor: Tensor, divisor: int) -> Pending:
         """Replace ``tensor`` ``[n]`` by the sum over ranks, divided by ``divisor``."""
         coder, n, ranks = self._coder, tensor.numel(), self._transport.size
+        transport = self._transport.marked("all-reduce", n, tensor.dtype)
         whole = tensor.view(1, n)
         # Every rank owns as many rows of the sum.
         rows = coder.rows(n) if ranks == 2 else ranks * -(-coder.rows(n) // ranks)
         messages = coder.encode(coder.cut(whole, rows))
         if ranks == 2:
-            received, work = self._gathered(messages)
+            received, work = _gathered(transport, messages)
         else:
-            parts, first = self._sent(messages)
+            parts, first = _sent(transport, messages)
             first.wait()
             total = torch.empty(
                 rows // ranks, coder.elements, dtype=torch.float32, device=tensor.device
             )
             coder.add_up(parts, total, divisor)
-            received, work = self._gathered(coder.encode(total))
+            received, work = _gathered(transport, coder.encode(total))
             work.wire_bytes += first.wire_bytes
 
         def finish() -> None:
@@ -127,7 +134,7 @@ class CodedCollectives:
         of ranks sends small ones as they are."""
         arriving = [self.space_for(t) for t in out]
         leaving = [self.message_about(t) for t in inp]
-        work = self._transport.exchange(arriving, leaving, in_flight=True)
+        work = self._transport.marked("all-to-all").exchange(arriving, leaving, in_flight=True)
 
         def finish() -> None:
             for t, message in zip(out, arriving, strict=True):
@@ -158,20 +165,21 @@ class CodedCollectives:
         self._coder.decode(message.view(torch.int32).view(-1, self._coder.words), room)
         _fill(whole, room)
 
-    def _gathered(self, messages: Tensor) -> tuple[Tensor, CollectiveWork]:
-        """Every rank's ``messages`` ``[n, words]``, ``[W, n, words]`` once the work is done."""
-        received = messages.new_empty(self._transport.size, *messages.shape)
-        flat = received.view(self._transport.size, -1)
-        return received, self._transport.gather(flat, messages.view(1, -1), in_flight=True)
 
-    def _sent(self, messages: Tensor) -> tuple[Tensor, CollectiveWork]:
-        """Rank ``d`` gets the ``d``-th part of ``messages`` ``[W * n, words]`` of every rank,
-        ``[W, n, words]`` once the work is done."""
-        received = torch.empty_like(messages)
-        size = self._transport.size
-        rows = received.view(size, -1), messages.view(size, -1)
-        work = self._transport.all_to_all(*rows, in_flight=True)
-        return received.view(size, -1, messages.shape[-1]), work
+def _gathered(transport: Transport, messages: Tensor) -> tuple[Tensor, CollectiveWork]:
+    """Every rank's ``messages`` ``[n, words]``, ``[W, n, words]`` once the work is done."""
+    received = messages.new_empty(transport.size, *messages.shape)
+    flat = received.view(transport.size, -1)
+    return received, transport.gather(flat, messages.view(1, -1), in_flight=True)
+
+
+def _sent(transport: Transport, messages: Tensor) -> tuple[Tensor, CollectiveWork]:
+    """Rank ``d`` gets the ``d``-th part of ``messages`` ``[W * n, words]`` of every rank,
+    ``[W, n, words]`` once the work is done."""
+    received, size = torch.empty_like(messages), transport.size
+    rows = received.view(size, -1), messages.view(size, -1)
+    work = transport.all_to_all(*rows, in_flight=True)
+    return received.view(size, -1, messages.shape[-1]), work
 
 
 def _fill(t: Tensor, room: Tensor) -> None:

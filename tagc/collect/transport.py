@@ -18,8 +18,10 @@ streams, which the group's own stream does not have.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 # Distinct tags keep these messages apart from the user's own over the same group, and headers apart
 # from the messages that follow them.
 _TAG, HEADER_TAG = 0x7A6C, 0x7A6D
+MARKS = 2**30 - 1
+"""The bits of a tag that a mark may have."""
 
 
 @dataclass
@@ -72,6 +76,13 @@ class Transport:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
+        self._tag = _TAG
+
+    def marked(self, *mark: object) -> Transport:
+        """The same collectives, whose messages on gloo meet only those of the same mark."""
+        other = copy(self)
+        other._tag = zlib.crc32(repr(mark).encode()) & MARKS
+        return other
 
     def by_messages(self, device: torch.device) -> bool:
         """Whether ranks send each other messages instead of collectives."""
@@ -225,9 +236,10 @@ class Transport:
         return CollectiveWork(works, 0), out
 
     def _messages(
-        self, out: Sequence[Tensor], sent: Sequence[Tensor], tag: int = _TAG
+        self, out: Sequence[Tensor], sent: Sequence[Tensor], tag: int | None = None
     ) -> list[Any]:
         """An all-to-all by messages; all receives are posted before the first send."""
+        tag = self._tag if tag is None else tag
         # Each rank begins with its next neighbour, so they don't all begin with the same rank.
         others = (*range(self.rank + 1, self.size), *range(self.rank))
         works = []

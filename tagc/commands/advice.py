@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from tagc.basics.plots import pyplot
-from tagc.commands.given import DTYPES, check_ranks, mesh_of, print_json
+from tagc.commands.given import DTYPES, check_ddp, check_ranks, mesh_of, print_json
 from tagc.costs.advise import report
 from tagc.costs.auto import is_automatic
 from tagc.costs.candidates import Advisor, Question
@@ -29,6 +29,7 @@ from tagc.policy import Policy, data_parallel_policies, policies
 
 
 def advise(args: argparse.Namespace) -> int:
+    check_ddp(args, "shard_bandwidth")
     mesh = mesh_of(args)
     if args.sites > 1:
         if mesh is not None:
@@ -116,6 +117,7 @@ def _advisor(args: argparse.Namespace, shapes: ModelShapes, link: Link) -> Advis
         ops=args.ops,
         device_memory=args.device_memory,
         micro_batches=args.micro_batches,
+        ddp=args.ddp,
     )
     names = [*data_parallel_policies(), *args.policy]
     return Advisor(question, [Policy.load(name) for name in names])

@@ -114,6 +114,7 @@ def _add_explain(commands: Any) -> None:
         "model.safetensors.index.json --world 64 --json",
         "my_models:make --world 16 --full",
         "7B --world 64 --policy auto --bandwidth 100Gbit",
+        "1B --world 8 --policy loco-4bit --ddp",
         "70B --mesh pp=2,dp=4,tp=8 --tokens 8192 --policy hybrid-3d",
     )
     command.add("model", metavar="MODEL", help=_MODEL)
@@ -139,6 +140,7 @@ def _add_advise(commands: Any) -> None:
         "--model my_models:make --world 8 --bandwidth 10Gbit --step-time 1.2s",
         "--model llama-70b/config.json --world 256 --bandwidth 10Gbit --plot step-time.png",
         "--params 70B --mesh pp=2,dp=4,tp=8 --tokens 8192 --ranks-per-host 8 --bandwidth 100Gbit",
+        "--params 1B --world 8 --ddp --bandwidth 1Gbit --step-time 1s",
         "--params 1B --sites 4 --bandwidth 200Mbit --latency 50ms --step-time 1s",
     )
     what = command.parser.add_mutually_exclusive_group(required=True)
@@ -225,15 +227,17 @@ def _add_json(command: _Command) -> None:
 def _add_ranks(command: _Command) -> None:
     command.add("--world", type=ranks, help="total number of ranks; required without --mesh")
     command.add("--replicas", type=ranks, default=1, help="replicas of the sharded model")
+    command.add(
+        "--ddp", action="store_true", help="the model is in DDP: each rank has the whole model"
+    )
     command.add("--ranks-per-host", type=ranks, default=1, help="ranks per host and network card")
     command.add(
-        "--dtype", choices=_DTYPES, default="fp32", help="dtype of the gradients that FSDP reduces"
+        "--dtype", choices=_DTYPES, default="fp32", help="dtype of the gradients that are reduced"
     )
     command.add(
         "--param-dtype",
         choices=_DTYPES,
-        default="bf16",
-        help="dtype of the parameters that FSDP gathers",
+        help="dtype of the parameters that FSDP gathers (default: bf16)",
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tagc.basics.plots import PlotsUnavailableError
 from tagc.commands.advice import advise
-from tagc.commands.given import DTYPES, check_ranks, mesh_of, print_json
+from tagc.commands.given import DTYPES, check_ddp, check_ranks, mesh_of, print_json
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.codec_time import no_time
 from tagc.costs.data import plan_data
@@ -120,6 +120,7 @@ def _explain(args: argparse.Namespace) -> int:
             f"the model comes first, and the policy is an option: tagc explain {model} "
             f"--policy {policy} --world {args.world or 64}"
         )
+    check_ddp(args)
     mesh = mesh_of(args)
     if mesh is None or args.world > 1:
         check_ranks(args)
@@ -147,6 +148,8 @@ def _explain(args: argparse.Namespace) -> int:
     elif is_automatic(policy):
         raise ModelError(f"policy {policy.name!r} chooses by the link: give --bandwidth")
     if policy.sites is not None:
+        if args.ddp:
+            raise ModelError(f"policy {policy.name!r} is for sites: leave --ddp out")
         plan = _plan_sites(args, shapes, policy)
     else:
         plan = plan_shapes(
@@ -155,6 +158,7 @@ def _explain(args: argparse.Namespace) -> int:
             world_size=args.world,
             replicas=args.replicas,
             ranks_per_host=args.ranks_per_host,
+            ddp=args.ddp,
             dtype=DTYPES[args.dtype],
             parameter_dtype=DTYPES[args.param_dtype],
             choose=choose,

@@ -19,6 +19,8 @@ def check_ranks(args: argparse.Namespace) -> None:
     """Raise ModelError unless the ranks divide among replicas and hosts."""
     if args.world is None:
         raise ModelError("give --world, the total number of ranks")
+    if args.ddp and args.world == 1:
+        raise ModelError("--world 1 with --ddp sends nothing")
     if args.world % args.replicas:
         raise ModelError(f"--world {args.world} does not divide by --replicas {args.replicas}")
     if args.world == args.replicas:
@@ -27,6 +29,17 @@ def check_ranks(args: argparse.Namespace) -> None:
         raise ModelError(
             f"--world {args.world} does not divide by --ranks-per-host {args.ranks_per_host}"
         )
+
+
+def check_ddp(args: argparse.Namespace, *others: str) -> None:
+    """Raise ModelError if ``--ddp`` comes with options for sharded models, ``others`` among them;
+    set the dtype of parameters."""
+    if args.ddp:
+        options = ["replicas", "sites", "mesh", "param_dtype", *others]
+        for option in [o for o in options if getattr(args, o) not in (None, 1)]:
+            raise ModelError(f"with --ddp leave --{option.replace('_', '-')} out")
+    if args.param_dtype is None:
+        args.param_dtype = args.dtype if args.ddp else "bf16"
 
 
 def mesh_of(args: argparse.Namespace) -> dict[str, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from tagc.basics.quantities import format_bandwidth, format_seconds
 from tagc.costs.candidates import PAYS, Advisor, Question, dtype_name
@@ -14,8 +15,9 @@ def report(advisor: Advisor) -> str:
     """The question, a table of all candidates, and whether compression pays."""
     q = advisor.question
     lines = [*_asked(q), f"- {advisor.about_codecs}", "", *_table(advisor)]
-    for name, why in advisor.refused.items():
-        lines.append(f"{name}: {why}")
+    reasons = dict.fromkeys(advisor.refused.values())
+    for why in reasons:
+        lines.append(f"{', '.join(n for n, w in advisor.refused.items() if w == why)}: {why}")
     return "\n".join([*lines, "", *verdict(advisor)])
 
 
@@ -24,17 +26,20 @@ def verdict(advisor: Advisor) -> list[str]:
     dense, other = advisor.best(dense=True, fitting=False), advisor.best(dense=False)
     faster = advisor.best(dense=False, fitting=False)
     assert dense is not None
+    ddp = advisor.question.ddp
     if faster is None:
         return [f"No policy compresses anything in this model: stay with {dense.name}."]
     if not any(map(advisor.fits, advisor.candidates)):
         return [
             f"Nothing fits in {format_bytes(advisor.question.device_memory or 0)} a rank, "
-            f"not even {dense.name}: shard over more ranks."
+            f"not even {dense.name}: shard "
+            f"{'the model (fully_shard)' if ddp else 'over more ranks'}."
         ]
     if other is None:
+        remedy = "over more ranks, or over more ranks on each host"
         return [
-            "No policy fits in the memory that training itself leaves. Shard over more "
-            "ranks, or over more ranks on each host."
+            "No policy fits in the memory that training itself leaves. Shard "
+            f"{'the model (fully_shard)' if ddp else remedy}."
         ]
     saving = advisor.saving(other)
     step = "step" if advisor.question.compute else "time on the link"
@@ -83,10 +88,8 @@ def _asked(q: Question) -> list[str]:
     hosts = f", {per_host} per host" if per_host > 1 else ""
     copies = f", {q.replicas} replicas of {q.world_size // q.replicas}" if q.replicas > 1 else ""
     link = f"{format_bandwidth(q.link.bandwidth)} and {format_seconds(q.link.latency)} a collective"
-    lines = [
-        f"{q.shapes.numel:.3g} parameters, {len(q.shapes.blocks)} blocks; {q.world_size} ranks"
-        f"{hosts}{copies}; {link}"
-    ]
+    ranks = f"{q.world_size} ranks{' of DDP' if q.ddp else ''}{hosts}{copies}"
+    lines = [f"{q.shapes.numel:.3g} parameters, {len(q.shapes.blocks)} blocks; {ranks}; {link}"]
     if q.shard_link is not None:
         lines.append(f"- within a replica: {format_bandwidth(q.shard_link.bandwidth)}")
     if q.levels > 1:
@@ -95,19 +98,7 @@ def _asked(q: Question) -> list[str]:
             f"- with a policy, the {q.levels} ranks of a host add up their gradients first; inside "
             f"a host: {inside}"
         )
-    lines.append(
-        f"- gradients {dtype_name(q.dtype)} before compression, parameters gathered in "
-        f"{dtype_name(q.parameter_dtype)}"
-    )
-    lines.append(
-        f"- memory of a rank: {STATE_BYTES} bytes per sharded parameter (itself, gradient, Adam), "
-        "FSDP's unsharded buffers, and the policy's memory; activations are not counted"
-    )
-    if q.micro_batches > 1:
-        lines.append(
-            f"- {q.micro_batches} micro-batches a step: each gathers and reduces, but if ranks of "
-            "a host add up, hosts reduce once a step (set_requires_all_reduce(False))"
-        )
+    lines += _about_ddp(q) if q.ddp else _about_fsdp(q)
     if q.compute is None:
         lines.append("- compute time: not given, so this covers communication only")
     else:
@@ -116,6 +107,35 @@ def _asked(q: Question) -> list[str]:
             "communication (assumed; --overlap)"
         )
     return lines
+
+
+def _about_fsdp(q: Question) -> Iterator[str]:
+    yield (
+        f"- gradients {dtype_name(q.dtype)} before compression, parameters gathered in "
+        f"{dtype_name(q.parameter_dtype)}"
+    )
+    yield (
+        f"- memory of a rank: {STATE_BYTES} bytes per sharded parameter (itself, gradient, Adam), "
+        "FSDP's unsharded buffers, and the policy's memory; activations are not counted"
+    )
+    if q.micro_batches > 1:
+        yield (
+            f"- {q.micro_batches} micro-batches a step: each gathers and reduces, but if ranks of "
+            "a host add up, hosts reduce once a step (set_requires_all_reduce(False))"
+        )
+
+
+def _about_ddp(q: Question) -> Iterator[str]:
+    yield (
+        f"- gradients {dtype_name(q.dtype)} before compression; dense is DDP's own all-reduce, for "
+        "float32 parameters in bf16 with torch's bf16_compress_hook"
+    )
+    yield (
+        f"- memory of a rank: {STATE_BYTES} bytes per parameter (itself, gradient, Adam), DDP's "
+        "buckets, and the policy's memory; activations are not counted"
+    )
+    if q.micro_batches > 1:
+        yield f"- {q.micro_batches} micro-batches a step, of which only the last reduces (no_sync)"
 
 
 def _table(advisor: Advisor) -> list[str]:

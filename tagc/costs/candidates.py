@@ -15,13 +15,14 @@ from tagc.costs.link import GLOO_REDUCE_SCATTER, Link
 from tagc.costs.model import StepCost, Workload, step_cost, workload
 from tagc.costs.shapes import ModelShapes, ranks_in_levels
 from tagc.costs.speed import measure_speeds
-from tagc.costs.training_memory import training_bytes
+from tagc.costs.training_memory import replicated_bytes, training_bytes
 from tagc.ops import Ops, get_ops
 from tagc.plan import Direction, Plan
 from tagc.policy import Policy, PolicyError
 
 PAYS = 0.05
 """Compression pays if it saves this share of the best dense form's step."""
+OF_PARAMETERS = "not compared: rules for parameters do nothing with DDP, where no parameters travel"
 # Range of the search for the break-even bandwidth, in bytes/s: 1 kbit/s to 100 Tbit/s.
 _LOW, _HIGH = 125.0, 1.25e13
 
@@ -33,12 +34,13 @@ class Question:
     Attributes:
         world_size: total number of ranks.
         replicas: number of copies of the sharded model.
+        ddp: whether each rank has the whole model, and DDP all-reduces gradients.
         link: the link between hosts.
         shard_link: the link within one replica, if it differs.
         compute: seconds of a step without communication; None if unknown.
         overlap: share of the communication that compute can hide.
-        dtype: dtype of the gradients that FSDP reduces, before compression.
-        parameter_dtype: dtype of the parameters that FSDP gathers.
+        dtype: dtype of the gradients that FSDP or DDP reduces, before compression.
+        parameter_dtype: dtype of the parameters that FSDP gathers; with DDP the same as ``dtype``.
         gloo: whether the backend is gloo, on CPUs.
         memory_bandwidth: bytes/s of the device's memory, for a lower bound of codec time.
         ops: the implementation to measure on CPUs.
@@ -60,6 +62,7 @@ class Question:
     ops: str | None = None
     device_memory: float | None = None
     micro_batches: int = 1
+    ddp: bool = False
 
     @property
     def levels(self) -> int:
@@ -107,11 +110,14 @@ class Advisor:
         for name, (dtype, parameter_dtype) in _dense_forms(q).items():
             work, memory = self._work(dense, no_time, dtype, parameter_dtype)
             self.candidates.append(Candidate(name, work, memory, dense=True))
-            if q.gloo:
+            if q.gloo and not q.ddp:  # gloo's own all-reduce sends no more than it needs
                 self.candidates.append(
                     Candidate(f"{name} by gloo", work, memory, dense=True, waste=self._waste)
                 )
         policies = [policy for policy in policies if policy != dense]
+        if q.ddp:
+            self.refused |= {p.name: OF_PARAMETERS for p in policies if p.parameters}
+            policies = [policy for policy in policies if not policy.parameters]
         # Only a link inside a host with a given bandwidth can be slow.
         slow = q.levels > 1 and q.link.inside < math.inf
         fewer = {p.name: p.with_inside("int8") for p in policies if slow and p.inside == "native"}
@@ -220,10 +226,14 @@ class Advisor:
         """The policy's workload, and the bytes of memory that a rank needs."""
         q = self.question
         ranks = q.world_size // q.replicas
-        reduces, gathers = q.shapes.units(ranks, dtype, parameter_dtype)
+        if q.ddp:
+            reduces, gathers = q.shapes.replicated_units(ranks, q.dtype), []
+            memory = replicated_bytes(q.shapes.numel, reduces)
+        else:
+            reduces, gathers = q.shapes.units(ranks, dtype, parameter_dtype)
+            memory = training_bytes(reduces, gathers)
         plan = self._plan(policy, dtype, parameter_dtype)
         work = workload(plan, time, gathers=gathers, micro_batches=q.micro_batches)
-        memory = training_bytes(reduces, gathers)
         waiting = plan.memory.waiting if policy != self._dense and q.micro_batches > 1 else 0
         return work, memory + plan.memory.peak + waiting
 
@@ -242,6 +252,7 @@ class Advisor:
             policy,
             world_size=q.world_size,
             replicas=q.replicas,
+            ddp=q.ddp,
             ranks_per_host=1 if policy == self._dense else q.levels,
             dtype=dtype,
             parameter_dtype=parameter_dtype,

@@ -62,6 +62,7 @@ def advice_data(advisor: Advisor) -> dict[str, Any]:
         "ranks": q.world_size,
         "ranks_per_host": q.link.ranks_per_host,
         "replicas": q.replicas,
+        "ddp": q.ddp,
         "bandwidth": q.link.bandwidth,
         "latency": q.link.latency,
         "compute": q.compute,

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tagc.attach.whole import check_policy
 from tagc.basics.warn import warn
 from tagc.costs.auto import FastestChoice
 from tagc.costs.codec_time import no_time
 from tagc.costs.link import Link
 from tagc.costs.shapes import ModelShapes, ranks_in_levels
-from tagc.plan import Choose, Plan, UnitInfo, between_sites, build_plan
+from tagc.plan import Choose, Plan, UnitInfo, as_list, between_sites, build_plan
 from tagc.policy import Policy, PolicyError
 
 
@@ -26,14 +27,15 @@ def explain(
     world_size: int,
     replicas: int = 1,
     sites: int = 1,
+    ddp: bool = False,
     ranks_per_host: int | None = None,
     dtype: torch.dtype | None = None,
     parameter_dtype: torch.dtype | None = None,
     link: Link | None = None,
 ) -> Plan:
     """The plan that ``tagc.wrap`` or ``tagc.sites`` would make, if ``fully_shard`` were applied to
-    every transformer block of the model and then to the model. (Blocks are the children of its
-    ``nn.ModuleList``.)
+    every transformer block of the model and then to the model, or the model were in
+    ``DistributedDataParallel``. (Blocks are the children of its ``nn.ModuleList``.)
 
     Args:
         model: a module on any device, including meta; or shapes by parameter name.
@@ -41,15 +43,18 @@ def explain(
         world_size: total number of ranks.
         replicas: number of copies of the sharded model.
         sites: number of sites, for a policy with a section ``sites``.
+        ddp: whether the model is in ``DistributedDataParallel`` instead of sharded.
         ranks_per_host: if a copy spans several hosts with several ranks each, the ranks of a host
             add up their gradients first; default: the link's value, or 1.
-        dtype: dtype of the gradients that FSDP reduces; default: that of the parameters, or float32
-            for shapes.
-        parameter_dtype: dtype of the parameters that FSDP gathers; the same default.
+        dtype: dtype of the gradients that FSDP or DDP reduces; default: that of the parameters, or
+            float32 for shapes.
+        parameter_dtype: dtype of the parameters that FSDP gathers; the same default. DDP gathers
+            none.
         link: the link for the choices of ``codec: auto``, which do not include codec time.
 
     Raises:
-        ValueError: if the ranks do not divide among the replicas, or among the hosts.
+        ValueError: if the ranks do not divide among the replicas, or among the hosts; with ``ddp``
+            also for a policy for sites, and if trained parameters are of several dtypes.
         tagc.PolicyError: as in :func:`tagc.wrap`, and for ``codec: auto`` without a link.
     """
     if world_size < 1 or replicas < 1 or world_size % replicas:
@@ -60,13 +65,18 @@ def explain(
         raise ValueError(f"{world_size} ranks do not divide among hosts of {ranks_per_host}")
     loaded = Policy.load(policy)
     if loaded.sites is not None:
+        if ddp:
+            raise ValueError(
+                f"policy {loaded.name!r} is for sites, and with it only shards of FSDP2 can be "
+                "planned: leave ddp out"
+            )
         return plan_sites(ModelShapes.of(model), loaded, world_size=world_size, sites=sites)
     if sites != 1:
         raise PolicyError(
             f"policy {loaded.name!r} has no section sites: leave out the number of sites, or "
             "choose the built-in policy sites"
         )
-    own = next(model.parameters()).dtype if isinstance(model, nn.Module) else torch.float32
+    own = _dtype(model, ddp and dtype is None)
     choose = None
     if link is not None:
         note = "chosen for the given link; codec time is not included"
@@ -77,6 +87,7 @@ def explain(
         world_size=world_size,
         replicas=replicas,
         ranks_per_host=ranks_per_host,
+        ddp=ddp,
         dtype=dtype or own,
         parameter_dtype=parameter_dtype or own,
         choose=choose,
@@ -84,6 +95,25 @@ def explain(
     for warning in plan.warnings:
         warn(warning)
     return plan
+
+
+def _dtype(model: nn.Module | Mapping[str, Sequence[int]], alike: bool) -> torch.dtype:
+    """The dtype of the parameters.
+
+    Args:
+        alike: whether all trained parameters must have it.
+    """
+    if not isinstance(model, nn.Module):
+        return torch.float32
+    if not alike:
+        return next(model.parameters()).dtype
+    dtypes = dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad)
+    if len(dtypes) != 1:
+        raise ValueError(
+            f"the trained parameters are of {len(dtypes)} dtypes ({as_list([*map(str, dtypes)])}), "
+            "but DDP can be planned for one only: give dtype"
+        )
+    return next(iter(dtypes))
 
 
 def plan_sites(shapes: ModelShapes, policy: Policy, *, world_size: int, sites: int) -> Plan:
@@ -109,6 +139,7 @@ def plan_shapes(
     world_size: int,
     replicas: int,
     ranks_per_host: int = 1,
+    ddp: bool = False,
     dtype: torch.dtype,
     parameter_dtype: torch.dtype,
     choose: Choose | None,
@@ -118,8 +149,14 @@ def plan_shapes(
 
     Args:
         ranks_per_host: ranks on a host, of all replicas together.
+        ddp: whether each rank has the whole model.
         gloo: see :func:`tagc.plan.build_plan`.
     """
+    if ddp:
+        check_policy(policy, replicas > 1)
+        levels = ranks_in_levels(world_size, ranks_per_host)
+        whole = shapes.replicated_units(world_size, dtype, ranks_per_host=levels)
+        return build_plan(whole, policy, choose=choose, gloo=gloo)
     if policy.replicas and replicas == 1:
         raise PolicyError(
             f"policy {policy.name!r} has rules for replicas: give the number of replicas, or use a "

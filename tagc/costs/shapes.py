@@ -4,7 +4,8 @@ Units are those that FSDP2 makes if ``fully_shard`` is applied to every transfor
 to the model: each block is a unit, and the root holds the rest. Blocks are the children of every
 outermost ``nn.ModuleList`` that has at least two children, all of one class. In a list of names, a
 block is an outermost prefix that ends in a number, if at least two differ only in that number. The
-root keeps its parameters until backward; blocks gather theirs twice a step.
+root keeps its parameters until backward; blocks gather theirs twice a step. Or units are those that
+:mod:`tagc.attach.ddp` makes, whatever the blocks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tagc.attach.ddp import planned_units
 from tagc.plan import UnitInfo, UnitParam
 
 
@@ -136,6 +138,23 @@ class ModelShapes:
                     )
                 )
         return reduces, gathers
+
+    def replicated_units(
+        self, world_size: int, dtype: torch.dtype, *, ranks_per_host: int = 1
+    ) -> list[UnitInfo]:
+        """The all-reduce of every unit if each rank has the whole model, in DDP.
+
+        Args:
+            dtype: dtype of all parameters and gradients.
+            ranks_per_host: see :class:`tagc.plan.UnitInfo`.
+        """
+
+        def parameter(p: ParamShape) -> nn.Parameter:
+            empty = torch.empty(p.shape, dtype=dtype, device="meta")
+            return nn.Parameter(empty, requires_grad=p.trainable)
+
+        named = ((p.name, parameter(p)) for p in self.params)
+        return planned_units(named, world_size, ranks_per_host)
 
 
 def _check_sizes(params: Sequence[ParamShape], source: str) -> None:

@@ -1,13 +1,14 @@
-"""Memory that FSDP and an optimizer need per rank, from a model's units."""
+"""Memory that FSDP or DDP and an optimizer need per rank, from a model's units."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tagc.plan import UnitInfo
 
 STATE_BYTES = 16
-"""Bytes per sharded parameter: the parameter, its gradient and Adam's two moments, in float32."""
+"""Bytes per parameter of a rank: itself, its gradient and Adam's two moments, in float32."""
 
 
 def training_bytes(reduces: Sequence[UnitInfo], gathers: Sequence[UnitInfo]) -> int:
@@ -29,3 +30,15 @@ def training_bytes(reduces: Sequence[UnitInfo], gathers: Sequence[UnitInfo]) -> 
         for r, g in zip(reduces, gathers, strict=True)
     ]
     return STATE_BYTES * sum(shards) + root + sum(blocks[-2:]) + max(gradients, default=0)
+
+
+def replicated_bytes(parameters: int, reduces: Sequence[UnitInfo]) -> int:
+    """Bytes that a rank needs with DDP, without activations: the state of all parameters, and the
+    gradients once more, in DDP's buckets.
+
+    Args:
+        parameters: their number, also of those that are frozen.
+        reduces: the all-reduce of every unit.
+    """
+    buckets = sum(r.dtype.itemsize * math.prod(p.shape) for r in reduces for p in r.params)
+    return STATE_BYTES * parameters + buckets

@@ -15,8 +15,11 @@ def merged(rows: Sequence[Row]) -> list[Row]:
 
     ``layers.0.wq`` to ``layers.31.wq`` become ``layers.{0–31}.wq``, experts of all blocks
     ``layers.{0–31}.experts.{0–7}.w1``. If some combinations of the numbers are missing, rows are
-    merged only if they share all but the first number.
+    merged only if they share all but the first number. DDP's units are sets of parameters that cut
+    through blocks, named after the first, so rows of these are merged over units, and lose theirs.
     """
+    names = {row.param for row in rows}
+    rows = [replace(row, unit="") if row.unit in names else row for row in rows]
     done: dict[Row, Row] = {}
     for together in _grouped(rows, numbers=None):
         if _is_product([_numbers(row.param) for row in together]):

@@ -45,13 +45,15 @@ def as_text(
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
+    in_units = any(row.unit for row in rows)
     merged = any(row.alike > 1 for row in rows)
     explained = any(row.why_dense for row in rows)
-    head = tuple(name for name in (*_HEAD, *_BYTES) if merged or name != "alike")
+    left_out = {*(() if in_units else ("unit",)), *(() if merged else ("alike",))}
+    head = tuple(name for name in (*_HEAD, *_BYTES) if name not in left_out)
     head += ("why dense",) if explained else ()
     body = [
         (
-            r.unit,
+            *([r.unit] if in_units else []),
             r.param,
             *([str(r.alike) if r.alike > 1 else ""] if merged else []),
             "×".join(map(str, r.shape)) or "scalar",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -180,36 +181,73 @@ def test_with_sharded_data_parallelism(rank: int, world_size: int) -> None:
     assert gradients(model, x)[0] == reference[0]  # only the backward is compressed
 
 
+def ring_attention(group: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's causal ring attention and its backward, with the operators of CPUs."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    class Ring(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            out, sums = ring._templated_ring_attention(group, 2, attend, *inputs, is_causal=True)
+            ctx.save_for_backward(*inputs, out, sums)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            q, k, v, out, sums = ctx.saved_tensors
+            return ring._templated_ring_attention_backward(
+                group, 2, backward, grad, "grad_out", q, k, v, out, sums, True, dropout_p=0.0
+            )
+
+    return Ring.apply(q, k, v)
+
+
 @on_ranks(2, 3)
 @pytest.mark.parametrize("rotates", ["ALL_TO_ALL", "ALL_GATHER"])
 def test_context_parallel(rank: int, world_size: int, rotates: str) -> None:
-    """torch's ring attention, with the operator that its CPUs have."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
     options = ring._cp_options
     generator = torch.Generator().manual_seed(5)
-    q, k, v = torch.randn(3, 2, 4, 48 * world_size, 16, generator=generator)
-    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    q, k, v, upstream = torch.randn(4, 2, 4, 48 * world_size, 16, generator=generator)
+    qkv = q, k, v
     mine = slice(48 * rank, 48 * (rank + 1))
+    for t in qkv:
+        t.requires_grad_()
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    wanted = [t[:, :, mine] for t in torch.autograd.grad(whole, qkv, upstream)]
 
-    def attention(mesh: Any) -> Tensor:
-        inputs = (t[:, :, mine].contiguous() for t in (q, k, v))
-        attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    def attention(mesh: Any, forward: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        inputs = [t[:, :, mine].detach().contiguous().requires_grad_() for t in qkv]
         with (
             patch.object(options, "enable_load_balance", False),
             patch.object(options, "rotate_method", ring._RotateMethod[rotates]),
         ):
-            return ring._templated_ring_attention(
-                mesh.get_group(), 2, attend, *inputs, is_causal=True
-            )[0]
+            with forward:
+                out = ring_attention(mesh.get_group(), *inputs)
+            return out.detach(), torch.autograd.grad(out, inputs, upstream[:, :, mine].contiguous())
 
-    native = attention(init_device_mesh("cpu", (world_size,), mesh_dim_names=("native",)))
+    plain = init_device_mesh("cpu", (world_size,), mesh_dim_names=("native",))
+    native, slopes = attention(plain, nullcontext())
     assert torch.allclose(native, whole[:, :, mine], atol=1e-5)
+    for got, expected in zip(slopes, wanted, strict=True):
+        assert torch.allclose(got, expected, atol=1e-4)
+
     mesh = mesh_of(world_size, names=("cp",))
-    assert torch.equal(attention(mesh), native)
-    with tagc.activations():
-        coded = attention(mesh)
-    # The first rank attends to its own keys alone.
+    out, approximate = attention(mesh, nullcontext())
+    assert torch.equal(out, native)  # only the backward was compressed
+    # The first rank attends to its own keys alone. Gradients of keys and values travel around.
+    assert torch.equal(approximate[0], slopes[0]) == (rank == 0)
+    for got, expected in zip(approximate, slopes, strict=True):
+        assert (got - expected).norm() < 0.03 * expected.norm()
+    assert not any(map(torch.equal, approximate[1:], slopes[1:]))
+    again = attention(mesh, nullcontext())[1]
+    assert all(map(torch.equal, again, approximate))
+
+    coded, _ = attention(mesh, tagc.activations())
     assert torch.equal(coded, native) == (rank == 0)
     assert (coded - native).norm() < 0.015 * native.norm()

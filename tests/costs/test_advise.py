@@ -179,6 +179,56 @@ def test_replicas_and_a_policy_of_ones_own(tmp_path: Path, capsys: Any) -> None:
     assert "has rules for replicas" in capsys.readouterr().out
 
 
+def test_ddp(shapes: str, tmp_path: Path, capsys: Any) -> None:
+    """Against DDP's own all-reduce; no policies for parameters, which DDP does not send."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("{schema: 1, extends: hosts}")
+    common = ("advise", "--model", shapes, "--world", "4", "--ddp", "--bandwidth", "8Mbit")
+    out = run(capsys, *common, "--micro-batches", "3", "--policy", str(mine))
+    table = rows(out)
+    # A megabyte per second; 2 ** 20 elements in one unit, of which a rank sends 2 · 3/4.
+    dense = 1.5 * 4 * 1.048576
+    assert table["dense fp32"][:2] == ["6.00 MiB", f"{dense:.3g} s"]
+    assert table["dense bf16"][:2] == ["3.00 MiB", f"{dense / 2:.3g} s"]
+    assert table["dense fp32"][5] == "20.00 MiB"  # 16 bytes each, and DDP's buckets
+    # 4 bits, and 16 for 256; two messages to each of three, with 32 words for their padding.
+    coded = 1.5 * 2**20 * (0.5 + 2 / 256) + 2 * 3 * 4 * 32
+    assert table["loco-4bit"][:2] == [f"{coded / 1024:.2f} KiB", f"{coded / 1e3:.3g} ms"]
+    plan = tagc.explain(SHAPES, "loco-4bit", world_size=4, ddp=True)
+    assert bytes_of(table["loco-4bit"][5]) == pytest.approx(20 * 2**20 + plan.memory.peak, rel=1e-3)
+    left_out = {name for name in data_parallel_policies() if tagc.Policy.load(name).parameters}
+    assert set(table) == {"dense fp32", "dense bf16"} | (
+        set(data_parallel_policies()) - {"dense", "half-bit"} - left_out
+    )
+    assert f"{', '.join([*sorted(left_out), str(mine)])}: not compared: rules for parameters" in out
+    assert "half-bit: policy 'half-bit', gradients[0], with DDP or replicate()" in out
+    assert "of which only the last reduces (no_sync)" in out
+    # On two hosts of two ranks a host sends two halves of what one rank of two would.
+    shared = rows(run(capsys, *common, "--ranks-per-host", "2"))
+    assert shared["dense fp32"][0] == "6.00 MiB"
+    assert shared["loco-4bit"][0] == f"{(2**20 * (0.5 + 2 / 256) + 2 * 4 * 32) / 1024:.2f} KiB"
+    small = run(capsys, *common, "--device-memory", "1MB")
+    assert "not even dense bf16: shard the model (fully_shard)" in small
+    data = json.loads(run(capsys, *common, "--json"))
+    assert data["ddp"] is True
+    assert set(data["refused"]) == left_out | {"half-bit"}
+
+
+def test_ddp_on_a_cpu(shapes: str, capsys: Any) -> None:
+    def speeds(codecs: Any, *args: Any) -> dict[str, Speed]:
+        return {speed_key(codec): Speed(encode=1e-6, decode=1e-6) for codec in codecs}
+
+    with patch.object(candidates, "measure_speeds", speeds):
+        out = run(
+            capsys, "advise", "--model", shapes, "--world", "4", "--ddp", "--bandwidth", "1Gbit",
+            "--device", "cpu", "--ops", "reference",
+        )  # fmt: skip
+    table = rows(out)
+    assert "dense fp32 by gloo" not in table
+    # All elements for the owners, and a slice for all; each rank decodes as many of both.
+    assert table["loco-4bit"][2] == f"{(1 + 1 + 1 / 4 + 1) * 2**20 * 1e-6:.3g} s"
+
+
 COMMON = ["--params", "7e9", "--world", "64"]
 
 
@@ -217,6 +267,8 @@ def test_bad_arguments(argv: list[str], said: str, capsys: Any) -> None:
         (["--params", "7e9", "--replicas", "64"], "--world 64 with as many replicas shards"),
         (["--params", "7e9", "--ranks-per-host", "5"], "--world 64 does not divide by --ranks-per"),
         (["--params", "7e9", "--tflops", "5"], "--tokens-per-rank and --tflops belong together"),
+        (["--params", "7e9", "--ddp", "--sites", "2"], "with --ddp leave --sites out"),
+        (["--params", "7e9", "--ddp", "--shard-bandwidth", "1Gbit"], "leave --shard-bandwidth out"),
         (["--params", "7e9", "--policy", "hybird"], "did you mean 'hybrid'?"),
     ],
 )

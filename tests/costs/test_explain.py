@@ -6,17 +6,21 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from support.distributed import as_on_nccl, on_ranks
+from tagc.attach import ddp
 from tagc.codecs.matrix import MatrixPlan
 from tagc.commands.cli import main
 from tagc.costs import Link
+from tagc.plan import format_bytes
 
 
 def run(capsys: Any, *argv: str) -> str:
@@ -57,18 +61,39 @@ def test_explain_is_what_wrap_makes_on_hosts(rank: int, world_size: int, policy:
     check_explained(policy, world_size, hosts=2)
 
 
-def check_explained(policy: str, world_size: int, hosts: int | None = None) -> None:
-    with torch.device("meta"):
-        expected = tagc.explain(Net(), policy, world_size=world_size, ranks_per_host=hosts or 1)
+@on_ranks(2, 3)
+@pytest.mark.parametrize("policy", ["packed-20", "hosts", "one-bit"])
+def test_explain_is_what_wrap_makes_of_ddp(rank: int, world_size: int, policy: str) -> None:
+    check_explained(policy, world_size, replicated=True)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("policy", ["loco-4bit", "one-bit"])
+def test_explain_is_what_wrap_makes_of_ddp_on_hosts(
+    rank: int, world_size: int, policy: str
+) -> None:
+    check_explained(policy, world_size, hosts=2, replicated=True)
+
+
+def check_explained(
+    policy: str, world_size: int, hosts: int | None = None, replicated: bool = False
+) -> None:
+    how = {"ranks_per_host": hosts or 1, "ddp": replicated}
+    with torch.device("meta"), patch.object(ddp, "UNIT_BYTES", 200_000):  # several units
+        expected = tagc.explain(Net(), policy, world_size=world_size, **how)
     model: Any = Net()
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    if replicated:
+        model = DistributedDataParallel(model)
+    else:
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
     # FSDP learns only in its first forward which module is the root.
-    with as_on_nccl():
+    with as_on_nccl(), patch.object(ddp, "UNIT_BYTES", 200_000):
         wrapped = tagc.wrap(model, policy, hosts=hosts, ops="reference")
     plan = tagc.compressor(wrapped).plan()
     assert [u.info.name for u in plan.units] == [u.info.name for u in expected.units]
+    assert len(plan.units) > 2
     # Only ranks know where they are.
     said = [line for line in str(plan).splitlines() if not line.startswith("- hosts: ")]
     assert len(said) == len(str(plan).splitlines()) - 1
@@ -129,6 +154,55 @@ def test_explain_in_python() -> None:
         tagc.explain(shapes, "auto", world_size=4)
     with pytest.raises(ValueError, match="4 ranks do not divide among 3 replicas"):
         tagc.explain(shapes, "dense", world_size=4, replicas=3)
+
+
+def test_a_table_of_ddp(capsys: Any) -> None:
+    """DDP's units cut through blocks, and tell a reader nothing, so blocks share their lines."""
+    out = run(capsys, "explain", "1e8", "--world", "4", "--policy", "loco-4bit", "--ddp")
+    head, line = (next(t for t in out.splitlines() if what in t) for what in ("alike", "q_proj"))
+    assert head.startswith("parameter ")
+    assert line.startswith("model.layers.{0,")
+    numel = int(out.split(" ")[0].replace(",", ""))
+    # Of a ring's all-reduce, a rank sends 2 · 3/4 of the gradients.
+    assert f"less than dense ({format_bytes(2 * 3 / 4 * 4 * numel)})" in out
+    bf16 = run(capsys, "explain", "1e8", "--world", "4", "--ddp", "--dtype", "bf16")
+    assert f"less than dense ({format_bytes(2 * 3 / 4 * 2 * numel)})" in bf16
+    full = run(capsys, "explain", "1e8", "--world", "4", "--policy", "loco-4bit", "--ddp", "--full")
+    assert "\nunit " in full
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--world", "4", "--replicas", "2"], "with --ddp leave --replicas out"),
+        (["--world", "4", "--param-dtype", "fp32"], "with --ddp leave --param-dtype out"),
+        (["--mesh", "dp=4", "--tokens", "9"], "with --ddp leave --mesh out"),
+        (["--world", "4", "--policy", "sites"], "policy 'sites' is for sites: leave --ddp out"),
+        (["--world", "1"], "--world 1 with --ddp sends nothing"),
+        (["--world", "4", "--policy", "half-bit"], "feedback.lead 'measured' differs from rank"),
+    ],
+)
+def test_what_explain_refuses_of_ddp(argv: list[str], said: str, capsys: Any) -> None:
+    assert main(["explain", "1e6", "--ddp", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert out == ""
+
+
+def test_explain_ddp_in_python() -> None:
+    shapes = {"layers.0.mlp.up_proj.weight": (1024, 512)}
+    with pytest.raises(tagc.PolicyError, match=r"DDP and replicate\(\) all ranks are replicas"):
+        tagc.explain(shapes, "loco-4bit", world_size=4, replicas=2, ddp=True)
+    with pytest.raises(ValueError, match=r"is for sites, .* leave ddp out"):
+        tagc.explain(shapes, "sites", world_size=4, sites=2, ddp=True)
+    mixed = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512).bfloat16(), nn.LayerNorm(512))
+    with pytest.raises(ValueError, match=r"of 2 dtypes \(torch.float32, torch.bfloat16\)"):
+        tagc.explain(mixed, "loco-4bit", world_size=4, ddp=True)
+    mixed[1].requires_grad_(False)
+    plan = tagc.explain(mixed, "packed-20", world_size=4, ddp=True)
+    assert [p.name for p in plan.units[0].info.params] == [
+        *("0.weight", "0.bias", "2.weight", "2.bias")
+    ]
 
 
 def test_explain_prints_warnings(tmp_path: Path, capsys: Any) -> None:

@@ -44,6 +44,7 @@ def host_reducer(rank: int, plan: UnitPlan, **options: Any) -> Iterator[UnitRedu
     assert group is not None
     said = gather_by_rank([group], {rank: RankOnHost.mine()})
     groups = host_groups(group, RANKS_PER_HOST, cpu, said)
+    dist.barrier()  # or a rank may release its groups while another still connects them
     yield UnitReducer(
         plan,
         get_ops(cpu),

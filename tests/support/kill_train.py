@@ -93,6 +93,7 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a model this small may send more when compressed
         tagc.wrap(model, policy, hosts=hosts)
+    assert {u.info.ranks_per_host for u in tagc.compressor(model).plan().units} == {hosts or 1}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     first = resume(folder, model, optimizer, saver)
     for step in range(first, STEPS):
