@@ -38,7 +38,7 @@ Part = tuple[str, dict[str, Any]]
 
 
 def _gradients(name: str, codec: dict[str, Any], **feedback: Any) -> Part:
-    return name, {"codec": codec, "feedback": {"kind": "residual", **feedback}}
+    return name, {"codec": codec, "feedback": {"kind": "residual"} | feedback}
 
 
 def _quantized(residual: str, name: str = "4 bits, residual") -> Part:
@@ -100,6 +100,15 @@ _SITES = [
         _in_sites(f"sites, every {every}, {bits}", part, every=every, **_MEAN)
         for every in (16, 32, 64)
         for bits, part in _SITE_BITS.items()
+    ),
+    *(
+        _in_sites(f"sites, every 32, {bits}", part, every=32, **_MEAN)
+        for bits, part in {
+            "8 bits": _gradients("", {"kind": "quantized", "bits": 8}, dtype="bfloat16"),
+            "2 bits": _matrix("", 1.0, "bfloat16", bits=2),
+            "4 bits, no feedback": _stateless("", "nearest", 4),
+            "1 bit, no feedback": _gradients("", {"kind": "matrix", "bits": 1}, kind="none"),
+        }.items()
     ),
     _in_sites("sites, every 32, 32 bits, outer momentum 0.9", None, every=32),
     _in_sites(

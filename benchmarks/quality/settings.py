@@ -132,6 +132,16 @@ def _with(name: str, **recipe: Any) -> Setting:
     return Setting(name=name, recipe=replace(PAIRED, **recipe))
 
 
+def _sites(name: str, sites: int, **recipe: Any) -> Setting:
+    return Setting(
+        name=name,
+        shape=replace(_SMALL, ranks=sites, batch=32 // sites),
+        recipe=replace(PAIRED, averaged=1, **recipe),
+        rates=(9e-3,),
+        max_rates=1,
+    )
+
+
 # After the first setting, each one changes one thing. The sites have the rate of 2 ranks.
 _ALL = (
     Setting(name="2 k tokens, 4 ranks, AdamW"),
@@ -157,12 +167,8 @@ _ALL = (
     replace(_with("Lion", optimizer="lion"), unit=0.1),
     _with("beta2 0.999", beta2=0.999),
     _with("no clipping", clip=None),
-    Setting(
-        name="2 sites",
-        shape=replace(_SMALL, ranks=2, batch=16),
-        recipe=replace(PAIRED, averaged=1),
-        rates=(9e-3,),
-        max_rates=1,
-    ),
+    _sites("2 sites", 2),
+    _sites("8 sites", 8),
+    replace(_sites("2 sites, Muon", 2, optimizer="muon"), rates=(1.8e-2,)),
 )
 SETTINGS = {setting.name: setting for setting in _ALL}
