@@ -58,12 +58,14 @@ def parallel(
     tensor_first: bool = False,
     replicas: int = 1,
     in_one_unit: bool = False,
+    mesh: Any = None,
 ) -> Any:
     """The model, divided among `tensor` ranks and then sharded over `data`; either dimension may be
-    that of neighbouring ranks. With one tensor-parallel rank it is FSDP2 alone."""
+    that of neighbouring ranks. With one tensor-parallel rank it is FSDP2 alone. ``mesh`` may
+    have other dimensions besides."""
     sizes = {"tp": tensor, "dp": data} if tensor_first else {"dp": data, "tp": tensor}
     sizes = {"replicas": replicas, **sizes} if replicas > 1 else sizes
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = mesh or init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     torch.manual_seed(1)
     model: Any = Block()
     if tensor > 1:
