@@ -2,8 +2,8 @@
 
     python -m benchmarks.network.latency 0.05 p0 p1 p2
 
-Not every kernel has netem, so a process does it: it reads the frames of each interface (``p0``, ...)
-from a packet socket and writes them to another one's when they are due. Large packets of the
+Not every kernel has netem, so a process does it. It reads the frames of each interface (``p0``,
+...) from a packet socket and writes them to another one's when they are due. Large packets of the
 segmentation offload stay whole, so a fast link takes few frames. It runs until it is killed.
 """
 

@@ -1,9 +1,9 @@
 """A rate-limited network on one machine: a network namespace per host, all on one switch.
 
 The switch is a bridge in a namespace of its own, so neither an address nor an interface of it
-exists outside: nothing can reach the machine, and nothing of it is changed. If links have latency, a
-process is the switch (``latency.py``). A host has one rank, or several, which reach each other over
-its loopback, without a limit. It has one interface, ``e0``; what it sends is shaped there by a
+exists outside: nothing can reach the machine, and nothing of it is changed. If links have latency,
+the switch is a process (``latency.py``). A host has one rank, or several, which reach each other
+over its loopback, without a limit. It has one interface, ``e0``; what it sends is shaped there by a
 token bucket (``tc``, tbf). What it receives is not shaped; in symmetric collectives that is the sum
 of what the others may send.
 """
