@@ -28,7 +28,7 @@ _LEAST_STEPS = 3
 # The timed steps of a cell should take no longer than this.
 _CELL_SECONDS = 15.0
 # In which each site exchanges once, and as often trains without.
-_PERIODS = 6
+_PERIODS = 4
 
 Cell = dict[str, Any]
 

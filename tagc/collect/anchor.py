@@ -57,6 +57,8 @@ class Anchor:
         Args:
             group: this rank's counterparts in all sites.
         """
+        # Sites compare their marks before each exchange. Headers would cost a round trip a unit.
+        reducer.announces = False
         self.reducer = reducer
         self._shard, self._group, self._config = shard, group, config
         self.values = torch.empty(reducer.plan.buffer_columns, dtype=torch.float32, device=device)
