@@ -49,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "in bf16); default: all of them but sites, and some built-in policies",
     )
     add("--steps", type=int, default=8, help="timed steps of a cell, at most")
+    add("--step-time", type=seconds,
+        help="how long a step of a site takes, such as 250ms, as if a device computed it and left "
+        "the cores idle (default: it is computed here)",
+    )  # fmt: skip
     add("--micro-batches", type=int, default=1, help="backward passes per optimizer step")
     add_outputs(parser, "runs/network.jsonl")
 
@@ -126,6 +130,7 @@ def _options(args: argparse.Namespace) -> Any:
         ranks_per_host=args.ranks_per_host,
         latency=args.latency,
         steps=args.steps,
+        step_time=args.step_time,
     )
 
 

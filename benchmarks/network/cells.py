@@ -45,6 +45,8 @@ class Options:
         methods: in the order of measurement.
         settings: of the training.
         steps: timed steps of a cell at most, and 3 at least.
+        step_time: seconds in which a device elsewhere computes a step of a site; None computes it
+            here.
     """
 
     ranks: tuple[int, ...]
@@ -54,6 +56,7 @@ class Options:
     ranks_per_host: int = 1
     latency: float = 0.0
     steps: int = 8
+    step_time: float | None = None
 
 
 @dataclass
@@ -119,6 +122,8 @@ def _key(
         key["ranks_per_host"] = options.ranks_per_host
     if options.latency:
         key["latency"] = options.latency
+    if kind == "sites" and options.step_time is not None:
+        key["step_time"] = options.step_time
     if method is not None:
         key |= {"method": method.name, "definition": method.definition}
     return key
@@ -200,7 +205,8 @@ class _Run:
         if self.results.get(key):
             return
         network.limit(rate)
-        numbers = combine_sites(workers.ask("beside", method=method.name, periods=_PERIODS))
+        settings = {"periods": _PERIODS, "step_time": self.options.step_time}
+        numbers = combine_sites(workers.ask("beside", method=method.name, **settings))
         self.results.add(key, {**numbers, "about": method.about})
         ratio = statistics.median(b / a for a, b in numbers["period_seconds"])
         self.say(

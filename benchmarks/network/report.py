@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from tagc.basics.quantities import format_seconds
+
 from ..figure import Curve, Panel, draw
 from ..records import Record, markdown
 from .namespaces import Rate
@@ -139,7 +141,7 @@ def sites_table(r: Results) -> str:
     """Sites beside training without exchange, and the dense methods of every step beside both."""
     rows = []
     for rate in r.rates:
-        found = [(m, r.sites(m, rate)[-1]) for m in r.methods if r.sites(m, rate)]
+        found = [(_site_label(cell), cell) for m in r.methods for cell in r.sites(m, rate)]
         if not found:
             continue
         alone = statistics.median(p[1] / c["every"] for _, c in found for p in c["period_seconds"])
@@ -158,7 +160,7 @@ def sites_table(r: Results) -> str:
             step = statistics.median(seconds for seconds, _ in periods) / every
             rows.append(
                 [
-                    f"`{name}`, {rate.label}",
+                    f"{name}, {rate.label}",
                     f"{step:.3f} s",
                     f"{statistics.median(shares):.1%} ({shares[0]:.1%} to {shares[-1]:.1%})",
                     f"{sent / 1e3:.1f}",
@@ -172,6 +174,12 @@ def sites_table(r: Results) -> str:
         "over the plan", "waited",
     ]  # fmt: skip
     return markdown(header, rows) if rows else ""
+
+
+def _site_label(cell: Record) -> str:
+    taken = cell["key"].get("step_time")
+    elsewhere = "" if taken is None else f", {format_seconds(taken)} elsewhere"
+    return f"`{cell['key']['method']}`{elsewhere}"
 
 
 def link_table(r: Results) -> str:

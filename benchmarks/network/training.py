@@ -138,6 +138,15 @@ class Trainer:
             return None
         return tagc.compressor(self._model)
 
+    def step_elsewhere(self, took: float) -> float:
+        """A step as if a device had taken it in ``took`` seconds and left the cores idle: the
+        optimizer finds no gradients, and its hooks run. Returns its seconds."""
+        start = time.perf_counter()
+        time.sleep(took)
+        self._optimizer.step()
+        self.steps += 1
+        return time.perf_counter() - start
+
     def step(self) -> tuple[float, float]:
         """One optimizer step: its seconds, and how many of them were spent in communication.
         Reading the batch is not timed."""

@@ -112,18 +112,19 @@ class Worker:
             "parameters": trainer.parameters,
         }
 
-    def beside(self, method: str, periods: int) -> dict[str, Any]:
+    def beside(self, method: str, periods: int, step_time: float | None) -> dict[str, Any]:
         """Time this rank as a site, in turns with as many steps without any exchange. A period is
-        from the middle between two exchanges to the middle between the next two."""
+        from the middle between two exchanges to the middle between the next two. ``step_time``: see
+        :meth:`Trainer.step_elsewhere`; None computes the steps here."""
         sites, alone = self._trainer(method), self._trainer(ALONE.name)
         while alone.steps < alone.settle_steps:
             alone.step()
         every, handle = sites.every, sites.sites
         took, before, kernel = [], handle.metrics(), 0
         for _ in range(periods):
-            without = self._together(alone, every)
+            without = self._together(alone, every, step_time)
             sent = _sent()
-            took.append([self._together(sites, every), without])
+            took.append([self._together(sites, every, step_time), without])
             kernel += _sent() - sent
         after, plan = handle.metrics(), handle.plan()
         steps = periods * every
@@ -139,10 +140,12 @@ class Worker:
             "parameters": sites.parameters,
         }
 
-    def _together(self, trainer: Trainer, steps: int) -> float:
+    def _together(self, trainer: Trainer, steps: int, step_time: float | None) -> float:
         """Seconds of this rank's steps, begun when all ranks have come here."""
         dist.barrier()
-        return sum(seconds for seconds, _ in (trainer.step() for _ in range(steps)))
+        if step_time is None:
+            return sum(trainer.step()[0] for _ in range(steps))
+        return sum(trainer.step_elsewhere(step_time) for _ in range(steps))
 
     def begin(self, method: str) -> dict[str, Any]:
         """Make a method anew, on the link as it is now."""

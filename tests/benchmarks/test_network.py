@@ -87,7 +87,14 @@ def test_sites_over_a_link_with_latency(tmp_path):
     (tmp_path / "policy.yaml").write_text(json.dumps(policy))
     methods = tuple(resolve_all([str(tmp_path / "policy.yaml")]))
     rates = (Rate(None), Rate.parse("400mbit"))
-    options = Options(ranks=(2,), rates=rates, methods=methods, settings=SETTINGS, latency=0.03)
+    options = Options(
+        ranks=(2,),
+        rates=rates,
+        methods=methods,
+        settings=SETTINGS,
+        latency=0.03,
+        step_time=0.02,
+    )
     results = ResultsFile(tmp_path / "results.jsonl")
     measure(options, results, lambda text: None)
     cells = {c["key"]["rate"]: c for c in results.cells if c["key"]["kind"] == "sites"}
@@ -97,6 +104,7 @@ def test_sites_over_a_link_with_latency(tmp_path):
     assert cell["kernel_bytes"] == pytest.approx(cell["plan_bytes"], rel=0.03)
     assert cell["waited_exchanges"] == cell["exchanges"] == len(cell["period_seconds"])
     assert cell["every"] * cell["waited_seconds"] > 0.03
+    assert min(alone for _, alone in cell["period_seconds"]) > 2 * 0.02
     assert all(c["exchange_latency"] > 0.03 for c in results.cells if c["key"]["kind"] == "link")
     assert _mine() == []
 

@@ -102,6 +102,9 @@ def test_latency_is_an_option_and_part_of_the_key():
     without = network._options(parser.parse_args(args))
     options = network._options(parser.parse_args([*args, "--latency", "50ms"]))
     assert (without.latency, options.latency) == (0, 0.05)
+    elsewhere = network._options(parser.parse_args([*args, "--step-time", "250ms"]))
+    for key, other in zip(_keys(elsewhere, 2), _keys(without, 2), strict=True):
+        assert key == other | ({"step_time": 0.25} if key["kind"] == "sites" else {})
     keys, those = list(_keys(options, 2)), list(_keys(without, 2))
     assert keys == [key | {"latency": 0.05} for key in those]
     # Sites are not measured without a limit.
@@ -136,12 +139,14 @@ def test_sites_are_compared_with_training_without_exchange():
         {"key": key | {"kind": "step", "method": "ddp-bf16", "definition": "a"}, **dense},
         {"key": key | {"kind": "sites", "method": "sites", "definition": "b"}, **numbers},
     ]
+    cells.append({**cells[1], "key": cells[1]["key"] | {"step_time": 0.25}})
     (results,) = report.group([*cells, {"key": key | {"kind": "link", "latency": 0.02}}])[:1]
     assert results.title == "2 ranks, latency 50 ms"
     text = report.sites_table(results)
     assert "| 2.000 s | 13.7% | 20000.0 |" in text
     row = "| 0.406 s | 72.5% (50.0% to 95.0%) | 101.0 | 198 | +1.0% | 4.9% |"
-    assert row in text
+    assert f"| `sites`, 100 Mbit/s {row}" in text
+    assert f"| `sites`, 250 ms elsewhere, 100 Mbit/s {row}" in text
 
 
 def test_root_is_asked_for_first(monkeypatch):
