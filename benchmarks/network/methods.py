@@ -131,12 +131,16 @@ METHODS = {
         ),
         *(
             Method(
-                name=f"{name}-delayed",
-                about=f"policy {name}, training goes on for 4 steps, alpha 0.5",
-                policy={"schema": 1, "extends": name, "sites": {**sites, "delay": 4, "alpha": 0.5}},
+                name=name,
+                about=f"policy sites, training goes on for {delay} steps, alpha 0.5",
+                policy={
+                    "schema": 1,
+                    "extends": "sites",
+                    "sites": {"every": 32, "delay": delay, "alpha": 0.5},
+                },
                 apart=True,
             )
-            for name, sites in (("sites", {"every": 32}), ("sites-thin", {"every": 64}))
+            for name, delay in (("sites-delayed", 4), ("sites-delayed-8", 8))
         ),
     )
 }
