@@ -2,7 +2,7 @@
 
 | file | idea |
 |---|---|
-| ``namespaces.py`` | the network: a namespace and a rate for each host |
+| ``namespaces.py``, ``latency.py`` | the network: a namespace and a rate for each host; latency |
 | ``methods.py``, ``baselines.py`` | what is compared; how the dense ones communicate |
 | ``training.py``, ``ledger.py`` | one rank's training; its collectives, counted |
 | ``worker.py``, ``ranks.py`` | a rank's process; all of them from outside |
@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from tagc.basics.quantities import seconds
 
 from ..options import add_outputs
 from ..records import Record
@@ -38,12 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks that share a host and its link; all methods then work in two levels",
     )  # fmt: skip
     add("--rates", default=_RATES, help="what a host may send (default: %(default)s)")
+    add("--latency", type=seconds, default=0.0,
+        help="what a packet takes from one host to another, such as 50ms (default: nothing)",
+    )  # fmt: skip
     add(
         "--methods",
         help="names from benchmarks/network/methods.py, POLICY or POLICY@bf16 (parameters travel "
-        "in bf16); default: all of them and some built-in policies",
+        "in bf16); default: all of them but sites, and some built-in policies",
     )
     add("--steps", type=int, default=8, help="timed steps of a cell, at most")
+    add("--step-time", type=seconds,
+        help="how long a step of a site takes, such as 250ms, as if a device computed it and left "
+        "the cores idle (default: it is computed here)",
+    )  # fmt: skip
     add("--micro-batches", type=int, default=1, help="backward passes per optimizer step")
     add_outputs(parser, "runs/network.jsonl")
 
@@ -119,7 +128,9 @@ def _options(args: argparse.Namespace) -> Any:
         methods=tuple(resolve_all(names)),
         settings=Settings(**size, micro_batches=args.micro_batches),
         ranks_per_host=args.ranks_per_host,
+        latency=args.latency,
         steps=args.steps,
+        step_time=args.step_time,
     )
 
 

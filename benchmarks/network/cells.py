@@ -27,6 +27,8 @@ _WARM_UP = 1
 _LEAST_STEPS = 3
 # The timed steps of a cell should take no longer than this.
 _CELL_SECONDS = 15.0
+# In which each site exchanges once, and as often trains without.
+_PERIODS = 4
 
 Cell = dict[str, Any]
 
@@ -38,10 +40,13 @@ class Options:
     Attributes:
         ranks: world sizes.
         ranks_per_host: ranks that share a host and its link.
-        rates: links; the unlimited one is measured first in any case.
+        rates: links; the unlimited one is measured first in any case, but not for sites.
+        latency: seconds of a packet between hosts.
         methods: in the order of measurement.
         settings: of the training.
         steps: timed steps of a cell at most, and 3 at least.
+        step_time: seconds in which a device elsewhere computes a step of a site; None computes it
+            here.
     """
 
     ranks: tuple[int, ...]
@@ -49,7 +54,9 @@ class Options:
     methods: tuple[Method, ...]
     settings: Settings
     ranks_per_host: int = 1
+    latency: float = 0.0
     steps: int = 8
+    step_time: float | None = None
 
 
 @dataclass
@@ -99,7 +106,11 @@ def measure(options: Options, results: ResultsFile, say: Callable[[str], None] =
 def _keys(options: Options, ranks: int) -> Iterator[dict[str, Any]]:
     for rate in options.rates:
         yield _key("link", options, ranks, rate)
-        yield from (_key("step", options, ranks, rate, m) for m in options.methods)
+        for method in options.methods:
+            if not method.apart:
+                yield _key("step", options, ranks, rate, method)
+            elif rate != UNLIMITED:
+                yield _key("sites", options, ranks, rate, method)
 
 
 def _key(
@@ -109,6 +120,10 @@ def _key(
     key["settings"] = asdict(options.settings)
     if options.ranks_per_host > 1:
         key["ranks_per_host"] = options.ranks_per_host
+    if options.latency:
+        key["latency"] = options.latency
+    if kind == "sites" and options.step_time is not None:
+        key["step_time"] = options.step_time
     if method is not None:
         key |= {"method": method.name, "definition": method.definition}
     return key
@@ -124,7 +139,7 @@ class _Run:
     def measure(self) -> None:
         options = self.options
         with (
-            Network(self.ranks, options.ranks_per_host) as network,
+            Network(self.ranks, options.ranks_per_host, options.latency) as network,
             Ranks(network, options.settings) as workers,
         ):
             self.results.facts |= workers.ask("ready")[0]
@@ -133,7 +148,10 @@ class _Run:
             for rate in options.rates:
                 self._link(network, workers, rate)
                 for method in options.methods:
-                    self._steps(network, workers, rate, method)
+                    if not method.apart:
+                        self._steps(network, workers, rate, method)
+                    elif rate != UNLIMITED:
+                        self._sites(network, workers, rate, method)
 
     def _settle(self, workers: Ranks, method: Method) -> None:
         # Before the first limit: it is not measured, so it need not wait for a slow link.
@@ -182,6 +200,20 @@ class _Run:
             f"{numbers['kernel_bytes'] / 1e6:.2f} MB a host"
         )
 
+    def _sites(self, network: Network, workers: Ranks, rate: Rate, method: Method) -> None:
+        key = _key("sites", self.options, self.ranks, rate, method)
+        if self.results.get(key):
+            return
+        network.limit(rate)
+        settings = {"periods": _PERIODS, "step_time": self.options.step_time}
+        numbers = combine_sites(workers.ask("beside", method=method.name, **settings))
+        self.results.add(key, {**numbers, "about": method.about})
+        ratio = statistics.median(b / a for a, b in numbers["period_seconds"])
+        self.say(
+            f"{self.ranks} sites  {rate.label:10}  {method.name:16}  {ratio:.1%} of the steps "
+            f"without exchange, {numbers['kernel_bytes'] / 1e6:.4f} MB a step"
+        )
+
     def _expected_seconds(self, rate: Rate, method: Method) -> float:
         unlimited = self.results.get(_key("step", self.options, self.ranks, UNLIMITED, method))
         if unlimited is None:
@@ -214,6 +246,22 @@ def combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
         "tagc_bytes": {"gradients": gradients, "parameters": parameters} if counted else None,
         "payload_bytes": answers[0]["payload_bytes"],
         "collectives": answers[0]["collectives"],
+    }
+
+
+def combine_sites(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The numbers of a cell of sites: of the seconds of a period (with the exchange, and without)
+    the slowest rank's, of the rest the mean."""
+    periods = zip(*(a["period_seconds"] for a in answers), strict=True)
+    numbers = {name: statistics.fmean(a[name] for a in answers) for name in answers[0]
+               if name != "period_seconds"}  # fmt: skip
+    return {
+        **numbers,
+        "every": answers[0]["every"],
+        "parameters": answers[0]["parameters"],
+        "period_seconds": [
+            [max(seconds) for seconds in zip(*ranks, strict=True)] for ranks in periods
+        ],
     }
 
 

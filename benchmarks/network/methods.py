@@ -2,7 +2,8 @@
 
 A tagc policy needs no entry: its name or the path of its file is a method, and with ``@bf16``
 behind it the parameters travel in bf16, too. If the policy itself has rules for parameters, that is
-FSDP2's mixed precision, which computes in bf16 as well. With ``@ddp`` the model is not sharded.
+FSDP2's mixed precision, which computes in bf16 as well. With ``@ddp`` the model is not sharded. If
+the policy has a section ``sites``, every rank is a site.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Method:
             FSDP and gloo's collectives. With a policy it is for the parameters alone.
         policy: of ``tagc.wrap``: a name, a path or a mapping; None is dense.
         ddp: DDP instead of FSDP2: with torch's hook of this name, or ``plain``.
+        apart: every rank trains the whole model on its own. With a policy it is a site.
     """
 
     name: str
@@ -38,14 +40,18 @@ class Method:
     wire: Literal["gloo", "float32", "bfloat16"] = "gloo"
     policy: str | dict[str, Any] | None = None
     ddp: Literal["plain", "bf16", "PowerSGD"] | None = None
+    apart: bool = False
 
     @property
     def definition(self) -> str:
         """Hash of everything that decides what it does: results of different definitions are not
         mixed."""
         content = asdict(self) | {"name": "", "about": ""}
+        # So that it is that of earlier results.
         if self.ddp is None:
-            content.pop("ddp")  # so that it is that of earlier results
+            content.pop("ddp")
+        if not self.apart:
+            content.pop("apart")
         if self.policy is not None:
             content["policy"] = tagc.Policy.load(self.policy).hash
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
@@ -87,6 +93,9 @@ ZERO_PLUS_PLUS: dict[str, Any] = {
     ],
 }
 
+ALONE = Method(name="alone", about="no exchange between ranks", apart=True)
+"""What sites are compared with."""
+
 METHODS = {
     method.name: method
     for method in (
@@ -120,6 +129,19 @@ METHODS = {
             "gradients in 4 bits without feedback",
             policy=ZERO_PLUS_PLUS,
         ),
+        *(
+            Method(
+                name=name,
+                about=f"policy sites, training goes on for {delay} steps, alpha 0.5",
+                policy={
+                    "schema": 1,
+                    "extends": "sites",
+                    "sites": {"every": 32, "delay": delay, "alpha": 0.5},
+                },
+                apart=True,
+            )
+            for name, delay in (("sites-delayed", 4), ("sites-delayed-8", 8))
+        ),
     )
 }
 
@@ -129,9 +151,10 @@ QUICK = ("fp32-messages", "bf16-wire-messages", "hybrid")
 
 
 def default_methods() -> list[str]:
-    """All registered methods, then the built-in policies worth comparing."""
+    """All registered methods but sites, then the built-in policies worth comparing."""
     shipped = tagc.policies()
-    return [*METHODS, *(name for name in POLICIES if name.partition("@")[0] in shipped)]
+    of_each_step = (method.name for method in METHODS.values() if not method.apart)
+    return [*of_each_step, *(name for name in POLICIES if name.partition("@")[0] in shipped)]
 
 
 def resolve(name: str) -> Method:
@@ -150,7 +173,10 @@ def resolve(name: str) -> Method:
     except ValueError as error:
         known = ", ".join(METHODS)
         raise ValueError(f"{name!r} is no method ({known}) and no policy: {error}") from None
-    method = Method(name=name, about=f"tagc policy: {loaded.about}", policy=policy)
+    apart = loaded.sites is not None
+    if gather and apart:
+        raise ValueError(f"{name!r}: every rank is a site and has the whole model, so leave out @")
+    method = Method(name=name, about=f"tagc policy: {loaded.about}", policy=policy, apart=apart)
     if not gather:
         return method
     if gather == "ddp":

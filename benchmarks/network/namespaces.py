@@ -1,10 +1,11 @@
 """A rate-limited network on one machine: a network namespace per host, all on one switch.
 
 The switch is a bridge in a namespace of its own, so neither an address nor an interface of it
-exists outside: nothing can reach the machine, and nothing of it is changed. A host has one rank, or
-several, which reach each other over its loopback, without a limit. It has one
-interface, ``e0``; what it sends is shaped there by a token bucket (``tc``, tbf). What it receives
-is not shaped; in symmetric collectives that is the sum of what the others may send.
+exists outside: nothing can reach the machine, and nothing of it is changed. If links have latency,
+the switch is a process (``latency.py``). A host has one rank, or several, which reach each other
+over its loopback, without a limit. It has one interface, ``e0``; what it sends is shaped there by a
+token bucket (``tc``, tbf). What it receives is not shaped; in symmetric collectives that is the sum
+of what the others may send.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 INTERFACE = "e0"
+_ROOT = Path(__file__).parents[2]
 _PREFIX = "tagcnet"
 _NAME = re.compile(rf"^{_PREFIX}-(\d+)-\w+$")
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -89,14 +92,20 @@ def check_requirements() -> None:
         )
 
 
-def creation_commands(tag: str, hosts: int) -> list[list[str]]:
-    """The commands that make the switch and the hosts' namespaces, links and addresses."""
+def creation_commands(tag: str, hosts: int, *, bridge: bool = True) -> list[list[str]]:
+    """The commands that make the switch and the hosts' namespaces, links and addresses.
+
+    Args:
+        bridge: whether the switch is a bridge; if not, its ports are left unconnected.
+    """
     switch = _switch(tag)
-    commands = [
-        ["ip", "netns", "add", switch],
-        ["ip", "-n", switch, "link", "add", "br0", "type", "bridge"],
-        ["ip", "-n", switch, "link", "set", "br0", "addrgenmode", "none", "up"],
-    ]
+    commands = [["ip", "netns", "add", switch]]
+    if bridge:
+        commands += [
+            ["ip", "-n", switch, "link", "add", "br0", "type", "bridge"],
+            ["ip", "-n", switch, "link", "set", "br0", "addrgenmode", "none", "up"],
+        ]
+    master = ["master", "br0"] if bridge else []
     for host in range(hosts):
         name, port = _namespace(tag, host), f"p{host}"
         pair = f"link add {port} type veth peer name {INTERFACE} netns {name}"
@@ -104,7 +113,7 @@ def creation_commands(tag: str, hosts: int) -> list[list[str]]:
         commands += [
             ["ip", "netns", "add", name],
             ["ip", "-n", switch, *pair.split()],
-            ["ip", "-n", switch, "link", "set", port, "master", "br0", "addrgenmode", "none", "up"],
+            ["ip", "-n", switch, "link", "set", port, *master, "addrgenmode", "none", "up"],
             ["ip", "-n", name, "link", "set", "lo", "up"],
             ["ip", "-n", name, "addr", "add", f"{address(host)}/24", "dev", INTERFACE],
             ["ip", "-n", name, "link", "set", INTERFACE, "addrgenmode", "none", "up"],
@@ -132,13 +141,18 @@ class Network:
     Names hold this process's id, so that two runs do not collide. What a killed run left behind
     is removed on entry.
 
+    Args:
+        latency: seconds that a packet takes from one host to another.
+
     Raises:
         NetworkUnavailable: on entry, if this machine cannot do it; nothing is left behind.
     """
 
-    def __init__(self, ranks: int, ranks_per_host: int = 1) -> None:
+    def __init__(self, ranks: int, ranks_per_host: int = 1, latency: float = 0.0) -> None:
         self.ranks, self.ranks_per_host = ranks, ranks_per_host
         self.hosts = ranks // ranks_per_host
+        self._latency = latency
+        self._delayer: subprocess.Popen[str] | None = None
         self._tag = f"{_PREFIX}-{os.getpid()}"
         self._rate = Rate(None)
 
@@ -151,8 +165,10 @@ class Network:
         check_requirements()
         remove_stale()
         try:
-            for command in creation_commands(self._tag, self.hosts):
+            for command in creation_commands(self._tag, self.hosts, bridge=not self._latency):
                 _run(command)
+            if self._latency:
+                self._delayer = _start_delayer(_switch(self._tag), self._latency, self.hosts)
             for namespace in self.namespaces:
                 _set_congestion_control(namespace)
         except BaseException:
@@ -170,6 +186,10 @@ class Network:
 
     def close(self) -> None:
         """Remove all namespaces; with them go interfaces and shapers."""
+        if self._delayer is not None:
+            self._delayer.kill()
+            self._delayer.communicate()
+            self._delayer = None
         here = set(existing())
         for name in (*self.namespaces, _switch(self._tag)):
             if name in here:
@@ -217,6 +237,24 @@ def _namespace(tag: str, host: int) -> str:
 
 def _switch(tag: str) -> str:
     return f"{tag}-switch"
+
+
+def _start_delayer(switch: str, latency: float, ports: int) -> subprocess.Popen[str]:
+    names = [f"p{host}" for host in range(ports)]
+    command = [sys.executable, "-m", "benchmarks.network.latency", f"{latency:.9f}", *names]
+    made = subprocess.Popen(
+        ["ip", "netns", "exec", switch, *command],
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Ctrl-C is for the benchmark, which ends it.
+        start_new_session=True,
+    )
+    assert made.stdout is not None
+    if made.stdout.readline() != "ready\n":
+        raise NetworkUnavailable(f"the switch with latency failed: {made.communicate()[1].strip()}")
+    return made
 
 
 def _set_congestion_control(namespace: str) -> None:

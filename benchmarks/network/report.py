@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from tagc.basics.quantities import format_seconds
+
 from ..figure import Curve, Panel, draw
 from ..records import Record, markdown
 from .namespaces import Rate
@@ -14,6 +16,8 @@ from .results import Results, group
 # What others are compared with: dense fp32 without gloo's waste, in both directions of the link
 # at once, as tagc's messages travel.
 REFERENCE = "fp32-messages"
+# Data parallelism in every step, beside sites.
+DENSE = ("ddp-bf16", "bf16-wire-messages")
 
 NOTES = f"""\
 Step time is the median over the timed steps of the slowest rank; × is relative to `{REFERENCE}` on
@@ -22,7 +26,9 @@ collectives (FSDP on a CPU does not overlap them). The kernel's bytes are `tx_by
 interface, with TCP/IP headers counted once for each large packet of the segmentation offload.
 Payload is what a rank must send for the collectives it starts, to its own host, too: less than the
 kernel counts where gloo's reduce-scatter sends twice what it must. On hosts of several ranks,
-tagc's count is what all of them send to other hosts."""
+tagc's count is what all of them send to other hosts. Sites train in turns with as many steps
+without any exchange. The step rate is relative to those: the median over periods of one exchange
+each (and the range), of the slowest rank. Waiting is the mean over ranks."""
 
 
 def table(cells: Sequence[Record]) -> str:
@@ -39,6 +45,7 @@ def table(cells: Sequence[Record]) -> str:
             f"bytes per rank and {unit}.",
             step_table(r),
             bytes_table(r),
+            sites_table(r),
             link_table(r),
             predicted_table(r),
         ]
@@ -84,6 +91,8 @@ def step_table(r: Results) -> str:
     """Step times by link."""
     rows = []
     for method in r.methods:
+        if not any(r.steps(method, rate) for rate in r.rates):
+            continue
         unlimited = r.steps(method, Rate(None))
         compute = statistics.fmean(c["compute_seconds"] for c in unlimited) if unlimited else None
         row = [f"`{method}`", "-" if compute is None else f"{compute:.3f} s"]
@@ -126,6 +135,51 @@ def bytes_table(r: Results) -> str:
         "tagc's count (+ parameters)", "collectives",
     ]  # fmt: skip
     return markdown(header, rows) if rows else ""
+
+
+def sites_table(r: Results) -> str:
+    """Sites beside training without exchange, and the dense methods of every step beside both."""
+    rows = []
+    for rate in r.rates:
+        found = [(_site_label(cell), cell) for m in r.methods for cell in r.sites(m, rate)]
+        if not found:
+            continue
+        alone = statistics.median(p[1] / c["every"] for _, c in found for p in c["period_seconds"])
+        dense = [c for name in DENSE for c in r.steps(name, rate)]
+        least = min((c["kernel_bytes"] for c in dense), default=None)
+        for cell in dense:
+            seconds = statistics.fmean(cell["step_seconds"])
+            name, sent = cell["key"]["method"], cell["kernel_bytes"]
+            rows.append(
+                [f"`{name}`, {rate.label}", f"{seconds:.3f} s", f"{alone / seconds:.1%}",
+                 f"{sent / 1e3:.1f}", "-" if sent == least else f"{least / sent:.2f}", "-", "-"]
+            )  # fmt: skip
+        for name, cell in found:
+            periods, every, sent = cell["period_seconds"], cell["every"], cell["kernel_bytes"]
+            shares = sorted(without / seconds for seconds, without in periods)
+            step = statistics.median(seconds for seconds, _ in periods) / every
+            rows.append(
+                [
+                    f"{name}, {rate.label}",
+                    f"{step:.3f} s",
+                    f"{statistics.median(shares):.1%} ({shares[0]:.1%} to {shares[-1]:.1%})",
+                    f"{sent / 1e3:.1f}",
+                    "-" if least is None else f"{least / sent:.0f}",
+                    f"{sent / cell['plan_bytes'] - 1:+.1%}",
+                    f"{cell['waited_seconds'] / step:.1%}",
+                ]
+            )
+    header = [
+        "sites", "step", "step rate", "KB per host and step", "times fewer than the leanest dense",
+        "over the plan", "waited",
+    ]  # fmt: skip
+    return markdown(header, rows) if rows else ""
+
+
+def _site_label(cell: Record) -> str:
+    taken = cell["key"].get("step_time")
+    elsewhere = "" if taken is None else f", {format_seconds(taken)} elsewhere"
+    return f"`{cell['key']['method']}`{elsewhere}"
 
 
 def link_table(r: Results) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tagc.basics.quantities import format_seconds
+
 from ..records import Record
 from .namespaces import Rate
 from .predicted import predicted_seconds
@@ -15,19 +17,22 @@ from .predicted import predicted_seconds
 
 @dataclass(frozen=True)
 class Results:
-    """The cells of one setting of the training and one number of ranks, and of them on a host."""
+    """The cells of one setting of the training, one number of ranks and of them on a host, and one
+    latency (seconds)."""
 
     settings: dict[str, Any]
     ranks: int
     ranks_per_host: int
     cells: Sequence[Record]
+    latency: float = 0.0
 
     @property
     def title(self) -> str:
         """For people."""
         hosts = self.ranks // self.ranks_per_host
         on_hosts = f" on {hosts} hosts" if self.ranks_per_host > 1 else ""
-        return f"{self.ranks} ranks{on_hosts}"
+        latency = f", latency {format_seconds(self.latency)}" if self.latency else ""
+        return f"{self.ranks} ranks{on_hosts}{latency}"
 
     @property
     def methods(self) -> list[str]:
@@ -43,6 +48,10 @@ class Results:
     def steps(self, method: str, rate: Rate) -> list[Record]:
         """Step cells of a method on a link; older records have several passes."""
         return self._find("step", method=method, rate=str(rate))
+
+    def sites(self, method: str, rate: Rate) -> list[Record]:
+        """Cells of a method whose ranks are sites."""
+        return self._find("sites", method=method, rate=str(rate))
 
     def links(self, rate: Rate) -> list[Record]:
         """Probes of a link, one a pass."""
@@ -98,10 +107,10 @@ def group(cells: Iterable[Record]) -> list[Results]:
         if cell["key"].get("definition") != current.get(cell["key"].get("method")):
             continue
         settings, ranks = cell["key"]["settings"], cell["key"]["ranks"]
-        per_host = cell["key"].get("ranks_per_host", 1)
-        name = json.dumps([settings, ranks, per_host], sort_keys=True)
+        per_host, latency = cell["key"].get("ranks_per_host", 1), cell["key"].get("latency", 0.0)
+        name = json.dumps([settings, ranks, per_host, latency], sort_keys=True)
         before = grouped[name].cells if name in grouped else ()
-        grouped[name] = Results(settings, ranks, per_host, (*before, cell))
+        grouped[name] = Results(settings, ranks, per_host, (*before, cell), latency)
     return list(grouped.values())
 
 

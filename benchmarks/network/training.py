@@ -88,10 +88,29 @@ class Trainer:
         self.parameters = sum(p.numel() for p in model.parameters())
         self._model = _shard(model, method, mesh, self.ranks_per_host)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=_RATE, betas=(0.9, 0.95))
+        self._sites = None
+        if method.apart and method.policy is not None:
+            self._sites = tagc.sites(self._model, self._optimizer, method.policy)
+
+    @property
+    def sites(self) -> tagc.Sites:
+        """The handle, if this rank is a site."""
+        assert self._sites is not None
+        return self._sites
+
+    @property
+    def every(self) -> int:
+        """Optimizer steps between two exchanges of this site."""
+        config = self.sites.plan().policy.sites
+        assert config is not None
+        return config.every
 
     @property
     def settle_steps(self) -> int:
         """Steps before this method's time and bytes are those of the long run."""
+        if self._sites is not None:
+            # One exchange; the next ones are in the middle of the periods that are timed.
+            return self.every + self.every // 2
         compressor = self._compressor
         warm_up = 0 if compressor is None else compressor.plan().warmup_steps
         return warm_up + _SETTLE_STEPS
@@ -115,7 +134,18 @@ class Trainer:
 
     @property
     def _compressor(self) -> tagc.Compressor | None:
-        return None if self.method.policy is None else tagc.compressor(self._model)
+        if self.method.policy is None or self.method.apart:
+            return None
+        return tagc.compressor(self._model)
+
+    def step_elsewhere(self, took: float) -> float:
+        """A step as if a device had taken it in ``took`` seconds and left the cores idle: the
+        optimizer finds no gradients, and its hooks run. Returns its seconds."""
+        start = time.perf_counter()
+        time.sleep(took)
+        self._optimizer.step()
+        self.steps += 1
+        return time.perf_counter() - start
 
     def step(self) -> tuple[float, float]:
         """One optimizer step: its seconds, and how many of them were spent in communication.
@@ -142,6 +172,8 @@ class Trainer:
 
 
 def _shard(model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: int) -> nn.Module:
+    if method.apart:
+        return model
     if method.ddp is not None:
         return _replicate(model, method, mesh, ranks_per_host)
     bf16 = torch.bfloat16 if method.mixed_precision else None

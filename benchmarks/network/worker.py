@@ -28,9 +28,10 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 from examples.text import load_corpus  # noqa: E402
+from tagc.plan.sites import exchange_bytes  # noqa: E402
 
 from .baselines import all_gather, exchange  # noqa: E402
-from .methods import resolve  # noqa: E402
+from .methods import ALONE, resolve  # noqa: E402
 from .namespaces import INTERFACE  # noqa: E402
 from .training import Settings, Trainer  # noqa: E402
 
@@ -111,6 +112,41 @@ class Worker:
             "parameters": trainer.parameters,
         }
 
+    def beside(self, method: str, periods: int, step_time: float | None) -> dict[str, Any]:
+        """Time this rank as a site, in turns with as many steps without any exchange. A period is
+        from the middle between two exchanges to the middle between the next two. ``step_time``: see
+        :meth:`Trainer.step_elsewhere`; None computes the steps here."""
+        sites, alone = self._trainer(method), self._trainer(ALONE.name)
+        while alone.steps < alone.settle_steps:
+            alone.step()
+        every, handle = sites.every, sites.sites
+        took, before, kernel = [], handle.metrics(), 0
+        for _ in range(periods):
+            without = self._together(alone, every, step_time)
+            sent = _sent()
+            took.append([self._together(sites, every, step_time), without])
+            kernel += _sent() - sent
+        after, plan = handle.metrics(), handle.plan()
+        steps = periods * every
+        return {
+            "period_seconds": took,
+            "every": every,
+            "kernel_bytes": kernel / steps,
+            "plan_bytes": exchange_bytes(plan.units) / every,
+            "sent_bytes": (after.wire_bytes - before.wire_bytes) / steps,
+            "waited_seconds": (after.wait_seconds - before.wait_seconds) / steps,
+            "waited_exchanges": after.waited - before.waited,
+            "exchanges": after.exchanges - before.exchanges,
+            "parameters": sites.parameters,
+        }
+
+    def _together(self, trainer: Trainer, steps: int, step_time: float | None) -> float:
+        """Seconds of this rank's steps, begun when all ranks have come here."""
+        dist.barrier()
+        if step_time is None:
+            return sum(trainer.step()[0] for _ in range(steps))
+        return sum(trainer.step_elsewhere(step_time) for _ in range(steps))
+
     def begin(self, method: str) -> dict[str, Any]:
         """Make a method anew, on the link as it is now."""
         self._trainers.pop(method, None)
@@ -119,7 +155,8 @@ class Worker:
 
     def _trainer(self, method: str) -> Trainer:
         if method not in self._trainers:
-            made = Trainer(resolve(method), self._settings, self._mesh, self._corpus)
+            found = ALONE if method == ALONE.name else resolve(method)
+            made = Trainer(found, self._settings, self._mesh, self._corpus)
             self._trainers[method] = made
         return self._trainers[method]
 

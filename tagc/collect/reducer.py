@@ -136,7 +136,8 @@ class UnitReducer(ReducerState):
         rows = inp.view(plan.rows, -1) if call.compresses or call.on_hosts else inp
         average = out
         if not call.on_hosts:
-            lockstep.announce([call.transport], words, step, call.part)
+            transports = [call.transport] if self.announces else []
+            lockstep.announce(transports, words, step, call.part)
         else:
             assert self.inside is not None
             # Other hosts take no part in a micro-batch that stays inside.

@@ -33,6 +33,8 @@ class ReducerState:
         counters: counts of reductions and bytes.
         waiting: the sum of micro-batches that wait inside a host, or in a replica.
         gauge: measures the RMS of gradients relative to dense; None unless asked for.
+        announces: whether ranks exchange headers first, see :class:`Lockstep`. False if the caller
+            has compared more than those say.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ReducerState:
             stage=1 if plan.direction == "replicas" else 0,
         )
         self.gauge: NoiseGauge | None = None
+        self.announces = True
         # Inside hosts in float32, whatever FSDP reduces: there may be many micro-batches to sum.
         self.waiting = Waiting(plan, torch.float32 if plan.direction == "gradients" else None)
         self.reset()

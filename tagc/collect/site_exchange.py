@@ -231,6 +231,8 @@ class SiteExchange:
     def _fly(self, fragment: Sequence[Anchor], flight: _Flight) -> None:
         try:
             flight.check = self._compare(fragment)
+            if self._stream is None:
+                flight.check()  # before it sends messages that the other sites do not expect
             for anchor in fragment:
                 anchor.exchange()
         except BaseException as error:
@@ -254,8 +256,10 @@ class SiteExchange:
         """Send the marks of anchors to all sites. The returned function compares them."""
         assert self._group is not None
         transport = Transport(self._group)
+        mine = torch.stack([anchor.mark() for anchor in anchors])
+        marks = mine.new_empty(transport.size, *mine.shape)
         with failing_in("comparing the anchors of sites", self._group):
-            marks, _ = transport.gather_values(torch.stack([anchor.mark() for anchor in anchors]))
+            transport.gather(marks.view(transport.size, -1), mine.view(1, -1)).wait()
 
         def check() -> None:
             differs = (marks != marks[transport.rank]).any(2)

@@ -115,6 +115,9 @@ class SiteLinks:
         self.collectives: Collectives = make_collectives(
             units, self.plan, Levels([], None, {}), self._ops, None
         )
+        for reducer in self.collectives.reducers:
+            # Sites compare marks before an exchange; headers would cost a round trip a unit.
+            reducer.announces = False
 
     def _states(self) -> list[UnitState]:
         return [

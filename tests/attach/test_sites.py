@@ -19,6 +19,7 @@ from support.site_net import FOUR_BITS, adam, inside, policy, train
 from support.small_net import Net, local_weights, net
 from support.units import gathered
 from tagc.collect import Anchor
+from tagc.collect.transport import Transport
 
 
 def eager(
@@ -217,6 +218,30 @@ def test_different_parameters_at_the_start_are_an_error(rank: int, world_size: i
     kind, said = fails(lambda: train(model, optimizer, rank, range(1)))
     assert kind == "SitesDifferError"
     assert "All sites must begin with the same parameters" in said
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@on_ranks(2)
+def test_an_exchange_is_a_message_a_unit_after_the_marks(
+    rank: int, world_size: int, delay: int
+) -> None:
+    """Each further one would cost a round trip between sites."""
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(FOUR_BITS, every=2, delay=delay))
+    train(model, optimizer, rank, range(1))
+    sent: list[int] = []
+    send = Transport.send
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Transport, "send", lambda *args: (sent.append(args[1].nbytes), send(*args))[1]
+        )
+        train(model, optimizer, rank, range(1 + delay))
+    marks, *messages = sent
+    units = handle.exchange_state.anchors
+    assert marks == 24 * len(units)
+    assert len(messages) == len(units)
+    assert sum(messages) == handle.metrics().wire_bytes > 0
 
 
 @on_ranks(2)

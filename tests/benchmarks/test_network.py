@@ -81,6 +81,34 @@ def test_the_kernel_counts_what_tagc_counts(tmp_path):
     assert _mine() == []
 
 
+def test_sites_over_a_link_with_latency(tmp_path):
+    """The kernel counts what the plan says, and an exchange takes a round trip at least."""
+    policy = {"schema": 1, "extends": "sites", "sites": {"every": 2}}
+    (tmp_path / "policy.yaml").write_text(json.dumps(policy))
+    methods = tuple(resolve_all([str(tmp_path / "policy.yaml")]))
+    rates = (Rate(None), Rate.parse("400mbit"))
+    options = Options(
+        ranks=(2,),
+        rates=rates,
+        methods=methods,
+        settings=SETTINGS,
+        latency=0.03,
+        step_time=0.02,
+    )
+    results = ResultsFile(tmp_path / "results.jsonl")
+    measure(options, results, lambda text: None)
+    cells = {c["key"]["rate"]: c for c in results.cells if c["key"]["kind"] == "sites"}
+    (cell,) = cells.values()
+    assert cell["key"]["rate"] == "400mbit"
+    assert cell["plan_bytes"] == pytest.approx(cell["sent_bytes"])
+    assert cell["kernel_bytes"] == pytest.approx(cell["plan_bytes"], rel=0.03)
+    assert cell["waited_exchanges"] == cell["exchanges"] == len(cell["period_seconds"])
+    assert cell["every"] * cell["waited_seconds"] > 0.03
+    assert min(alone for _, alone in cell["period_seconds"]) > 2 * 0.02
+    assert all(c["exchange_latency"] > 0.03 for c in results.cells if c["key"]["kind"] == "link")
+    assert _mine() == []
+
+
 def test_what_leaves_a_host_of_two_ranks(tmp_path):
     """Both send to their like on the other host, a row of the host's sum each, where each of 4
     ranks that send for themselves sends three rows of its own. The rest goes over the loopback."""

@@ -12,7 +12,8 @@ import torch
 
 from benchmarks import network, suites
 from benchmarks.network import ledger, namespaces, report
-from benchmarks.network.cells import ResultsFile, combine
+from benchmarks.network.cells import UNLIMITED, ResultsFile, _keys, combine, combine_sites
+from benchmarks.network.latency import Switch
 from benchmarks.network.methods import METHODS, default_methods, resolve
 from benchmarks.network.namespaces import Network, NetworkUnavailable, Rate, creation_commands
 from benchmarks.network.predicted import predicted_seconds
@@ -67,6 +68,85 @@ def test_nothing_is_made_in_the_hosts_own_namespace():
     assert [c[c.index("netns") + 1] for c in pairs] == made[1:]
     addresses = {c[c.index("add", 3) + 1] for c in commands if "addr" in c}
     assert addresses == {"10.77.0.1/24", "10.77.0.2/24", "10.77.0.3/24"}
+
+
+def test_with_latency_a_process_connects_the_ports():
+    commands = creation_commands("tag", 2, bridge=False)
+    assert not [c for c in commands if "br0" in c]
+    assert len([c for c in commands if "veth" in c]) == 2
+
+
+def test_the_switch_holds_frames_and_learns_where_hosts_are():
+    def frame(target: int, source: int) -> bytes:
+        return bytes(10) + bytes([target] * 6) + bytes([source] * 6) + b"content"
+
+    everyone = 0xFF
+    switch = Switch(3, 0.05)
+    assert switch.pause(1.0) is None
+    switch.take(0, frame(everyone, 1), 1.0)
+    assert switch.pause(1.0) == pytest.approx(0.05)
+    assert list(switch.due(1.049)) == []
+    assert list(switch.due(1.05)) == [(1, frame(everyone, 1)), (2, frame(everyone, 1))]
+    switch.take(1, frame(1, 2), 2.0)  # to the host that was heard
+    switch.take(0, frame(2, 1), 2.01)
+    assert switch.pause(3.0) == 0
+    assert list(switch.due(2.055)) == [(0, frame(1, 2))]
+    assert list(switch.due(3.0)) == [(1, frame(2, 1))]
+    assert switch.pause(3.0) is None
+
+
+def test_latency_is_an_option_and_part_of_the_key():
+    parser = argparse.ArgumentParser()
+    network.add_arguments(parser)
+    args = ["--ranks", "2", "--rates", "100mbit", "--methods", "ddp-bf16,sites"]
+    without = network._options(parser.parse_args(args))
+    options = network._options(parser.parse_args([*args, "--latency", "50ms"]))
+    assert (without.latency, options.latency) == (0, 0.05)
+    elsewhere = network._options(parser.parse_args([*args, "--step-time", "250ms"]))
+    for key, other in zip(_keys(elsewhere, 2), _keys(without, 2), strict=True):
+        assert key == other | ({"step_time": 0.25} if key["kind"] == "sites" else {})
+    keys, those = list(_keys(options, 2)), list(_keys(without, 2))
+    assert keys == [key | {"latency": 0.05} for key in those]
+    # Sites are not measured without a limit.
+    found = [(key["kind"], key["rate"]) for key in keys]
+    assert options.rates == (UNLIMITED, Rate.parse("100mbit"))
+    assert [(kind, rate) for kind, rate in found if kind != "link"] == [
+        ("step", "unlimited"),
+        ("step", "100mbit"),
+        ("sites", "100mbit"),
+    ]
+
+
+def test_sites_are_compared_with_training_without_exchange():
+    answer = {
+        "every": 32,
+        "kernel_bytes": 101e3,
+        "plan_bytes": 100e3,
+        "sent_bytes": 100e3,
+        "waited_seconds": 0.01,
+        "waited_exchanges": 1,
+        "exchanges": 2,
+        "parameters": 10,
+        "period_seconds": [[10.0, 9.0], [8.0, 8.0]],
+    }
+    other = answer | {"period_seconds": [[9.0, 9.5], [16.0, 8.0]], "waited_seconds": 0.03}
+    numbers = combine_sites([answer, other])
+    assert numbers["period_seconds"] == [[10.0, 9.5], [16.0, 8.0]]
+    assert (numbers["waited_seconds"], numbers["every"]) == (0.02, 32)
+    key = {"ranks": 2, "rate": "100mbit", "latency": 0.05, "settings": {}}
+    dense = {"kernel_bytes": 20e6, "step_seconds": [3.0, 1.0]}
+    cells = [
+        {"key": key | {"kind": "step", "method": "ddp-bf16", "definition": "a"}, **dense},
+        {"key": key | {"kind": "sites", "method": "sites", "definition": "b"}, **numbers},
+    ]
+    cells.append({**cells[1], "key": cells[1]["key"] | {"step_time": 0.25}})
+    (results,) = report.group([*cells, {"key": key | {"kind": "link", "latency": 0.02}}])[:1]
+    assert results.title == "2 ranks, latency 50 ms"
+    text = report.sites_table(results)
+    assert "| 2.000 s | 13.7% | 20000.0 |" in text
+    row = "| 0.406 s | 72.5% (50.0% to 95.0%) | 101.0 | 198 | +1.0% | 4.9% |"
+    assert f"| `sites`, 100 Mbit/s {row}" in text
+    assert f"| `sites`, 250 ms elsewhere, 100 Mbit/s {row}" in text
 
 
 def test_root_is_asked_for_first(monkeypatch):
@@ -284,11 +364,13 @@ def test_a_policy_is_a_method_and_may_gather_in_bf16():
     assert (hybrid.wire, hybrid.mixed_precision) == ("gloo", True)
     assert resolve("packed-20").definition != method.definition
     assert resolve("fp32-gloo") is METHODS["fp32-gloo"]
+    assert resolve("sites").apart
+    assert not resolve("hosts").apart
     for name in default_methods():
         assert resolve(name).measures_link == (name == "auto")
 
 
-@pytest.mark.parametrize("name", ["nothing", "packed-20@fp8", "fp32-gloo@bf16"])
+@pytest.mark.parametrize("name", ["nothing", "packed-20@fp8", "fp32-gloo@bf16", "sites@ddp"])
 def test_an_unknown_method_is_refused(name):
     with pytest.raises(ValueError, match=name):
         resolve(name)

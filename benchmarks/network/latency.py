@@ -1,0 +1,95 @@
+"""A switch that holds back every frame for a while, for links with latency.
+
+    python -m benchmarks.network.latency 0.05 p0 p1 p2
+
+Not every kernel has netem, so a process does it. It reads the frames of each interface (``p0``,
+...) from a packet socket and writes them to another one's when they are due. Large packets of the
+segmentation offload stay whole, so a fast link takes few frames. It runs until it is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+
+# From asm-generic/socket.h, linux/if_packet.h and linux/virtio_net.h; Python has no names for them.
+_SO_RCVBUFFORCE, _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 33, 263, 15, 23
+_OFFLOAD_HEADER = 10
+_ADDRESS = 6
+_ETH_P_ALL = 3
+_LARGEST = 1 << 17
+_BUFFER = 1 << 26
+_PR_SET_PDEATHSIG = 1
+
+
+class Switch:
+    """Learns where hosts are, and which frame is due where.
+
+    Args:
+        ports: how many interfaces it has.
+        seconds: how long it holds a frame.
+    """
+
+    def __init__(self, ports: int, seconds: float) -> None:
+        self._ports, self._seconds = ports, seconds
+        self._places: dict[bytes, int] = {}
+        # In the order of time, as all frames wait equally long.
+        self._held: deque[tuple[float, int, bytes]] = deque()
+
+    def take(self, port: int, frame: bytes, now: float) -> None:
+        """A frame has come in, with its offload header, at the time ``now``."""
+        target = frame[_OFFLOAD_HEADER : _OFFLOAD_HEADER + _ADDRESS]
+        source = frame[_OFFLOAD_HEADER + _ADDRESS : _OFFLOAD_HEADER + 2 * _ADDRESS]
+        self._places[source] = port
+        place = self._places.get(target)
+        others: Iterable[int] = range(self._ports) if place is None else (place,)
+        due = now + self._seconds
+        self._held.extend((due, other, frame) for other in others if other != port)
+
+    def due(self, now: float) -> Iterable[tuple[int, bytes]]:
+        """The frames to send now, each with its port; they are held no longer."""
+        while self._held and self._held[0][0] <= now:
+            _, port, frame = self._held.popleft()
+            yield port, frame
+
+    def pause(self, now: float) -> float | None:
+        """Seconds until a frame is due; None if there is none."""
+        return max(0.0, self._held[0][0] - now) if self._held else None
+
+
+def main() -> None:
+    """Switch frames for ever. The first line on stdout says that it has begun."""
+    # It must not outlive the network that it is a part of.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    seconds, *interfaces = sys.argv[1:]
+    sockets = [_open(name) for name in interfaces]
+    ports = {s.fileno(): port for port, s in enumerate(sockets)}
+    switch = Switch(len(sockets), float(seconds))
+    print("ready", flush=True)
+    while True:
+        ready, _, _ = select.select(ports, [], [], switch.pause(time.monotonic()))
+        now = time.monotonic()
+        for descriptor in ready:
+            port = ports[descriptor]
+            switch.take(port, sockets[port].recv(_LARGEST), now)
+        for port, frame in switch.due(now):
+            sockets[port].send(frame)
+
+
+def _open(interface: str) -> socket.socket:
+    found = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
+    found.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+    found.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+    found.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
+    found.bind((interface, 0))
+    return found
+
+
+if __name__ == "__main__":
+    main()
