@@ -2,6 +2,7 @@
 
 from tagc.collect.agreement import agree_on, gather_by_rank, gather_merged
 from tagc.collect.anchor import Anchor
+from tagc.collect.bare_transport import BareTransport
 from tagc.collect.copy_gatherer import CopyGatherer
 from tagc.collect.gatherer import GatherSetup, Phase, UnitGatherer
 from tagc.collect.gauge import NoiseGauge, noise_factor
@@ -19,6 +20,7 @@ from tagc.collect.transport import CollectiveWork, SilentGroup, Transport, check
 
 __all__ = [
     "Anchor",
+    "BareTransport",
     "CollectiveWork",
     "CopyGatherer",
     "DesyncError",

@@ -20,6 +20,7 @@ from tagc.collect import (
     UnitGatherer,
     UnitReducer,
 )
+from tagc.collect.transport import Connect
 from tagc.collect.waiting import Waiting
 from tagc.ops import Ops, get_ops
 from tagc.plan import Plan, UnitInfo, UnitPlan, build_plan
@@ -94,8 +95,12 @@ def make_collectives(
     levels: Levels,
     ops: str | None,
     replica_group: dist.ProcessGroup | None,
+    connect: Connect = Transport,
 ) -> Collectives:
     """Make the collectives of a plan; :func:`install` installs them.
+
+    Args:
+        connect: makes the transport of a group.
 
     Raises:
         ValueError: if the model has its own all-reduce hook, which replicas would replace, or a
@@ -126,6 +131,7 @@ def make_collectives(
             rank=_place(unit, replica_group),
             hosts=hosts(unit, unit_plan),
             crosses=lambda: unit.all_reduces,
+            connect=connect,
         )
 
     def reducers(plans: Sequence[UnitPlan]) -> list[UnitReducer]:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc.collect import Anchor, DesyncError, SiteExchange, SitesDifferError, Transport
+from tagc.collect import Anchor, BareTransport, DesyncError, SiteExchange, SitesDifferError
 from tagc.collect.transport import failing_in
 from tagc.handle.site_links import Owed, SiteLinks
 from tagc.policy.sites import SitesConfig
@@ -196,7 +196,7 @@ class ElasticExchange(SiteExchange):
         marks = torch.cat([anchor.mark() for anchor in self.anchors])
         with failing_in("comparing the anchors of sites", group):
             mine = torch.cat((numbers.to(device), marks))
-            told_by_all, _ = Transport(group).gather_values(mine)
+            told_by_all, _ = BareTransport(group).gather_values(mine)
         rows = told_by_all.tolist()
         self._check_alike([tuple(row[2:]) for row in rows], group.rank())
         taking_part = sum(row[1] for row in rows)
@@ -225,7 +225,7 @@ class ElasticExchange(SiteExchange):
 
     def _wait_for_all(self, group: dist.ProcessGroup) -> None:
         with failing_in("agreeing on the exchange between sites", group):
-            Transport(group).gather_values(torch.ones(1, dtype=torch.int64, device="cpu"))
+            BareTransport(group).gather_values(torch.ones(1, dtype=torch.int64, device="cpu"))
 
     def _anchors_now(self) -> list[Anchor]:
         return [anchor for i in self._now for anchor in self._fragments[i]]

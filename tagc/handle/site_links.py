@@ -11,7 +11,7 @@ from torch import Tensor
 from tagc.attach import Levels
 from tagc.attach.sites import SiteUnit
 from tagc.checkpoint import UnitState
-from tagc.collect import SilentGroup, UnitReducer
+from tagc.collect import BareTransport, SilentGroup, Transport, UnitReducer
 from tagc.handle.collectives import Collectives, make_collectives, on_gloo
 from tagc.handle.readiness import with_kernels
 from tagc.plan import Plan, between_sites, build_plan
@@ -58,6 +58,7 @@ class SiteLinks:
                 go.
         """
         self._units, self._policy, self._ops = units, policy, ops
+        self._connect = BareTransport if elastic else Transport
         self._make(units[0].group)
         for reducer in self.collectives.reducers if elastic else ():
             if reducer.owner_states:
@@ -113,7 +114,7 @@ class SiteLinks:
         plan = build_plan([unit.info for unit in units], self._policy, gloo=gloo)
         self.plan: Plan = with_kernels(units, plan, self._ops)
         self.collectives: Collectives = make_collectives(
-            units, self.plan, Levels([], None, {}), self._ops, None
+            units, self.plan, Levels([], None, {}), self._ops, None, self._connect
         )
         for reducer in self.collectives.reducers:
             # Sites compare marks before an exchange; headers would cost a round trip a unit.

@@ -69,7 +69,7 @@ class ScriptedManager:
         sites, site = self.round.sites, self.round.sites.index(self._site)
         store = self._store(f"meets {self._shard}")
         if self._other_sites():
-            self._group = _group(store, site, len(sites))
+            self._group = bare_group(store, site, len(sites))
         store.set(f"count of {site}", str(self._count))
         counts = [int(store.get(f"count of {i}")) for i in range(len(sites))]
         source = counts.index(max(counts))
@@ -134,10 +134,10 @@ class ScriptedManager:
         return self._count
 
 
-def _group(store: dist.Store, site: int, sites: int) -> dist.ProcessGroup:
+def bare_group(store: dist.Store, rank: int, ranks: int, seconds: float = 20) -> dist.ProcessGroup:
     """A group of gloo that torch does not know, as torchft makes it."""
-    group = dist.ProcessGroup(store, site, sites)
-    backend = dist.ProcessGroupGloo(store, site, sites, timedelta(seconds=20))
+    group = dist.ProcessGroup(store, rank, ranks)
+    backend = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
