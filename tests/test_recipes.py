@@ -92,12 +92,13 @@ def test_sites_go_on_without_one_that_was_killed() -> None:
     said = []
     try:
         assert process.stdout is not None
-        for line in process.stdout:
-            said.append(line)
-            found = re.match(r"process (\d+), step (\d+)", line)
-            if found and int(found[2]) == 48 and "killed" not in said:
-                said.append("killed")
-                os.kill(int(found[1]), signal.SIGKILL)
+        with process.stdout as lines:
+            for line in lines:
+                said.append(line)
+                found = re.match(r"process (\d+), step (\d+)", line)
+                if found and int(found[2]) == 48 and "killed" not in said:
+                    said.append("killed")
+                    os.kill(int(found[1]), signal.SIGKILL)
         assert process.wait() == 0
     finally:
         if process.poll() is None:
