@@ -13,6 +13,7 @@ from tagc.basics.version import __version__
 if TYPE_CHECKING:
     from tagc.attach.forward import activations, compress_activations
     from tagc.attach.groups import dimension_options, init_device_mesh
+    from tagc.attach.torchft import SitesLostError
     from tagc.checkpoint import StateError
     from tagc.codecs.sketch.count_sketch import CountSketch, Decoded, Sketch
     from tagc.costs import explain
@@ -31,6 +32,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Sites",
+    "SitesLostError",
     "Sketch",
     "StateError",
     "__version__",
@@ -53,6 +55,7 @@ _HOMES = {
     "Policy": "tagc.policy",
     "PolicyError": "tagc.policy",
     "Sites": "tagc.handle.site_handle",
+    "SitesLostError": "tagc.attach.torchft",
     "Sketch": "tagc.codecs.sketch.count_sketch",
     "StateError": "tagc.checkpoint",
     "activations": "tagc.attach.forward",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -86,6 +87,9 @@ def check(sites: Sites) -> int:
     """
     by_name: dict[int, list[dict[str, Any]]] = {}
     for lines in sites.lines().values():
+        for before, line in itertools.pairwise(lines):
+            if line["healed"] == before["healed"]:
+                assert line["owed_before"] == before["owed_after"]
         for line in lines:
             by_name.setdefault(line["name"], []).append(line)
         # Of two sites that are left, one may have to be started first.

@@ -120,6 +120,7 @@ def test_public_names() -> None:
         "Policy",
         "PolicyError",
         "Sites",
+        "SitesLostError",
         "Sketch",
         "StateError",
         "__version__",

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--policy", default="sites")
     args = parser.parse_args()
     if args.sites:
-        start(args.sites)
+        start(args.sites, ["--steps", str(args.steps), "--policy", args.policy])
     else:
         train(args.steps, args.policy)
 
@@ -53,7 +53,7 @@ def train(steps: int, policy: str) -> None:
 
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=20)),
-        # What a site that joins gets besides: the moments of the optimizer.
+        # What a site that joins gets besides. Each rank sends its own shards, by no collective.
         state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
         load_state_dict=load,
         min_replica_size=1,
@@ -80,7 +80,7 @@ def train(steps: int, policy: str) -> None:
     dist.destroy_process_group()
 
 
-def start(sites: int) -> None:
+def start(sites: int, options: list[str]) -> None:
     """Start the lighthouse and the sites, and those that die again."""
     lighthouse = LighthouseServer(
         bind="127.0.0.1:0",
@@ -89,7 +89,7 @@ def start(sites: int) -> None:
         heartbeat_timeout_ms=3_000,  # and for one that is silent
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["1", *(a for a in sys.argv if a not in ("--sites", str(sites)))]
+    command += ["1", __file__, *options]
     os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
     running = [subprocess.Popen(command) for _ in range(sites)]
     while running:

@@ -26,47 +26,68 @@ def is_manager(found: object) -> bool:
 
 
 class TorchftSites:
-    """The sites of a ``torchft.Manager`` (written for torchft 0.2)."""
+    """The sites of a ``torchft.Manager`` (written for torchft 0.2). All ranks of a site call its
+    methods together."""
 
     def __init__(self, manager: Any) -> None:
         """Take a manager that does nothing else.
 
         Raises:
-            ValueError: if it does not wait for a quorum, or its process group has other sites
-                than this site's counterparts.
+            ValueError: if it does not wait for a quorum, lets sites begin with different
+                parameters, or its process group is not ``torchft.ProcessGroupGloo``.
         """
         if manager._use_async_quorum:
             raise ValueError(
                 "tagc.sites waits for a quorum before every exchange: make the torchft.Manager "
                 "with use_async_quorum=False"
             )
-        if not hasattr(type(manager._pg), "parent"):
+        if not manager._init_sync:
             raise ValueError(
-                f"the torchft.Manager has process group {type(manager._pg).__name__}, which runs "
-                "in another process or sends nothing: give it torchft.ProcessGroupGloo(timeout=...)"
+                "sites begin from one of them: make the torchft.Manager with init_sync=True"
+            )
+        name = manager._pg.getBackendName()
+        if name != "torchft-gloo":
+            raise ValueError(
+                f"the torchft.Manager has a process group of backend {name!r}: give it "
+                "torchft.ProcessGroupGloo(timeout=...)"
             )
         self._manager = manager
 
     def serve(
         self, send: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]
     ) -> None:
-        """See :meth:`tagc.handle.elastic_exchange.Membership.serve`."""
+        """Say what a site that is behind gets from this one, and how this one loads it."""
         manager = self._manager
-        served = getattr(manager, _ATTRIBUTE, None)
-        if served is None:
-            served = {}
-            setattr(manager, _ATTRIBUTE, served)
+        if not hasattr(manager, _ATTRIBUTE):
             manager.register_state_dict_fn(
-                "tagc", lambda state: served["load"](state), lambda: served["send"]()
+                "tagc",
+                lambda state: getattr(manager, _ATTRIBUTE)["load"](state),
+                lambda: getattr(manager, _ATTRIBUTE)["send"](),
             )
-        served.update(send=send, load=load)
+        setattr(manager, _ATTRIBUTE, {"send": send, "load": load})
+
+    def forget(self) -> None:
+        """Serve nothing any more."""
+        setattr(self._manager, _ATTRIBUTE, {})
 
     def meet(self) -> dist.ProcessGroup | None:
-        """See :meth:`tagc.handle.elastic_exchange.Membership.meet`."""
+        """Wait for the other sites. If this site is behind, load what another one sends.
+
+        Returns:
+            This rank's counterparts in the sites that are there; another group object whenever the
+            sites are not those of the last meeting, or an exchange failed since then. None if they
+            could not connect.
+
+        Raises:
+            SitesLostError: if there are no other sites in time.
+            Exception: what loading the other site's state raised.
+        """
         manager = self._manager
         try:
             manager.start_quorum()
         except (RuntimeError, TimeoutError) as error:
+            if manager._healing:
+                raise
             raise SitesLostError(
                 f"tagc.sites: there is no quorum of sites: {error}. Check that torchft's "
                 "lighthouse runs, that this site reaches it, and that enough sites live; then "
@@ -75,16 +96,29 @@ class TorchftSites:
         return None if manager.errored() else manager._pg.parent
 
     def commit(self, error: Exception | None) -> bool:
-        """See :meth:`tagc.handle.elastic_exchange.Membership.commit`."""
+        """Whether the exchange counts: no rank of this site has an error.
+
+        Raises:
+            SitesLostError: if too many attempts failed, or a site that loads this one's state did
+                not end in time.
+        """
         if error is not None:
             self._manager.report_error(error)
-        return self._manager.should_commit()
+        try:
+            return self._manager.should_commit()
+        except (RuntimeError, TimeoutError) as failure:
+            why = "" if error is None else f" The last attempt failed: {error}"
+            raise SitesLostError(
+                f"tagc.sites: an exchange does not count: {failure}.{why} If another site loaded "
+                "this one's state, give the Manager and its group a timeout that is longer than "
+                "that takes. Start this site again: it continues from the others"
+            ) from (error or failure)
 
     def fall_behind(self, count: int = 0) -> None:
-        """See :meth:`tagc.handle.elastic_exchange.Membership.fall_behind`."""
+        """Be a site that has ``count`` exchanges, and continue from one that has more."""
         self._manager.load_state_dict({"step": count, "batches_committed": 0})
 
     @property
     def count(self) -> int:
-        """See :attr:`tagc.handle.elastic_exchange.Membership.count`."""
+        """Exchanges of this site that count."""
         return self._manager.current_step()

@@ -79,9 +79,16 @@ class Anchor:
         """Continue with other sites, and a reducer for them."""
         self.reducer, self._group = reducer, group
 
-    def take_change(self) -> None:
-        """Note how far this site has come: the anchor minus its shard."""
+    def take_change(self, *, none: bool = False) -> None:
+        """Note how far this site has come: the anchor minus its shard.
+
+        Args:
+            none: note no change, whatever the shard holds.
+        """
         now = torch.empty_like(self.values) if self.change is None else self.change
+        if none:
+            self.change = now.zero_()
+            return
         self._shard.read(now)
         self.change = torch.sub(self.values, now, out=now)
 
@@ -121,9 +128,8 @@ class Anchor:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set the site's shard to the anchor, and drop the change."""
+        """Set the site's shard to the anchor."""
         self._shard.write(self.values)
-        self.change = None
 
     def mark(self) -> Tensor:
         """What must be equal in all sites before an exchange: how many there were, and a

@@ -157,6 +157,11 @@ class SiteExchange:
         for flight in self._flights.values():
             flight.wait()
 
+    def release(self) -> None:
+        """Wait for what is in flight, and drop it."""
+        self.settle()
+        self._flights.clear()
+
     def state(self) -> dict[str, Tensor]:
         """Optimizer steps, and the step at which each fragment in flight is applied, or -1."""
         landings = [f.landing if (f := self._flights.get(i)) else -1 for i in self._places]

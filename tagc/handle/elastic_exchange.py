@@ -6,65 +6,38 @@ site that was there has answered that it has the averages. If one does not answe
 back, and the sites that are left meet again.
 
 A site that has the averages, but not every answer, is *in doubt*: another site may have all answers
-and count the exchange. It learns at the next meeting. If the others are ahead and name the exchange
-among the last ones, the site keeps its residuals of after the exchange; otherwise those of before.
+and count the exchange. It learns when it meets a site that is ahead: if that one names the exchange
+among those that it counts, the residuals are those of after the exchange, otherwise of before.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc.collect import Anchor, BareTransport, DesyncError, SiteExchange, SitesDifferError
+from tagc.attach.torchft import TorchftSites
+from tagc.basics.warn import warn
+from tagc.collect import (
+    Anchor,
+    BareTransport,
+    DesyncError,
+    SiteExchange,
+    SitesDifferError,
+    gather_by_rank,
+)
 from tagc.collect.transport import failing_in
 from tagc.handle.site_links import Owed, SiteLinks
 from tagc.policy.sites import SitesConfig
 
-# How many of the last exchanges a site can name.
-_NAMED = 8
-
-
-class Membership(Protocol):
-    """Which sites there are, and whether this one counts an exchange. All ranks of a site call its
-    methods together."""
-
-    def serve(
-        self, send: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]
-    ) -> None:
-        """Say what a site that is behind gets from this one, and how this one loads it."""
-        ...
-
-    def meet(self) -> dist.ProcessGroup | None:
-        """Wait for the other sites. If this site is behind, load what another one sends.
-
-        Returns:
-            This rank's counterparts in the sites that are there; another group object whenever the
-            sites are not those of the last meeting, or an exchange failed since then. None if they
-            could not connect.
-
-        Raises:
-            SitesLostError: if there are no other sites in time.
-        """
-        ...
-
-    def commit(self, error: Exception | None) -> bool:
-        """Whether the exchange counts: no rank of this site has an error."""
-        ...
-
-    def fall_behind(self, count: int = 0) -> None:
-        """Be a site that has ``count`` exchanges."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """Exchanges of this site that count."""
-        ...
+# How many of the last exchanges a site can name: more than others count while it is in doubt.
+_NAMED = 1024
 
 
 class ElasticExchange(SiteExchange):
@@ -76,20 +49,23 @@ class ElasticExchange(SiteExchange):
         self,
         anchors: Sequence[Anchor],
         config: SitesConfig,
-        members: Membership,
+        members: TorchftSites,
         links: SiteLinks,
         identity: str,
+        inside: Sequence[dist.ProcessGroup],
     ) -> None:
         """Start with no steps; :meth:`join` comes next.
 
         Args:
             identity: equal in all sites with the same model and policy.
+            inside: the groups that connect the ranks of this site.
         """
         super().__init__(anchors, None, config)
         self._members, self._links, self._identity = members, links, identity
+        self._inside = inside
         self._owed = links.owed()
-        # The exchange that this site is in doubt of, and what it then owes.
-        self._doubt: tuple[int, Owed] | None = None
+        # The exchanges that this site is in doubt of, and what it owes if they count.
+        self._doubts: dict[int, Owed] = {}
         # Fragments of the exchange in progress, and whether this site has trained for it.
         self._now: list[int] = []
         self._active = False
@@ -98,6 +74,7 @@ class ElasticExchange(SiteExchange):
 
     def join(self) -> None:
         """Meet the other sites. If they have exchanged before, continue from them."""
+        self._members.fall_behind()
         self._exchange([], active=False)
 
     def step(self) -> None:
@@ -115,10 +92,21 @@ class ElasticExchange(SiteExchange):
         """Exchange all units now."""
         self._exchange(list(self._places))
 
+    def release(self) -> None:
+        """See :meth:`SiteExchange.release`."""
+        self._members.forget()
+        self._doubts.clear()
+
     def state(self) -> dict[str, Tensor]:
         """See :meth:`SiteExchange.state`; also which exchanges this site counts."""
         numbers = [self._members.count, *self._last]
         return super().state() | {"counted": torch.tensor(numbers, dtype=torch.int64, device="cpu")}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`SiteExchange.check_state`."""
+        super().check_state(state)
+        if "counted" not in state:
+            raise ValueError("it is of sites that do not come and go")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`SiteExchange.load_state`. The sites that have counted most go on, and the
@@ -131,48 +119,61 @@ class ElasticExchange(SiteExchange):
         began = time.perf_counter()
         self._now, self._active = due, active
         self._owed = self._links.owed()
-        while not self._attempt():
+        while (error := self._attempt()) is not None:
             self.waits.failed += 1
+            warn(f"tagc.sites: an exchange did not count and is tried again: {error}")
         for _ in self._now:
             self._count(0.0)
         self.waits.seconds += time.perf_counter() - began
 
-    def _attempt(self) -> bool:
+    def _attempt(self) -> Exception | None:
+        """Meet, and exchange. Returns why the exchange does not count; None if it does."""
+        self._agree_on_count()
         group = self._members.meet()
-        # Without a word of it from another site, nobody counts an exchange in doubt.
-        self._doubt = None
         error: Exception | None = None
         name = 0
         try:
             if group is None:
-                raise RuntimeError("sites could not connect")
+                raise RuntimeError("this site could not connect to the others, or load their state")
             self._connect(group)
             name = self._average(group)
             self._wait_for_all(group)
         except Exception as caught:
             error = caught
-        try:
-            counts = self._members.commit(error)
-        finally:
-            if error is not None and not _is_of_the_link(error):
-                raise error
+        counts = self._members.commit(error)
         if counts:
             self._last = [*self._last[1:], name]
-            for anchor in self._anchors_now():
-                anchor.apply(mean=self._together)
-            return True
+            self._doubts.clear()
+            self._apply()
+            return None
         if name:
-            self._doubt = name, self._links.owed()
-        # What failed may still write to the buffers of these reducers.
-        self._group = None
-        return False
+            self._doubts[name] = self._links.owed()
+        # With new reducers: what failed may still write to the buffers of these.
+        self._connect(self._links.nobody)
+        if error is not None and not _is_of_the_link(error):
+            raise error
+        return error or RuntimeError("another rank of this site has an error")
+
+    def _agree_on_count(self) -> None:
+        """Let all ranks of this site be as far as the one that is furthest behind."""
+        if self._inside:
+            counts = gather_by_rank(self._inside, {dist.get_rank(): self._members.count})
+            if len({*counts.values()}) > 1:
+                self._members.fall_behind(min(counts.values()))
+
+    def _apply(self) -> None:
+        if not self._active:
+            # The parameters that another site sent along have its own progress.
+            for anchor in self.anchors:
+                anchor.reset()
+        for anchor in self._anchors_now():
+            anchor.apply(mean=self._together)
 
     def _connect(self, group: dist.ProcessGroup) -> None:
         if group is self._group:
             return
-        for anchor, reducer in zip(
-            self.anchors, self._links.connect(group, self._owed), strict=True
-        ):
+        reducers = self._links.connect(group, self._owed)
+        for anchor, reducer in zip(self.anchors, reducers, strict=True):
             anchor.connect(reducer, group)
         self._group = group
 
@@ -183,14 +184,15 @@ class ElasticExchange(SiteExchange):
             The name of the exchange, the same on all counterparts of this rank; never 0.
         """
         anchors = self._anchors_now()
-        if not self._active:
-            # The parameters that another site sent along have its own progress.
-            for anchor in self.anchors:
-                anchor.reset()
         for anchor in anchors:
-            anchor.take_change()
-        draw = int(torch.randint(1, 2**48, (), device="cpu", generator=self._random()))
-        told = [draw, int(self._active), self.steps, *self._now, *[-1] * self._missing()]
+            anchor.take_change(none=not self._active)
+        told = [
+            1 + secrets.randbelow(2**48),
+            int(self._active),
+            self.steps,
+            *self._now,
+            *[-1] * self._missing(),
+        ]
         numbers = torch.tensor(told, dtype=torch.int64, device="cpu")
         device = self.anchors[0].values.device
         marks = torch.cat([anchor.mark() for anchor in self.anchors])
@@ -233,13 +235,6 @@ class ElasticExchange(SiteExchange):
     def _missing(self) -> int:
         return len(self._fragments) - len(self._now)
 
-    @staticmethod
-    def _random() -> torch.Generator:
-        """Random numbers that differ from site to site, whatever seed the sites have."""
-        generator = torch.Generator(device="cpu")
-        generator.seed()
-        return generator
-
     def _sent(self) -> dict[str, Any]:
         """What a site that is behind needs."""
         return {
@@ -261,9 +256,10 @@ class ElasticExchange(SiteExchange):
                 f"{sent['identity']}: start it with the same model, held over as many ranks, the "
                 "same policy and version of tagc"
             )
-        if self._doubt is not None and self._doubt[0] in sent["last"]:
-            self._owed = self._doubt[1]
-        self._doubt = None
+        for name, owed in self._doubts.items():
+            if name in sent["last"]:
+                self._owed = owed
+        self._doubts.clear()
         for anchor, values, momentum in zip(
             self.anchors, sent["anchors"], sent["momenta"], strict=True
         ):

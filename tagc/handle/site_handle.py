@@ -73,15 +73,17 @@ class Sites(Handle):
         steps. Unless the policy has an ``alpha``, all sites then have the same parameters.
 
         Raises:
-            RuntimeError: if the sites have different anchors, or a site does not answer in time.
+            RuntimeError: if the sites have different anchors, or a site does not answer in time;
+                with a ``torchft.Manager`` :class:`tagc.SitesLostError`, if there is no quorum.
         """
         self._exchange.exchange_all()
 
     def remove(self) -> None:
         """Stop exchanging, and drop anchors and residuals. Waits for an exchange in flight, and
-        does not apply it. The parameters stay as they are. Call it on all ranks."""
+        does not apply it. The parameters stay as they are. Call it on all ranks. Until you call
+        ``shutdown()`` of a ``torchft.Manager``, the other sites wait for this one."""
         self._hook.remove()
-        self._exchange.settle()
+        self._exchange.release()
         self._links.collectives.clear()
         if self._own is not None:
             self._own.release()

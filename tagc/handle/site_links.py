@@ -43,6 +43,7 @@ class SiteLinks:
     Attributes:
         plan: the plan for the sites of the last exchange; at first for two, if they come and go.
         collectives: the reducers for these sites.
+        nobody: stands for two sites, and sends nothing, if sites come and go.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class SiteLinks:
         """
         self._units, self._policy, self._ops = units, policy, ops
         self._connect = BareTransport if elastic else Transport
-        self._make(units[0].group)
+        self.nobody = units[0].group
+        self._make(self.nobody)
         for reducer in self.collectives.reducers if elastic else ():
             if reducer.owner_states:
                 raise ValueError(
@@ -73,7 +75,7 @@ class SiteLinks:
         sent = [[getattr(r.counters, name) for name in _SENT] for r in self.collectives.reducers]
         self.collectives.clear()
         # A single site sends nothing, and keeps what it owes as between two.
-        self._make(group if group.size() > 1 else self._units[0].group)
+        self._make(group if group.size() > 1 else self.nobody)
         reducers = self.collectives.reducers
         for reducer, bytes_sent, exchanges in zip(reducers, sent, owed.exchanges, strict=True):
             reducer.reset(exchanges)

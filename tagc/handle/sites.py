@@ -96,7 +96,7 @@ def sites(
     if members is None:
         exchange = SiteExchange(anchors, used, config)
     else:
-        exchange = ElasticExchange(anchors, config, members, links, _identity(links.plan))
+        exchange = ElasticExchange(anchors, config, members, links, _identity(links.plan), inside)
     handle = Sites(model, units, links, exchange, groups, own)
     if isinstance(exchange, ElasticExchange):
         exchange.join()
@@ -187,6 +187,11 @@ def _agree_on_request(
             raise ValueError(
                 f"the policy has {config.fragments} fragments, but the model has {len(units)} "
                 "units to divide among them: give fewer, or shard the model in more units"
+            )
+        if group is None and units[0].whole and units[0].shards > 1:
+            raise ValueError(
+                "DistributedDataParallel over several ranks inside a site that comes and goes: its "
+                "ranks may continue from different sites; use fully_shard inside a site"
             )
         found.extend(units)
         return None, told

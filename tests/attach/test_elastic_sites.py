@@ -83,6 +83,63 @@ def test_ranks_of_a_site_count_together(rank: int, world_size: int) -> None:
     assert "attempts failed" in str(metrics)
 
 
+@on_ranks(3)
+@pytest.mark.parametrize(
+    "script",
+    [
+        # The site that counts the exchange misses a meeting, at which the others count nothing.
+        [
+            Round((0, 1, 2)),
+            Round((0, 1, 2), doubts=(1, 2)),
+            Round((1, 2), doubts=(1, 2)),
+            Round((0, 1, 2)),
+        ],
+        # The site in doubt is away for more exchanges than one.
+        [Round((0, 1, 2)), Round((0, 1, 2), doubts=(2,)), *[Round((0, 1))] * 9, Round((0, 1, 2))],
+    ],
+    ids=["a meeting without the one that knows", "away"],
+)
+def test_a_doubt_stays_until_it_is_known(rank: int, world_size: int, script: list[Round]) -> None:
+    site = ElasticSite(rank, world_size, script, POLICY)
+    site.run()
+    check_accounts(site)
+
+
+@on_ranks(2)
+def test_a_doubt_outlives_a_state_that_does_not_arrive(rank: int, world_size: int) -> None:
+    site = joined(rank, world_size)
+    train(site.model, site.optimizer, rank, range(2))
+    owed = site.exchange._owed
+    site.exchange._doubts = {7: owed}
+    with patch.object(site.manager, "errored", return_value=RuntimeError("no state")):
+        error = site.exchange._attempt()
+    assert "could not connect to the others, or load their state" in str(error)
+    assert site.exchange._doubts == {7: owed}
+    # Nothing of the failed attempt is in the state.
+    equal(site.exchange._links.owed().residuals, site.exchange._owed.residuals)
+    site.exchange._heal(site.exchange._sent() | {"last": [5, 7]})
+    assert site.exchange._owed is owed
+
+
+@on_ranks(4)
+def test_ranks_of_a_site_fall_behind_together(rank: int, world_size: int) -> None:
+    site = ElasticSite(rank, world_size, [Round((0, 1))] * 9, POLICY, "FSDP2")
+    site.start()
+    train(site.model, site.optimizer, site.site, range(4))
+    if rank == 3:
+        site.manager.load_state_dict({"step": 1})
+    train(site.model, site.optimizer, site.site, range(4, 6))
+    assert site.handle.metrics().healed == 2 * (site.site == 1)
+
+
+@on_ranks(4)
+def test_ddp_inside_is_refused(rank: int, world_size: int) -> None:
+    site = ElasticSite(rank, world_size, [Round((0, 1))], POLICY, "DDP")
+    kind, said = fails(site.start)
+    assert kind == "ValueError"
+    assert "use fully_shard inside a site" in said
+
+
 def joined(rank: int, world_size: int, rules: Any = POLICY, **more: Any) -> ElasticSite:
     script = more.pop("script", [Round(tuple(range(world_size)))] * 9)
     site = ElasticSite(rank, world_size, script, rules, **more)
@@ -145,8 +202,12 @@ def not_waiting(manager: Any) -> None:
     manager._use_async_quorum = True
 
 
-def in_another_process(manager: Any) -> None:
-    manager._pg = object()
+def different_starts(manager: Any) -> None:
+    manager._init_sync = False
+
+
+def on_nccl(manager: Any) -> None:
+    manager.getBackendName = lambda: "torchft-nccl"
 
 
 @on_ranks(2)
@@ -154,11 +215,12 @@ def in_another_process(manager: Any) -> None:
     ("rules", "spoil", "said"),
     [
         (POLICY, not_waiting, "make the torchft.Manager with use_async_quorum=False"),
-        (POLICY, in_another_process, "give it torchft.ProcessGroupGloo"),
+        (POLICY, different_starts, "make the torchft.Manager with init_sync=True"),
+        (POLICY, on_nccl, "backend 'torchft-nccl': give it torchft.ProcessGroupGloo"),
         (policy(FOUR_BITS, every=4, delay=1), None, "leave delay out"),
         (policy(LEAD), None, "leave lead out for sites that come and go"),
     ],
-    ids=["quorum", "group", "delay", "lead"],
+    ids=["quorum", "starts", "group", "delay", "lead"],
 )
 def test_refusals(rank: int, world_size: int, rules: Any, spoil: Any, said: str) -> None:
     site = ElasticSite(rank, world_size, [Round((0, 1))], rules)

@@ -36,7 +36,7 @@ class ScriptedManager:
         now: index of the round in progress.
     """
 
-    _use_async_quorum = False
+    _use_async_quorum, _init_sync, _healing = False, True, False
 
     def __init__(
         self, script: Sequence[Round], site: int, shard: int, shards: int, run: str = ""
@@ -57,6 +57,9 @@ class ScriptedManager:
     @property
     def parent(self) -> Any:
         return self._group
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "torchft-gloo"
 
     def register_state_dict_fn(self, key: str, load: Callable, send: Callable) -> None:
         assert key not in self._states

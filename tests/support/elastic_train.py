@@ -73,8 +73,8 @@ def watch(exchange: Any, manager: Any, log: Path) -> None:
 
     for anchor in exchange.anchors:
 
-        def noted(anchor: Any = anchor, take: Any = anchor.take_change) -> None:
-            take()
+        def noted(anchor: Any = anchor, take: Any = anchor.take_change, none: bool = False) -> None:
+            take(none=none)
             sums["came_in"] += total(anchor.change)
 
         def applied(anchor: Any = anchor, apply: Any = anchor.apply, **options: Any) -> None:
@@ -94,6 +94,7 @@ def watch(exchange: Any, manager: Any, log: Path) -> None:
             "owed_before": owed(exchange._owed),
             "owed_after": owed(exchange._links.owed()),
             "failed": exchange.waits.failed,
+            "healed": exchange.waits.healed,
             "seconds": time.monotonic() - began,
         }
         with log.open("a") as file:
