@@ -100,6 +100,39 @@ def test_tensor_parallel(rank: int, world_size: int, sequence: bool) -> None:
     assert torch.equal(mine[1], again[1])
 
 
+@on_ranks(2)
+def test_loss_parallel(rank: int, world_size: int) -> None:
+    """A loss outside of the model is exact: its sums over 4,096 tokens are no activations."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    def trained(mesh: Any) -> tuple[Tensor, Tensor, Any]:
+        model = in_loss_parallel(mesh)
+        tagc.compress_activations(model)
+        x = torch.randn(4096, 16, generator=torch.Generator().manual_seed(2))
+        with loss_parallel():
+            logits = model(x)
+            logits.retain_grad()
+            loss = nn.functional.cross_entropy(logits, torch.arange(4096) % 24)
+            loss.backward()
+        return loss.full_tensor().detach(), logits.grad.to_local(), model.weight.grad.to_local()
+
+    from torch.distributed.device_mesh import init_device_mesh
+
+    native = trained(init_device_mesh("cpu", (2,), mesh_dim_names=("native",)))
+    mine = trained(mesh_of(2))
+    for a, b in zip(mine, native, strict=True):
+        assert torch.equal(a, b)
+
+
+def in_loss_parallel(mesh: Any) -> Any:
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(3)
+    divided = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return parallelize_module(nn.Linear(16, 24), mesh, divided)
+
+
 @pytest.mark.slow
 @on_ranks(2, timeout=200)
 def test_a_compiled_model(rank: int, world_size: int) -> None:
