@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tagc.benchmarks.counts.torch_kernels import TorchKernels
 
+from benchmarks.counts.torch_kernels import TorchKernels
 from tagc.collect.fingerprint import fingerprint
 
 SIZES = (0, 1, 2, 3, 5, 1023, 1024, 4097, 100_003)
