@@ -80,6 +80,7 @@ def check(said: tuple[str, str], kind: str, rank: int, began: float) -> None:
     assert time.monotonic() - began < 5 * SECONDS
 
 
+@pytest.mark.some(2)
 @on_ranks(slow(2), 3)
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_a_rank_that_stops_or_raises(rank: int, world_size: int, kind: str) -> None:
@@ -92,6 +93,7 @@ def test_a_rank_that_stops_or_raises(rank: int, world_size: int, kind: str) -> N
         check(fails(lambda: collective(kind, group)), kind, rank, began)
 
 
+@pytest.mark.some(2)
 @on_ranks(slow(2), 3)
 @pytest.mark.parametrize(("kind", "more"), covering(COLLECTIVES, (1, 4096)))
 def test_another_shape_on_one_rank(rank: int, world_size: int, kind: str, more: int) -> None:
@@ -106,6 +108,7 @@ def test_another_shape_on_one_rank(rank: int, world_size: int, kind: str, more: 
         check(fails(lambda: collective(kind, group, n)), kind, rank, began)
 
 
+@pytest.mark.some(1)
 @on_ranks(slow(2), 3)
 @pytest.mark.parametrize(
     ("kind", "other"),
