@@ -140,19 +140,31 @@ class ElasticExchange(SiteExchange):
             self._wait_for_all(group)
         except Exception as caught:
             error = caught
-        counts = self._members.commit(error)
+        counts = False
+        try:
+            counts = self._members.commit(error)
+        finally:
+            if not counts:
+                self._put_back(name)
         if counts:
             self._last = [*self._last[1:], name]
             self._doubts.clear()
             self._apply()
             return None
+        if error is not None and not _is_of_the_link(error):
+            raise error
+        return error or RuntimeError("another rank of this site has an error")
+
+    def _put_back(self, name: int) -> None:
+        """Owe what this site owed before an attempt that does not count.
+
+        Args:
+            name: the name of the exchange, if this site has its averages; else 0.
+        """
         if name:
             self._doubts[name] = self._links.owed()
         # With new reducers: what failed may still write to the buffers of these.
         self._connect(self._links.nobody)
-        if error is not None and not _is_of_the_link(error):
-            raise error
-        return error or RuntimeError("another rank of this site has an error")
 
     def _agree_on_count(self) -> None:
         """Let all ranks of this site be as far as the one that is furthest behind."""
@@ -191,7 +203,7 @@ class ElasticExchange(SiteExchange):
             int(self._active),
             self.steps,
             *self._now,
-            *[-1] * self._missing(),
+            *[-1] * (len(self._fragments) - len(self._now)),
         ]
         numbers = torch.tensor(told, dtype=torch.int64, device="cpu")
         device = self.anchors[0].values.device
@@ -231,9 +243,6 @@ class ElasticExchange(SiteExchange):
 
     def _anchors_now(self) -> list[Anchor]:
         return [anchor for i in self._now for anchor in self._fragments[i]]
-
-    def _missing(self) -> int:
-        return len(self._fragments) - len(self._now)
 
     def _sent(self) -> dict[str, Any]:
         """What a site that is behind needs."""

@@ -121,6 +121,23 @@ def test_a_doubt_outlives_a_state_that_does_not_arrive(rank: int, world_size: in
     assert site.exchange._owed is owed
 
 
+@on_ranks(2)
+def test_too_many_attempts_are_an_error_that_names_the_last(rank: int, world_size: int) -> None:
+    """What the site owes is what it owed before."""
+    site = joined(rank, world_size)
+    train(site.model, site.optimizer, rank, range(3))
+    owed = site.owed()
+    with (
+        patch.object(site.exchange, "_wait_for_all", side_effect=RuntimeError("the link is down")),
+        patch.object(site.manager, "should_commit", side_effect=RuntimeError("failed 11 times")),
+    ):
+        kind, said = fails(lambda: train(site.model, site.optimizer, rank, range(3, 4)))
+    assert kind == "SitesLostError"
+    assert "failed 11 times. The last attempt failed: the link is down" in said
+    assert len(site.exchange._doubts) == 1
+    equal(dict(enumerate(site.owed())), dict(enumerate(owed)))  # type: ignore[arg-type]
+
+
 @on_ranks(4)
 def test_ranks_of_a_site_fall_behind_together(rank: int, world_size: int) -> None:
     site = ElasticSite(rank, world_size, [Round((0, 1))] * 9, POLICY, "FSDP2")
