@@ -1,4 +1,4 @@
-"""Scratch buffers that all units share: units work one after another, on one stream."""
+"""Scratch buffers. All units share them, if they work one after another, on one stream."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[str, torch.dtype, int], Tensor] = {}
+
+    def clear(self) -> None:
+        """Free all buffers."""
+        self._buffers.clear()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A buffer of this shape. It still holds its last user's content."""

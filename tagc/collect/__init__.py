@@ -17,6 +17,7 @@ from tagc.collect.replicas import ReplicaAverage
 from tagc.collect.site_exchange import SiteExchange, SitesDifferError, Waits
 from tagc.collect.skipped_step import copy_step_state, restore_step_state
 from tagc.collect.transport import CollectiveWork, SilentGroup, Transport, check_backends
+from tagc.collect.turns import in_turns
 
 __all__ = [
     "Anchor",
@@ -48,6 +49,7 @@ __all__ = [
     "copy_step_state",
     "gather_by_rank",
     "gather_merged",
+    "in_turns",
     "noise_factor",
     "rehearse",
     "restore_step_state",

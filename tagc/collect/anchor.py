@@ -8,6 +8,7 @@ and the site goes on from there.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -71,6 +72,11 @@ class Anchor:
         return sum(math.prod(param.shape) for param in self.reducer.plan.info.params)
 
     @property
+    def size(self) -> int:
+        """Elements of this rank's shard, with padding."""
+        return self.values.numel()
+
+    @property
     def label(self) -> str:
         """The unit's name, for users."""
         return self.reducer.plan.info.label
@@ -93,15 +99,17 @@ class Anchor:
         self.change = torch.sub(self.values, now, out=now)
 
     @torch.no_grad()
-    def exchange(self) -> None:
-        """Replace the change by its average over sites. All sites call it together. A single site
-        keeps its change, and its residuals."""
+    def exchanging(self) -> Iterator[None]:
+        """Replace the change by its average over sites; a generator, which pauses while messages
+        are in flight. All sites call it together. A single site keeps its change, and its
+        residuals."""
         assert self.change is not None
         assert self._group is not None
         if self._group.size() == 1:
             self.reducer.counters.steps += 1
             return
-        self.reducer.reduce(self.change, self.change, self._group, dist.ReduceOp.AVG)
+        yield from self.reducer.reducing(self.change, self.change, self._group, dist.ReduceOp.AVG)
+        self.reducer.free_buffers()
 
     @torch.no_grad()
     def apply(self, *, mean: bool = False) -> None:

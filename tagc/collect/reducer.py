@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager
 
 import torch
@@ -85,6 +85,20 @@ class UnitReducer(ReducerState):
             RuntimeError: if the plan was made for another buffer, group or operation (nothing is
                 sent then), or if another rank does not answer in time.
         """
+        for _ in self.reducing(out, inp, group, op, native, reached):
+            pass
+
+    def reducing(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        native: ReduceNatively | None = None,
+        reached: Set[str] | None = None,
+    ) -> Iterator[None]:
+        """:meth:`reduce` as a generator, which pauses while messages are in flight. Meanwhile
+        other units may be reduced, if these have another workspace."""
         plan = self.plan
         part = None if reached is None else Part(plan, frozenset(reached))
         if plan.compressed:
@@ -105,13 +119,13 @@ class UnitReducer(ReducerState):
             native=native,
         )
         if part is None or not whole:
-            self._run(out, inp, group, call, None, stays=stays)
+            yield from self._run(out, inp, group, call, None, stays=stays)
             return
         received = plan.received_rows
         rows = part.expand(inp.view(plan.rows, -1))
         found = out.new_empty(received * plan.columns)
         with self._without(part, call.transport.rank):
-            self._run(found, rows.view(-1), group, call, part, stays=stays)
+            yield from self._run(found, rows.view(-1), group, call, part, stays=stays)
         pairs = zip(found.view(received, -1), out.view(received, -1), strict=True)
         for whole_row, row in pairs:
             part.pick(whole_row, row)
@@ -125,8 +139,8 @@ class UnitReducer(ReducerState):
         part: Part | None,
         *,
         stays: bool,
-    ) -> None:
-        """:meth:`reduce` for buffers with all columns; columns outside ``part`` are zero.
+    ) -> Iterator[None]:
+        """:meth:`reducing` for buffers with all columns; columns outside ``part`` are zero.
 
         Args:
             stays: whether the host's sum waits instead of being sent.
@@ -158,7 +172,7 @@ class UnitReducer(ReducerState):
         self.counters.steps += 1
         with failing_in(lockstep.what, group):
             if call.compresses:
-                self._send_messages(average, rows, call)
+                yield from self._send_messages(average, rows, call)
             else:
                 lockstep.confirm()
                 own = call.on_hosts or (plan.for_all and call.native is None)
@@ -167,14 +181,14 @@ class UnitReducer(ReducerState):
             if average is not out and self.inside is not None:
                 self.inside.hand_on(average, out)
 
-    def _send_messages(self, out: Tensor, rows: Tensor, call: Call) -> None:
+    def _send_messages(self, out: Tensor, rows: Tensor, call: Call) -> Iterator[None]:
         self.counters.compressed_steps += 1
         step, row, shard = self.counters.compressed_steps, call.transport.rank, out
         if self._flat is not None:
             rows, shard = self._flat.arrange(rows), self._flat.shard_buffer(out.dtype)
         if self.gauge is not None:
             self.gauge.look(rows[0 if self.plan.for_all else row], step)
-        self.messages.run(rows, shard, call)
+        yield from self.messages.running(rows, shard, call)
         if self.gauge is not None:
             self.gauge.compare(shard, step, self.plan.peers / call.divisor)
         if self._flat is not None:

@@ -92,6 +92,10 @@ class ReducerState:
         if self.gauge is not None:
             self.measure_noise()
 
+    def free_buffers(self) -> None:
+        """Free the scratch buffers, which other units use, too, unless each has its own."""
+        self._codec_setup.workspace.clear()
+
     def measure_noise(self) -> None:
         """Measure the RMS of gradients relative to dense from now on, if anything is compressed."""
         self.gauge = (

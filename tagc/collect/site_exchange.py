@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from tagc.codecs.state import MAX_COUNT
 from tagc.collect.anchor import Anchor
 from tagc.collect.transport import Transport, failing_in
+from tagc.collect.turns import in_turns
 from tagc.policy.sites import SitesConfig
 
 _REMEDY = (
@@ -209,13 +210,9 @@ class SiteExchange:
     def _start(self, i: int, delay: int) -> None:
         fragment = self._fragments[i]
         if not delay:
-            # One unit after another, so that only one change takes memory.
             began = time.perf_counter()
             self._compare(fragment)()
-            for anchor in fragment:
-                anchor.take_change()
-                anchor.exchange()
-                anchor.apply(mean=self._together)
+            in_turns((anchor.size, self._exchanging(anchor)) for anchor in fragment)
             self._count(time.perf_counter() - began)
             return
         for anchor in fragment:
@@ -233,13 +230,18 @@ class SiteExchange:
             flight.event = torch.cuda.Event()
             flight.event.record(self._stream)
 
+    def _exchanging(self, anchor: Anchor) -> Iterator[None]:
+        # The change is taken only now, because changes of all units would need much memory.
+        anchor.take_change()
+        yield from anchor.exchanging()
+        anchor.apply(mean=self._together)
+
     def _fly(self, fragment: Sequence[Anchor], flight: _Flight) -> None:
         try:
             flight.check = self._compare(fragment)
             if self._stream is None:
                 flight.check()  # before it sends messages that the other sites do not expect
-            for anchor in fragment:
-                anchor.exchange()
+            in_turns((anchor.size, anchor.exchanging()) for anchor in fragment)
         except BaseException as error:
             flight.error.append(error)
 

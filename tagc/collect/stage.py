@@ -124,8 +124,8 @@ class Sum(Stage):
         self._counters.native_bytes += work.wire_bytes
 
 
-class Messages(Stage):
-    """A stage that sends gradients in messages.
+class Messages(ABC):
+    """A stage that sends gradients in messages. It may pause while they are in flight.
 
     Attributes:
         coder: encodes and decodes the messages that carry gradients.
@@ -134,6 +134,15 @@ class Messages(Stage):
 
     coder: Coder
     owner_coder: Coder | None = None
+
+    def __init__(self, setup: StageSetup) -> None:
+        self._setup, self._counters = setup, setup.counters
+        self._name = setup.unit.info.label
+
+    @abstractmethod
+    def running(self, rows: Tensor, out: Tensor, call: Call) -> Iterator[None]:
+        """:meth:`Stage.run` as a generator, which pauses while messages are in flight. Meanwhile
+        other units may be reduced, if these have another workspace."""
 
     @property
     @abstractmethod
@@ -199,8 +208,8 @@ class ReduceMessages(Messages):
         self.coder = Coder(plan.segments, setup.codec)
         self._begun = False
 
-    def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
-        """See :meth:`Stage.run`: ``[D, S]`` to ``[S]``."""
+    def running(self, rows: Tensor, out: Tensor, call: Call) -> Iterator[None]:
+        """See :meth:`Messages.running`: ``[D, S]`` to ``[S]``."""
         transport, plan, lockstep = call.transport, self._plan, self._setup.lockstep
         exchange = Exchange(transport, self._setup.workspace, for_all=plan.for_all)
         send, received = self._rows.take()
@@ -219,6 +228,7 @@ class ReduceMessages(Messages):
             else:
                 work = transport.all_to_all(received, send, plan.sent)
             self.coder.start(exchange)
+            yield
             work.wait()
             self.coder.wait()
         with record_function(f"TAGC::decode ({self._name})"):

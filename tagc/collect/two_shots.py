@@ -40,16 +40,17 @@ class TwoShots(Messages):
         self.owner_coder = Coder(self._plan.segments, codec)
         self._slices = Slices(setup.unit, setup)
 
-    def run(self, rows: Tensor, out: Tensor, call: Call) -> None:
-        """See :meth:`Stage.run`."""
+    def running(self, rows: Tensor, out: Tensor, call: Call) -> Iterator[None]:
+        """See :meth:`Messages.running`."""
         take = self._setup.workspace.take
         total = take("slice_sum", (self._plan.columns,), torch.float32)
-        self._reduce.run(self._slices.arrange(rows), total, call)
+        yield from self._reduce.running(self._slices.arrange(rows), total, call)
         with record_function(f"TAGC::second shot ({self._name})"):
             # Ranks that were in lockstep in the first shot are so in the second: it has no stamps.
             send, received = self._rows.take()
             self.owner_coder.encode_rows(total[None], send)
             work = call.transport.gather(received, send)
+            yield
             work.wait()
             self._counters.message_bytes += work.wire_bytes
             slices = self._slices.room(torch.float32)

@@ -13,7 +13,7 @@ from tagc.basics.quantities import format_bandwidth, format_seconds
 from tagc.costs.link import Link
 from tagc.costs.shapes import ModelShapes
 from tagc.costs.traffic import Traffic, traffic
-from tagc.plan import between_sites, build_plan, format_bytes
+from tagc.plan import AT_ONCE, between_sites, build_plan, format_bytes
 from tagc.policy import Policy, PolicyError
 from tagc.policy.rules import check_lead
 
@@ -94,17 +94,23 @@ def _cost(question: SiteQuestion, policy: Policy, name: str) -> SiteCost:
     units, _ = q.shapes.units(q.ranks_per_site, torch.float32, torch.float32)
     held = [between_sites(unit, q.sites) for unit in units if unit.params]
     plan = build_plan(held, policy)
-    total = sum((traffic(unit) for unit in plan.units), Traffic())
+    traffics = [traffic(unit) for unit in plan.units]
+    total = sum(traffics, Traffic())
     link = Link(bandwidth=q.bandwidth, latency=q.latency)
     sent = link.carried(total, q.sites) * q.ranks_per_site
     compute = q.compute or 0.0
-    exchange = total.collectives * q.latency + sent / q.bandwidth
+    exchange = sent / q.bandwidth
     if policy.sites is None:
+        exchange += total.collectives * q.latency
         every, waits = 1, exchange - min(q.overlap * exchange, compute)
     else:
         config, every = policy.sites, policy.sites.every
-        # Each fragment's anchors are compared in a collective of its own.
-        exchange += config.fragments * q.latency
+        # Units that are exchanged at once wait for the link together, but not for units of another
+        # fragment; and each fragment's anchors are compared in a collective of its own.
+        pairs = zip(traffics, plan.units, strict=True)
+        together = sum(t.collectives * min(1.0, u.buffer_columns / AT_ONCE) for t, u in pairs)
+        alone = config.fragments * max(t.collectives for t in traffics)
+        exchange += (config.fragments + max(together, alone)) * q.latency
         late = max(0.0, exchange / config.fragments - config.delay * compute)
         waits = late * config.fragments / every
     return SiteCost(

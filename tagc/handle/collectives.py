@@ -96,11 +96,14 @@ def make_collectives(
     ops: str | None,
     replica_group: dist.ProcessGroup | None,
     connect: Connect = Transport,
+    *,
+    in_turns: bool = False,
 ) -> Collectives:
     """Make the collectives of a plan; :func:`install` installs them.
 
     Args:
         connect: makes the transport of a group.
+        in_turns: whether a unit may be reduced while messages of others are in flight.
 
     Raises:
         ValueError: if the model has its own all-reduce hook, which replicas would replace, or a
@@ -111,7 +114,7 @@ def make_collectives(
             "the model has its own all-reduce hook (set_all_reduce_hook), which averaging "
             "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
         )
-    workspaces = {unit.device: Workspace(unit.device) for unit in units}
+    shared = {unit.device: Workspace(unit.device) for unit in units}
 
     def chosen(unit: Unit, unit_plan: UnitPlan) -> Ops:
         # A unit that stays dense needs no operators, and no warning about them.
@@ -125,7 +128,7 @@ def make_collectives(
             unit_plan,
             chosen(unit, unit_plan),
             unit.device,
-            workspaces[unit.device],
+            Workspace(unit.device) if in_turns else shared[unit.device],
             # Units differ in their seeds, so that equal layouts do not share bad luck.
             seed=(i * 0x9E3779B1) % 2**31,
             rank=_place(unit, replica_group),
@@ -144,7 +147,7 @@ def make_collectives(
             plan=unit_plan,
             ops=chosen(unit, unit_plan),
             device=unit.device,
-            workspace=workspaces[unit.device],
+            workspace=shared[unit.device],
             hosts=hosts(unit, unit_plan),
         )
         if not unit_plan.keeps_copy:

@@ -31,6 +31,7 @@ from tagc.collect import (
     SiteExchange,
     SitesDifferError,
     gather_by_rank,
+    in_turns,
 )
 from tagc.collect.transport import failing_in
 from tagc.handle.site_links import Owed, SiteLinks
@@ -215,11 +216,10 @@ class ElasticExchange(SiteExchange):
         self._check_alike([tuple(row[2:]) for row in rows], group.rank())
         taking_part = sum(row[1] for row in rows)
         if taking_part:
-            for anchor in anchors:
-                anchor.exchange()
-                if taking_part < group.size():
-                    assert anchor.change is not None
-                    anchor.change.mul_(group.size() / taking_part)
+            in_turns((anchor.size, anchor.exchanging()) for anchor in anchors)
+            for anchor in anchors if taking_part < group.size() else ():
+                assert anchor.change is not None
+                anchor.change.mul_(group.size() / taking_part)
             self._links.fold(group)
         return sum(row[0] for row in rows)
 

@@ -116,7 +116,7 @@ class SiteLinks:
         plan = build_plan([unit.info for unit in units], self._policy, gloo=gloo)
         self.plan: Plan = with_kernels(units, plan, self._ops)
         self.collectives: Collectives = make_collectives(
-            units, self.plan, Levels([], None, {}), self._ops, None, self._connect
+            units, self.plan, Levels([], None, {}), self._ops, None, self._connect, in_turns=True
         )
         for reducer in self.collectives.reducers:
             # Sites compare marks before an exchange; headers would cost a round trip a unit.

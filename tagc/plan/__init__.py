@@ -7,6 +7,7 @@ from tagc.plan.inside import config_inside
 from tagc.plan.memory import Memory, buffers_of
 from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.plan import Plan
+from tagc.plan.sites import AT_ONCE
 from tagc.plan.stages import StagePlan
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.two_shots import in_two_shots, slices_of
@@ -14,6 +15,7 @@ from tagc.plan.unit_plan import Direction, TwoShots, UnitPlan
 from tagc.plan.units import FlatBuffer, UnitInfo, UnitParam, between_sites
 
 __all__ = [
+    "AT_ONCE",
     "AUTO_BITS",
     "Box",
     "Choice",

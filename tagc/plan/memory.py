@@ -23,7 +23,8 @@ class Memory:
 
     Attributes:
         stored: bytes kept between steps: residuals, owner states, kept messages and copies.
-        buffers: bytes allocated in the first step and shared by all units.
+        buffers: bytes of scratch buffers, allocated in the first step and shared by all units;
+            between sites allocated for each exchange.
         moment: the most temporary bytes: what operators and feedback allocate on a CPU for the
             segment that needs most. (The eager reference takes more. The scratch of the kernels
             for GPUs is not counted.)
@@ -52,7 +53,7 @@ class Memory:
         )
         return (
             f"memory of a rank: {format_bytes(self.stored)} stored, "
-            f"{format_bytes(self.buffers)} in buffers that all units share{moment}{waiting}"
+            f"{format_bytes(self.buffers)} in scratch buffers{moment}{waiting}"
         )
 
 
@@ -62,16 +63,21 @@ def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
     Args:
         gloo: whether the backend is gloo, where sums need additional buffers.
     """
+    return Memory(
+        stored=sum(unit.stored_bytes(s) for unit in units for s in unit.segments),
+        buffers=buffer_bytes(units, gloo=gloo),
+        moment=max(map(_moment, units), default=0),
+        waiting=sum(map(_waiting, units)),
+    )
+
+
+def buffer_bytes(units: Sequence[UnitPlan], *, gloo: bool) -> int:
+    """Bytes of the scratch buffers that these units share."""
     largest: dict[tuple[str, torch.dtype], int] = {}
     for unit in units:
         for name, dtype, numel in buffers_of(unit, gloo=gloo):
             largest[name, dtype] = max(largest.get((name, dtype), 0), numel)
-    return Memory(
-        stored=sum(unit.stored_bytes(s) for unit in units for s in unit.segments),
-        buffers=sum(numel * dtype.itemsize for (_, dtype), numel in largest.items()),
-        moment=max(map(_moment, units), default=0),
-        waiting=sum(map(_waiting, units)),
-    )
+    return sum(numel * dtype.itemsize for (_, dtype), numel in largest.items())
 
 
 def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:

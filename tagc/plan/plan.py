@@ -12,7 +12,7 @@ from tagc.plan.canonical import canonical
 from tagc.plan.memory import Memory, memory_of
 from tagc.plan.messages import Segment
 from tagc.plan.row import Row
-from tagc.plan.sites import anchor_bytes
+from tagc.plan.sites import anchor_bytes, exchange_buffers
 from tagc.plan.table import as_text
 from tagc.plan.unit_plan import UnitPlan
 from tagc.plan.units import UnitParam
@@ -49,7 +49,11 @@ class Plan:
         memory = memory_of(self.all_units, gloo=self.gloo)
         if self.policy.sites is None:
             return memory
-        return replace(memory, stored=memory.stored + anchor_bytes(self.units, self.policy.sites))
+        return replace(
+            memory,
+            stored=memory.stored + anchor_bytes(self.units, self.policy.sites),
+            buffers=exchange_buffers(self.units, gloo=self.gloo),
+        )
 
     @property
     def all_units(self) -> tuple[UnitPlan, ...]:

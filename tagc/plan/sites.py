@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tagc.basics.quantities import format_bandwidth
+from tagc.plan.memory import buffer_bytes
 from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import UnitPlan
 from tagc.policy.sites import SitesConfig
+
+AT_ONCE = 2**24
+"""Elements of the units that are exchanged at once at most; a larger unit is exchanged alone."""
 
 
 def exchange_bytes(units: Sequence[UnitPlan]) -> float:
@@ -17,10 +21,26 @@ def exchange_bytes(units: Sequence[UnitPlan]) -> float:
 
 def anchor_bytes(units: Sequence[UnitPlan], config: SitesConfig) -> int:
     """Bytes that a rank stores besides residuals: anchors, outer momentum, changes in flight;
-    without delay the largest change, for a moment."""
+    without delay the changes of units that are exchanged at once, for a moment."""
     columns = [unit.buffer_columns for unit in units]
     kept = 1 + bool(config.outer.momentum) + bool(config.delay)
-    return 4 * (kept * sum(columns) + (0 if config.delay else max(columns, default=0)))
+    return 4 * (kept * sum(columns) + (0 if config.delay else _most_at_once(columns, columns)))
+
+
+def exchange_buffers(units: Sequence[UnitPlan], *, gloo: bool) -> int:
+    """Bytes of the scratch buffers of units that are exchanged at once."""
+    sizes = [buffer_bytes([unit], gloo=gloo) for unit in units]
+    return _most_at_once([unit.buffer_columns for unit in units], sizes)
+
+
+def _most_at_once(elements: Sequence[int], values: Sequence[int]) -> int:
+    """The largest sum of the values of neighbouring units that are exchanged at once."""
+    most = first = 0
+    for stop in range(1, len(elements) + 1):
+        while first < stop - 1 and sum(elements[first:stop]) > AT_ONCE:
+            first += 1
+        most = max(most, sum(values[first:stop]))
+    return most
 
 
 def about_sites(units: Sequence[UnitPlan], config: SitesConfig) -> Iterator[str]:

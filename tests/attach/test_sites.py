@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from support.failing import fails
 from support.site_net import FOUR_BITS, adam, inside, policy, train
 from support.small_net import Net, local_weights, net
 from support.units import gathered
+from tagc.codecs import Coder
 from tagc.collect import Anchor
 from tagc.collect.transport import Transport
 
@@ -148,15 +150,15 @@ CODECS: dict[str, dict[str, Any]] = {
 
 def entering(anchor: Anchor, sites: int) -> Accounts:
     """The accounts of a unit, which note every exchange."""
-    accounts, exchange = Accounts(anchor.reducer, owner_unit=sites), anchor.exchange
+    accounts, exchanging = Accounts(anchor.reducer, owner_unit=sites), anchor.exchanging
 
-    def noted() -> None:
+    def noted() -> Iterator[None]:
         assert anchor.change is not None
         came_in = gathered(anchor.change)[:, None]
-        exchange()
+        yield from exchanging()
         accounts.enter(came_in, anchor.change.double() * sites)
 
-    anchor.exchange = noted  # type: ignore[method-assign]
+    anchor.exchanging = noted  # type: ignore[method-assign]
     return accounts
 
 
@@ -175,6 +177,49 @@ def test_nothing_is_lost(rank: int, world_size: int, codec: str) -> None:
     for anchor in anchors:
         for other in gathered(anchor.values):
             assert torch.equal(anchor.values, other)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("codec", CODECS)
+def test_units_in_turns_have_the_same_bits(rank: int, world_size: int, codec: str) -> None:
+    """As if each one were done before the next begins."""
+    found = []
+    for at_once in (0, 2**24):
+        model = net()
+        optimizer = adam(model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tagc.attach.ddp.UNIT_BYTES", 64)
+            patch.setattr("tagc.collect.turns.AT_ONCE", at_once)
+            handle = tagc.sites(model, optimizer, policy(CODECS[codec], every=2))
+            assert len(handle.exchange_state.anchors) > 2
+            train(model, optimizer, rank, range(6))
+        found.append(handle.state_dict())
+    equal(*found)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_no_unit_waits_for_another(rank: int, world_size: int, delay: int) -> None:
+    """The first messages of all units are sent before any unit has an average."""
+    model = net()
+    optimizer = adam(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tagc.attach.ddp.UNIT_BYTES", 64)
+        handle = tagc.sites(model, optimizer, policy(FOUR_BITS, every=2, delay=delay))
+    train(model, optimizer, rank, range(1))
+    events: list[str] = []
+
+    def noting(event: str, function: Any) -> Any:
+        return lambda *args: (events.append(event), function(*args))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_to_all", "gather"):
+            patch.setattr(Transport, name, noting("sent", getattr(Transport, name)))
+        patch.setattr(Coder, "decode", noting("decoded", Coder.decode))
+        train(model, optimizer, rank, range(1 + delay))
+    units = sum(bool(unit.compressed) for unit in handle.plan().units)
+    assert units > 1
+    assert events.index("decoded") == 1 + units  # the marks come first
 
 
 @on_ranks(2)
@@ -251,13 +296,13 @@ def test_a_late_exchange_is_waited_for(rank: int, world_size: int) -> None:
     optimizer = adam(model)
     handle = tagc.sites(model, optimizer, policy(every=4, delay=1))
     (anchor, *_) = handle.exchange_state.anchors
-    exchange = anchor.exchange
+    exchanging = anchor.exchanging
 
-    def late() -> None:
+    def late() -> Iterator[None]:
         time.sleep(0.3)
-        exchange()
+        return exchanging()
 
-    anchor.exchange = late  # type: ignore[method-assign]
+    anchor.exchanging = late  # type: ignore[method-assign]
     train(model, optimizer, rank, range(6))
     metrics = handle.metrics()
     assert (metrics.exchanges, metrics.waited) == (1, 1)
@@ -274,10 +319,10 @@ def test_what_fails_meanwhile_is_raised(rank: int, world_size: int) -> None:
     optimizer = adam(model)
     handle = tagc.sites(model, optimizer, policy(every=4, delay=2))
 
-    def fail() -> None:
+    def fail() -> Iterator[None]:
         raise RuntimeError("the link is down")
 
-    handle.exchange_state.anchors[0].exchange = fail  # type: ignore[method-assign]
+    handle.exchange_state.anchors[0].exchanging = fail  # type: ignore[method-assign]
     train(model, optimizer, rank, range(5))
     assert fails(lambda: train(model, optimizer, rank, range(1))) == (
         "RuntimeError",

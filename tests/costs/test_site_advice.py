@@ -61,6 +61,15 @@ def test_changes(delay: int) -> None:
     assert cost.seconds == pytest.approx(0.1 + cost.waits)
 
 
+@pytest.mark.parametrize(("units", "trips"), [(4, 3), (32, 5)])
+def test_round_trips_of_units_that_are_exchanged_at_once(units: int, trips: int) -> None:
+    """One for the anchors, and the two of all units that are begun together: 16 of these."""
+    shapes = {f"layers.{i}.mlp.weight": (1024, 1024) for i in range(units)}
+    asked = question(shapes=ModelShapes.of(shapes), world_size=3, sites=3)
+    _, cost = site_costs(asked, [policy(every=16)])[0]
+    assert cost.link * 16 == about(trips * 0.01 + units * 2 * 2 / 3 * MESSAGE / 1e6)
+
+
 def test_ranks_share_the_link_of_a_site() -> None:
     _, cost = site_costs(question(world_size=8), [policy(every=16)])[0]
     assert cost.wire_bytes == about(MESSAGE / 16)
@@ -139,3 +148,14 @@ def test_dtypes() -> None:
         model = torch.nn.Linear(1024, 1024, dtype=torch.bfloat16)
     plan = tagc.explain(model, policy(), world_size=2, sites=2)
     assert {unit.info.dtype for unit in plan.units} == {torch.float32}
+
+
+@pytest.mark.parametrize(("units", "at_once"), [(4, 4), (32, 16)])
+def test_the_memory_of_units_that_are_exchanged_at_once(units: int, at_once: int) -> None:
+    """Buffers of 2**24 elements, and as many changes."""
+    one = tagc.explain(SHAPES, policy(every=16), world_size=3, sites=3).memory
+    shapes = {f"layers.{i}.mlp.weight": shape for i in range(units) for shape in SHAPES.values()}
+    many = tagc.explain(shapes, policy(every=16), world_size=3, sites=3)
+    assert len(many.units) == units
+    assert many.memory.buffers == at_once * one.buffers
+    assert many.memory.stored - units * one.stored == (at_once - units) * 4 * NUMEL
