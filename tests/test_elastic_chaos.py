@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.recipes, pytest.mark.timeout(2400)]
 class Sites:
     """Processes, each a site, and the lighthouse that knows them."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, steps: int, policy: str) -> None:
         from torchft.coordination import LighthouseServer  # pyright: ignore
 
-        self.folder, self.steps = folder, steps
+        self.folder, self.steps, self.policy = folder, steps, policy
         self.lighthouse = LighthouseServer(
             bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=3000, heartbeat_timeout_ms=1500
         )
@@ -47,6 +47,7 @@ class Sites:
                     elastic_train.__file__,
                     self.folder / f"{name}.log",
                     str(self.steps),
+                    self.policy,
                 ],
                 env=environment,
                 stdout=subprocess.DEVNULL,
@@ -108,10 +109,10 @@ def check(sites: Sites) -> int:
     return compared
 
 
-@pytest.mark.parametrize("faults", [200])
-def test_random_faults(tmp_path: Path, faults: int) -> None:
+@pytest.mark.parametrize(("policy", "faults"), [("waiting", 100), ("delayed", 100)])
+def test_random_faults(tmp_path: Path, policy: str, faults: int) -> None:
     draw = random.Random(0)
-    sites = Sites(tmp_path, steps=10**9)
+    sites = Sites(tmp_path, 10**9, policy)
     stopped: dict[int, float] = {}
     try:
         for _ in range(3):

@@ -62,8 +62,14 @@ class Waits:
 
 
 @dataclass
-class _Flight:
-    """An exchange of one fragment that may run while training goes on."""
+class Flight:
+    """An exchange of one fragment that may run while training goes on.
+
+    Attributes:
+        landing: the optimizer step after which its averages are applied.
+        check: raises if anchors differ; called when it is done.
+        error: what it raised.
+    """
 
     landing: int
     check: Callable[[], None] = lambda: None
@@ -78,16 +84,25 @@ class _Flight:
             return False
         return self.event is None or self.event.query()
 
+    def start(self, work: Callable[[], None]) -> None:
+        """Do this in a thread."""
+        self.thread = threading.Thread(target=work, name="tagc-sites", daemon=True)
+        self.thread.start()
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        if self.thread is not None:
+            self.thread.join()
+        if self.event is not None:
+            self.event.synchronize()
+
     def wait(self) -> None:
         """Wait for it.
 
         Raises:
             Exception: what it raised.
         """
-        if self.thread is not None:
-            self.thread.join()
-        if self.event is not None:
-            self.event.synchronize()
+        self.join()
         if self.error:
             raise self.error[0]
         self.check()
@@ -118,7 +133,7 @@ class SiteExchange:
         # By sizes that do not depend on the number of shards, so that a resumed run has the same.
         parts = fragments_of([anchor.numel for anchor in anchors], config.fragments)
         self._fragments = [[anchors[i] for i in part] for part in parts]
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._compared = False
         device = anchors[0].values.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -189,7 +204,7 @@ class SiteExchange:
         self._compared = False
         self.steps, *landings = state["steps"].tolist()
         found = zip(self._places, landings, strict=True)
-        self._flights = {i: _Flight(landing) for i, landing in found if landing != -1}
+        self._flights = {i: Flight(landing) for i, landing in found if landing != -1}
 
     @property
     def _places(self) -> range:
@@ -217,12 +232,9 @@ class SiteExchange:
             return
         for anchor in fragment:
             anchor.take_change()
-        flight = self._flights[i] = _Flight(self.steps + delay)
+        flight = self._flights[i] = Flight(self.steps + delay)
         if self._stream is None:
-            flight.thread = threading.Thread(
-                target=self._fly, args=(fragment, flight), name="tagc-sites", daemon=True
-            )
-            flight.thread.start()
+            flight.start(lambda: self._fly(fragment, flight))
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
@@ -236,7 +248,7 @@ class SiteExchange:
         yield from anchor.exchanging()
         anchor.apply(mean=self._together)
 
-    def _fly(self, fragment: Sequence[Anchor], flight: _Flight) -> None:
+    def _fly(self, fragment: Sequence[Anchor], flight: Flight) -> None:
         try:
             flight.check = self._compare(fragment)
             if self._stream is None:

@@ -3,7 +3,8 @@
 Sites meet before every exchange. A site that is behind gets the anchors of another one and goes on
 from there. An exchange counts for all sites or for none: a site moves its anchors only after every
 site that was there has answered that it has the averages. If one does not answer, residuals are put
-back, and the sites that are left meet again.
+back, and the sites that are left meet again. With a delay, training goes on between the meeting and
+the moment when the averages are applied.
 
 A site that has the averages, but not every answer, is *in doubt*: another site may have all answers
 and count the exchange. It learns when it meets a site that is ahead: if that one names the exchange
@@ -16,6 +17,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,12 +35,24 @@ from tagc.collect import (
     gather_by_rank,
     in_turns,
 )
+from tagc.collect.site_exchange import Flight
 from tagc.collect.transport import failing_in
 from tagc.handle.site_links import Owed, SiteLinks
 from tagc.policy.sites import SitesConfig
 
 # How many of the last exchanges a site can name: more than others count while it is in doubt.
 _NAMED = 1024
+
+
+@dataclass
+class _Attempt(Flight):
+    """An attempt to exchange.
+
+    Attributes:
+        name: the name of the exchange, the same in all sites; 0 before this site has its averages.
+    """
+
+    name: int = 0
 
 
 class ElasticExchange(SiteExchange):
@@ -67,8 +81,10 @@ class ElasticExchange(SiteExchange):
         self._owed = links.owed()
         # The exchanges that this site is in doubt of, and what it owes if they count.
         self._doubts: dict[int, Owed] = {}
-        # Fragments of the exchange in progress, and whether this site has trained for it.
+        # The exchange in progress: its fragments, after which step, and whether this site has
+        # trained for it.
         self._now: list[int] = []
+        self._after = 0
         self._active = False
         self._last = [0] * _NAMED
         members.serve(self._sent, self._heal)
@@ -85,23 +101,41 @@ class ElasticExchange(SiteExchange):
             SitesLostError: if this site cannot reach the others.
         """
         self.steps += 1
-        due = self._due()
-        if due:
-            self._exchange(due)
+        landing = [i for i, flight in self._flights.items() if flight.landing <= self.steps]
+        for i in landing:
+            self._land(i)
+        # After a landing this site may be where another one is, which has begun that exchange.
+        if not landing and (due := self._due()):
+            self._exchange(due, delay=0 if self._together else self._config.delay)
 
     def exchange_all(self) -> None:
-        """Exchange all units now."""
+        """Exchange all units now; what is in flight comes first."""
+        for i in list(self._flights):
+            self._land(i)
         self._exchange(list(self._places))
+
+    def settle(self) -> None:
+        """See :meth:`SiteExchange.settle`. If the exchange has failed, this site owes what it owed
+        before; it tries again when the averages would be applied."""
+        for flight in self._flights.values():
+            flight.join()
+            if isinstance(flight, _Attempt) and flight.error:
+                self._put_back(flight)
 
     def release(self) -> None:
         """See :meth:`SiteExchange.release`."""
+        super().release()
         self._members.forget()
         self._doubts.clear()
 
     def state(self) -> dict[str, Tensor]:
         """See :meth:`SiteExchange.state`; also which exchanges this site counts."""
         numbers = [self._members.count, *self._last]
-        return super().state() | {"counted": torch.tensor(numbers, dtype=torch.int64, device="cpu")}
+        found = super().state()
+        for i, flight in self._flights.items():
+            if flight.error:
+                found["steps"][1 + i] = -1
+        return found | {"counted": torch.tensor(numbers, dtype=torch.int64, device="cpu")}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`SiteExchange.check_state`."""
@@ -116,54 +150,97 @@ class ElasticExchange(SiteExchange):
         count, *self._last = state["counted"].tolist()
         self._members.fall_behind(count)
 
-    def _exchange(self, due: list[int], *, active: bool = True) -> None:
+    def _exchange(self, due: list[int], *, active: bool = True, delay: int = 0) -> None:
         began = time.perf_counter()
         self._now, self._active = due, active
         self._owed = self._links.owed()
-        while (error := self._attempt()) is not None:
-            self.waits.failed += 1
-            warn(f"tagc.sites: an exchange did not count and is tried again: {error}")
-        for _ in self._now:
-            self._count(0.0)
+        attempt = self._begin(delay)
+        if attempt.thread is None:
+            self._finish(attempt)
+            self._count_now(waited=True)
+        else:
+            self._flights[due[0]] = attempt
         self.waits.seconds += time.perf_counter() - began
 
-    def _attempt(self) -> Exception | None:
-        """Meet, and exchange. Returns why the exchange does not count; None if it does."""
+    def _land(self, i: int) -> None:
+        flight = self._flights.pop(i)
+        late, began = not flight.done, time.perf_counter()
+        if isinstance(flight, _Attempt):
+            self._finish(flight)
+        else:  # its averages were loaded
+            self._now, self._active = [i], True
+            self._members.fall_behind(self._members.count + 1)
+            self._apply()
+        self._count_now(waited=late)
+        self.waits.seconds += time.perf_counter() - began
+
+    def _count_now(self, *, waited: bool) -> None:
+        self.waits.exchanges += len(self._now)
+        self.waits.waited += len(self._now) if waited else 0
+
+    def _begin(self, delay: int = 0) -> _Attempt:
+        """Meet, and exchange; in a thread if there is a delay, unless this site continues from
+        another one."""
         self._agree_on_count()
         group = self._members.meet()
-        error: Exception | None = None
-        name = 0
+        attempt = _Attempt(self.steps + delay)
         try:
             if group is None:
                 raise RuntimeError("this site could not connect to the others, or load their state")
             self._connect(group)
-            name = self._average(group)
+        except Exception as error:
+            attempt.error.append(error)
+            return attempt
+        self._after = self.steps
+        for anchor in self._anchors_now():
+            anchor.take_change(none=not self._active)
+        if delay and self._active:
+            attempt.start(lambda: self._fly_to(group, attempt))
+        else:
+            self._fly_to(group, attempt)
+        return attempt
+
+    def _fly_to(self, group: dist.ProcessGroup, attempt: _Attempt) -> None:
+        try:
+            attempt.name = self._average(group)
             self._wait_for_all(group)
-        except Exception as caught:
-            error = caught
+        except BaseException as error:
+            attempt.error.append(error)
+
+    def _finish(self, attempt: _Attempt) -> None:
+        """Apply the averages if the exchange counts, and until then try again."""
+        while (error := self._commit(attempt)) is not None:
+            self.waits.failed += 1
+            warn(f"tagc.sites: an exchange did not count and is tried again: {error}")
+            attempt = self._begin()
+        self._apply()
+
+    def _commit(self, attempt: _Attempt) -> Exception | None:
+        """Returns why the exchange does not count; None if it does."""
+        attempt.join()
+        error = attempt.error[0] if attempt.error else None
+        if error is not None and not isinstance(error, Exception):
+            raise error
         counts = False
         try:
             counts = self._members.commit(error)
         finally:
             if not counts:
-                self._put_back(name)
+                self._put_back(attempt)
         if counts:
-            self._last = [*self._last[1:], name]
+            self._last = [*self._last[1:], attempt.name]
             self._doubts.clear()
-            self._apply()
             return None
         if error is not None and not _is_of_the_link(error):
             raise error
         return error or RuntimeError("another rank of this site has an error")
 
-    def _put_back(self, name: int) -> None:
-        """Owe what this site owed before an attempt that does not count.
-
-        Args:
-            name: the name of the exchange, if this site has its averages; else 0.
-        """
-        if name:
-            self._doubts[name] = self._links.owed()
+    def _put_back(self, attempt: _Attempt) -> None:
+        """Owe what this site owed before an attempt that does not count. If the site has the
+        averages, it is in doubt."""
+        if attempt.name:
+            self._doubts[attempt.name] = self._links.owed()
+            attempt.name = 0
         # With new reducers: what failed may still write to the buffers of these.
         self._connect(self._links.nobody)
 
@@ -197,12 +274,10 @@ class ElasticExchange(SiteExchange):
             The name of the exchange, the same on all counterparts of this rank; never 0.
         """
         anchors = self._anchors_now()
-        for anchor in anchors:
-            anchor.take_change(none=not self._active)
         told = [
             1 + secrets.randbelow(2**48),
             int(self._active),
-            self.steps,
+            self._after,
             *self._now,
             *[-1] * (len(self._fragments) - len(self._now)),
         ]

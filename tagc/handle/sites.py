@@ -159,11 +159,6 @@ def _agree_on_request(
                 f"{DISABLE}=1, but sites do not train without their exchange; unset it, or use a "
                 "policy with codec dense"
             )
-        if group is None and one.sites.delay:
-            raise PolicyError(
-                f"policy {one.name!r} has sites.delay, but sites that come and go agree on an "
-                "exchange before training goes on: leave delay out"
-            )
         return one.sites, f"{one.name} ({one.hash[:12]})"
 
     def find() -> tuple[None, str]:

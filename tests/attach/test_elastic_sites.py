@@ -16,7 +16,7 @@ from support.elastic import Round
 from support.elastic_site import ElasticSite, check_accounts
 from support.exact import equal
 from support.failing import fails
-from support.site_net import FOUR_BITS, adam, policy, train
+from support.site_net import DENSE, FOUR_BITS, adam, policy, train
 from support.small_net import local_weights, net
 from support.units import gathered
 
@@ -25,7 +25,9 @@ LEAD = {
     "codec": {"kind": "matrix", "bits": 1},
     "feedback": {"kind": "residual", "lead": 0.5},
 }
-POLICY = policy(FOUR_BITS, every=2, outer={"rate": 0.7, "momentum": 0.5})
+OUTER = {"rate": 0.7, "momentum": 0.5}
+POLICY = policy(FOUR_BITS, every=2, outer=OUTER)
+DELAYED = policy(FOUR_BITS, every=6, fragments=2, delay=2, alpha=0.25, outer=OUTER)
 
 
 def random_script(seed: int, sites: int, rounds: int) -> list[Round]:
@@ -56,9 +58,10 @@ def random_script(seed: int, sites: int, rounds: int) -> list[Round]:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 40))]
 )
-def test_faults_at_random(rank: int, world_size: int, seed: int) -> None:
+@pytest.mark.parametrize("rules", [POLICY, DELAYED], ids=["waiting", "delayed"])
+def test_faults_at_random(rank: int, world_size: int, rules: Any, seed: int) -> None:
     script = random_script(seed, world_size, 8)
-    site = ElasticSite(rank, world_size, script, POLICY)
+    site = ElasticSite(rank, world_size, script, rules)
     site.run()
     check_accounts(site)
 
@@ -112,7 +115,7 @@ def test_a_doubt_outlives_a_state_that_does_not_arrive(rank: int, world_size: in
     owed = site.exchange._owed
     site.exchange._doubts = {7: owed}
     with patch.object(site.manager, "errored", return_value=RuntimeError("no state")):
-        error = site.exchange._attempt()
+        error = site.exchange._commit(site.exchange._begin())
     assert "could not connect to the others, or load their state" in str(error)
     assert site.exchange._doubts == {7: owed}
     # Nothing of the failed attempt is in the state.
@@ -164,17 +167,31 @@ def joined(rank: int, world_size: int, rules: Any = POLICY, **more: Any) -> Elas
     return site
 
 
-@on_ranks(3)
-def test_without_faults_sites_are_those_of_a_group(rank: int, world_size: int) -> None:
-    """To the bit, where each site sends its changes to all."""
-    rules = policy(FOUR_BITS, every=2, together=1) if world_size == 2 else policy(every=2)
+@on_ranks(2, 3)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        policy(FOUR_BITS, every=2, together=1),
+        policy(every=2),
+        DELAYED,
+        DELAYED | {"gradients": [DENSE]},
+    ],
+    ids=["4 bits", "dense", "delayed", "dense delayed"],
+)
+def test_without_faults_sites_are_those_of_a_group(
+    rank: int, world_size: int, rules: dict[str, Any]
+) -> None:
+    """To the bit, unless owners hand on what they owe."""
+    if world_size > 2 and rules["gradients"] != [DENSE]:
+        return
     site = joined(rank, world_size, rules)
-    train(site.model, site.optimizer, rank, range(6))
+    train(site.model, site.optimizer, rank, range(15))
     model = net()
     optimizer = adam(model)
     handle = tagc.sites(model, optimizer, rules)
-    train(model, optimizer, rank, range(6))
+    train(model, optimizer, rank, range(15))
     equal(local_weights(site.model), local_weights(model))
+    assert site.handle.metrics().failed == 0
     assert handle.metrics().exchanges == site.handle.metrics().exchanges
     assert handle.metrics().wire_bytes == site.handle.metrics().wire_bytes
 
@@ -193,13 +210,14 @@ def test_other_anchors_are_replaced_by_those_of_most_sites(rank: int, world_size
 
 
 @on_ranks(2)
-def test_resumes_to_the_bit(rank: int, world_size: int) -> None:
-    site = joined(rank, world_size)
+@pytest.mark.parametrize("rules", [POLICY, DELAYED], ids=["between", "in flight"])
+def test_resumes_to_the_bit(rank: int, world_size: int, rules: Any) -> None:
+    site = joined(rank, world_size, rules)
     train(site.model, site.optimizer, rank, range(3))
     state, own = site.handle.state_dict(), deepcopy(site.optimizer.state_dict())
     weights = local_weights(site.model)
     train(site.model, site.optimizer, rank, range(3, 7))
-    again = joined(rank, world_size, run="again")
+    again = joined(rank, world_size, rules, run="again")
     again.handle.load_state_dict(state)
     again.optimizer.load_state_dict(own)
     again.model.load_state_dict(weights)
@@ -208,6 +226,21 @@ def test_resumes_to_the_bit(rank: int, world_size: int) -> None:
     equal(local_weights(again.model), local_weights(site.model))
     equal(unnamed(again.handle.state_dict()), unnamed(site.handle.state_dict()))
     assert again.manager.current_step() == site.manager.current_step()
+
+
+@on_ranks(2)
+def test_what_failed_in_flight_is_not_saved(rank: int, world_size: int) -> None:
+    """And is tried again when its averages would be applied."""
+    script = [Round((0, 1), failed=i == 1) for i in range(4)]
+    site = joined(rank, world_size, DELAYED, script=script)
+    train(site.model, site.optimizer, rank, range(4))
+    (steps,) = (t for k, t in site.handle.state_dict().items() if k.endswith("sites.steps"))
+    assert steps.tolist() == [4, -1, -1]
+    equal(site.exchange._links.owed().residuals, site.exchange._owed.residuals)
+    train(site.model, site.optimizer, rank, range(4, 5))
+    metrics = site.handle.metrics()
+    assert (metrics.exchanges, metrics.failed) == (1, 1)
+    check_accounts(site)
 
 
 def unnamed(state: dict[str, Any]) -> dict[str, Any]:
@@ -234,10 +267,9 @@ def on_nccl(manager: Any) -> None:
         (POLICY, not_waiting, "make the torchft.Manager with use_async_quorum=False"),
         (POLICY, different_starts, "make the torchft.Manager with init_sync=True"),
         (POLICY, on_nccl, "backend 'torchft-nccl': give it torchft.ProcessGroupGloo"),
-        (policy(FOUR_BITS, every=4, delay=1), None, "leave delay out"),
         (policy(LEAD), None, "leave lead out for sites that come and go"),
     ],
-    ids=["quorum", "starts", "group", "delay", "lead"],
+    ids=["quorum", "starts", "group", "lead"],
 )
 def test_refusals(rank: int, world_size: int, rules: Any, spoil: Any, said: str) -> None:
     site = ElasticSite(rank, world_size, [Round((0, 1))], rules)

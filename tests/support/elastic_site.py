@@ -24,7 +24,7 @@ class ElasticSite:
         came_in: changes of every unit, by the name of the exchange.
         averages: averages, in the same way, and whether this site had trained for them.
         counted: names of the exchanges that this site counts.
-        marks: steps and fingerprints of all anchors, after each round.
+        marks: the step of the exchange and fingerprints of all anchors, after each round.
         lost: what this site owed when it died, by unit.
     """
 
@@ -61,9 +61,9 @@ class ElasticSite:
                 self.handle.remove()
                 self.start()
             else:
-                steps = self.exchange.steps
-                every = self.rules["sites"]["every"]
-                train(self.model, self.optimizer, self.site, range(steps, steps + every))
+                while self.manager.now == now:
+                    step = self.exchange.steps
+                    train(self.model, self.optimizer, self.site, range(step, step + 1))
 
     def start(self) -> None:
         """Join, with nothing kept."""
@@ -92,7 +92,7 @@ class ElasticSite:
 
     def _watch(self) -> None:
         exchange, manager = self.exchange, self.manager
-        average, wait, whole = exchange._average, exchange._wait_for_all, exchange._exchange
+        average, wait, finish = exchange._average, exchange._wait_for_all, exchange._finish
         vote = ScriptedManager.should_commit
         taken: dict[int, Tensor] = {}
 
@@ -107,12 +107,12 @@ class ElasticSite:
             anchor.take_change = noted
 
         def averaged(group: Any) -> int:
-            taken.clear()
+            changes = {i: taken.pop(i) for i in list(taken)}
             self.name = average(group)
             nothing = [torch.zeros_like(a.values, dtype=torch.float64) for a in exchange.anchors]
             pairs = list(enumerate(zip(exchange.anchors, nothing, strict=True)))
-            self.came_in[self.name] = [taken.get(i, n) for i, (_, n) in pairs]
-            given = [a.change.double() if i in taken else n for i, (a, n) in pairs]
+            self.came_in[self.name] = [changes.get(i, n) for i, (_, n) in pairs]
+            given = [a.change.double() if i in changes else n for i, (a, n) in pairs]
             self.averages[self.name] = exchange._active, given
             if manager.fails("averages"):
                 raise RuntimeError("a site died")
@@ -129,14 +129,14 @@ class ElasticSite:
                 self.counted.add(self.name)
             return counts
 
-        def exchanged(*args: Any, **kwargs: Any) -> None:
+        def finished(attempt: Any) -> None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "tagc.sites: an exchange did not count")
-                whole(*args, **kwargs)
+                finish(attempt)
             marks = [n for a in exchange.anchors for n in fingerprint(a.values).tolist()]
-            self.marks[manager.now] = [exchange.steps, *marks]
+            self.marks[manager.now] = [exchange._after, *marks]
 
-        exchange._average, exchange._wait_for_all, exchange._exchange = averaged, waited, exchanged
+        exchange._average, exchange._wait_for_all, exchange._finish = averaged, waited, finished
         manager.should_commit = voted
 
 

@@ -1,6 +1,6 @@
 """Trains one site under torchft, with a line of its accounts for every exchange that it counts.
 
-Usage: python elastic_train.py LOG STEPS, with TORCHFT_LIGHTHOUSE in the environment.
+Usage: python elastic_train.py LOG STEPS POLICY, with TORCHFT_LIGHTHOUSE in the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from support.small_net import net
 
 TIMEOUT = 4
 """Seconds after which a site is given up."""
-POLICY = policy(FOUR_BITS, every=4, outer={"rate": 0.7, "momentum": 0.5})
+OUTER = {"rate": 0.7, "momentum": 0.5}
+POLICIES = {
+    "waiting": policy(FOUR_BITS, every=4, outer=OUTER),
+    "delayed": policy(FOUR_BITS, every=8, fragments=2, delay=3, alpha=0.25, outer=OUTER),
+}
 
 
 def main() -> None:
@@ -51,7 +55,7 @@ def main() -> None:
     )
     model = net()
     optimizer = adam(model)
-    sites = tagc.sites(model, optimizer, POLICY, sites=manager)
+    sites = tagc.sites(model, optimizer, POLICIES[sys.argv[3]], sites=manager)
     exchange: Any = sites.exchange_state
     watch(exchange, manager, log)
     while exchange.steps < steps:
@@ -62,11 +66,16 @@ def main() -> None:
 
 def watch(exchange: Any, manager: Any, log: Path) -> None:
     """Write a line after each exchange."""
-    whole, average = exchange._exchange, exchange._average
+    begin, average, finish = exchange._begin, exchange._average, exchange._finish
     sums: dict[str, Any] = {}
 
+    def begun(delay: int = 0) -> Any:
+        sums["came_in"], began = 0.0, time.monotonic()
+        attempt = begin(delay)
+        sums["seconds"] = time.monotonic() - began
+        return attempt
+
     def averaged(group: Any) -> int:
-        sums["came_in"] = 0.0
         name = average(group)
         sums["name"], sums["sites"] = name, group.size()
         return name
@@ -83,24 +92,24 @@ def watch(exchange: Any, manager: Any, log: Path) -> None:
 
         anchor.take_change, anchor.apply = noted, applied
 
-    def exchanged(*args: Any, **options: Any) -> None:
-        sums["average"], began = 0.0, time.monotonic()
-        whole(*args, **options)
+    def finished(attempt: Any) -> None:
+        sums["average"], began, before = 0.0, time.monotonic(), sums["seconds"]
+        finish(attempt)
         line = sums | {
             "count": manager.current_step(),
-            "steps": exchange.steps,
+            "steps": exchange._after,
             "active": exchange._active,
             "marks": [n for a in exchange.anchors for n in a.mark().tolist()],
             "owed_before": owed(exchange._owed),
             "owed_after": owed(exchange._links.owed()),
             "failed": exchange.waits.failed,
             "healed": exchange.waits.healed,
-            "seconds": time.monotonic() - began,
+            "seconds": before + time.monotonic() - began,
         }
         with log.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    exchange._average, exchange._exchange = averaged, exchanged
+    exchange._begin, exchange._average, exchange._finish = begun, averaged, finished
 
 
 def owed(found: Any) -> float:
