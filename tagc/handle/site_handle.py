@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tagc.attach.sites import OwnGroup, SiteUnit
@@ -91,12 +91,13 @@ class Sites(Handle):
             delattr(self._model, _ATTRIBUTE)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Exchange as this optimizer steps."""
+        """Exchange as this optimizer steps. Steps at a learning rate of 0 do not count: torch's
+        ``get_state_dict`` takes one to make a new optimizer's state."""
         mine = weakref.ref(self)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             sites = mine()
-            if sites is not None:
+            if sites is not None and any(_moves(group["lr"]) for group in optimizer.param_groups):
                 sites._exchange.step()
 
         self._hook = optimizer.register_step_post_hook(after_step)
@@ -124,3 +125,10 @@ class Sites(Handle):
             gathered=(),
             clock=self._exchange,
         )
+
+
+def _moves(rate: float | Tensor) -> bool:
+    """Whether a learning rate is not 0. To read one on a GPU would wait; torch's is on the CPU."""
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        return True
+    return rate != 0

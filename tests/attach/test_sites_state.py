@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import tagc
 from support.distributed import on_ranks, run_ranks
 from support.exact import equal
 from support.site_net import FOUR_BITS, adam, inside, policy, train
-from support.small_net import local, local_weights
+from support.small_net import local, local_weights, net
 from support.states import shared_folder
 
 DELAYED = policy(FOUR_BITS, every=4, fragments=2, delay=1, alpha=0.5)
@@ -133,3 +134,16 @@ def test_another_number_of_sites(
 
 def _on(rank: int, what: str, world_size: int, kind: str, folder: Path) -> dict[str, Any]:
     return {"saved": saved, "loaded": loaded}[what](rank, world_size, kind, folder)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+def test_a_step_that_torch_takes_does_not_count(rank: int, world_size: int, rate: Any) -> None:
+    """torch makes a new optimizer's state by a step at a learning rate of 0."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    handle = tagc.sites(model, optimizer, policy(every=2))
+    get_state_dict(model, optimizer)
+    assert handle.metrics().steps == 0
+    train(model, optimizer, rank, range(2))
+    assert handle.metrics().exchanges == 1
