@@ -10,7 +10,8 @@ what it does now.
   whether a run is its own;
 - ``checkpoints.tar.xz``: a checkpoint of every shipped policy in both formats, in the middle of a
   training;
-- ``resumed.txt``: SHA-256 of what the step after each checkpoint gives.
+- ``resumed.txt``: SHA-256 of what the step after each checkpoint gives; for sites the steps until
+  all has been exchanged once more.
 
 Inputs are integer arithmetic (``inputs.py``) and every product with one is exact, so that neither
 torch's generators nor the processor's matrix products have a say.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 
-from golden.checkpoints import FORMATS, RANKS, SHIPPED, resume, train
+from golden.checkpoints import CASES, FORMATS, RANKS, resume, train
 from golden.identities import identities
 from golden.messages import DTYPES, hashes
 from golden.messages import RANKS as NUMBERS
@@ -36,8 +36,8 @@ def make_identities() -> None:
 
 
 def make_checkpoints() -> None:
-    """A checkpoint of every shipped policy, and the step after it."""
-    policies = SHIPPED
+    """A checkpoint of every shipped policy, and what comes after it."""
+    policies = list(CASES)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_ranks(train, RANKS, policies, folder, timeout=240)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from golden.checkpoints import FORMATS, SHIPPED
+from golden.checkpoints import CASES, FORMATS
 from golden.identities import identities
 from golden.make import read, resumed, unpack
 from golden.messages import DTYPES, RANKS, hashes
@@ -43,5 +43,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_checkpoints_resume_to_the_bit(folder: Path, form: str) -> None:
     golden = read("resumed.txt")
     policies = sorted({case.partition(" | ")[0] for case in golden})
-    assert policies == SHIPPED
+    assert policies == list(CASES)
     assert resumed(folder, policies, form) == golden
