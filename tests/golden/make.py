@@ -1,14 +1,19 @@
-"""Makes the golden files, or some of them. Commit what changes only with what the change log says
-about it: a difference ends the exact resume of somebody's run."""
+"""Makes the golden files, or some of them: ``python -m golden.make [FILE ...] [POLICY ...]``.
+
+Commit what changes only with what the change log says about it: a difference ends the exact resume
+of somebody's run. Checkpoints that there are stay, as earlier versions made them, unless the policy
+is named.
+"""
 
 from __future__ import annotations
 
 import io
 import lzma
+import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -22,7 +27,7 @@ HERE = Path(__file__).parent
 CHECKPOINTS = HERE / "checkpoints.tar.xz"
 
 
-def make_messages() -> None:
+def make_messages(_: Sequence[str]) -> None:
     """What codecs send and add up."""
     found: dict[str, str] = {}
     for ranks, dtype in product(NUMBERS, DTYPES):
@@ -30,24 +35,29 @@ def make_messages() -> None:
     write("messages.txt", found)
 
 
-def make_identities() -> None:
+def make_identities(_: Sequence[str]) -> None:
     """By what checkpoints know their policy and plan."""
     write("identities.txt", identities())
 
 
-def make_checkpoints() -> None:
+def make_checkpoints(again: Sequence[str]) -> None:
     """A checkpoint of every shipped policy, and what comes after it."""
     policies = list(CASES)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run_ranks(train, RANKS, policies, folder, timeout=240)
+        unpack(folder)
+        for made in folder.iterdir():
+            if made.name in again or made.name not in policies:
+                shutil.rmtree(made)
+        missing = [policy for policy in policies if not (folder / policy).exists()]
+        run_ranks(train, RANKS, missing, folder, timeout=240)
         CHECKPOINTS.write_bytes(lzma.compress(_packed(folder), preset=9 | lzma.PRESET_EXTREME))
         first, second = (resumed(folder, policies, form) for form in FORMATS)
     assert first == second, "the formats resume to different steps"
     write("resumed.txt", first)
 
 
-FILES: dict[str, Callable[[], None]] = {
+FILES: dict[str, Callable[[Sequence[str]], None]] = {
     "messages": make_messages,
     "identities": make_identities,
     "checkpoints": make_checkpoints,
@@ -90,5 +100,6 @@ def _packed(folder: Path) -> bytes:
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or FILES:
-        FILES[chosen]()
+    named = [name for name in sys.argv[1:] if name not in FILES]
+    for chosen in [name for name in sys.argv[1:] if name in FILES] or FILES:
+        FILES[chosen](named)
