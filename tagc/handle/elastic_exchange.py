@@ -179,7 +179,7 @@ class ElasticExchange(SiteExchange):
         self.waits.waited += len(self._now) if waited else 0
 
     def _begin(self, delay: int = 0) -> _Attempt:
-        """Meet, and exchange; in a thread if there is a delay, unless this site continues from
+        """Meet, and exchange; if there is a delay, in a thread, unless this site continues from
         another one."""
         self._agree_on_count()
         group = self._members.meet()
@@ -194,7 +194,8 @@ class ElasticExchange(SiteExchange):
         self._after = self.steps
         for anchor in self._anchors_now():
             anchor.take_change(none=not self._active)
-        if delay and self._active:
+        # On a GPU a thread would need a stream and a device of its own.
+        if delay and self._active and self._stream is None:
             attempt.start(lambda: self._fly_to(group, attempt))
         else:
             self._fly_to(group, attempt)
@@ -252,12 +253,12 @@ class ElasticExchange(SiteExchange):
                 self._members.fall_behind(min(counts.values()))
 
     def _apply(self) -> None:
+        for anchor in self._anchors_now():
+            anchor.apply(mean=self._together)
         if not self._active:
             # The parameters that another site sent along have its own progress.
             for anchor in self.anchors:
                 anchor.reset()
-        for anchor in self._anchors_now():
-            anchor.apply(mean=self._together)
 
     def _connect(self, group: dist.ProcessGroup) -> None:
         if group is self._group:
