@@ -3,12 +3,9 @@
 Sites meet before every exchange. A site that is behind gets the anchors of another one and goes on
 from there. An exchange counts for all sites or for none: a site moves its anchors only after every
 site that was there has answered that it has the averages. If one does not answer, residuals are put
-back, and the sites that are left meet again. With a delay, training goes on between the meeting and
-the moment when the averages are applied.
-
-A site that has the averages, but not every answer, is *in doubt*: another site may have all answers
-and count the exchange. It learns when it meets a site that is ahead: if that one names the exchange
-among those that it counts, the residuals are those of after the exchange, otherwise of before.
+back, and the sites that are left meet again; :mod:`.site_ledger` says how a site learns whether
+others count an exchange of which it lacks an answer. With a delay, training goes on between the
+meeting and the moment when the averages are applied.
 """
 
 from __future__ import annotations
@@ -37,11 +34,9 @@ from tagc.collect import (
 )
 from tagc.collect.site_exchange import Flight
 from tagc.collect.transport import failing_in
-from tagc.handle.site_links import Owed, SiteLinks
+from tagc.handle.site_ledger import SiteLedger
+from tagc.handle.site_links import SiteLinks
 from tagc.policy.sites import SitesConfig
-
-# How many of the last exchanges a site can name: more than others count while it is in doubt.
-_NAMED = 1024
 
 
 @dataclass
@@ -79,14 +74,12 @@ class ElasticExchange(SiteExchange):
         self._members, self._links, self._identity = members, links, identity
         self._inside = inside
         self._owed = links.owed()
-        # The exchanges that this site is in doubt of, and what it owes if they count.
-        self._doubts: dict[int, Owed] = {}
+        self._ledger = SiteLedger()
         # The exchange in progress: its fragments, after which step, and whether this site has
         # trained for it.
         self._now: list[int] = []
         self._after = 0
         self._active = False
-        self._last = [0] * _NAMED
         members.serve(self._sent, self._heal)
 
     def join(self) -> None:
@@ -126,11 +119,11 @@ class ElasticExchange(SiteExchange):
         """See :meth:`SiteExchange.release`."""
         super().release()
         self._members.forget()
-        self._doubts.clear()
+        self._ledger.doubts.clear()
 
     def state(self) -> dict[str, Tensor]:
         """See :meth:`SiteExchange.state`; also which exchanges this site counts."""
-        numbers = [self._members.count, *self._last]
+        numbers = [self._members.count, *self._ledger.counted]
         found = super().state()
         for i, flight in self._flights.items():
             if flight.error:
@@ -147,7 +140,7 @@ class ElasticExchange(SiteExchange):
         """See :meth:`SiteExchange.load_state`. The sites that have counted most go on, and the
         others continue from them."""
         super().load_state(state)
-        count, *self._last = state["counted"].tolist()
+        count, *self._ledger.counted = state["counted"].tolist()
         self._members.fall_behind(count)
 
     def _exchange(self, due: list[int], *, active: bool = True, delay: int = 0) -> None:
@@ -229,8 +222,7 @@ class ElasticExchange(SiteExchange):
             if not counts:
                 self._put_back(attempt)
         if counts:
-            self._last = [*self._last[1:], attempt.name]
-            self._doubts.clear()
+            self._ledger.count(attempt.name)
             return None
         if error is not None and not _is_of_the_link(error):
             raise error
@@ -240,7 +232,7 @@ class ElasticExchange(SiteExchange):
         """Owe what this site owed before an attempt that does not count. If the site has the
         averages, it is in doubt."""
         if attempt.name:
-            self._doubts[attempt.name] = self._links.owed()
+            self._ledger.doubt(attempt.name, self._links.owed())
             attempt.name = 0
         # With new reducers: what failed may still write to the buffers of these.
         self._connect(self._links.nobody)
@@ -326,7 +318,7 @@ class ElasticExchange(SiteExchange):
             "identity": self._identity,
             "steps": self.steps,
             "now": list(self._now),
-            "last": list(self._last),
+            "counted": list(self._ledger.counted),
             "exchanges": [anchor.reducer.counters.all_steps for anchor in self.anchors],
             "anchors": [anchor.values for anchor in self.anchors],
             "momenta": [anchor.momentum for anchor in self.anchors],
@@ -341,10 +333,7 @@ class ElasticExchange(SiteExchange):
                 f"{sent['identity']}: start it with the same model, held over as many ranks, the "
                 "same policy and version of tagc"
             )
-        for name, owed in self._doubts.items():
-            if name in sent["last"]:
-                self._owed = owed
-        self._doubts.clear()
+        self._owed = self._ledger.learn(sent["counted"]) or self._owed
         for anchor, values, momentum in zip(
             self.anchors, sent["anchors"], sent["momenta"], strict=True
         ):
@@ -352,7 +341,7 @@ class ElasticExchange(SiteExchange):
             if anchor.momentum is not None:
                 anchor.momentum.copy_(momentum)
         self._owed.exchanges[:] = sent["exchanges"]
-        self.steps, self._now, self._last = sent["steps"], list(sent["now"]), list(sent["last"])
+        self.steps, self._now = sent["steps"], list(sent["now"])
         self._active, self._group = False, None
         self.waits.healed += 1
 

@@ -131,4 +131,4 @@ def _moves(rate: float | Tensor) -> bool:
     """Whether a learning rate is not 0. To read one on a GPU would wait; torch's is on the CPU."""
     if isinstance(rate, Tensor) and rate.device.type != "cpu":
         return True
-    return rate != 0
+    return bool(rate != 0)
