@@ -49,13 +49,13 @@ def test_every_group_of_a_support_has_a_cell() -> None:
     support.current.copy_(to_bitmap(kept))
     table = torch.randint(-(2**31), 2**31 - 1, (2, groups), dtype=torch.int32)
     cells = torch.full((2, capacity), 7, dtype=torch.int32)
-    support.collect(table, cells)
+    places = support.collect(table, cells)
     here = table[0][kept[0]]
     assert torch.equal(cells[0, : len(here)], here)
     assert not cells[0, len(here) :].any()
     assert not cells[1].any()
     for row in range(2):
-        assert torch.equal(support.spread(cells[row], row), table[row] * kept[row])
+        assert torch.equal(support.spread(cells[row], places[row]), table[row] * kept[row])
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 18])

@@ -72,28 +72,32 @@ class Support:
         """Read the owners' choices ``[D, index_words]`` for the next step."""
         ops.read_index(index, self.current, layout=self._layout)
 
-    def collect(self, table: Tensor, cells: Tensor) -> None:
+    def collect(self, table: Tensor, cells: Tensor) -> Tensor:
         """Write the cells of the support's groups to ``cells`` ``[D, capacity]``, zeros behind.
 
         Args:
             table: ``[D, groups]`` int32.
+
+        Returns:
+            The place of every group among those of the support, from 1 on, and 0 for the others;
+            ``[D, groups]`` int64.
         """
-        # One cell more, for the groups that are not in the support.
+        kept = from_bitmap(self.current, self._layout.groups)
+        places = kept.cumsum(1).mul_(kept)
         found = cells.new_zeros(len(cells), self._layout.capacity + 1)
-        found.scatter_(1, self._places(self.current), table)
-        cells.copy_(found[:, :-1])
+        found.scatter_(1, places, table)
+        cells.copy_(found[:, 1:])
+        return places
 
-    def spread(self, cells: Tensor, row: int) -> Tensor:
-        """The table ``[groups]`` of the cells ``[capacity]`` for destination ``row``; zeros for
-        groups that are not in its support."""
-        padded = torch.cat((cells, cells.new_zeros(1)))
-        return padded.gather(0, self._places(self.current[row : row + 1])[0])
+    @staticmethod
+    def spread(cells: Tensor, places: Tensor) -> Tensor:
+        """The table ``[groups]`` of the cells ``[capacity]`` of a destination; zeros for groups
+        that are not in its support.
 
-    def _places(self, bitmaps: Tensor) -> Tensor:
-        """The place of each group among the set bits of ``bitmaps`` ``[n, words]``, ``[n, groups]``
-        int64; the capacity for the others."""
-        kept = from_bitmap(bitmaps, self._layout.groups)
-        return (kept.cumsum(1) - 1).masked_fill_(~kept, self._layout.capacity)
+        Args:
+            places: the destination's ``[groups]``, as :meth:`collect` returned them.
+        """
+        return torch.cat((cells.new_zeros(1), cells)).gather(0, places)
 
     def state(self) -> dict[str, Tensor]:
         """The state that the next step depends on."""
@@ -124,5 +128,5 @@ class Support:
         """Add the next window to ``bitmap`` ``[1, bitmap_words]``."""
         stop = min(self._words, self._at + self._window)
         bitmap[:, self._at : stop] = -1
-        bitmap[:, -1] &= self._last if self._last < 1 << 31 else -1
+        bitmap[:, -1].bitwise_and_(self._last if self._last < 1 << 31 else -1)
         self._at = stop % self._words

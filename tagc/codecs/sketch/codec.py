@@ -37,7 +37,7 @@ from tagc.ops.sketch import SketchLayout
 _SCALE_DENSITY = 0.5
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Shared:
     """A segment's shared support.
 
@@ -45,11 +45,13 @@ class _Shared:
         place: the segment's position among those with a shared support.
         support: the groups that all ranks send.
         union: ``[1, index_words]``, the index for decoding this rank's shard.
+        places: from encoding to decoding, the places of this rank's shard among the cells.
     """
 
     place: int
     support: Support
     union: Tensor
+    places: Tensor | None = None
 
 
 class SketchCodec(Codec[SketchPlan]):
@@ -144,7 +146,8 @@ class SketchCodec(Codec[SketchPlan]):
                     support=None if shared is None else shared.support.current,
                 )
             if shared is not None:
-                shared.support.collect(table, cells)
+                # All of them would keep much memory until they are decoded.
+                shared.places = shared.support.collect(table, cells)[exchange.row].clone()
                 self._choose(part, shared, index, exchange.row)
 
     def _choose(self, part: Part[SketchPlan], shared: _Shared, index: Tensor, own: int) -> None:
@@ -181,10 +184,11 @@ class SketchCodec(Codec[SketchPlan]):
             index, shared = received[:, part.words], self._shared.get(i)
             cells = summed[self._cell_columns[i]]
             if shared is not None:
-                cells = shared.support.spread(cells, exchange.row)
+                assert shared.places is not None
+                cells, shared.places = shared.support.spread(cells, shared.places), None
                 choices, poison = index[:, :-1], index[:, -1]
                 shared.union[0, :-1] = shared.support.current[exchange.row]
-                shared.union[0, -1] = poison.amax()
+                torch.amax(poison, 0, out=shared.union[0, -1])
                 shared.support.receive(self._ops, choices)
                 index = shared.union
             columns = out[part.columns]

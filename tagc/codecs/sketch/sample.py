@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tagc.codecs.sample import ROWS, Sample, TimedSteps
 from tagc.codecs.selection.capacity import capacity_for
@@ -25,15 +26,17 @@ def sample_sketch(plan: SketchPlan, s: Sample) -> TimedSteps:
     cells = s.empty(ROWS, layout.cells)
     seed, out = torch.zeros(1, dtype=torch.int32, device=s.grad.device), torch.empty_like(s.grad[0])
     support: Support | None = None
+    places: Tensor | None = None
 
     def encode() -> None:
+        nonlocal places
         s.ops.encode(
             s.grad, s.residual, threshold, step, seed, index, cells, counts,
             layout=layout, levels=plan.levels, capacity=capacity,
             support=None if support is None else support.current,
         )  # fmt: skip
         if support is not None:
-            support.collect(cells, sent)
+            places = support.collect(cells, sent)[0].clone()
 
     sent = cells
     if plan.shared:
@@ -46,7 +49,10 @@ def sample_sketch(plan: SketchPlan, s: Sample) -> TimedSteps:
 
     def decode() -> None:
         torch.sum(sent, 0, dtype=total.dtype, out=total)  # decoding may overwrite it
-        table = total if support is None else support.spread(total, 0)
+        table = total
+        if support is not None:
+            assert places is not None
+            table = support.spread(total, places)
         s.ops.decode(index, table, step[:1], seed, out, None, stats, layout=layout, divisor=ROWS)
 
     return encode, decode
