@@ -7,7 +7,6 @@ and the site goes on from there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -65,11 +64,6 @@ class Anchor:
         shard.read(self.values)
         self.momentum = torch.zeros_like(self.values) if config.outer.momentum else None
         self.change = torch.zeros_like(self.values) if config.delay else None
-
-    @property
-    def numel(self) -> int:
-        """Elements of the unit in a whole site."""
-        return sum(math.prod(param.shape) for param in self.reducer.plan.info.params)
 
     @property
     def size(self) -> int:

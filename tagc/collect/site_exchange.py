@@ -15,6 +15,7 @@ from tagc.codecs.state import MAX_COUNT
 from tagc.collect.anchor import Anchor
 from tagc.collect.transport import Transport, failing_in
 from tagc.collect.turns import in_turns
+from tagc.plan import fragments_of
 from tagc.policy.sites import SitesConfig
 
 _REMEDY = (
@@ -25,21 +26,6 @@ _REMEDY = (
 
 class SitesDifferError(RuntimeError):
     """Sites have different anchors."""
-
-
-def fragments_of(columns: Sequence[int], fragments: int) -> list[list[int]]:
-    """Divide units into fragments of about equal size: the indexes of each fragment's units.
-
-    Args:
-        columns: the size of every unit.
-    """
-    found: list[list[int]] = [[] for _ in range(fragments)]
-    sizes = [0] * fragments
-    for i, size in enumerate(columns):
-        smallest = sizes.index(min(sizes))
-        found[smallest].append(i)
-        sizes[smallest] += size
-    return found
 
 
 @dataclass
@@ -130,8 +116,8 @@ class SiteExchange:
         """
         self._config, self._group = config, group
         self.anchors = anchors
-        # By sizes that do not depend on the number of shards, so that a resumed run has the same.
-        parts = fragments_of([anchor.numel for anchor in anchors], config.fragments)
+        infos = [anchor.reducer.plan.info for anchor in anchors]
+        parts = fragments_of(infos, config.fragments)
         self._fragments = [[anchors[i] for i in part] for part in parts]
         self._flights: dict[int, Flight] = {}
         self._compared = False

@@ -73,7 +73,7 @@ class StageSetup:
 
     @property
     def workspace(self) -> Workspace:
-        """Scratch buffers, shared by all units."""
+        """Scratch buffers."""
         return self.codec.workspace
 
 
@@ -228,7 +228,8 @@ class ReduceMessages(Messages):
             else:
                 work = transport.all_to_all(received, send, plan.sent)
             self.coder.start(exchange)
-            yield
+        yield
+        with record_function(f"TAGC::exchange ({self._name})"):
             work.wait()
             self.coder.wait()
         with record_function(f"TAGC::decode ({self._name})"):

@@ -1,4 +1,4 @@
-"""Works on several units in turns: one is computed while messages of the others are in flight."""
+"""Exchanges several units in turns: one is computed while messages of the others are in flight."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Iterable, Iterator
 from tagc.plan import AT_ONCE
 
 
-def in_turns(works: Iterable[tuple[int, Iterator[None]]]) -> None:
-    """Do all of these works. Each is a generator, which pauses while its messages are in flight.
+def in_turns(exchanges: Iterable[tuple[int, Iterator[None]]]) -> None:
+    """Exchange all of these units. An exchange is a generator, which pauses while its messages are
+    in flight.
 
-    The order of their parts depends on the sizes only, so ranks that do the same works meet in the
-    same collectives.
+    The order depends on the sizes only, so ranks that exchange the same units meet in the same
+    collectives.
 
     Args:
-        works: the elements of each unit, and its work.
+        exchanges: the elements of each unit, and its exchange.
     """
-    later, begun = deque(works), deque[tuple[int, Iterator[None]]]()
+    later, begun = deque(exchanges), deque[tuple[int, Iterator[None]]]()
     elements = 0
     while later or begun:
         if later and (not begun or elements + later[0][0] <= AT_ONCE):

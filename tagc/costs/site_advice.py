@@ -107,8 +107,12 @@ def _cost(question: SiteQuestion, policy: Policy, name: str) -> SiteCost:
         config, every = policy.sites, policy.sites.every
         # Units that are exchanged at once wait for the link together, but not for units of another
         # fragment; and each fragment's anchors are compared in a collective of its own.
+        # Uncompressed units go one after another.
         pairs = zip(traffics, plan.units, strict=True)
-        together = sum(t.collectives * min(1.0, u.buffer_columns / AT_ONCE) for t, u in pairs)
+        together = sum(
+            t.collectives * (min(1.0, u.buffer_columns / AT_ONCE) if u.compressed else 1.0)
+            for t, u in pairs
+        )
         alone = config.fragments * max(t.collectives for t in traffics)
         exchange += (config.fragments + max(together, alone)) * q.latency
         late = max(0.0, exchange / config.fragments - config.delay * compute)

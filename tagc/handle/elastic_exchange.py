@@ -49,6 +49,11 @@ class _Attempt(Flight):
 
     name: int = 0
 
+    @property
+    def has_no_averages(self) -> bool:
+        """Whether it failed before this site had them."""
+        return bool(self.error) and not self.name
+
 
 class ElasticExchange(SiteExchange):
     """Exchanges units between the sites that are there."""
@@ -75,12 +80,18 @@ class ElasticExchange(SiteExchange):
         self._inside = inside
         self._owed = links.owed()
         self._ledger = SiteLedger()
+        self._sites = 0
         # The exchange in progress: its fragments, after which step, and whether this site has
         # trained for it.
         self._now: list[int] = []
         self._after = 0
         self._active = False
         members.serve(self._sent, self._heal)
+
+    @property
+    def sites(self) -> int:
+        """Number of sites in the last exchange that counts."""
+        return self._sites
 
     def join(self) -> None:
         """Meet the other sites. If they have exchanged before, continue from them."""
@@ -97,27 +108,34 @@ class ElasticExchange(SiteExchange):
         landing = [i for i, flight in self._flights.items() if flight.landing <= self.steps]
         for i in landing:
             self._land(i)
-        # After a landing this site may be where another one is, which has begun that exchange.
+        # A landing may have healed this site into the exchange that is due at its new step.
         if not landing and (due := self._due()):
             self._exchange(due, delay=0 if self._together else self._config.delay)
 
     def exchange_all(self) -> None:
         """Exchange all units now; what is in flight comes first."""
-        for i in list(self._flights):
+        landing = list(self._flights)
+        for i in landing:
             self._land(i)
-        self._exchange(list(self._places))
+        # A landing may have healed this site into this exchange of another one.
+        if not landing or self._active:
+            self._exchange(list(self._places))
 
     def settle(self) -> None:
-        """See :meth:`SiteExchange.settle`. If the exchange has failed, this site owes what it owed
-        before; it tries again when the averages would be applied."""
+        """See :meth:`SiteExchange.settle`. If it has no averages because the exchange failed, this
+        site owes what it owed before; it tries again when they would be applied."""
         for flight in self._flights.values():
             flight.join()
-            if isinstance(flight, _Attempt) and flight.error:
+            if isinstance(flight, _Attempt) and flight.has_no_averages:
                 self._put_back(flight)
 
     def release(self) -> None:
         """See :meth:`SiteExchange.release`."""
+        flights = list(self._flights.values())
         super().release()
+        for error in (error for flight in flights for error in flight.error):
+            if not _is_of_the_link(error):
+                raise error
         self._members.forget()
         self._ledger.doubts.clear()
 
@@ -126,7 +144,7 @@ class ElasticExchange(SiteExchange):
         numbers = [self._members.count, *self._ledger.counted]
         found = super().state()
         for i, flight in self._flights.items():
-            if flight.error:
+            if isinstance(flight, _Attempt) and flight.has_no_averages:
                 found["steps"][1 + i] = -1
         return found | {"counted": torch.tensor(numbers, dtype=torch.int64, device="cpu")}
 
@@ -145,7 +163,7 @@ class ElasticExchange(SiteExchange):
 
     def _exchange(self, due: list[int], *, active: bool = True, delay: int = 0) -> None:
         began = time.perf_counter()
-        self._now, self._active = due, active
+        self._now, self._active, self._after = due, active, self.steps
         self._owed = self._links.owed()
         attempt = self._begin(delay)
         if attempt.thread is None:
@@ -157,7 +175,7 @@ class ElasticExchange(SiteExchange):
 
     def _land(self, i: int) -> None:
         flight = self._flights.pop(i)
-        late, began = not flight.done, time.perf_counter()
+        late, began = not flight.done or bool(flight.error), time.perf_counter()
         if isinstance(flight, _Attempt):
             self._finish(flight)
         else:  # its averages were loaded
@@ -172,8 +190,8 @@ class ElasticExchange(SiteExchange):
         self.waits.waited += len(self._now) if waited else 0
 
     def _begin(self, delay: int = 0) -> _Attempt:
-        """Meet, and exchange; if there is a delay, in a thread, unless this site continues from
-        another one."""
+        """Meet, and exchange; if there is a delay, in a thread, unless this site or one of its
+        ranks continues from another one."""
         self._agree_on_count()
         group = self._members.meet()
         attempt = _Attempt(self.steps + delay)
@@ -181,14 +199,18 @@ class ElasticExchange(SiteExchange):
             if group is None:
                 raise RuntimeError("this site could not connect to the others, or load their state")
             self._connect(group)
+            for anchor in self._anchors_now():
+                anchor.take_change(none=not self._active)
         except Exception as error:
             attempt.error.append(error)
-            return attempt
-        self._after = self.steps
-        for anchor in self._anchors_now():
-            anchor.take_change(none=not self._active)
         # On a GPU a thread would need a stream and a device of its own.
-        if delay and self._active and self._stream is None:
+        flies = not attempt.error and self._active and self._stream is None
+        if delay and self._inside:
+            # No rank trains on while another one waits for its vote.
+            flies = all(gather_by_rank(self._inside, {dist.get_rank(): flies}).values())
+        if attempt.error or group is None:
+            return attempt
+        if delay and flies:
             attempt.start(lambda: self._fly_to(group, attempt))
         else:
             self._fly_to(group, attempt)
@@ -215,6 +237,7 @@ class ElasticExchange(SiteExchange):
         error = attempt.error[0] if attempt.error else None
         if error is not None and not isinstance(error, Exception):
             raise error
+        sites = super().sites
         counts = False
         try:
             counts = self._members.commit(error)
@@ -223,6 +246,7 @@ class ElasticExchange(SiteExchange):
                 self._put_back(attempt)
         if counts:
             self._ledger.count(attempt.name)
+            self._sites = sites
             return None
         if error is not None and not _is_of_the_link(error):
             raise error
@@ -317,6 +341,7 @@ class ElasticExchange(SiteExchange):
         return {
             "identity": self._identity,
             "steps": self.steps,
+            "after": self._after,
             "now": list(self._now),
             "counted": list(self._ledger.counted),
             "exchanges": [anchor.reducer.counters.all_steps for anchor in self.anchors],
@@ -341,12 +366,12 @@ class ElasticExchange(SiteExchange):
             if anchor.momentum is not None:
                 anchor.momentum.copy_(momentum)
         self._owed.exchanges[:] = sent["exchanges"]
-        self.steps, self._now = sent["steps"], list(sent["now"])
+        self.steps, self._now, self._after = sent["steps"], list(sent["now"]), sent["after"]
         self._active, self._group = False, None
         self.waits.healed += 1
 
 
-def _is_of_the_link(error: Exception) -> bool:
+def _is_of_the_link(error: BaseException) -> bool:
     """Whether an exchange failed because of other sites, so that another attempt may succeed."""
     kinds = (DesyncError, SitesDifferError, dist.DistError)
     return type(error) is RuntimeError or isinstance(error, kinds)

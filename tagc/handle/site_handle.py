@@ -66,6 +66,7 @@ class Sites(Handle):
     def metrics(self) -> SiteMetrics:
         """This rank's counts since ``tagc.sites``. Waits for the device, and for an exchange in
         flight; no collective."""
+        self._exchange.settle()  # which may make other reducers
         return collect_of_sites(self._links.collectives.reducers, self._exchange)
 
     def exchange(self) -> None:
@@ -97,7 +98,8 @@ class Sites(Handle):
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             sites = mine()
-            if sites is not None and any(_moves(group["lr"]) for group in optimizer.param_groups):
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            if sites is not None and any(map(_moves, rates)):
                 sites._exchange.step()
 
         self._hook = optimizer.register_step_post_hook(after_step)
@@ -127,8 +129,9 @@ class Sites(Handle):
         )
 
 
-def _moves(rate: float | Tensor) -> bool:
-    """Whether a learning rate is not 0. To read one on a GPU would wait; torch's is on the CPU."""
+def _moves(rate: float | Tensor | None) -> bool:
+    """Whether a learning rate is not 0. To read one on a GPU would wait; that of torch's step is on
+    the CPU, unless the default device is another one."""
     if isinstance(rate, Tensor) and rate.device.type != "cpu":
         return True
     return bool(rate != 0)

@@ -18,7 +18,7 @@ class SiteMetrics:
     loggers.
 
     Attributes:
-        steps: optimizer steps.
+        steps: optimizer steps, without those at a learning rate of 0.
         exchanges: exchanges of a fragment that were applied.
         wire_bytes: bytes that this rank sent to other sites.
         dense_bytes: bytes that an all-reduce of the gradients between sites in every optimizer step
@@ -58,8 +58,7 @@ class SiteMetrics:
 
 
 def collect_of_sites(reducers: Sequence[UnitReducer], exchange: SiteExchange) -> SiteMetrics:
-    """Read the counters of all units, after what is in flight. Waits for the device."""
-    exchange.settle()
+    """Read the counters of all units, when nothing is in flight. Waits for the device."""
     norms = [
         torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item()
         for reducer in reducers

@@ -7,7 +7,7 @@ from tagc.plan.inside import config_inside
 from tagc.plan.memory import Memory, buffers_of
 from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.plan import Plan
-from tagc.plan.sites import AT_ONCE
+from tagc.plan.sites import AT_ONCE, fragments_of
 from tagc.plan.stages import StagePlan
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.two_shots import in_two_shots, slices_of
@@ -37,6 +37,7 @@ __all__ = [
     "build_plan",
     "config_inside",
     "format_bytes",
+    "fragments_of",
     "in_two_shots",
     "resolve_auto",
     "slices_of",

@@ -52,7 +52,7 @@ class Plan:
         return replace(
             memory,
             stored=memory.stored + anchor_bytes(self.units, self.policy.sites),
-            buffers=exchange_buffers(self.units, gloo=self.gloo),
+            buffers=exchange_buffers(self.units, self.policy.sites, gloo=self.gloo),
         )
 
     @property

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tagc.basics.quantities import format_bandwidth
 from tagc.plan.memory import buffer_bytes
 from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import UnitPlan
+from tagc.plan.units import UnitInfo
 from tagc.policy.sites import SitesConfig
 
 AT_ONCE = 2**24
@@ -22,24 +23,41 @@ def exchange_bytes(units: Sequence[UnitPlan]) -> float:
 def anchor_bytes(units: Sequence[UnitPlan], config: SitesConfig) -> int:
     """Bytes that a rank stores besides residuals: anchors, outer momentum, changes in flight;
     without delay the changes of units that are exchanged at once, for a moment."""
-    columns = [unit.buffer_columns for unit in units]
     kept = 1 + bool(config.outer.momentum) + bool(config.delay)
-    return 4 * (kept * sum(columns) + (0 if config.delay else _most_at_once(columns, columns)))
+    changes = 0 if config.delay else _most_at_once(units, config, lambda u: u.buffer_columns)
+    return 4 * (kept * sum(unit.buffer_columns for unit in units) + changes)
 
 
-def exchange_buffers(units: Sequence[UnitPlan], *, gloo: bool) -> int:
+def exchange_buffers(units: Sequence[UnitPlan], config: SitesConfig, *, gloo: bool) -> int:
     """Bytes of the scratch buffers of units that are exchanged at once."""
-    sizes = [buffer_bytes([unit], gloo=gloo) for unit in units]
-    return _most_at_once([unit.buffer_columns for unit in units], sizes)
+    return _most_at_once(units, config, lambda unit: buffer_bytes([unit], gloo=gloo))
 
 
-def _most_at_once(elements: Sequence[int], values: Sequence[int]) -> int:
-    """The largest sum of the values of neighbouring units that are exchanged at once."""
-    most = first = 0
-    for stop in range(1, len(elements) + 1):
-        while first < stop - 1 and sum(elements[first:stop]) > AT_ONCE:
-            first += 1
-        most = max(most, sum(values[first:stop]))
+def fragments_of(units: Sequence[UnitInfo], fragments: int) -> list[list[int]]:
+    """Divide units into fragments of about equal size, by sizes that do not depend on the number of
+    shards: the indexes of each fragment's units."""
+    found: list[list[int]] = [[] for _ in range(fragments)]
+    sizes = [0] * fragments
+    for i, unit in enumerate(units):
+        smallest = sizes.index(min(sizes))
+        found[smallest].append(i)
+        sizes[smallest] += unit.numel
+    return found
+
+
+def _most_at_once(
+    units: Sequence[UnitPlan], config: SitesConfig, value: Callable[[UnitPlan], int]
+) -> int:
+    """The largest sum of the values of units that are exchanged at once."""
+    most = 0
+    for fragment in fragments_of([unit.info for unit in units], config.fragments):
+        begun: list[UnitPlan] = []
+        for unit in (units[i] for i in fragment):
+            while begun and sum(u.buffer_columns for u in (*begun, unit)) > AT_ONCE:
+                begun.pop(0)
+            most = max(most, sum(map(value, (*begun, unit))))
+            if unit.compressed:  # others are done at once
+                begun.append(unit)
     return most
 
 

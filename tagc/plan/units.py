@@ -93,6 +93,11 @@ class UnitInfo:
     replicated: bool = False
     native: str = field(default="", repr=False)
 
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters."""
+        return sum(math.prod(param.shape) for param in self.params)
+
     @cached_property
     def label(self) -> str:
         """The name in texts for users: the root module has no name of its own."""

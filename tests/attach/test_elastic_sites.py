@@ -13,7 +13,7 @@ import torch
 import tagc
 from support.distributed import on_ranks
 from support.elastic import Round
-from support.elastic_site import ElasticSite, check_accounts
+from support.elastic_site import DELAYED, POLICY, ElasticSite, check_accounts, joined
 from support.exact import equal
 from support.failing import fails
 from support.site_net import DENSE, FOUR_BITS, adam, policy, train
@@ -25,9 +25,6 @@ LEAD = {
     "codec": {"kind": "matrix", "bits": 1},
     "feedback": {"kind": "residual", "lead": 0.5},
 }
-OUTER = {"rate": 0.7, "momentum": 0.5}
-POLICY = policy(FOUR_BITS, every=2, outer=OUTER)
-DELAYED = policy(FOUR_BITS, every=6, fragments=2, delay=2, alpha=0.25, outer=OUTER)
 
 
 def random_script(seed: int, sites: int, rounds: int) -> list[Round]:
@@ -67,7 +64,8 @@ def test_faults_at_random(rank: int, world_size: int, rules: Any, seed: int) -> 
 
 
 @on_ranks(4)
-def test_ranks_of_a_site_count_together(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("rules", [POLICY, DELAYED], ids=["waiting", "delayed"])
+def test_ranks_of_a_site_count_together(rank: int, world_size: int, rules: Any) -> None:
     """An answer that one rank lacks is in doubt for all ranks of its site."""
     script = [
         Round((0, 1)),
@@ -77,7 +75,7 @@ def test_ranks_of_a_site_count_together(rank: int, world_size: int) -> None:
         Round((0, 1), doubts=(0, 1)),
         Round((0, 1)),
     ]
-    site = ElasticSite(rank, world_size, script, POLICY, "FSDP2")
+    site = ElasticSite(rank, world_size, script, rules, "FSDP2")
     site.run()
     check_accounts(site)
     metrics = site.handle.metrics()
@@ -160,30 +158,29 @@ def test_ddp_inside_is_refused(rank: int, world_size: int) -> None:
     assert "use fully_shard inside a site" in said
 
 
-def joined(rank: int, world_size: int, rules: Any = POLICY, **more: Any) -> ElasticSite:
-    script = more.pop("script", [Round(tuple(range(world_size)))] * 9)
-    site = ElasticSite(rank, world_size, script, rules, **more)
-    site.start()
-    return site
-
-
-@on_ranks(2, 3)
+@on_ranks(2)
 @pytest.mark.parametrize(
     "rules",
-    [
-        policy(FOUR_BITS, every=2, together=1),
-        policy(every=2),
-        DELAYED,
-        DELAYED | {"gradients": [DENSE]},
-    ],
-    ids=["4 bits", "dense", "delayed", "dense delayed"],
+    [policy(FOUR_BITS, every=2, together=1), policy(every=2), DELAYED],
+    ids=["4 bits", "dense", "delayed"],
 )
-def test_without_faults_sites_are_those_of_a_group(
+def test_without_faults_two_sites_are_those_of_a_group(
     rank: int, world_size: int, rules: dict[str, Any]
 ) -> None:
-    """To the bit, unless owners hand on what they owe."""
-    if world_size > 2 and rules["gradients"] != [DENSE]:
-        return
+    as_in_a_group(rank, world_size, rules)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("rules", [policy(every=2), DELAYED | {"gradients": [DENSE]}])
+def test_without_faults_three_sites_are_those_of_a_group(
+    rank: int, world_size: int, rules: dict[str, Any]
+) -> None:
+    """Where owners owe nothing that they would hand on."""
+    as_in_a_group(rank, world_size, rules)
+
+
+def as_in_a_group(rank: int, world_size: int, rules: dict[str, Any]) -> None:
+    """Parameters have the same bits."""
     site = joined(rank, world_size, rules)
     train(site.model, site.optimizer, rank, range(15))
     model = net()
@@ -226,21 +223,6 @@ def test_resumes_to_the_bit(rank: int, world_size: int, rules: Any) -> None:
     equal(local_weights(again.model), local_weights(site.model))
     equal(unnamed(again.handle.state_dict()), unnamed(site.handle.state_dict()))
     assert again.manager.current_step() == site.manager.current_step()
-
-
-@on_ranks(2)
-def test_what_failed_in_flight_is_not_saved(rank: int, world_size: int) -> None:
-    """And is tried again when its averages would be applied."""
-    script = [Round((0, 1), failed=i == 1) for i in range(4)]
-    site = joined(rank, world_size, DELAYED, script=script)
-    train(site.model, site.optimizer, rank, range(4))
-    (steps,) = (t for k, t in site.handle.state_dict().items() if k.endswith("sites.steps"))
-    assert steps.tolist() == [4, -1, -1]
-    equal(site.exchange._links.owed().residuals, site.exchange._owed.residuals)
-    train(site.model, site.optimizer, rank, range(4, 5))
-    metrics = site.handle.metrics()
-    assert (metrics.exchanges, metrics.failed) == (1, 1)
-    check_accounts(site)
 
 
 def unnamed(state: dict[str, Any]) -> dict[str, Any]:

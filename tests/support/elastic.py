@@ -122,7 +122,9 @@ class ScriptedManager:
     def should_commit(self) -> bool:
         store = self._store(f"votes {self._site}")
         store.set(str(self._shard), str(int(self._error is None)))
-        counts = all(int(store.get(str(shard))) for shard in range(self._shards))
+        # Every rank waits for all votes, as torchft's do.
+        votes = [int(store.get(str(shard))) for shard in range(self._shards)]
+        counts = all(votes)
         self._count += counts
         if self._tries < self.round.failed:
             self._tries += 1

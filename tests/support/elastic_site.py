@@ -13,8 +13,12 @@ from torch import Tensor
 
 import tagc
 from support.elastic import Round, ScriptedManager
-from support.site_net import adam, inside, train
+from support.site_net import FOUR_BITS, adam, inside, policy, train
 from tagc.collect.fingerprint import fingerprint
+
+OUTER = {"rate": 0.7, "momentum": 0.5}
+POLICY = policy(FOUR_BITS, every=2, outer=OUTER)
+DELAYED = policy(FOUR_BITS, every=6, fragments=2, delay=2, alpha=0.25, outer=OUTER)
 
 
 class ElasticSite:
@@ -138,6 +142,14 @@ class ElasticSite:
 
         exchange._average, exchange._wait_for_all, exchange._finish = averaged, waited, finished
         manager.should_commit = voted
+
+
+def joined(rank: int, world_size: int, rules: Any = POLICY, **more: Any) -> ElasticSite:
+    """A site that has joined."""
+    script = more.pop("script", [Round(tuple(range(world_size)))] * 9)
+    site = ElasticSite(rank, world_size, script, rules, **more)
+    site.start()
+    return site
 
 
 def check_accounts(site: ElasticSite) -> None:
