@@ -94,6 +94,7 @@ _SITE_BITS: dict[str, Part | None] = {
     "4 bits": _HOSTS,
     "1 bit": _matrix("matrix, 1 bit, bfloat16 residual", 1.0, "bfloat16", bits=1),
 }
+_TWO_BITS = _matrix("", 1.0, "bfloat16", bits=2)
 _MEAN: dict[str, Any] = {"outer": {"rate": 1.0, "momentum": 0.0}}
 _SITES = [
     *(
@@ -105,7 +106,7 @@ _SITES = [
         _in_sites(f"sites, every 32, {bits}", part, every=32, **_MEAN)
         for bits, part in {
             "8 bits": _gradients("", {"kind": "quantized", "bits": 8}, dtype="bfloat16"),
-            "2 bits": _matrix("", 1.0, "bfloat16", bits=2),
+            "2 bits": _TWO_BITS,
             "4 bits, no feedback": _stateless("", "nearest", 4),
             "1 bit, no feedback": _gradients("", {"kind": "matrix", "bits": 1}, kind="none"),
         }.items()
@@ -116,6 +117,34 @@ _SITES = [
         None,
         every=32,
         outer={"rate": 0.7, "momentum": 0.5},
+    ),
+    *(
+        _in_sites(
+            f"sites, every {every}, {bits}, outer momentum {momentum:g}",
+            part,
+            every=every,
+            outer={"rate": 0.7, "momentum": momentum},
+        )
+        for every, momentum, bits, part in (
+            (32, 0.9, "4 bits", _HOSTS),
+            (32, 0.7, "4 bits", _HOSTS),
+            (32, 0.5, "4 bits", _HOSTS),
+            (32, 0.5, "2 bits", _TWO_BITS),
+            (80, 0.5, "1 bit", _SITE_BITS["1 bit"]),
+        )
+    ),
+    *(
+        _in_sites(
+            f"sites, every 32, 2 bits, outer momentum 0.5, {more}",
+            _TWO_BITS,
+            every=32,
+            outer={"rate": 0.7, "momentum": 0.5},
+            **options,
+        )
+        for more, options in {
+            "together 500": {"together": 500},
+            "delay 4": {"delay": 4, "alpha": 0.5},
+        }.items()
     ),
     _in_sites("sites, every step, 4 bits", _HOSTS, every=1, **_MEAN),
     *(

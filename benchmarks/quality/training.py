@@ -28,6 +28,7 @@ from .words import in_words
 _HELD_OUT = 256
 _CHUNK = 256
 _EVALUATIONS = 10
+_NORMS = 600
 # As its documentation advises, PowerSGD starts late: after a tenth of the shortest runs.
 _POWERSGD_FROM = 60
 
@@ -40,7 +41,7 @@ def train(run: Run) -> Record:
         if it diverged. ``losses``: by step, on fewer windows except for the last ones. ``bits``:
         of the messages, per compressed element of the gradient; ``parameter_bits``: of the
         messages about parameters, where they are compressed. ``norms``: of the gradient, in each
-        step. ``step_ms``.
+        step; in longer runs in about 600 of them. ``step_ms``.
     """
     shape, recipe = run.shape, run.recipe
     rank, corpus = dist.get_rank(), _corpus(shape.vocabulary)
@@ -90,7 +91,7 @@ def train(run: Run) -> Record:
         "bits": 32.0,
         "loss": loss if math.isfinite(loss) else None,
         "losses": {str(s): round(x, 5) for s, x in losses.items() if math.isfinite(x)},
-        "norms": [float(f"{n:.4g}") for n in norms if math.isfinite(n)],
+        "norms": [float(f"{n:.4g}") for n in norms[:: _every(run.steps)] if math.isfinite(n)],
         "step_ms": round(1e3 * seconds / done, 1),
     }
     if sites is not None:
@@ -105,6 +106,11 @@ def train(run: Run) -> Record:
     if run.method.powersgd is not None:
         record["bits"] = _powersgd_bits(model, run.method.powersgd)
     return record
+
+
+def _every(steps: int) -> int:
+    """How many steps one noted norm stands for."""
+    return max(1, steps // _NORMS)
 
 
 def make_model(shape: Shape, seed: int, method: Method = DENSE) -> Any:

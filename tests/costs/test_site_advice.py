@@ -109,7 +109,7 @@ def test_of_the_command(capsys: Any) -> None:
     table = [line.split() for line in text.split("\n\n")[1].splitlines()]
     lines = {name: cells for name, *cells in table}
     assert lines["sites"][0] == "32"
-    assert lines["sites-thin"][0] == "64"
+    assert lines["sites-thin"][0] == "80"
     assert lines["loco-4bit"][0] == "1"
     assert "sites-thin waits least" in text
     assert main([*given, "--json"]) == 0

@@ -21,7 +21,7 @@ EVERY_MATRIX = {
     "one-bit": "matrix",
     "half-bit": "matrix",
     "hosts": "quantized",
-    "sites": "quantized",
+    "sites": "matrix",
     "sites-thin": "matrix",
     "stateless": "quantized",
     "thrifty": "matrix",
