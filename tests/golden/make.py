@@ -101,5 +101,7 @@ def _packed(folder: Path) -> bytes:
 
 if __name__ == "__main__":
     named = [name for name in sys.argv[1:] if name not in FILES]
+    if unknown := set(named) - set(CASES):
+        sys.exit(f"no file and no policy: {', '.join(sorted(unknown))}")
     for chosen in [name for name in sys.argv[1:] if name in FILES] or FILES:
         FILES[chosen](named)
