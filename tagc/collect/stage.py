@@ -228,8 +228,7 @@ class ReduceMessages(Messages):
             else:
                 work = transport.all_to_all(received, send, plan.sent)
             self.coder.start(exchange)
-        yield
-        with record_function(f"TAGC::exchange ({self._name})"):
+            yield
             work.wait()
             self.coder.wait()
         with record_function(f"TAGC::decode ({self._name})"):

@@ -50,8 +50,7 @@ class TwoShots(Messages):
             send, received = self._rows.take()
             self.owner_coder.encode_rows(total[None], send)
             work = call.transport.gather(received, send)
-        yield
-        with record_function(f"TAGC::second shot ({self._name})"):
+            yield
             work.wait()
             self._counters.message_bytes += work.wire_bytes
             slices = self._slices.room(torch.float32)
