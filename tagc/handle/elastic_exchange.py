@@ -133,11 +133,11 @@ class ElasticExchange(SiteExchange):
         """See :meth:`SiteExchange.release`."""
         flights = list(self._flights.values())
         super().release()
+        self._members.forget()
+        self._ledger.doubts.clear()
         for error in (error for flight in flights for error in flight.error):
             if not _is_of_the_link(error):
                 raise error
-        self._members.forget()
-        self._ledger.doubts.clear()
 
     def state(self) -> dict[str, Tensor]:
         """See :meth:`SiteExchange.state`; also which exchanges this site counts."""
@@ -256,7 +256,7 @@ class ElasticExchange(SiteExchange):
         """Owe what this site owed before an attempt that does not count. If the site has the
         averages, it is in doubt."""
         if attempt.name:
-            self._ledger.doubt(attempt.name, self._links.owed())
+            self._ledger.doubts[attempt.name] = self._links.owed()
             attempt.name = 0
         # With new reducers: what failed may still write to the buffers of these.
         self._connect(self._links.nobody)

@@ -33,10 +33,6 @@ class SiteLedger:
         self.counted = [*self.counted[1:], name]
         self.doubts.clear()
 
-    def doubt(self, name: int, owed: Owed) -> None:
-        """Note what this site owes if others count an exchange."""
-        self.doubts[name] = owed
-
     def learn(self, counted: Sequence[int]) -> Owed | None:
         """Take over what a site that is ahead counts.
 

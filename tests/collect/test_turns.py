@@ -1,4 +1,4 @@
-"""Works in turns: their order, and how many are begun at once."""
+"""Units in turns: their order, and how many are begun at once."""
 
 from __future__ import annotations
 
