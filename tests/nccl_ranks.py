@@ -1,5 +1,6 @@
-"""Ranks on NCCL: for every shipped policy and every way to join ranks, three steps of training with
-the Triton kernels, compared bit by bit with the reference.
+"""Ranks on NCCL: for every shipped policy and every way to join ranks, steps of training with the
+Triton kernels, compared bit by bit with the reference; so are sites, whose exchanges run beside
+training, and the collectives of a mesh that compresses.
 
     PYTHONPATH=tests python -m nccl_ranks
 
@@ -20,7 +21,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +39,8 @@ import tagc
 from support.uneven_block import Block
 from tagc.handle import readiness
 from tagc.policy import data_parallel_policies
+
+Tensors = dict[str, Tensor]
 
 RANKS = 4
 STUCK = 60.0  # seconds of one case
@@ -111,41 +114,133 @@ def ddp_hosts(policy: str, ops: str, device: torch.device) -> Any:
 
 
 WAYS = (flat, hosts, replicas, ahead, ddp_hosts, kept, ddp)
-CASES = [(policy, way) for policy in POLICIES for way in WAYS]
 
 
-def trained(
-    way: Callable[..., Any], policy: str, ops: str, device: torch.device
-) -> dict[str, Tensor]:
-    """Weights, and all that tagc would save, after three steps."""
-    with (
-        warnings.catch_warnings(),
-        # The steps below are compared anyway; ranks that share a GPU check for long.
-        patch.object(readiness, "check", return_value="by nccl_ranks"),
-    ):
-        warnings.simplefilter("ignore")  # units as small as these may send more when compressed
-        model = way(policy, ops, device)
-    for reducer in tagc.compressor(model).reducers:
-        reducer.counters.steps = reducer.plan.warmup_steps
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        seed = torch.Generator().manual_seed(10 * step + dist.get_rank())
+def train(model: Any, optimizer: Any, device: torch.device, *, steps: int, data: int) -> None:
+    for step in range(steps):
+        seed = torch.Generator().manual_seed(10 * step + data)
         model(torch.randn(5, 131, generator=seed).to(device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def left(model: Any, state: dict[str, Tensor]) -> Tensors:
+    """A copy of the weights on this rank, and of what tagc would save."""
     weights = {
-        name: (p.to_local() if isinstance(p, DTensor) else p).detach().cpu()
+        name: (p.to_local() if isinstance(p, DTensor) else p).detach().cpu().clone()
         for name, p in model.named_parameters()
     }
-    saved = {name: value.cpu() for name, value in tagc.compressor(model).state_dict().items()}
-    return weights | saved
+    return weights | {name: value.cpu() for name, value in state.items()}
 
 
-def compared(way: Callable[..., Any], policy: str, device: torch.device) -> str:
+def wrapped(way: Callable[..., Any], policy: str, ops: str, device: torch.device) -> Tensors:
+    """After three steps of a model that :func:`tagc.wrap` got."""
+    model = way(policy, ops, device)
+    for reducer in tagc.compressor(model).reducers:
+        reducer.counters.steps = reducer.plan.warmup_steps
+    train(model, adam(model), device, steps=3, data=dist.get_rank())
+    return left(model, tagc.compressor(model).state_dict())
+
+
+def sites(policy: str, ops: str, device: torch.device) -> Tensors:
+    """After eight steps of two sites; in every other step an exchange is in flight."""
+    mesh = ranks(device, 2, RANKS // 2)
+    model = blocks().to(device)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["b"])
+    optimizer = adam(model)
+    often = {"schema": 1, "extends": policy, "sites": {"every": 2, "delay": 1}}
+    handle = tagc.sites(model, optimizer, often, sites=mesh["a"], ops=ops)
+    train(model, optimizer, device, steps=8, data=dist.get_rank())
+    return left(model, handle.state_dict())
+
+
+def groups(policy: str, ops: str, device: torch.device) -> Tensors:
+    """What collectives of activations return, one after the other and several at once."""
+    names = ("pp", "tp")
+    with patch.dict(os.environ, {"TAGC_OPS": ops}):
+        mesh: Any = tagc.init_device_mesh(
+            device.type, (2, RANKS // 2), mesh_dim_names=names, policy=policy
+        )
+        whole: Any = tagc.init_device_mesh(
+            device.type, (RANKS,), mesh_dim_names=("tp",), policy=policy
+        )
+        found: Tensors = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            for label, group in (("tp", mesh["tp"].get_group()), ("all", whole.get_group())):
+                results = passed(group, dtype, device)
+                found |= {f"{label} {dtype} {i}": t.cpu() for i, t in enumerate(results)}
+            received = sent_on(mesh["pp"].get_group(), dtype, device)
+            found[f"pp {dtype}"] = received.cpu()
+    return found
+
+
+def passed(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    size, n = group.size(), 9001
+    seed = torch.Generator().manual_seed(dist.get_rank())
+    rows = torch.randn(size, n, generator=seed).to(device, dtype)
+    out, exchanged = torch.empty_like(rows), torch.empty_like(rows)
+    shard, reduced, mean = torch.empty_like(rows[0]), rows.clone(), rows[0].clone()
+    with tagc.activations():
+        works = [
+            dist.all_gather_into_tensor(out.view(-1), rows[0], group=group, async_op=True),
+            dist.reduce_scatter_tensor(shard, rows.view(-1), group=group, async_op=True),
+            dist.all_reduce(reduced, group=group, async_op=True),
+            dist.all_reduce(mean, dist.ReduceOp.AVG, group=group, async_op=True),
+            dist.all_to_all_single(exchanged, rows, group=group, async_op=True),
+        ]
+        for work in reversed(works):
+            assert work is not None
+            work.wait()
+    return [out, shard, reduced, mean, exchanged]
+
+
+def sent_on(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What two stages of a pipeline send each other at once."""
+    seed = torch.Generator().manual_seed(dist.get_rank())
+    mine = torch.randn(9001, generator=seed).to(device, dtype)
+    received = torch.empty_like(mine)
+    peer = dist.get_global_rank(group, 1 - group.rank())
+    operations = [
+        dist.P2POp(dist.isend, mine, peer, group=group),
+        dist.P2POp(dist.irecv, received, peer, group=group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+CASES: list[tuple[str, str, Callable[[str, str, torch.device], Tensors]]] = [
+    ("hybrid", "flat", partial(wrapped, flat)),
+    ("hybrid-3d", "groups", groups),
+    ("sites", "sites", sites),
+    ("sites-thin", "sites", sites),
+]
+CASES += [
+    (policy, way.__name__, partial(wrapped, way))
+    for policy in POLICIES
+    for way in WAYS
+    if (policy, way) != ("hybrid", flat)
+]
+
+
+def compared(
+    run: Callable[[str, str, torch.device], Tensors], policy: str, device: torch.device
+) -> str:
     """What differs on this rank; "equal" if nothing does."""
     fast = "triton" if device.type == "cuda" else "cpu"
     try:
-        got, want = (trained(way, policy, ops, device) for ops in (fast, "reference"))
+        with (
+            warnings.catch_warnings(),
+            # The results are compared anyway; ranks that share a GPU check for long.
+            patch.object(readiness, "check", return_value="by nccl_ranks"),
+        ):
+            warnings.simplefilter("ignore")  # units as small as these may send more when compressed
+            got, want = (run(policy, ops, device) for ops in (fast, "reference"))
     except tagc.PolicyError as refused:
         return f"refused: {refused}".splitlines()[0][:90]
     differing = [n for n in want if ".about" not in n and not torch.equal(got[n], want[n])]
@@ -174,7 +269,7 @@ def run_rank(rank: int, first: int, device_type: str, seconds: float, folder: st
         backend, store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=40)
     )
     start = time.monotonic()
-    for index, (policy, way) in list(enumerate(CASES))[first:]:
+    for index, (policy, way, run) in list(enumerate(CASES))[first:]:
         if rank == 0:
             (Path(folder) / "began").write_text(str(index + 1))
             store.set(f"go{index}", str(int(time.monotonic() - start < seconds)))
@@ -185,10 +280,10 @@ def run_rank(rank: int, first: int, device_type: str, seconds: float, folder: st
         faulthandler.dump_traceback_later(STUCK, exit=True)
         since = time.monotonic()
         found: list[Any] = [None] * RANKS
-        dist.all_gather_object(found, compared(way, policy, device))
+        dist.all_gather_object(found, compared(run, policy, device))
         answers = " | ".join(dict.fromkeys(found))
         took = time.monotonic() - since
-        say(rank, f"{policy:12} {way.__name__:10} {took:5.1f} s  {answers}")
+        say(rank, f"{policy:12} {way:10} {took:5.1f} s  {answers}")
         if any(answer != "equal" and not answer.startswith("refused") for answer in found):
             (Path(folder) / "wrong").touch()
     faulthandler.cancel_dump_traceback_later()
@@ -216,8 +311,8 @@ def main() -> int:
             except Exception:  # the cases after it are tried all the same
                 failed += 1
                 first = int((Path(folder) / "began").read_text())
-                policy, way = CASES[first - 1]
-                print(f"{policy}, {way.__name__}: {traceback.format_exc()}", flush=True)
+                policy, way, _ = CASES[first - 1]
+                print(f"{policy}, {way}: {traceback.format_exc()}", flush=True)
         return int(failed > 0 or (Path(folder) / "wrong").exists())
 
 

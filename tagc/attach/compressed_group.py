@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tagc.attach.batches import Batches
 from tagc.attach.coded_work import CodedWork, SeveralWorks
 from tagc.attach.forward import carries_activations
 from tagc.basics.switch import is_disabled
@@ -66,7 +67,7 @@ class CompressedGroup(dist.ProcessGroup):
         super().__init__(inner.rank(), inner.size())
         self._inner: Any = inner
         self._name = ""
-        self._transport = _Inner(inner)
+        self._transport, self._batches = _Inner(inner), Batches(inner)
         self._collectives: dict[str, CodedCollectives] = {}
         self.dimension, self.rule = dimension, rule
         self.wire_bytes = self.dense_bytes = 0
@@ -233,9 +234,10 @@ class CompressedGroup(dist.ProcessGroup):
         sent = t.numel() * t.element_size()
         if not self._codes_messages(t):
             self._count_natively(sent)
-            return self._inner.send(tensors, rank, tag)
+            return self._batches.post(lambda: self._inner.send(tensors, rank, tag), t.device)
         message = self._on(t).message_about(_flat(t))
-        work = CollectiveWork([self._inner.send([message], rank, tag)], message.numel())
+        posted = self._batches.post(lambda: self._inner.send([message], rank, tag), t.device)
+        work = CollectiveWork([posted], message.numel())
         # The message lives as long as this work.
         what = self._named(f"send to rank {rank}", t)
         return self._started(what, Pending(work, message.numel), sent, [t], [t])
@@ -244,10 +246,11 @@ class CompressedGroup(dist.ProcessGroup):
         """Start receiving a tensor."""
         (t,) = tensors
         if not self._codes_messages(t):
-            return self._inner.recv(tensors, rank, tag)
+            return self._batches.post(lambda: self._inner.recv(tensors, rank, tag), t.device)
         flat, collectives = _flat(t), self._on(t)
         message = collectives.space_for(flat)
-        work = CollectiveWork([self._inner.recv([message], rank, tag)], 0)
+        posted = self._batches.post(lambda: self._inner.recv([message], rank, tag), t.device)
+        work = CollectiveWork([posted], 0)
         pending = Pending(work, lambda: collectives.read(message, flat))
         what = self._named(f"receive from rank {rank}", t)
         return self._started(what, pending, 0, [t], [flat.view(t.shape)])

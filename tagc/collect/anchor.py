@@ -136,8 +136,9 @@ class Anchor:
     def mark(self) -> Tensor:
         """What must be equal in all sites before an exchange: how many there were, and a
         fingerprint of the anchor; int64 ``[3]``."""
-        count = torch.tensor([self.reducer.counters.all_steps], dtype=torch.int64, device="cpu")
-        return torch.cat((count.to(self.values.device), fingerprint(self.values)))
+        # Filled on the device: a copy from the host would wait for all that the device has to do.
+        count = self.values.new_full((1,), self.reducer.counters.all_steps, dtype=torch.int64)
+        return torch.cat((count, fingerprint(self.values)))
 
     @property
     def shared(self) -> dict[str, Tensor]:
