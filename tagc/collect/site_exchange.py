@@ -265,8 +265,10 @@ class SiteExchange:
         marks = mine.new_empty(transport.size, *mine.shape)
         with failing_in("comparing the anchors of sites", self._group):
             transport.gather(marks.view(transport.size, -1), mine.view(1, -1)).wait()
+        marks, arrived = _on_host(marks)
 
         def check() -> None:
+            arrived()
             differs = (marks != marks[transport.rank]).any(2)
             for site, i in differs.nonzero().tolist()[:1]:
                 raise SitesDifferError(
@@ -276,6 +278,16 @@ class SiteExchange:
                 )
 
         return check
+
+
+def _on_host(t: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """``t`` on the host, where it can be read without waiting for what the device does next; and a
+    function that waits until it is there."""
+    if t.device.type != "cuda":
+        return t, lambda: None
+    copy, copied = t.to("cpu", non_blocking=True), torch.cuda.Event()
+    copied.record()
+    return copy, copied.synchronize
 
 
 def _spelled(mark: Tensor) -> str:
