@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
+from support.coded_mesh import coded
 from support.uneven_block import Block
 from tagc.handle import readiness
 from tagc.policy import data_parallel_policies
@@ -170,8 +171,8 @@ def groups(policy: str, ops: str, device: torch.device) -> Tensors:
             for label, group in (("tp", mesh["tp"].get_group()), ("all", whole.get_group())):
                 results = passed(group, dtype, device)
                 found |= {f"{label} {dtype} {i}": t.cpu() for i, t in enumerate(results)}
-            received = sent_on(mesh["pp"].get_group(), dtype, device)
-            found[f"pp {dtype}"] = received.cpu()
+            for i, t in enumerate(sent_on(mesh["pp"].get_group(), dtype, device)):
+                found[f"pp {dtype} {i}"] = t.cpu()
     return found
 
 
@@ -195,19 +196,24 @@ def passed(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -
     return [out, shard, reduced, mean, exchanged]
 
 
-def sent_on(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What two stages of a pipeline send each other at once."""
-    seed = torch.Generator().manual_seed(dist.get_rank())
-    mine = torch.randn(9001, generator=seed).to(device, dtype)
-    received = torch.empty_like(mine)
+def sent_on(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """What two stages of a pipeline send each other at once, once alone and once with more."""
+    me = dist.get_rank()
     peer = dist.get_global_rank(group, 1 - group.rank())
-    operations = [
-        dist.P2POp(dist.isend, mine, peer, group=group),
-        dist.P2POp(dist.irecv, received, peer, group=group),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    mine, theirs = ([_numbers(rank, n).to(device, dtype) for n in (9001, 7)] for rank in (me, peer))
+    received = [torch.empty_like(t) for t in mine]
+    for count in (1, 2):
+        sends = [dist.P2POp(dist.isend, t, peer, group=group) for t in mine[:count]]
+        receives = [dist.P2POp(dist.irecv, t, peer, group=group) for t in received[:count]]
+        for work in dist.batch_isend_irecv(sends + receives):
+            work.wait()
+        assert torch.equal(received[0].cpu(), coded(theirs[0].cpu()).to(dtype))
+    assert torch.equal(received[1], theirs[1])
     return received
+
+
+def _numbers(rank: int, n: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(rank))
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

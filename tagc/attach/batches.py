@@ -2,25 +2,28 @@
 
 Stages of a pipeline send to each other at once, by ``torch.distributed.batch_isend_irecv``. NCCL
 runs the messages of one batch together. It runs messages that it gets one by one in order, so two
-ranks that both begin with a send would wait for each other. torch gives NCCL the batch only for
-groups of its own class; a group in Python gets every message by itself, and finds the batch here.
+ranks that both begin with a send would wait for each other. Before 2.14 torch tells NCCL of a batch
+only for groups of its own class; a group in Python finds the batch here. Since 2.14 torch tells
+every group where a batch starts and ends, and drops the works of its messages.
 """
 
-# torch's stubs lack a constructor.
+# torch's stubs lack constructors.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_FRAMES = 8
-"""At most as many calls lie between torch's function and the group."""
+from tagc.attach.coded_work import SeveralWorks
+
+_BATCH = inspect.unwrap(dist.batch_isend_irecv).__code__
 
 
 class Batches:
@@ -30,31 +33,62 @@ class Batches:
         self._group: Any = group
         self._open: _Batch | None = None
 
-    def post(self, start: Callable[[], dist.Work], device: torch.device) -> Any:
-        """Start a message with ``start``, at the latest when its batch is complete.
+    @property
+    def is_open(self) -> bool:
+        """Whether torch is between :meth:`start` and :meth:`end`."""
+        return self._open is not None and self._open.frame is None
 
-        Returns:
-            The work to wait for, once the batch is complete.
-        """
-        if not self._group._get_backend(device).supports_coalescing:
-            return start()
-        messages = posted_with(inspect.currentframe())
-        if messages is None:
-            return start()
-        if self._open is None or self._open.messages is not messages:
-            self._close(device)  # an error ended the batch before
-            self._open = _Batch(messages)
-            self._group._start_coalescing(device)
+    def start(self, device: torch.device) -> None:
+        """Start a batch, for torch."""
+        self._begin(_Batch(None), device)
+
+    def end(self, device: torch.device) -> dist.Work:
+        """Start all messages of the batch; the work waits for them, and decodes them."""
         batch = self._open
+        if batch is None or batch.frame is not None:
+            raise RuntimeError("tagc: a batch of messages ends that did not start")
+        self._close(device)
+        return SeveralWorks([*batch.coded, batch], [])
+
+    @contextmanager
+    def message(self, device: torch.device) -> Iterator[Callable[[Any], Any]]:
+        """The start of one message. Yields a function that takes the message's work, and returns
+        the work to wait for."""
+        batch = self._open
+        if not self._group._get_backend(device).supports_coalescing:
+            yield lambda work: work
+            return
+        if not self.is_open:
+            frame = batch_of(inspect.currentframe())
+            if frame is None:
+                yield lambda work: work
+                return
+            if batch is None or batch.frame is not frame:
+                batch = _Batch(frame)
+                posted = frame.f_locals["p2p_op_list"]
+                batch.left = sum(one.tensor.device.type == device.type for one in posted)
+                self._begin(batch, device)
         try:
-            start()
+            yield lambda work: batch
         except BaseException:
             self._close(device)
             raise
+        assert batch is not None
         batch.left -= 1
-        if not batch.left:
+        if batch.left == 0:
             self._close(device)
-        return batch
+
+    def note(self, coded: dist.Work) -> dist.Work:
+        """Let the batch's own work wait for this one, too, as torch drops it."""
+        if self.is_open:
+            assert self._open is not None
+            self._open.coded.append(coded)
+        return coded
+
+    def _begin(self, batch: _Batch, device: torch.device) -> None:
+        self._close(device)  # an error ended the batch before
+        self._open = batch
+        self._group._start_coalescing(device)
 
     def _close(self, device: torch.device) -> None:
         batch, self._open = self._open, None
@@ -63,11 +97,19 @@ class Batches:
 
 
 class _Batch(dist.Work):
-    """The messages of one batch in flight."""
+    """The messages of one batch in flight.
 
-    def __init__(self, messages: Sequence[Any]) -> None:
+    Attributes:
+        frame: of torch's function; None if torch starts and ends the batch.
+        left: messages that are still to come; negative if torch ends the batch.
+        coded: works of coded messages, if torch drops them.
+        work: the inner group's, once all messages have started.
+    """
+
+    def __init__(self, frame: Any) -> None:
         super().__init__()
-        self.messages, self.left = messages, len(messages)
+        self.frame, self.left = frame, 0
+        self.coded: list[dist.Work] = []
         self.work: Any = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -80,21 +122,17 @@ class _Batch(dist.Work):
         return self.work.is_completed()
 
 
-def posted_with(frame: Any) -> Sequence[Any] | None:
-    """The messages that torch posts in the same batch, read from the frame of its function; None if
-    it posts one by itself.
+def batch_of(frame: Any) -> Any:
+    """The frame of torch's function that posts this message with others; None if there is none.
 
     Raises:
-        RuntimeError: if this torch's function has no such list.
+        RuntimeError: if this torch's function has no list of messages by the name that is known.
     """
-    code = dist.batch_isend_irecv.__code__
-    for _ in range(_FRAMES):
-        frame = frame and frame.f_back
-        if frame is not None and frame.f_code is code:
-            if "p2p_op_list" not in frame.f_locals:
-                raise RuntimeError(
-                    "tagc does not know this torch's batch_isend_irecv, and a message by itself "
-                    "may wait forever: leave this dimension out of the policy, and tell us"
-                )
-            return frame.f_locals["p2p_op_list"]
-    return None
+    while frame is not None and frame.f_code is not _BATCH:
+        frame = frame.f_back
+    if frame is not None and "p2p_op_list" not in frame.f_locals:
+        raise RuntimeError(
+            "tagc does not know this torch's batch_isend_irecv, and a message by itself may wait "
+            "forever: leave this dimension out of the policy, and tell us"
+        )
+    return frame

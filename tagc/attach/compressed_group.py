@@ -6,8 +6,9 @@ Everything else goes to the inner group, which torch's own backends serve: integ
 other reductions, other dtypes, and collectives that are not listed here. So does what asks for the
 backend itself: FSDP2's own collectives (:func:`tagc.wrap` replaces them), and symmetric memory.
 
-The only file that knows the methods of ``torch.distributed.ProcessGroup``. torch calls the same
-collective by several names, and renamed some in 2.13.
+The only file that knows the methods of ``torch.distributed.ProcessGroup``, batches of messages
+aside (:mod:`tagc.attach.batches`). torch calls the same collective by several names, and renamed
+some in 2.13.
 """
 
 # torch's stubs name arguments otherwise, and lack a constructor.
@@ -234,26 +235,31 @@ class CompressedGroup(dist.ProcessGroup):
         sent = t.numel() * t.element_size()
         if not self._codes_messages(t):
             self._count_natively(sent)
-            return self._batches.post(lambda: self._inner.send(tensors, rank, tag), t.device)
-        message = self._on(t).message_about(_flat(t))
-        posted = self._batches.post(lambda: self._inner.send([message], rank, tag), t.device)
-        work = CollectiveWork([posted], message.numel())
+            with self._batches.message(t.device) as posted:
+                return posted(self._inner.send(tensors, rank, tag))
+        with self._batches.message(t.device) as posted:
+            message = self._on(t).message_about(_flat(t))
+            work = posted(self._inner.send([message], rank, tag))
         # The message lives as long as this work.
+        pending = Pending(CollectiveWork([work], message.numel()), message.numel)
         what = self._named(f"send to rank {rank}", t)
-        return self._started(what, Pending(work, message.numel), sent, [t], [t])
+        return self._batches.note(self._started(what, pending, sent, [t], [t]))
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
         """Start receiving a tensor."""
         (t,) = tensors
         if not self._codes_messages(t):
-            return self._batches.post(lambda: self._inner.recv(tensors, rank, tag), t.device)
-        flat, collectives = _flat(t), self._on(t)
-        message = collectives.space_for(flat)
-        posted = self._batches.post(lambda: self._inner.recv([message], rank, tag), t.device)
-        work = CollectiveWork([posted], 0)
-        pending = Pending(work, lambda: collectives.read(message, flat))
+            with self._batches.message(t.device) as posted:
+                return posted(self._inner.recv(tensors, rank, tag))
+        with self._batches.message(t.device) as posted:
+            flat, collectives = _flat(t), self._on(t)
+            message = collectives.space_for(flat)
+            work = posted(self._inner.recv([message], rank, tag))
+        pending = Pending(
+            CollectiveWork([work], 0), lambda: collectives.read(message, flat), [message]
+        )
         what = self._named(f"receive from rank {rank}", t)
-        return self._started(what, pending, 0, [t], [flat.view(t.shape)])
+        return self._batches.note(self._started(what, pending, 0, [t], [flat.view(t.shape)]))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         """Refused for tensors that are coded."""
@@ -264,6 +270,12 @@ class CompressedGroup(dist.ProcessGroup):
                 "source (src=...)"
             )
         return self._inner.recv_anysource(tensors, tag)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batches.start(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return self._batches.end(device)
 
     # What is never coded. torch looks for these methods in Python. If it finds none, it calls its
     # own and holds Python's lock. A thread of gloo may wait for that lock to free a tensor, and
@@ -286,7 +298,13 @@ class CompressedGroup(dist.ProcessGroup):
         return self.size() if op == dist.ReduceOp.AVG else None
 
     def _may_code(self, t: Tensor) -> bool:
-        return self._compresses and t.dtype in CODED and carries_activations()
+        may = self._compresses and t.dtype in CODED and carries_activations()
+        if may and self._batches.is_open:
+            raise RuntimeError(
+                f"tagc: dimension {self.dimension!r} compresses, and codes no collectives between "
+                "the start and the end of torch's coalescing; call them one by one"
+            )
+        return may
 
     def _codes(self, t: Tensor, numel: int) -> bool:
         return self._may_code(t) and is_coded(t.dtype, numel)

@@ -2,7 +2,7 @@
 
 Tensor, sequence, context, pipeline and expert parallelism send activations through the group of a
 mesh's dimension, and torch lets every dimension have a backend. Other places that know internals of
-torch's groups: :mod:`tagc.attach.compressed_group`.
+torch's groups: :mod:`tagc.attach.compressed_group` and :mod:`tagc.attach.batches`.
 """
 
 from __future__ import annotations

@@ -45,16 +45,22 @@ class Pending:
 
     Attributes:
         finish: decodes what arrived; called once.
+        arrived: what it decodes.
     """
 
     work: CollectiveWork
     finish: Callable[[], object]
+    arrived: Sequence[Tensor] = ()
 
     def wait(self) -> None:
         """Wait for the messages and decode them (on a GPU: on the current stream)."""
         self.work.wait()
         finish, self.finish = self.finish, _nothing
         finish()
+        for message in self.arrived:
+            if message.is_cuda:  # it was made on the stream that started the collective
+                message.record_stream(torch.cuda.current_stream(message.device))
+        self.arrived = ()
 
 
 def _nothing() -> None:
@@ -83,7 +89,7 @@ class CodedCollectives:
             coder.decode(received.flatten(0, 1), room)
             _fill(out, room)
 
-        return Pending(work, finish)
+        return Pending(work, finish, [received])
 
     def reduce_scatter(self, out: Tensor, inp: Tensor, divisor: int) -> Pending:
         """Write the sum of all ranks' row for this rank to ``out`` ``[n]``, divided by ``divisor``;
@@ -97,7 +103,7 @@ class CodedCollectives:
             coder.add_up(received, room, divisor)
             _fill(out.view(1, n), room)
 
-        return Pending(work, finish)
+        return Pending(work, finish, [received])
 
     def all_reduce(self, tensor: Tensor, divisor: int) -> Pending:
         """Replace ``tensor`` ``[n]`` by the sum over ranks, divided by ``divisor``."""
@@ -127,7 +133,7 @@ class CodedCollectives:
                 coder.decode(received.flatten(0, 1), room)
             _fill(whole, room)
 
-        return Pending(work, finish)
+        return Pending(work, finish, [received])
 
     def all_to_all(self, out: Sequence[Tensor], inp: Sequence[Tensor]) -> Pending:
         """Send ``inp[d]`` to rank ``d``; ``out[r]`` is from rank ``r``. Tensors are flat; each pair
@@ -140,7 +146,7 @@ class CodedCollectives:
             for t, message in zip(out, arriving, strict=True):
                 self.read(message, t)
 
-        return Pending(work, finish)
+        return Pending(work, finish, arriving)
 
     def message_about(self, t: Tensor) -> Tensor:
         """The bytes, flat uint8, that travel for ``t`` ``[n]``."""

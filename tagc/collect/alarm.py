@@ -53,7 +53,7 @@ class Alarm:
             self._noted.append((on_host, torch.cuda.Event()))
         on_host, copied = self._noted[self._notes % (LAG + 1)]
         on_host.copy_(self._ever, non_blocking=True)
-        copied.record()
+        copied.record(torch.cuda.current_stream(wrong.device))
         self._notes += 1
 
     def check(self) -> None:

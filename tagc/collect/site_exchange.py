@@ -286,7 +286,7 @@ def _on_host(t: Tensor) -> tuple[Tensor, Callable[[], None]]:
     if t.device.type != "cuda":
         return t, lambda: None
     copy, copied = t.to("cpu", non_blocking=True), torch.cuda.Event()
-    copied.record()
+    copied.record(torch.cuda.current_stream(t.device))
     return copy, copied.synchronize
 
 
