@@ -116,15 +116,12 @@ class DenseCodec(Codec[DensePlan]):
         for part in self.parts:
             wide = torch.float64 if part.plan.wire == torch.float64 else torch.float32
             total = elements_of(received[:, part.words], part.plan).sum(0, dtype=wide)
-            if divisor != 1:
-                total /= divisor
             columns = out[part.columns]
-            if part.plan.native:
-                columns.copy_(total)
-                continue
-            decoded = part.feedback.decode_buffer(columns)
-            decoded.copy_(total)
-            part.feedback.correct(decoded, columns)
+            native = part.plan.native
+            decoded = columns if native else part.feedback.decode_buffer(columns)
+            torch.div(total, divisor, out=decoded)  # and rounds, in one kernel
+            if not native:
+                part.feedback.correct(decoded, columns)
 
     def decode_sums(self, received: Tensor, rows: Tensor) -> None:
         """See :meth:`Codec.decode_sums`."""

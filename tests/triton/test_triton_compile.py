@@ -40,9 +40,10 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.device]
 # Few of the combinations that have among them every kernel, symbol, residual and choice of groups.
 FEW = {80: {"share": 10, "turn": 1}, 90: {"share": 11, "turn": 0}}
 
-# Bytes that kernels spill, by name and architecture: Triton 3.6 has two words of two kernels.
+# Bytes that kernels spill, by name and architecture: Triton 3.6 has a few words of three kernels.
 OLD = triton.__version__.startswith("3.6.")
-SPILLED = {("count_kernel", 80): 8, ("matrix_scales_kernel", 90): 8} if OLD else {}
+OF_OLD = {("count_kernel", 80): 8, ("matrix_scales_kernel", 90): 8, ("drop_kernel", 90): 16}
+SPILLED = OF_OLD if OLD else {}
 
 
 def kernel(name: str) -> Any:
