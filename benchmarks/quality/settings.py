@@ -169,7 +169,10 @@ _ALL = (
     _with("no clipping", clip=None),
     _sites("2 sites", 2),
     _sites("8 sites", 8),
+    replace(_sites("2 sites, 3000 steps", 2), steps=3000),
     replace(_sites("2 sites, 10000 steps", 2), steps=10_000, rates=(6e-3, 9e-3), max_rates=2),
+    replace(_sites("8 sites, 3000 steps", 8), steps=3000),
     replace(_sites("2 sites, Muon", 2, optimizer="muon"), rates=(1.8e-2,)),
+    replace(_sites("2 sites, Muon, 3000 steps", 2, optimizer="muon"), rates=(1.8e-2,), steps=3000),
 )
 SETTINGS = {setting.name: setting for setting in _ALL}
