@@ -27,7 +27,7 @@ def gpu(done: bool) -> Any:
         def __init__(self) -> None:
             self.known = False
 
-        def record(self) -> None:
+        def record(self, stream: torch.device) -> None:
             self.known = done
 
         def query(self) -> bool:
@@ -41,7 +41,7 @@ def gpu(done: bool) -> Any:
 
     return SimpleNamespace(
         zeros=zeros,
-        cuda=SimpleNamespace(Event=Event),
+        cuda=SimpleNamespace(Event=Event, current_stream=lambda device: device),
         **{name: getattr(torch, name) for name in ("bool", "nan", "inference_mode")},
     )
 
