@@ -38,8 +38,8 @@ from .symbols import clips, restore, send
 # variants.)
 _WORDS = 64
 _WARPS = 2
-# The target for the number of programs of all rows together. They wait for memory most of the time,
-# and an H100 runs 2,112 of `drop_kernel` at once, and 4,224 of `count_kernel`.
+# The target for the number of programs of all rows together. By their registers, an H100 runs 2,112
+# of `drop_kernel` at once, and 4,224 of `count_kernel`.
 _PROGRAMS = 2048
 # Copies of the first histogram, and the starts in a row's buffer of the second and third histogram,
 # the number of groups put off, and the counts of ties, one per program.

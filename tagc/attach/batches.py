@@ -93,6 +93,7 @@ class Batches:
     def _close(self, device: torch.device) -> None:
         batch, self._open = self._open, None
         if batch is not None:
+            batch.frame = None  # whose variables are the works: a cycle that would keep all tensors
             batch.work = self._group._end_coalescing(device)
 
 
@@ -100,7 +101,7 @@ class _Batch(dist.Work):
     """The messages of one batch in flight.
 
     Attributes:
-        frame: of torch's function; None if torch starts and ends the batch.
+        frame: of torch's function, while messages are to come; None if torch ends the batch.
         left: messages that are still to come; negative if torch ends the batch.
         coded: works of coded messages, if torch drops them.
         work: the inner group's, once all messages have started.

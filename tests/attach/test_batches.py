@@ -3,7 +3,9 @@ torch's own function, and as torch 2.14 calls groups."""
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -109,6 +111,23 @@ def test_a_batch_is_one_for_the_backend(rank: int, world_size: int) -> None:
         assert torch.equal(wide, coded(both[1 - rank]))
         assert torch.equal(plain, torch.arange(3.0) + 1 - rank)
     assert recorded.seen == 2 * ["start", "send", "send", "receive", "receive", "end"]
+
+
+@on_ranks(2)
+def test_a_batch_keeps_no_tensor(rank: int, world_size: int) -> None:
+    """Not even until Python looks for cycles: on a GPU that may be much memory."""
+    group = mesh_of(2).get_group()
+    recording(group)
+    t = torch.ones(N)
+    mine = weakref.ref(t)
+    gc.disable()
+    try:
+        received = weakref.ref(swapped(group, rank, [t, torch.ones(3)])[0])
+        del t
+        assert mine() is None
+        assert received() is None
+    finally:
+        gc.enable()
 
 
 @on_ranks(2)
