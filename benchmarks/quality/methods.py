@@ -130,6 +130,7 @@ _SITES = [
             (32, 0.7, "4 bits", _HOSTS),
             (32, 0.5, "4 bits", _HOSTS),
             (32, 0.5, "2 bits", _TWO_BITS),
+            (32, 0.8, "2 bits", _TWO_BITS),
             (16, 0.5, "1 bit", _SITE_BITS["1 bit"]),
             (80, 0.5, "1 bit", _SITE_BITS["1 bit"]),
         )

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from ..gloo import join
 from ..records import Record, append, read
 from .intervals import difference
-from .methods import DENSE, GRID, LINES, METHODS, Method
+from .methods import GRID, LINES, METHODS, Method
 from .settings import Run, Setting, Shape
 from .training import train
 
@@ -101,7 +101,7 @@ class Pairs:
                     if seed < self.seeds[0] or self._is_wide(setting, line, rate, losses)
                 ]
                 if runs:
-                    runs.insert(0, setting.run(DENSE, rate, seed, kept=False))
+                    runs.insert(0, setting.run(setting.dense, rate, seed, kept=False))
                 yield from (run for run in runs if losses(run) is None)
 
     def run(self, setting: Setting, line: str, rate: float, seed: int) -> Run:
@@ -112,7 +112,7 @@ class Pairs:
     def _is_wide(self, setting: Setting, line: str, rate: float, losses: Losses) -> bool:
         seeds = range(self.seeds[1])
         mine = {s: losses(self.run(setting, line, rate, s)) for s in seeds}
-        dense = {s: losses(setting.run(DENSE, rate, s, kept=False)) for s in seeds}
+        dense = {s: losses(setting.run(setting.dense, rate, s, kept=False)) for s in seeds}
         interval = difference(_known(mine), _known(dense))
         return interval is None or interval.half > self.within
 
@@ -131,7 +131,7 @@ def dense_rate(setting: Setting, losses: Losses) -> tuple[list[Run], float | Non
     """Runs that dense's sweep on the first seed still needs; when it needs none, the best rate."""
 
     def run(rate: float) -> Run:
-        return setting.run(DENSE, rate * setting.unit, 0, kept=False)
+        return setting.run(setting.dense, rate * setting.unit, 0, kept=False)
 
     missing, best = sweep(run, setting.rates, setting.max_rates, losses)
     return missing, None if best is None else best * setting.unit
