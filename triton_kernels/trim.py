@@ -1,21 +1,25 @@
 """Trim: if more groups than the capacity are marked, keep the largest, ties to the lower index.
 
 The size of the smallest group that stays is found digit by digit, from the top, by histograms of
-11, 10 and 10 bits of the (31-bit) float pattern. Each pass looks only at groups that agree with the
-digits found so far. A fourth pass counts, per program, the groups of exactly that size. The fifth
-gives the remaining places to the lower indices, and clears the other bits.
+11, 10 and 10 bits of the (31-bit) float pattern. The first pass counts the top digits of all marked
+groups. The second drops the groups with smaller top digits than the smallest that stays. Those with
+the same are candidates, mostly few; it marks them in a bitmap of their own, and counts their second
+digits. The third pass counts the last digits, and the fourth, per program, the candidates of
+exactly the smallest size. The fifth drops the smaller candidates, and, from the highest index on,
+those of that size that find no place.
 
 Worked example (2-bit digits, capacity 3): sizes 0b0111, 0b0110, 0b0001, 0b0110, 0b0110. The top
-digits 01, 01, 00, 01, 01 have histogram (1, 4, 0, 0): the third largest is among the 4 in bin 01.
-Their low digits 11, 10, 10, 10 have (0, 0, 3, 1): one is larger, and two of the three 10s stay,
-which are the groups 1 and 3; groups 2 and 4 are dropped.
+digits 01, 01, 00, 01, 01 have histogram (1, 4, 0, 0): the third largest is among the 4 in bin 01,
+which are the candidates, and group 2 is dropped. Their low digits 11, 10, 10, 10 have (0, 0, 3, 1):
+one is larger, and two of the three 10s stay, which are the groups 1 and 3; group 4 is dropped.
 
 The host knows no counts, so all five kernels are launched every time, and return at once if the
-count is within the capacity. Otherwise each reads the bitmap and the marked groups: a thread has a
-word, and takes its lowest set bit until none is left. Most groups agree in their top digit, so its
-histogram has copies, between which programs alternate; otherwise all of them would wait for a few
-addresses. A dropped group writes x to a bfloat16 residual; a float32 residual already holds x since
-the selection. In a direct sketch made by the dense pass, the residual holds the quantization error:
+count is within the capacity and no group was put off. The first two passes look at all groups of a
+tile at once, and load the marked ones. In the others, a thread has a word of candidates, and takes
+its lowest set bit until none is left. Most groups agree in their top digit, so its histogram has
+copies, between which programs alternate; otherwise all of them would wait for a few addresses. A
+dropped group writes x to a bfloat16 residual; a float32 residual already holds x since the
+selection. In a direct sketch made by the dense pass, the residual holds the quantization error:
 there x is restored, and groups that were put off are sent, see :mod:`.direct`.
 """
 
@@ -30,12 +34,15 @@ from torch import Tensor
 from .direct import Direct, arguments, stride
 from .gather import load_groups
 from .jit import constant, jit, tl
-from .scalar import load_words, lowest_bit, magnitude, narrow_finite, popcount
+from .scalar import bits_of, load_words, lowest_bit, magnitude, narrow_finite, popcount
 from .scratch import buffer
 from .symbols import clips, restore, send
 
-# Words at once, one per thread. (With two threads per word, in four warps, ptxas spills in some
-# variants.)
+# Elements of a tile of the first two passes: 16 per thread keep enough loads in flight.
+_TILE = 2048
+_TILE_WARPS = 4
+# Words at once in the others, one per thread. (With two threads per word, in four warps, ptxas
+# spills in some variants.)
 _WORDS = 64
 _WARPS = 2
 # The target for the number of programs of all rows together. By their registers, an H100 runs 2,112
@@ -51,7 +58,7 @@ _TIES = constant(8 * 2048 + 2 * 1024 + 1)
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     *("words", "capacity", "counts", "index_stride", "counts_stride", "histogram_stride"),
-    *("step", "cells_stride"),
+    *("step", "cells_stride", "candidates_stride"),
 ]
 
 
@@ -87,7 +94,7 @@ def _prefix(histogram, capacity, DIGITS: tl.constexpr):
 def _load(grad, residual, cells, unit, key, there, n, LANES: tl.constexpr):
     """:func:`load_groups` before trimming, and symbols if there are cells."""
     x, j, inside = load_groups(grad, residual, key, there, n, LANES)
-    symbol = tl.zeros_like(key)
+    symbol = tl.zeros_like(key).to(tl.int32)
     if cells is not None:
         symbol = tl.load(cells + key, mask=there, other=0)
         if residual is not None:
@@ -95,10 +102,104 @@ def _load(grad, residual, cells, unit, key, there, n, LANES: tl.constexpr):
     return x, j, inside, symbol
 
 
+@jit
+def _words_of(bits, WORDS: tl.constexpr):
+    """``[32 * WORDS]`` bool to ``[WORDS]`` int32; fast where a warp's threads have a word."""
+    bits = tl.reshape(bits.to(tl.int32), [WORDS, 32])
+    return tl.sum(bits << tl.arange(0, 32)[None, :], 1)
+
+
+@jit
+def _put_back(residual, cells, x, symbol, key, j, inside, goes, unit, levels):
+    """Undo what the selection did to groups that it should not have marked, where ``goes``.
+
+    Returns:
+        which of them had a clipped element, int32; 0 without cells.
+    """
+    clipped = tl.zeros_like(key).to(tl.int32)
+    # Several threads may have the same group: all must have read before one writes.
+    tl.debug_barrier()
+    if residual is not None:
+        new = narrow_finite(x, residual.dtype.element_ty)
+        tl.store(residual + j, new, mask=inside & goes[:, None])
+    if cells is not None:
+        tl.store(cells + key, tl.zeros_like(symbol), mask=goes)
+        clipped = tl.where(goes & (symbol != 0), clips(x, unit, levels), 0)
+    return clipped
+
+
+@jit(do_not_specialize=_PLAIN)
+def narrow_kernel(
+    grad, residual, index, candidates, counts, histograms, cells, step, levels, n, words, capacity,
+    grad_stride, residual_stride, index_stride, candidates_stride, counts_stride, histogram_stride,
+    cells_stride,
+    DIGITS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    # Whether the selection changed what a marked group has in the residual or the cells.
+    BACK: tl.constexpr = cells is not None or (
+        residual is not None and residual.dtype.element_ty != tl.float32
+    )
+    d = tl.program_id(1).to(tl.int64)
+    p = tl.program_id(0)
+    found = counts + d * counts_stride
+    if tl.load(found) <= capacity:
+        return
+    row = histograms + d * histogram_stride
+    known, _places = _prefix(row, capacity, DIGITS)
+    index += d * index_stride
+    candidates += d * candidates_stride
+    grad += d * grad_stride
+    if residual is not None:
+        residual += d * residual_stride
+    unit = 1.0
+    if cells is not None:
+        cells += d * cells_stride
+        unit = tl.load(step + d)
+    clipped = tl.zeros([WORDS * 32], tl.int32)
+    for tile in range(p, tl.cdiv(words, WORDS), tl.num_programs(0)):
+        w = tile * WORDS + tl.arange(0, WORDS)
+        word = load_words(index + w, w < words)
+        marked = tl.reshape(bits_of(word), [WORDS * 32])
+        # In aligned rows a thread has every 128th group, as it has for the atomics, and not four
+        # neighbours, which only an access that is not masked could load at once.
+        key = tl.max_contiguous(tl.arange(0, WORDS * 32), 1)
+        start = (tl.zeros([], tl.int64) + tile) * (WORDS * 32)
+        there = tl.minimum(n - start * LANES, WORDS * 32 * LANES).to(tl.int32)
+        left = residual
+        if residual is not None:
+            left = residual + start * LANES
+        table = cells
+        if cells is not None:
+            table = cells + start
+        x, j, inside, symbol = _load(
+            grad + start * LANES, left, table, unit, key, marked, there, LANES
+        )
+        size = tl.max(magnitude(x), 1)
+        if DIGITS == 0:
+            bin = row + (p % _COPIES) * 2048 + (size >> 20)
+            tl.atomic_add(bin, 1, mask=marked, sem="relaxed")
+        else:
+            digit = size >> 20
+            candidate = marked & (digit == known)
+            bin = row + _SECOND + ((size >> 10) & 0x3FF)
+            tl.atomic_add(bin, 1, mask=candidate, sem="relaxed")
+            goes = marked & (digit < known)
+            kept = word.to(tl.int32, bitcast=True) ^ _words_of(goes, WORDS)
+            # Several threads may read a word: all must have read before one writes.
+            tl.debug_barrier()
+            tl.store(index + w, kept, mask=w < words)
+            tl.store(candidates + w, _words_of(candidate, WORDS), mask=w < words)
+            if BACK:
+                clipped -= _put_back(left, table, x, symbol, key, j, inside, goes, unit, levels)
+    if DIGITS == 1 and cells is not None:
+        tl.atomic_add(found + 3, tl.sum(clipped, 0), sem="relaxed")
+
+
 @jit(do_not_specialize=_PLAIN)
 def count_kernel(
-    grad, residual, index, counts, histograms, cells, step, levels, n, words, capacity,
-    grad_stride, residual_stride, index_stride, counts_stride, histogram_stride, cells_stride,
+    grad, residual, index, candidates, counts, histograms, cells, step, levels, n, words, capacity,
+    grad_stride, residual_stride, index_stride, candidates_stride, counts_stride, histogram_stride,
+    cells_stride,
     DIGITS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
@@ -107,7 +208,7 @@ def count_kernel(
         return
     row = histograms + d * histogram_stride
     known, _places = _prefix(row, capacity, DIGITS)
-    index += d * index_stride
+    candidates += d * candidates_stride
     grad += d * grad_stride
     if residual is not None:
         residual += d * residual_stride
@@ -119,19 +220,13 @@ def count_kernel(
     share = tl.cdiv(tl.cdiv(words, WORDS), tl.num_programs(0))
     for tile in range(p * share, tl.minimum((p + 1) * share, tl.cdiv(words, WORDS))):
         w = tile * WORDS + tl.arange(0, WORDS)
-        word = load_words(index + w, w < words)
+        word = load_words(candidates + w, w < words)
         for _ in range(tl.max(popcount(word), 0)):
             there = word != 0
-            key = w * 32 + lowest_bit(word)
+            key = (w * 32 + lowest_bit(word)).to(tl.int64)
             x, _j, _inside, _symbol = _load(grad, residual, cells, unit, key, there, n, LANES)
             size = tl.max(magnitude(x), 1)
-            if DIGITS == 0:
-                bin = row + (p % _COPIES) * 2048 + (size >> 20)
-                tl.atomic_add(bin, 1, mask=there, sem="relaxed")
-            elif DIGITS == 1:
-                there = there & ((size >> 20) == known)
-                tl.atomic_add(row + _SECOND + ((size >> 10) & 0x3FF), 1, mask=there, sem="relaxed")
-            elif DIGITS == 2:
+            if DIGITS == 2:
                 there = there & ((size >> 10) == known)
                 tl.atomic_add(row + _THIRD + (size & 0x3FF), 1, mask=there, sem="relaxed")
             else:
@@ -143,10 +238,15 @@ def count_kernel(
 
 @jit(do_not_specialize=_PLAIN)
 def drop_kernel(
-    grad, residual, index, counts, histograms, cells, step, levels, n, words, capacity,
-    grad_stride, residual_stride, index_stride, counts_stride, histogram_stride, cells_stride,
+    grad, residual, index, candidates, counts, histograms, cells, step, levels, n, words, capacity,
+    grad_stride, residual_stride, index_stride, candidates_stride, counts_stride, histogram_stride,
+    cells_stride,
     LANES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
+    # Whether the selection changed what a marked group has in the residual or the cells.
+    BACK: tl.constexpr = cells is not None or (
+        residual is not None and residual.dtype.element_ty != tl.float32
+    )
     # Whether groups may have been put off.
     SENDS: tl.constexpr = cells is not None and residual is not None
     d = tl.program_id(1).to(tl.int64)
@@ -165,6 +265,7 @@ def drop_kernel(
         taken += tl.sum(tl.load(row + _TIES + before, mask=before < p, other=0), 0)
     last, places = _prefix(row, capacity, 3)
     index += d * index_stride
+    candidates += d * candidates_stride
     grad += d * grad_stride
     if residual is not None:
         residual += d * residual_stride
@@ -178,20 +279,20 @@ def drop_kernel(
     share = tl.cdiv(tl.cdiv(words, WORDS), tl.num_programs(0))
     for tile in range(p * share, tl.minimum((p + 1) * share, tl.cdiv(words, WORDS))):
         w = tile * WORDS + tl.arange(0, WORDS)
-        marked = load_words(index + w, w < words)
-        stays = marked
+        stays = load_words(index + w, w < words)
         if over:
-            stays = tl.zeros([WORDS], tl.uint32)
+            # The bits that remain are those of candidates that go.
+            dropped = load_words(candidates + w, w < words)
             tied = tl.zeros([WORDS], tl.uint32)
-            word = marked
+            word = dropped
             for _ in range(tl.max(popcount(word), 0)):
-                key = w * 32 + lowest_bit(word)
+                key = (w * 32 + lowest_bit(word)).to(tl.int64)
                 x, _j, _inside, _symbol = _load(
                     grad, residual, cells, unit, key, word != 0, n, LANES
                 )
                 size = tl.max(magnitude(x), 1)
                 bit = word & (0 - word)
-                stays |= tl.where(size > last, bit, 0)
+                dropped ^= tl.where(size > last, bit, 0)
                 tied |= tl.where(size == last, bit, 0)
                 word ^= bit
             # Ties fill the remaining places, from the lowest index on.
@@ -200,29 +301,22 @@ def drop_kernel(
             taken += tl.sum(ties, 0)
             for _ in range(tl.max(ties, 0)):
                 bit = tied & (0 - tied)
-                stays |= tl.where(turn < places, bit, 0)
+                dropped ^= tl.where(turn < places, bit, 0)
                 tied ^= bit
                 turn += 1
+            stays ^= dropped
             # Several warps may read the words; all must have read before one writes.
             tl.debug_barrier()
             tl.store(index + w, stays.to(tl.int32, bitcast=True), mask=w < words)
-            if cells is not None or (
-                residual is not None and residual.dtype.element_ty != tl.float32
-            ):
-                word = marked ^ stays
+            if BACK:
+                word = dropped
                 for _ in range(tl.max(popcount(word), 0)):
                     goes = word != 0
-                    key = w * 32 + lowest_bit(word)
+                    key = (w * 32 + lowest_bit(word)).to(tl.int64)
                     x, j, inside, symbol = _load(grad, residual, cells, unit, key, goes, n, LANES)
-                    # Several threads may have the same word: all must read before one writes.
-                    tl.debug_barrier()
-                    if residual is not None:
-                        new = narrow_finite(x, residual.dtype.element_ty)
-                        tl.store(residual + j, new, mask=inside)
-                    if cells is not None:
-                        tl.store(cells + key, tl.zeros_like(symbol), mask=goes)
-                        counted = goes & (symbol != 0)
-                        clipped -= tl.where(counted, clips(x, unit, levels), 0)
+                    clipped -= _put_back(
+                        residual, cells, x, symbol, key, j, inside, goes, unit, levels
+                    )
                     word &= word - 1
         if SENDS:
             word = tl.where(late > 0, stays, 0)
@@ -230,7 +324,7 @@ def drop_kernel(
                 key = w * 32 + lowest_bit(word)
                 # Send groups that were put off, and again others whose cell is 0.
                 again = tl.load(cells + key, mask=word != 0, other=1) == 0
-                x, j, inside = load_groups(grad, residual, key, again, n, LANES)
+                x, j, inside = load_groups(grad, residual, key.to(tl.int64), again, n, LANES)
                 symbol, left = send(x, unit, levels, LANES)
                 tl.debug_barrier()
                 tl.store(residual + j, left, mask=inside)
@@ -285,13 +379,19 @@ def trim(
     if histograms is None:
         histograms = cleared_histograms(grad, index, layout)
     programs = histograms.shape[1] - _TIES.value
+    candidates = buffer("candidates", tuple(index.shape), torch.int32, grad.device, layout)
     given = (
-        grad, residual, index, counts, histograms, *arguments(direct), numel,
+        grad, residual, index, candidates, counts, histograms, *arguments(direct), numel,
         index.shape[1], capacity,
         grad.stride(0), 0 if residual is None else residual.stride(0), index.stride(0),
-        counts.stride(0), histograms.stride(0), stride(direct),
+        candidates.stride(0), counts.stride(0), histograms.stride(0), stride(direct),
     )  # fmt: skip
-    options = {"LANES": lanes, "WORDS": _WORDS, "num_warps": _WARPS, "enable_fp_fusion": False}
-    for digits in range(4):
+    options = {"LANES": lanes, "enable_fp_fusion": False}
+    for digits in range(2):
+        narrow_kernel[(programs, W)](
+            *given, DIGITS=digits, WORDS=_TILE // (32 * lanes), num_warps=_TILE_WARPS, **options
+        )
+    options |= {"WORDS": _WORDS, "num_warps": _WARPS}
+    for digits in range(2, 4):
         count_kernel[(programs, W)](*given, DIGITS=digits, **options)
     drop_kernel[(programs, W)](*given, **options)

@@ -142,7 +142,10 @@ def _bits(kept: int, groups: int) -> Hint:
 
 def _selecting(layout: PackedLayout | SketchLayout, kept: int) -> dict[str, Hint]:
     """Hints for what selects and trims: so many groups are above the threshold, and all stay."""
-    return {"counts": Hint(number=lambda _: kept), "count_kernel.index": _bits(kept, layout.groups)}
+    return {
+        "counts": Hint(number=lambda _: kept),
+        "narrow_kernel.index": _bits(kept, layout.groups),
+    }
 
 
 def _pack(ops: Any, case: Case) -> Operator:

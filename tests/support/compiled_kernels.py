@@ -20,9 +20,9 @@ ops = importlib.import_module("tagc.triton_kernels.ops")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ARCHITECTURES = (80, 90)
 SKETCH = {
-    "select_kernel", "count_kernel", "drop_kernel", "emit_kernel", "insert_kernel", "union_kernel",
-    "keys_kernel", "singles_kernel", "peel_kernel", "finish_kernel", "clear_kernel",
-    "estimate_kernel", "write_kernel", "expand_kernel",
+    "select_kernel", "narrow_kernel", "count_kernel", "drop_kernel", "emit_kernel",
+    "insert_kernel", "union_kernel", "keys_kernel", "singles_kernel", "peel_kernel",
+    "finish_kernel", "clear_kernel", "estimate_kernel", "write_kernel", "expand_kernel",
 }  # fmt: skip
 BLOCKS = {"quantize_kernel", "dequantize_kernel"}
 MATRIX = {
@@ -31,8 +31,8 @@ MATRIX = {
     "dequantize_groups_kernel",
 }  # fmt: skip
 PACKED = {
-    "select_kernel", "count_kernel", "drop_kernel", "rank_kernel", "scan_kernel", "list_kernel",
-    "index_kernel", "read_kernel", "values_kernel", "unpack_kernel",
+    "select_kernel", "narrow_kernel", "count_kernel", "drop_kernel", "rank_kernel",
+    "scan_kernel", "list_kernel", "index_kernel", "read_kernel", "values_kernel", "unpack_kernel",
 }  # fmt: skip
 OTHERS = {"undo_lag_kernel", "steer_kernel"}
 KERNELS = SKETCH | BLOCKS | MATRIX | PACKED | OTHERS

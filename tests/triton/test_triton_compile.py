@@ -76,6 +76,8 @@ def check_memory(kernels: list[Compiled]) -> None:
             "quantize_matrix_kernel": 168,
             # With float16 gradients, float32 residuals and blocks of 4096; others take 128.
             "quantize_kernel": 144,
+            # With rows of one element, by Triton 3.6.
+            **({"narrow_kernel": 144} if OLD else {}),
         }
         assert k.registers <= most.get(k.name, 128), f"{where} takes {k.registers} registers"
 
@@ -228,8 +230,8 @@ def test_atomics_return_nothing(compiled):
             uses = [line for line in mentions if "atom." not in line and ", 0x0;" not in line]
             assert not uses, f"{k.name}({k.variant}) uses an atomic's result: {uses}"
     for name in (
-        "select_kernel", "count_kernel", "emit_kernel", "insert_kernel", "keys_kernel",
-        "index_kernel", "read_kernel",
+        "select_kernel", "narrow_kernel", "count_kernel", "emit_kernel", "insert_kernel",
+        "keys_kernel", "index_kernel", "read_kernel",
     ):  # fmt: skip
         atomics = [k for k in compiled if k.name == name and re.search(r"\b(red|atom)\.", k.ptx)]
         assert atomics, f"no atomics in {name}: nothing was checked"
@@ -268,7 +270,8 @@ def test_sizes_of_one_compile():
         encode(SYMBOLS["int8x4"], BF16, BF16, 3, "some", numel=1, W=1)
         decode(SYMBOLS["int16x2"], F32, BF16, 3, 3, numel=1, W=1)
     assert {k.name for k in found} == SKETCH - {
-        "insert_kernel", "expand_kernel", "write_kernel", "count_kernel", "drop_kernel",
+        "insert_kernel", "expand_kernel", "write_kernel", "narrow_kernel", "count_kernel",
+        "drop_kernel",
     }  # fmt: skip
     check_memory(found)
     with compiling(90) as found:
@@ -277,7 +280,8 @@ def test_sizes_of_one_compile():
             matrix(bits, group, F32, BF16, 0.9, 3, rows=1, columns=1, R=1)
         for low, kind in ((0, "all"), (1, "some"), (2, "all")):
             packed(8, 32, 1, low, F32, BF16, kind, 1, numel=1, R=1)
-    assert {k.name for k in found} >= (BLOCKS | MATRIX | PACKED) - {"drop_kernel", "count_kernel"}
+    trimming = {"narrow_kernel", "count_kernel", "drop_kernel"}
+    assert {k.name for k in found} >= (BLOCKS | MATRIX | PACKED) - trimming
     check_memory(found)
 
 
