@@ -46,7 +46,7 @@ _TILE_WARPS = 4
 _WORDS = 64
 _WARPS = 2
 # The target for the number of programs of all rows together. By their registers, an H100 runs 2,112
-# of `drop_kernel` at once, and 4,224 of `count_kernel`.
+# of `count_kernel` or `drop_kernel` at once.
 _PROGRAMS = 2048
 # Copies of the first histogram, and the starts in a row's buffer of the second and third histogram,
 # the number of groups put off, and the counts of ties, one per program.
