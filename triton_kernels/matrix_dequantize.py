@@ -24,7 +24,7 @@ from torch import Tensor
 from tagc.ops.matrix import MatrixLayout
 
 from .device import on_device_of
-from .jit import jit, tl
+from .jit import constant, jit, tl
 from .matrix_groups import dequantize_groups
 from .matrix_numbers import unit_of, whose_matrix
 from .matrix_read_scales import read_scales
@@ -34,6 +34,8 @@ from .scalar import widen
 # of a thread's loads from a message are in flight at once: with up to 254 registers, at least 8
 # warps fit on a multiprocessor and wait for 32 KiB of codes.
 _ROWS, _INNER, _WORDS = 4, 4, 512
+# Elements of a tile from which on every thread of a warp has some of its own, 4 neighbours each.
+_FULL = constant(128)
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     "codes", "f", "rows", "units", "R", "divisor", "mask", "message_stride", "message_next",
@@ -139,6 +141,9 @@ def dequantize_matrix_kernel(
             at = out + row * columns + i * row_words + j
             if ADD:
                 x += widen(tl.load(at, mask=ours))
+                if OUTER * WORDS < _FULL:
+                    # Several threads have the same element: all must read it before one writes.
+                    tl.debug_barrier()
             tl.store(at, x.to(out.dtype.element_ty), mask=ours)
 
 
