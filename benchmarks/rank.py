@@ -91,13 +91,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A decoder with the sizes of a model of 7 billion parameters, or tiny."""
+    """A decoder: with the default sizes, a model of 7 billion parameters."""
 
-    def __init__(self, *, tiny: bool = False) -> None:
+    def __init__(self, width: int = 4096, layers: int = 32) -> None:
         super().__init__()
-        width, inner, heads, layers, words = (128, 344, 4, 2, 256) if tiny else (
-            4096, 11008, 32, 32, 32000
-        )  # fmt: skip
+        inner, heads, words = width * 43 // 16, max(4, width // 128), width * 125 // 16
         self.embed_tokens = nn.Embedding(words, width)
         self.layers = nn.ModuleList(Block(width, inner, heads) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
@@ -176,10 +174,10 @@ def alone(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def sharded(device: torch.device) -> nn.Module:
+def sharded(device: torch.device, width: int = 4096) -> nn.Module:
     """The model, tiny on a CPU, in bfloat16 with shards in float32; each rank has its own only."""
     with torch.device("meta"):
-        model = Net(tiny=device.type == "cpu")
+        model = Net(128, 2) if device.type == "cpu" else Net(width)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in model.layers:
         fully_shard(layer, mp_policy=precision)
@@ -194,7 +192,7 @@ def sharded(device: torch.device) -> nn.Module:
     return model
 
 
-def train(policy: str, device: torch.device, tokens: int, settle: int) -> Record:
+def train(policy: str, device: torch.device, tokens: int, settle: int, width: int) -> Record:
     """Medians of a few steps, after ``settle`` others.
 
     Args:
@@ -202,7 +200,7 @@ def train(policy: str, device: torch.device, tokens: int, settle: int) -> Record
         tokens: of the rank's batch, a single sequence.
     """
     cuda = device.type == "cuda"
-    model = sharded(device)
+    model = sharded(device, width)
     found: Record = {"policy": policy}
     if policy != DENSE:
         start = time.perf_counter()
@@ -300,6 +298,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=4096, help="default: %(default)s")
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=4096,
+        help="of the model on a GPU, a multiple of 128; small ones show the host's time; "
+        "default: %(default)s",
+    )
     parser.add_argument("--settle", type=int, default=8, help="steps before; default: %(default)s")
     parser.add_argument(
         "--policies", nargs="+", default=_POLICIES, metavar="POLICY", help="default: %(default)s"
@@ -313,12 +318,13 @@ def run(args: argparse.Namespace) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here; --device cpu rehearses the runs", file=sys.stderr)
         return 2
-    facts = {"suite": "rank", "ranks": args.ranks, "tokens": args.tokens} | machine(device)
+    facts = {"suite": "rank", "ranks": args.ranks, "tokens": args.tokens, "width": args.width}
+    facts |= machine(device)
     records: list[Record] = []
     for policy in (DENSE, *args.policies, DENSE):
         try:
             with alone(args.ranks):
-                found = train(policy, device, args.tokens, args.settle)
+                found = train(policy, device, args.tokens, args.settle, args.width)
         except Exception as error:  # the others are tried all the same
             found = {"policy": policy, "failed": f"{type(error).__name__}: {error}"}
         gc.collect()

@@ -51,7 +51,7 @@ def pack(
         grad, residual, threshold, bitmap, message[:, POISON], counts,
         lanes=lanes, capacity=capacity,
     )  # fmt: skip
-    trim(grad, residual, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
+    trim(grad, residual, threshold, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
     ranks = rank(
         bitmap, layout.groups, "bitmap", layout=layout, step=LIST_WORDS,
         counts=counts[:, KEPT], header=message[:, KEPT_GROUPS],
@@ -69,7 +69,7 @@ def select(
     """See :meth:`tagc.ops.packed.PackedOps.select`."""
     lanes, capacity = layout.group, layout.capacity
     select_groups(x, None, threshold, bitmap, None, counts, lanes=lanes, capacity=capacity)
-    trim(x, None, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
+    trim(x, None, threshold, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
     if capacity < layout.groups:
         torch.clamp(counts[:, ABOVE], max=capacity, out=counts[:, KEPT])
     else:

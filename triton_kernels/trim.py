@@ -1,12 +1,11 @@
 """Trim: if more groups than the capacity are marked, keep the largest, ties to the lower index.
 
-The size of the smallest group that stays is found digit by digit, from the top, by histograms of
-11, 10 and 10 bits of the (31-bit) float pattern. The first pass counts the top digits of all marked
-groups. The second drops the groups with smaller top digits than the smallest that stays. Those with
-the same are candidates, mostly few; it marks them in a bitmap of their own, and counts their second
-digits. The third pass counts the last digits, and the fourth, per program, the candidates of
-exactly the smallest size. The fifth drops the smaller candidates, and, from the highest index on,
-those of that size that find no place.
+The size of the smallest group that stays is found digit by digit, from the top (:mod:`.digits`).
+Two dense passes (:mod:`.narrow`) find its first digit, drop the groups that are smaller by that
+alone, list those with the same first digit, the candidates, in a bitmap of their own, and count
+their second digits. The third pass counts the last digits of candidates that agree in the second.
+The fourth counts, per program, the candidates of exactly the smallest size. The fifth drops the
+smaller candidates, and, from the highest index on, those of that size that find no place.
 
 Worked example (2-bit digits, capacity 3): sizes 0b0111, 0b0110, 0b0001, 0b0110, 0b0110. The top
 digits 01, 01, 00, 01, 01 have histogram (1, 4, 0, 0): the third largest is among the 4 in bin 01,
@@ -14,13 +13,11 @@ which are the candidates, and group 2 is dropped. Their low digits 11, 10, 10, 1
 one is larger, and two of the three 10s stay, which are the groups 1 and 3; group 4 is dropped.
 
 The host knows no counts, so all five kernels are launched every time, and return at once if the
-count is within the capacity and no group was put off. The first two passes look at all groups of a
-tile at once, and load the marked ones. In the others, a thread has a word of candidates, and takes
-its lowest set bit until none is left. Most groups agree in their top digit, so its histogram has
-copies, between which programs alternate; otherwise all of them would wait for a few addresses. A
-dropped group writes x to a bfloat16 residual; a float32 residual already holds x since the
-selection. In a direct sketch made by the dense pass, the residual holds the quantization error:
-there x is restored, and groups that were put off are sent, see :mod:`.direct`.
+count is within the capacity and no group was put off. In the last three, a thread has a word of
+candidates, and takes its lowest set bit until none is left. A dropped group writes x to a bfloat16
+residual; a float32 residual already holds x since the selection. In a direct sketch made by the
+dense pass, the residual holds the quantization error: there x is restored, and groups that were put
+off are sent, see :mod:`.direct`.
 """
 
 from __future__ import annotations
@@ -31,63 +28,27 @@ import torch
 import triton
 from torch import Tensor
 
+from .digits import PUT_OFF, SECOND, THIRDS, TIES, cleared_histograms, prefix
 from .direct import Direct, arguments, stride
 from .gather import load_groups
-from .jit import constant, jit, tl
-from .scalar import bits_of, load_words, lowest_bit, magnitude, narrow_finite, popcount
+from .jit import jit, tl
+from .narrow import narrow
+from .scalar import load_words, lowest_bit, magnitude, narrow_finite, popcount
 from .scratch import buffer
 from .symbols import clips, restore, send
 
-# Elements of a tile of the first two passes: 16 per thread keep enough loads in flight.
-_TILE = 2048
-_TILE_WARPS = 4
-# Words at once in the others, one per thread. (With two threads per word, in four warps, ptxas
-# spills in some variants.)
+# Words of a tile of the last three kernels, one per thread. (With two threads per word, in four
+# warps, ptxas spills in some variants.)
 _WORDS = 64
 _WARPS = 2
 # The target for the number of programs of all rows together. By their registers, an H100 runs 2,112
 # of `count_kernel` or `drop_kernel` at once.
 _PROGRAMS = 2048
-# Copies of the first histogram, and the starts in a row's buffer of the second and third histogram,
-# the number of groups put off, and the counts of ties, one per program.
-_COPIES = constant(8)
-_SECOND = constant(8 * 2048)
-_THIRD = constant(8 * 2048 + 1024)
-_PUT_OFF = constant(8 * 2048 + 2 * 1024)
-_TIES = constant(8 * 2048 + 2 * 1024 + 1)
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     *("words", "capacity", "counts", "index_stride", "counts_stride", "histogram_stride"),
     *("step", "cells_stride", "candidates_stride"),
 ]
-
-
-@jit
-def _pick(count, need):
-    """Bin of the ``need``-th largest, and the number of that bin among the ``need`` largest."""
-    larger = tl.sum(count, 0) - tl.cumsum(count, 0)  # [bins], falls to 0
-    digit = tl.sum((larger >= need).to(tl.int32), 0)
-    return digit, need - tl.max(tl.where(larger < need, larger, 0), 0)
-
-
-@jit
-def _prefix(histogram, capacity, DIGITS: tl.constexpr):
-    """The first digits of the smallest size that stays, and the number of groups with them that
-    stay."""
-    prefix = tl.zeros([], tl.int32)
-    need = tl.maximum(capacity, 1)
-    if DIGITS > 0:
-        count = tl.zeros([2048], tl.int32)
-        for copy in range(_COPIES):
-            count += tl.load(histogram + copy * 2048 + tl.arange(0, 2048))
-        prefix, need = _pick(count, need)
-    if DIGITS > 1:
-        digit, need = _pick(tl.load(histogram + _SECOND + tl.arange(0, 1024)), need)
-        prefix = (prefix << 10) | digit
-    if DIGITS > 2:
-        digit, need = _pick(tl.load(histogram + _THIRD + tl.arange(0, 1024)), need)
-        prefix = (prefix << 10) | digit
-    return prefix, need - (capacity == 0).to(tl.int32)
 
 
 @jit
@@ -100,13 +61,6 @@ def _load(grad, residual, cells, unit, key, there, n, LANES: tl.constexpr):
         if residual is not None:
             x = restore(symbol, x, unit, LANES)
     return x, j, inside, symbol
-
-
-@jit
-def _words_of(bits, WORDS: tl.constexpr):
-    """``[32 * WORDS]`` bool to ``[WORDS]`` int32; fast where a warp's threads have a word."""
-    bits = tl.reshape(bits.to(tl.int32), [WORDS, 32])
-    return tl.sum(bits << tl.arange(0, 32)[None, :], 1)
 
 
 @jit
@@ -129,73 +83,6 @@ def _put_back(residual, cells, x, symbol, key, j, inside, goes, unit, levels):
 
 
 @jit(do_not_specialize=_PLAIN)
-def narrow_kernel(
-    grad, residual, index, candidates, counts, histograms, cells, step, levels, n, words, capacity,
-    grad_stride, residual_stride, index_stride, candidates_stride, counts_stride, histogram_stride,
-    cells_stride,
-    DIGITS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    # Whether the selection changed what a marked group has in the residual or the cells.
-    BACK: tl.constexpr = cells is not None or (
-        residual is not None and residual.dtype.element_ty != tl.float32
-    )
-    d = tl.program_id(1).to(tl.int64)
-    p = tl.program_id(0)
-    found = counts + d * counts_stride
-    if tl.load(found) <= capacity:
-        return
-    row = histograms + d * histogram_stride
-    known, _places = _prefix(row, capacity, DIGITS)
-    index += d * index_stride
-    candidates += d * candidates_stride
-    grad += d * grad_stride
-    if residual is not None:
-        residual += d * residual_stride
-    unit = 1.0
-    if cells is not None:
-        cells += d * cells_stride
-        unit = tl.load(step + d)
-    clipped = tl.zeros([WORDS * 32], tl.int32)
-    for tile in range(p, tl.cdiv(words, WORDS), tl.num_programs(0)):
-        w = tile * WORDS + tl.arange(0, WORDS)
-        word = load_words(index + w, w < words)
-        marked = tl.reshape(bits_of(word), [WORDS * 32])
-        # In aligned rows a thread has every 128th group, as it has for the atomics, and not four
-        # neighbours, which only an access that is not masked could load at once.
-        key = tl.max_contiguous(tl.arange(0, WORDS * 32), 1)
-        start = (tl.zeros([], tl.int64) + tile) * (WORDS * 32)
-        there = tl.minimum(n - start * LANES, WORDS * 32 * LANES).to(tl.int32)
-        left = residual
-        if residual is not None:
-            left = residual + start * LANES
-        table = cells
-        if cells is not None:
-            table = cells + start
-        x, j, inside, symbol = _load(
-            grad + start * LANES, left, table, unit, key, marked, there, LANES
-        )
-        size = tl.max(magnitude(x), 1)
-        if DIGITS == 0:
-            bin = row + (p % _COPIES) * 2048 + (size >> 20)
-            tl.atomic_add(bin, 1, mask=marked, sem="relaxed")
-        else:
-            digit = size >> 20
-            candidate = marked & (digit == known)
-            bin = row + _SECOND + ((size >> 10) & 0x3FF)
-            tl.atomic_add(bin, 1, mask=candidate, sem="relaxed")
-            goes = marked & (digit < known)
-            kept = word.to(tl.int32, bitcast=True) ^ _words_of(goes, WORDS)
-            # Several threads may read a word: all must have read before one writes.
-            tl.debug_barrier()
-            tl.store(index + w, kept, mask=w < words)
-            tl.store(candidates + w, _words_of(candidate, WORDS), mask=w < words)
-            if BACK:
-                clipped -= _put_back(left, table, x, symbol, key, j, inside, goes, unit, levels)
-    if DIGITS == 1 and cells is not None:
-        tl.atomic_add(found + 3, tl.sum(clipped, 0), sem="relaxed")
-
-
-@jit(do_not_specialize=_PLAIN)
 def count_kernel(
     grad, residual, index, candidates, counts, histograms, cells, step, levels, n, words, capacity,
     grad_stride, residual_stride, index_stride, candidates_stride, counts_stride, histogram_stride,
@@ -207,7 +94,7 @@ def count_kernel(
     if tl.load(counts + d * counts_stride) <= capacity:
         return
     row = histograms + d * histogram_stride
-    known, _places = _prefix(row, capacity, DIGITS)
+    known, _places = prefix(row, capacity, DIGITS)
     candidates += d * candidates_stride
     grad += d * grad_stride
     if residual is not None:
@@ -227,13 +114,13 @@ def count_kernel(
             x, _j, _inside, _symbol = _load(grad, residual, cells, unit, key, there, n, LANES)
             size = tl.max(magnitude(x), 1)
             if DIGITS == 2:
-                there = there & ((size >> 10) == known)
-                tl.atomic_add(row + _THIRD + (size & 0x3FF), 1, mask=there, sem="relaxed")
+                there = there & ((size >> SECOND) == known)
+                tl.atomic_add(row + THIRDS + (size & 0x1FF), 1, mask=there, sem="relaxed")
             else:
                 ties += (there & (size == known)).to(tl.int32)
             word &= word - 1
     if DIGITS == 3:
-        tl.store(row + _TIES + p, tl.sum(ties, 0))
+        tl.store(row + TIES + p, tl.sum(ties, 0))
 
 
 @jit(do_not_specialize=_PLAIN)
@@ -256,14 +143,14 @@ def drop_kernel(
     over = tl.load(found) > capacity
     late = 0
     if SENDS:
-        late = tl.load(row + _PUT_OFF)
+        late = tl.load(row + PUT_OFF)
     if not (over | (late > 0)):
         return
     taken = tl.zeros([], tl.int32)
     for first in range(0, p, WORDS):
         before = first + tl.arange(0, WORDS)
-        taken += tl.sum(tl.load(row + _TIES + before, mask=before < p, other=0), 0)
-    last, places = _prefix(row, capacity, 3)
+        taken += tl.sum(tl.load(row + TIES + before, mask=before < p, other=0), 0)
+    last, places = prefix(row, capacity, 3)
     index += d * index_stride
     candidates += d * candidates_stride
     grad += d * grad_stride
@@ -335,23 +222,23 @@ def drop_kernel(
         tl.atomic_add(found + 3, tl.sum(clipped, 0), sem="relaxed")
 
 
-def cleared_histograms(grad: Tensor, index: Tensor, layout: Hashable) -> Tensor:
-    """The counters of :func:`trim`; the selection counts groups put off in :func:`put_off_of`."""
+def histograms_for(grad: Tensor, index: Tensor, layout: Hashable) -> Tensor:
+    """The cleared counters of :func:`trim`; the selection counts groups put off in
+    :func:`put_off_of`."""
     W, words = index.shape
     programs = min(triton.cdiv(_PROGRAMS, W), triton.cdiv(words, _WORDS))
-    shape = (W, _TIES.value + programs)
-    histograms = buffer("histograms", shape, torch.int32, grad.device, layout)
-    return histograms.zero_()
+    return cleared_histograms(W, programs, grad.device, layout)
 
 
 def put_off_of(histograms: Tensor) -> Tensor:
     """``[W]`` int32, number of groups that the selection put off."""
-    return histograms[:, _PUT_OFF.value]
+    return histograms[:, PUT_OFF.value]
 
 
 def trim(
     grad: Tensor,
     residual: Tensor | None,
+    threshold: Tensor,
     index: Tensor,
     counts: Tensor,
     *,
@@ -364,21 +251,21 @@ def trim(
     """Clear bits of ``index`` until every destination keeps at most ``capacity`` groups.
 
     Args:
-        grad, residual: as :func:`select` left them.
+        grad, residual: as :func:`select` left them; threshold: of the selection.
         index: ``[W, words]``, bitmaps, updated.
         counts: ``[W, 4]``; the first column is the number of marked groups. With cells, the third
             and fourth become the counts of the groups that stay.
         lanes: elements of a group.
         layout: the layout whose scratch buffers to use.
-        histograms: from :func:`cleared_histograms`; default: new ones.
+        histograms: from :func:`histograms_for`; default: new ones.
         direct: cells that the selection wrote; cells of dropped groups are cleared.
     """
     W, numel = grad.shape
     if capacity >= triton.cdiv(numel, lanes):
         return
     if histograms is None:
-        histograms = cleared_histograms(grad, index, layout)
-    programs = histograms.shape[1] - _TIES.value
+        histograms = histograms_for(grad, index, layout)
+    programs = histograms.shape[1] - TIES.value
     candidates = buffer("candidates", tuple(index.shape), torch.int32, grad.device, layout)
     given = (
         grad, residual, index, candidates, counts, histograms, *arguments(direct), numel,
@@ -386,12 +273,10 @@ def trim(
         grad.stride(0), 0 if residual is None else residual.stride(0), index.stride(0),
         candidates.stride(0), counts.stride(0), histograms.stride(0), stride(direct),
     )  # fmt: skip
-    options = {"LANES": lanes, "enable_fp_fusion": False}
-    for digits in range(2):
-        narrow_kernel[(programs, W)](
-            *given, DIGITS=digits, WORDS=_TILE // (32 * lanes), num_warps=_TILE_WARPS, **options
-        )
-    options |= {"WORDS": _WORDS, "num_warps": _WARPS}
+    options = {
+        "LANES": lanes, "WORDS": _WORDS, "num_warps": _WARPS, "enable_fp_fusion": False,
+    }  # fmt: skip
+    narrow(threshold, given, lanes=lanes, words=index.shape[1], rows=W, programs=programs)
     for digits in range(2, 4):
         count_kernel[(programs, W)](*given, DIGITS=digits, **options)
     drop_kernel[(programs, W)](*given, **options)

@@ -144,6 +144,7 @@ def _selecting(layout: PackedLayout | SketchLayout, kept: int) -> dict[str, Hint
     """Hints for what selects and trims: so many groups are above the threshold, and all stay."""
     return {
         "counts": Hint(number=lambda _: kept),
+        "digit_kernel.index": _bits(kept, layout.groups),
         "narrow_kernel.index": _bits(kept, layout.groups),
     }
 

@@ -20,7 +20,7 @@ ops = importlib.import_module("tagc.triton_kernels.ops")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ARCHITECTURES = (80, 90)
 SKETCH = {
-    "select_kernel", "narrow_kernel", "count_kernel", "drop_kernel", "emit_kernel",
+    "select_kernel", "digit_kernel", "narrow_kernel", "count_kernel", "drop_kernel", "emit_kernel",
     "insert_kernel", "union_kernel", "keys_kernel", "singles_kernel", "peel_kernel",
     "finish_kernel", "clear_kernel", "estimate_kernel", "write_kernel", "expand_kernel",
 }  # fmt: skip
@@ -31,7 +31,7 @@ MATRIX = {
     "dequantize_groups_kernel",
 }  # fmt: skip
 PACKED = {
-    "select_kernel", "narrow_kernel", "count_kernel", "drop_kernel", "rank_kernel",
+    "select_kernel", "digit_kernel", "narrow_kernel", "count_kernel", "drop_kernel", "rank_kernel",
     "scan_kernel", "list_kernel", "index_kernel", "read_kernel", "values_kernel", "unpack_kernel",
 }  # fmt: skip
 OTHERS = {"undo_lag_kernel", "steer_kernel"}

@@ -43,7 +43,8 @@ FEW = {80: {"share": 10, "turn": 1}, 90: {"share": 11, "turn": 0}}
 # Bytes that kernels spill, by name and architecture: Triton 3.6 has a few words of three kernels.
 OLD = triton.__version__.startswith("3.6.")
 OF_OLD = {("count_kernel", 80): 8, ("matrix_scales_kernel", 90): 8, ("drop_kernel", 90): 16}
-SPILLED = OF_OLD if OLD else {}
+# ptxas spills two words of one variant (direct cells, no residual), with registers to spare.
+SPILLED = OF_OLD if OLD else {("drop_kernel", 80): 8}
 
 
 def kernel(name: str) -> Any:
@@ -230,8 +231,8 @@ def test_atomics_return_nothing(compiled):
             uses = [line for line in mentions if "atom." not in line and ", 0x0;" not in line]
             assert not uses, f"{k.name}({k.variant}) uses an atomic's result: {uses}"
     for name in (
-        "select_kernel", "narrow_kernel", "count_kernel", "emit_kernel", "insert_kernel",
-        "keys_kernel", "index_kernel", "read_kernel",
+        "select_kernel", "digit_kernel", "narrow_kernel", "count_kernel", "emit_kernel",
+        "insert_kernel", "keys_kernel", "index_kernel", "read_kernel",
     ):  # fmt: skip
         atomics = [k for k in compiled if k.name == name and re.search(r"\b(red|atom)\.", k.ptx)]
         assert atomics, f"no atomics in {name}: nothing was checked"
@@ -270,8 +271,8 @@ def test_sizes_of_one_compile():
         encode(SYMBOLS["int8x4"], BF16, BF16, 3, "some", numel=1, W=1)
         decode(SYMBOLS["int16x2"], F32, BF16, 3, 3, numel=1, W=1)
     assert {k.name for k in found} == SKETCH - {
-        "insert_kernel", "expand_kernel", "write_kernel", "narrow_kernel", "count_kernel",
-        "drop_kernel",
+        "insert_kernel", "expand_kernel", "write_kernel", "digit_kernel", "narrow_kernel",
+        "count_kernel", "drop_kernel",
     }  # fmt: skip
     check_memory(found)
     with compiling(90) as found:
@@ -280,7 +281,7 @@ def test_sizes_of_one_compile():
             matrix(bits, group, F32, BF16, 0.9, 3, rows=1, columns=1, R=1)
         for low, kind in ((0, "all"), (1, "some"), (2, "all")):
             packed(8, 32, 1, low, F32, BF16, kind, 1, numel=1, R=1)
-    trimming = {"narrow_kernel", "count_kernel", "drop_kernel"}
+    trimming = {"digit_kernel", "narrow_kernel", "count_kernel", "drop_kernel"}
     assert {k.name for k in found} >= (BLOCKS | MATRIX | PACKED) - trimming
     check_memory(found)
 

@@ -59,6 +59,17 @@ def _(device):
         assert check(p, device)["counts"][0, 0] > p.layout.capacity
 
 
+@case("a program that counts as many sizes in one bin as it may")
+def _(device):
+    for size in (1.0, 3.9):
+        with mock.patch.object(kernels("trim"), "_PROGRAMS", 1):
+            p = problem(2 * 32 * 1024 - 37, "overflow", grad=BF16, residual=None, R=1)
+            p.grad.fill_(size)
+            p.grad[0, -9:] = 5.0
+            p.threshold.fill_(1.0)
+            assert check(p, device)["counts"][0, 0] == p.layout.numel
+
+
 @case("a residual stays finite")
 def _(device):
     for residual in (BF16, F32):
