@@ -47,6 +47,7 @@ class Run:
         self.optimizer.load_state_dict(own["optimizer"])
 
 
+@pytest.mark.some(4)
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["one device", "FSDP2", "DDP"])
 @pytest.mark.parametrize("saver", ["dcp", "safetensors"])
