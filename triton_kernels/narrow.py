@@ -3,7 +3,8 @@
 The first pass counts the first digits of all marked groups. Nearly all sizes are within a factor of
 four above the threshold, that is, in 32 bins: a thread counts these in registers, four bits per
 bin, which widen to 8 and 16 bits before they run over. Groups elsewhere are added to the histogram
-one by one, which takes ten times as long as the pass if all are: they wait for a few addresses.
+one by one. With all of them, that would take far longer than the pass: they wait for a few
+addresses.
 
 The second pass drops the groups whose first digit is smaller than that of the smallest size that
 stays. Those with the same digit are candidates, mostly few; it marks them in a bitmap, and counts

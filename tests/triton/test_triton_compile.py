@@ -78,7 +78,7 @@ def check_memory(kernels: list[Compiled]) -> None:
             # With float16 gradients, float32 residuals and blocks of 4096; others take 128.
             "quantize_kernel": 144,
             # With rows of one element, by Triton 3.6.
-            **({"narrow_kernel": 144} if OLD else {}),
+            **({"digit_kernel": 168, "narrow_kernel": 144} if OLD else {}),
         }
         assert k.registers <= most.get(k.name, 128), f"{where} takes {k.registers} registers"
 
