@@ -8,13 +8,7 @@ program.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
-import torch
-from torch import Tensor
-
 from .jit import constant, jit, tl
-from .scratch import buffer
 
 # The lowest bit of the first and of the second digit.
 FIRST = constant(19)
@@ -57,9 +51,3 @@ def prefix(histogram, capacity, DIGITS: tl.constexpr):
         digit, need = _pick(tl.load(histogram + THIRDS + tl.arange(0, 512)), need)
         known = (known << 9) | digit
     return known, need - (capacity == 0).to(tl.int32)
-
-
-def cleared_histograms(rows: int, programs: int, device: torch.device, layout: Hashable) -> Tensor:
-    """``[rows, TIES + programs]`` int32 zeros, in a buffer of a layout."""
-    shape = (rows, TIES.value + programs)
-    return buffer("histograms", shape, torch.int32, device, layout).zero_()

@@ -14,14 +14,14 @@ def load_groups(grad, residual, key, there, n, LANES: tl.constexpr):
 
     Args:
         grad, residual: first element of the destination; residual may be None.
-        key: ``[N]`` int32 or int64, groups; read where ``there``. Places have its dtype.
+        key: ``[N]`` int32, groups; read where ``there``.
         n: number of elements of the destination.
 
     Returns:
-        x ``[N, LANES]`` float32, 0 for missing elements; the elements' places; whether they
+        x ``[N, LANES]`` float32, 0 for missing elements; the elements' places, int64; whether they
         exist.
     """
-    j = key[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    j = key.to(tl.int64)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     inside = there[:, None] & (j < n)
     if residual is not None and residual.dtype.element_ty == tl.float32:
         x = tl.load(residual + j, mask=inside, other=0.0)

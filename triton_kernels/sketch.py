@@ -27,7 +27,7 @@ from .scatter import insert_symbols
 from .scratch import buffer
 from .select import select
 from .table import table_of
-from .trim import histograms_for, put_off_of, trim
+from .trim import cleared_histograms, put_off_of, trim
 from .union import unite
 from .write import write
 
@@ -54,7 +54,7 @@ def encode(
     direct = None
     if in_one_pass(layout, residual):
         direct = Direct(cells=cells, step=step, levels=levels)
-    histograms = histograms_for(grad, bitmap, layout) if trims else None
+    histograms = cleared_histograms(grad, bitmap, layout) if trims else None
     select(
         grad, residual, threshold, bitmap, poison, counts,
         lanes=lanes, capacity=capacity, support=support, direct=direct,

@@ -28,7 +28,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .digits import PUT_OFF, SECOND, THIRDS, TIES, cleared_histograms, prefix
+from .digits import PUT_OFF, SECOND, THIRDS, TIES, prefix
 from .direct import Direct, arguments, stride
 from .gather import load_groups
 from .jit import jit, tl
@@ -55,7 +55,7 @@ _PLAIN = [
 def _load(grad, residual, cells, unit, key, there, n, LANES: tl.constexpr):
     """:func:`load_groups` before trimming, and symbols if there are cells."""
     x, j, inside = load_groups(grad, residual, key, there, n, LANES)
-    symbol = tl.zeros_like(key).to(tl.int32)
+    symbol = tl.zeros_like(key)
     if cells is not None:
         symbol = tl.load(cells + key, mask=there, other=0)
         if residual is not None:
@@ -70,7 +70,7 @@ def _put_back(residual, cells, x, symbol, key, j, inside, goes, unit, levels):
     Returns:
         which of them had a clipped element, int32; 0 without cells.
     """
-    clipped = tl.zeros_like(key).to(tl.int32)
+    clipped = tl.zeros_like(key)
     # Several threads may have the same group: all must have read before one writes.
     tl.debug_barrier()
     if residual is not None:
@@ -110,7 +110,7 @@ def count_kernel(
         word = load_words(candidates + w, w < words)
         for _ in range(tl.max(popcount(word), 0)):
             there = word != 0
-            key = (w * 32 + lowest_bit(word)).to(tl.int64)
+            key = w * 32 + lowest_bit(word)
             x, _j, _inside, _symbol = _load(grad, residual, cells, unit, key, there, n, LANES)
             size = tl.max(magnitude(x), 1)
             if DIGITS == 2:
@@ -173,7 +173,7 @@ def drop_kernel(
             tied = tl.zeros([WORDS], tl.uint32)
             word = dropped
             for _ in range(tl.max(popcount(word), 0)):
-                key = (w * 32 + lowest_bit(word)).to(tl.int64)
+                key = w * 32 + lowest_bit(word)
                 x, _j, _inside, _symbol = _load(
                     grad, residual, cells, unit, key, word != 0, n, LANES
                 )
@@ -199,7 +199,7 @@ def drop_kernel(
                 word = dropped
                 for _ in range(tl.max(popcount(word), 0)):
                     goes = word != 0
-                    key = (w * 32 + lowest_bit(word)).to(tl.int64)
+                    key = w * 32 + lowest_bit(word)
                     x, j, inside, symbol = _load(grad, residual, cells, unit, key, goes, n, LANES)
                     clipped -= _put_back(
                         residual, cells, x, symbol, key, j, inside, goes, unit, levels
@@ -211,7 +211,7 @@ def drop_kernel(
                 key = w * 32 + lowest_bit(word)
                 # Send groups that were put off, and again others whose cell is 0.
                 again = tl.load(cells + key, mask=word != 0, other=1) == 0
-                x, j, inside = load_groups(grad, residual, key.to(tl.int64), again, n, LANES)
+                x, j, inside = load_groups(grad, residual, key, again, n, LANES)
                 symbol, left = send(x, unit, levels, LANES)
                 tl.debug_barrier()
                 tl.store(residual + j, left, mask=inside)
@@ -222,12 +222,12 @@ def drop_kernel(
         tl.atomic_add(found + 3, tl.sum(clipped, 0), sem="relaxed")
 
 
-def histograms_for(grad: Tensor, index: Tensor, layout: Hashable) -> Tensor:
-    """The cleared counters of :func:`trim`; the selection counts groups put off in
-    :func:`put_off_of`."""
+def cleared_histograms(grad: Tensor, index: Tensor, layout: Hashable) -> Tensor:
+    """The counters of :func:`trim`; the selection counts groups put off in :func:`put_off_of`."""
     W, words = index.shape
     programs = min(triton.cdiv(_PROGRAMS, W), triton.cdiv(words, _WORDS))
-    return cleared_histograms(W, programs, grad.device, layout)
+    shape = (W, TIES.value + programs)
+    return buffer("histograms", shape, torch.int32, grad.device, layout).zero_()
 
 
 def put_off_of(histograms: Tensor) -> Tensor:
@@ -257,14 +257,14 @@ def trim(
             and fourth become the counts of the groups that stay.
         lanes: elements of a group.
         layout: the layout whose scratch buffers to use.
-        histograms: from :func:`histograms_for`; default: new ones.
+        histograms: from :func:`cleared_histograms`; default: new ones.
         direct: cells that the selection wrote; cells of dropped groups are cleared.
     """
     W, numel = grad.shape
     if capacity >= triton.cdiv(numel, lanes):
         return
     if histograms is None:
-        histograms = histograms_for(grad, index, layout)
+        histograms = cleared_histograms(grad, index, layout)
     programs = histograms.shape[1] - TIES.value
     candidates = buffer("candidates", tuple(index.shape), torch.int32, grad.device, layout)
     given = (

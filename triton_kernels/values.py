@@ -40,7 +40,7 @@ def values_kernel(
     key = tl.load(keys + r * capacity + slot, mask=listed, other=0)
     if residual is not None:
         residual += r * residual_stride
-    x, j, inside = load_groups(grad + r * grad_stride, residual, key.to(tl.int64), listed, n, GROUP)
+    x, j, inside = load_groups(grad + r * grad_stride, residual, key, listed, n, GROUP)
     tile = tl.reshape(x, [BLOCKS, 32 // BITS, BLOCK * BITS // 32])
     scale, words, left, _finite = quantize_tile((tile,), BITS)
     store_message(

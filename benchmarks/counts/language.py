@@ -301,9 +301,6 @@ class Language:
     def _debug_barrier(self) -> None:
         pass
 
-    def _max_contiguous(self, x: Value, *_: Any) -> Value:
-        return x
-
     def _static_assert(self, *_: Any, **__: Any) -> None:
         pass
 
