@@ -174,10 +174,11 @@ def alone(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def sharded(device: torch.device, width: int = 4096) -> nn.Module:
-    """The model, tiny on a CPU, in bfloat16 with shards in float32; each rank has its own only."""
+def sharded(device: torch.device, width: int = 4096, layers: int = 2) -> nn.Module:
+    """The model, in bfloat16 with shards in float32; each rank has its own only. On a CPU it is
+    tiny, with ``layers``."""
     with torch.device("meta"):
-        model = Net(128, 2) if device.type == "cpu" else Net(width)
+        model = Net(128, layers) if device.type == "cpu" else Net(width)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in model.layers:
         fully_shard(layer, mp_policy=precision)

@@ -27,6 +27,7 @@ SUITES = {
     "aggregate": ".network.aggregate",
     "dimensions": ".dimensions",
     "rank": ".rank",
+    "host": ".host",
     "ready": ".ready",
     "soak": ".soak",
     "structure": ".structure",

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
@@ -25,6 +24,7 @@ from .codes import blocks_and_warps, codes_at, scale_of
 from .device import on_device_of
 from .jit import jit, tl
 from .scalar import widen
+from .sizes import cdiv
 
 # Elements of a thread: some neighbours in each of the lanes that share its words.
 _EACH = 32
@@ -88,7 +88,7 @@ def dequantize(
     blocks, warps = blocks_and_warps(layout.block, _EACH)
     scales, codes = message.view(torch.int16), message[..., layout.scale_words :]
     divide = divisor & (divisor - 1) != 0
-    dequantize_kernel[(triton.cdiv(layout.blocks, blocks), K)](
+    dequantize_kernel[(cdiv(layout.blocks, blocks), K)](
         scales, codes, out, layout.numel, layout.blocks, R,
         float(divisor) if divide else 1.0 / divisor, (1 << layout.bits) - 1,
         scales.stride(0), scales.stride(1), codes.stride(0), codes.stride(1), out.stride(0),

@@ -13,7 +13,6 @@ keep (12, 2). Each key's estimate is (12 / 2 + 12 / 2) / 2 = 6.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
@@ -30,6 +29,7 @@ from .scalar import (
     popcount,
     widen,
 )
+from .sizes import cdiv
 from .table import Table, packed
 
 # Words of a program, and words whose keys it processes at once.
@@ -113,7 +113,7 @@ def estimate(
     """Write ``stats[1]``, the number of unresolved keys; add their estimates to ``residual``."""
     if layout.groups == 0:
         return
-    t, grid = table, (triton.cdiv(layout.words, _BLOCK),)
+    t, grid = table, (cdiv(layout.words, _BLOCK),)
     shape = {
         "BLOCK": _BLOCK, "WORDS": _WORDS, "HASHES": layout.hashes,
         "num_warps": _WARPS, "enable_fp_fusion": False,

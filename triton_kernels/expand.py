@@ -5,13 +5,13 @@ Worked example: if the bitmap 0b0100 of the groups 0, 2, 3 is left, the marks ar
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
 from .scalar import bits_of, load_words
+from .sizes import cdiv
 from .table import Table
 
 _WORDS = 16
@@ -41,7 +41,7 @@ def expand(
     """Write ``stuck`` (int8) and, if the layout is direct, ``symbols``, both ``[groups]``."""
     if layout.groups == 0:
         return
-    expand_kernel[(triton.cdiv(layout.words, _WORDS),)](
+    expand_kernel[(cdiv(layout.words, _WORDS),)](
         table.open, cells, symbols, stuck, layout.groups, layout.words,
         WORDS=_WORDS, DIRECT=layout.direct, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -48,8 +48,24 @@ def jit(function: Any = None, **options: Any) -> Any:
     return Kernel(function, **options) if isinstance(made, _Function) else made
 
 
-# A module's constant that its kernels may read.
-constant: Any = triton.language.constexpr
+_Constexpr: Any = triton.language.constexpr
+
+
+class constant(_Constexpr):  # noqa: N801
+    """A module's constant that its kernels may read.
+
+    Before every launch, Triton compares all constants that the kernel reads with copies from when
+    it was compiled, and its own comparison makes two objects for each. These never change.
+    """
+
+    def __deepcopy__(self, memo: object) -> constant:
+        return self
+
+    def __ne__(self, other: object) -> Any:
+        return False if other is self else super().__ne__(other)
+
+    __hash__ = _Constexpr.__hash__
+
 
 if TYPE_CHECKING:
 

@@ -9,11 +9,11 @@ Worked example (K = 1/2): decoded 3 and sent 1 give 5.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from .device import on_device_of
 from .jit import jit, tl
+from .sizes import cdiv
 
 # A division is a call, which keeps a thread's values in registers: with more values they spill.
 _BLOCK = 1024
@@ -41,7 +41,7 @@ def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, weights: Tensor) -> Non
     """See :meth:`tagc.ops.lag.LagOps.undo_lag`."""
     if not out.numel():
         return
-    undo_lag_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
+    undo_lag_kernel[(cdiv(out.numel(), _BLOCK),)](
         decoded, sent, out, weights, out.numel(), BLOCK=_BLOCK, num_warps=_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-import triton
 from torch import Tensor
 
 from .jit import jit, tl
 from .rank import RANK_BLOCK, Ranks, run_start
 from .scalar import load_bitmap, lowest_bit, popcount
 from .scratch import buffer
+from .sizes import cdiv
 
 # Words per program, one per thread.
 LIST_WORDS = 128
@@ -56,8 +56,8 @@ def list_groups(
     assert ranks.step == LIST_WORDS, "a program's words must be a run"
     keys = buffer("keys", (R, capacity), torch.int32, bitmap.device, layout)
     if capacity:
-        list_kernel[(triton.cdiv(words, LIST_WORDS), R)](
-            bitmap, ranks.offset, ranks.starts, keys, groups, words, triton.cdiv(words, RANK_BLOCK),
+        list_kernel[(cdiv(words, LIST_WORDS), R)](
+            bitmap, ranks.offset, ranks.starts, keys, groups, words, cdiv(words, RANK_BLOCK),
             capacity, bitmap.stride(0),
             WORDS=LIST_WORDS, BLOCK=RANK_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -10,13 +10,13 @@ Worked example (2 lanes): a column with the magnitudes 1, 2, 3, 4, 5 has the lan
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from tagc.ops.matrix import COLUMN_LANES, MatrixLayout
 
 from .jit import jit, tl
 from .matrix_numbers import bounded, column_upper, load_x, pairs, whose_matrix
+from .sizes import cdiv
 
 # Columns of a program, 64 or 128 bytes of bfloat16; fewer columns give more programs. Lanes are
 # chains of additions, so only columns and lanes can be divided among threads.
@@ -77,7 +77,7 @@ def sum_columns(
 
 def column_tiles(layout: MatrixLayout, D: int) -> int:
     """Number of programs of :func:`sum_columns` per destination and matrix."""
-    return triton.cdiv(layout.columns, _columns(layout, D))
+    return cdiv(layout.columns, _columns(layout, D))
 
 
 def _columns(layout: MatrixLayout, D: int) -> int:

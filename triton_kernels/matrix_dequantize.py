@@ -18,7 +18,6 @@ these words.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from tagc.ops.matrix import MatrixLayout
@@ -29,6 +28,7 @@ from .matrix_groups import dequantize_groups
 from .matrix_numbers import unit_of, whose_matrix
 from .matrix_read_scales import read_scales
 from .scalar import widen
+from .sizes import cdiv, next_power_of_2
 
 # Rows of a program's tile; lanes of a thread; words of the tile, in the lanes of all threads. All
 # of a thread's loads from a message are in flight at once: with up to 254 registers, at least 8
@@ -161,8 +161,8 @@ def dequantize_matrix(
     scales = read_scales(message, layout=layout, apart=layout.row_words)
     K, R, count, _ = message.shape
     outer = layout.places // _INNER
-    words = min(_WORDS // outer, triton.next_power_of_2(layout.row_words))
-    tiles = triton.cdiv(layout.row_words, words)
+    words = min(_WORDS // outer, next_power_of_2(layout.row_words))
+    tiles = cdiv(layout.row_words, words)
     unit = unit_of(layout.row_words)
     # A thread has 4 neighbours of each lane.
     warps = max(1, outer * words // (4 * 32))
@@ -171,7 +171,7 @@ def dequantize_matrix(
     many = divide or layout.width > 1 or out.dtype == torch.float32
     rows = _ROWS if many else 2 * _ROWS
     rows = min(rows, 1 << (layout.rows.bit_length() - 1))
-    dequantize_matrix_kernel[(triton.cdiv(layout.rows, rows) * tiles, K, count)](
+    dequantize_matrix_kernel[(cdiv(layout.rows, rows) * tiles, K, count)](
         message[..., sum(layout.head) :], *scales, out, layout.rows, layout.columns,
         layout.row_words // unit, R, float(divisor) if divide else 1.0 / divisor,
         (1 << layout.width) - 1, *message.stride()[:3],

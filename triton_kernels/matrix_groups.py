@@ -13,7 +13,6 @@ group in all of the tile's rows, which share the columns' scales.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from tagc.ops.matrix import MatrixLayout
@@ -22,6 +21,7 @@ from .jit import jit, tl
 from .matrix_numbers import whose_matrix
 from .matrix_read_scales import read_scales
 from .scalar import in_order, widen
+from .sizes import cdiv
 
 # Warps of a program, and rows of its tile.
 _WARPS, _ROWS = 4, 8
@@ -121,9 +121,9 @@ def dequantize_groups(
     f, v = read_scales(message, layout=layout, apart=1)
     rows = min(_ROWS, 1 << (layout.rows.bit_length() - 1))
     threads = 32 * _WARPS
-    tiles = triton.cdiv(layout.codes, threads)
+    tiles = cdiv(layout.codes, threads)
     divide = divisor & (divisor - 1) != 0
-    dequantize_groups_kernel[(triton.cdiv(layout.rows, rows) * tiles, K, count)](
+    dequantize_groups_kernel[(cdiv(layout.rows, rows) * tiles, K, count)](
         message[..., sum(layout.head) :], f, v, out, layout.rows, layout.columns,
         layout.row_words, v.shape[3], R, float(divisor) if divide else 1.0 / divisor,
         *message.stride()[:3],

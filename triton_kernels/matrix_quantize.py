@@ -22,7 +22,6 @@ subtraction.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from tagc.ops.matrix import NOT_FINITE, NOTHING, MatrixLayout
@@ -43,6 +42,7 @@ from .matrix_numbers import (
 from .matrix_scales import words_at_a_time, write_scales
 from .scalar import magnitude, narrow_finite, negated, widen
 from .scratch import buffer
+from .sizes import cdiv, next_power_of_2
 
 _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
@@ -312,12 +312,12 @@ def quantize_matrix(
     write_scales(sums, tops, message, uppers, norms, layout=layout)
     unit, words = unit_of(layout.row_words), words_at_a_time(layout)
     of_row = words * group * layout.places
-    rows = min(max(1, _ELEMENTS // of_row), triton.next_power_of_2(layout.rows))
+    rows = min(max(1, _ELEMENTS // of_row), next_power_of_2(layout.rows))
     # Accesses that are not aligned take more registers.
     of_warp = _OF_WARP if min(unit, unit_of(layout.columns)) >= 8 else _OF_WARP // 2
     warps = max(1, rows * of_row // of_warp)
     scales = message[..., sum(layout.head[:2]) : sum(layout.head)].view(torch.uint8)
-    quantize_matrix_kernel[(triton.cdiv(layout.rows, rows), D, layout.count)](
+    quantize_matrix_kernel[(cdiv(layout.rows, rows), D, layout.count)](
         grad, residual, uppers, norms, message, scales, message[..., sum(layout.head) :],
         layout.rows, layout.columns, layout.row_words // unit, layout.distance, average,
         1 - average, grad.stride(0), 0 if residual is None else residual.stride(0),

@@ -14,7 +14,6 @@ scales, if there are any left.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from tagc.ops.matrix import NOT_FINITE, NOTHING, MatrixLayout
@@ -22,6 +21,7 @@ from tagc.ops.matrix import NOT_FINITE, NOTHING, MatrixLayout
 from .jit import constant, jit, tl
 from .matrix_numbers import row_scale, scale_of, upper_of
 from .scratch import buffer
+from .sizes import cdiv
 
 _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
@@ -78,7 +78,7 @@ def read_scales(message: Tensor, *, layout: MatrixLayout, apart: int) -> tuple[T
     pairs = layout.row_words * layout.places * layout.group // 2
     f = buffer("matrix_f", (K, count, R, layout.rows), torch.float32, message.device, None)
     v = buffer("matrix_v", (K, count, R, pairs), torch.int32, message.device, None)
-    programs = triton.cdiv(max(pairs, layout.head[2]), _WORDS)
+    programs = cdiv(max(pairs, layout.head[2]), _WORDS)
     matrix_read_scales_kernel[(programs, K * R, count)](
         message, f, v, R, layout.rows, pairs, apart, layout.columns, *message.stride()[:3],
         WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,

@@ -15,7 +15,6 @@ same sum over columns, which the first program computes.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from tagc.ops.matrix import CENTRE, MIN_EXPONENT, MatrixLayout
@@ -29,6 +28,7 @@ from .matrix_numbers import (
     upper_of,
     whose_matrix,
 )
+from .sizes import cdiv, next_power_of_2
 
 _CENTRE = constant(CENTRE)
 _MIN_EXPONENT = constant(MIN_EXPONENT)
@@ -104,7 +104,7 @@ def write_scales(
     _, _, row_scale_words = layout.head
     words = words_at_a_time(layout)
     warps = max(_FEWEST_WARPS, layout.places * words // _OF_WARP)
-    matrix_scales_kernel[(triton.cdiv(max(layout.head), _WORDS), *message.shape[:2])](
+    matrix_scales_kernel[(cdiv(max(layout.head), _WORDS), *message.shape[:2])](
         sums, tops, message, uppers, norms, layout.columns, tops.shape[2], row_scale_words,
         layout.rows.bit_length() - 1, layout.row_words, message.stride(0), message.stride(1),
         FITTED=layout.fitted, LOG_PLACES=layout.places.bit_length() - 1,
@@ -114,4 +114,4 @@ def write_scales(
 
 def words_at_a_time(layout: MatrixLayout) -> int:
     """Words of the table in which a row is summed; a power of two."""
-    return min(layout.word_lanes, triton.next_power_of_2(layout.row_words))
+    return min(layout.word_lanes, next_power_of_2(layout.row_words))

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from .digits import FIRST, SECOND, SECONDS, prefix
 from .jit import constant, jit, tl
 from .scalar import bits_of, load_words, magnitude, narrow_finite, widen, word_of
+from .sizes import cdiv
 from .symbols import clips, restore
 
 # Elements of a tile: with 16 per thread, the registers leave room for too few programs.
@@ -216,7 +216,7 @@ def narrow(
     """
     options = {"LANES": lanes, "WORDS": _TILE // (32 * lanes), "num_warps": _WARPS}
     options["enable_fp_fusion"] = False
-    tiles = triton.cdiv(words * 32 * lanes, _TILE)
-    many = max(programs, triton.cdiv(tiles, _TILES))
+    tiles = cdiv(words * 32 * lanes, _TILE)
+    many = max(programs, cdiv(tiles, _TILES))
     digit_kernel[(min(many, tiles), rows)](threshold, *given, **options)
     narrow_kernel[(min(programs, tiles), rows)](*given, **options)

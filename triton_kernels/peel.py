@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import math
 
-import triton
 from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
@@ -40,6 +39,7 @@ from .hashing import cell_at, hash_of, key_of
 from .jit import jit, tl
 from .keys import contribution
 from .scalar import lane_sums
+from .sizes import cdiv
 from .stash import LANES_OF_A_STEP, pop, push
 from .table import LISTS, ROOM, Table, packed, peeling_programs
 
@@ -59,7 +59,7 @@ def synchronous_rounds(layout: SketchLayout) -> int:
 
 def launches(layout: SketchLayout) -> int:
     """Number of wide launches before one program finishes the rest."""
-    return min(LISTS - 1, max(1, triton.cdiv(3 * synchronous_rounds(layout), 2 * _STEPS)))
+    return min(LISTS - 1, max(1, cdiv(3 * synchronous_rounds(layout), 2 * _STEPS)))
 
 
 @jit
@@ -276,7 +276,7 @@ def peel_table(
         "HASHES": layout.hashes, "LANES": layout.symbol.lanes, "PACKED": packed(layout),
         "RAW": raw, "DIVIDE": divide, "enable_fp_fusion": False,
     }  # fmt: skip
-    singles_kernel[(triton.cdiv(layout.cells, SCAN_BLOCK),)](
+    singles_kernel[(cdiv(layout.cells, SCAN_BLOCK),)](
         t.entry, t.lists, t.pending, layout.cells,
         BLOCK=SCAN_BLOCK, PACKED=packed(layout), num_warps=SCAN_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -17,7 +17,6 @@ access is 16 bytes wide if rows are 16-byte aligned and 16 divides ``numel``.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
@@ -26,6 +25,7 @@ from .codes import blocks_and_warps, dither_of, quantize_tile, store_message
 from .device import on_device_of
 from .jit import jit, tl
 from .scalar import fmix32, widen
+from .sizes import cdiv
 
 # Elements of a thread: some neighbours in each of the lanes that share its words.
 _EACH = 32
@@ -96,7 +96,7 @@ def quantize(
         return
     blocks, warps = blocks_and_warps(layout.block, _EACH)
     scales, codes = message.view(torch.int16), message[:, layout.scale_words :]
-    quantize_kernel[(triton.cdiv(2 * layout.scale_words, blocks), grad.shape[0])](
+    quantize_kernel[(cdiv(2 * layout.scale_words, blocks), grad.shape[0])](
         grad, residual, scales, codes, dither, layout.numel, layout.blocks, average, 1 - average,
         grad.stride(0), 0 if residual is None else residual.stride(0), scales.stride(0),
         codes.stride(0),

@@ -16,12 +16,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from .jit import jit, tl
 from .scalar import load_bitmap, popcount
 from .scratch import buffer
+from .sizes import cdiv
 
 # Words per block.
 RANK_BLOCK = 1024
@@ -121,7 +121,7 @@ def rank(
     """
     R, words = bitmap.shape
     assert RANK_BLOCK % step == 0, "a run must lie in one block"
-    blocks, runs = triton.cdiv(words, RANK_BLOCK), triton.cdiv(words, step)
+    blocks, runs = cdiv(words, RANK_BLOCK), cdiv(words, step)
 
     def take(name: str, *shape: int) -> Tensor:
         return buffer(f"{purpose} {name}", shape, torch.int32, bitmap.device, layout)

@@ -12,7 +12,6 @@ Worked example (2 low bits): the high bits 0, 3, 4 less their numbers 0, 1, 2 ar
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from tagc.ops.packed import PackedLayout
@@ -21,6 +20,7 @@ from .device import on_device_of
 from .jit import jit, tl
 from .rank import RANK_BLOCK, rank, run_start
 from .scalar import load_bitmap, popcount
+from .sizes import cdiv
 
 # Words per program, four per thread.
 _WORDS = 512
@@ -128,9 +128,9 @@ def read_index(index: Tensor, bitmap: Tensor, *, layout: PackedLayout) -> None:
         return
     low, high = index[:, : layout.low_words], index[:, layout.low_words :]
     ranks = rank(high, 32 * layout.high_words, "high", layout=layout, step=_WORDS)
-    read_kernel[(triton.cdiv(layout.high_words, _WORDS), index.shape[0])](
+    read_kernel[(cdiv(layout.high_words, _WORDS), index.shape[0])](
         low, high, ranks.offset, ranks.starts, bitmap, layout.bitmap_words, layout.high_words,
-        layout.low_words, triton.cdiv(layout.high_words, RANK_BLOCK), index.stride(0),
+        layout.low_words, cdiv(layout.high_words, RANK_BLOCK), index.stride(0),
         bitmap.stride(0),
         LOW=layout.low_bits, WORDS=_WORDS, BLOCK=RANK_BLOCK, num_warps=_WARPS,
         enable_fp_fusion=False,

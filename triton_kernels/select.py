@@ -24,12 +24,12 @@ bit are put off: they keep x, their cell is 0, and they are counted.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from .direct import Direct, arguments, stride
 from .jit import jit, tl
 from .scalar import bits_of, load_bitmap, magnitude, narrow_finite, popcount, widen, word_of
+from .sizes import cdiv
 from .symbols import clips, restore, send
 
 # Elements per program: 16 per thread keep enough loads in flight. Their counts fit 12 bits.
@@ -163,13 +163,13 @@ def select(
     words = _TILE // (32 * lanes)
     # Without a residual, no x has to be restored.
     late = None if direct is None or residual is None else put_off
-    grid = (triton.cdiv(index.shape[1], words), W)
+    grid = (cdiv(index.shape[1], words), W)
     select_kernel[grid](
         grad, residual, threshold, support, index, poison, counts, *arguments(direct), late,
         numel, index.shape[1], grad.stride(0), 0 if residual is None else residual.stride(0),
         0 if support is None else support.stride(0), index.stride(0),
         0 if poison is None else poison.stride(0), counts.stride(0), stride(direct),
         0 if late is None else late.stride(0),
-        LANES=lanes, WORDS=words, EVERY=capacity >= triton.cdiv(numel, lanes),
+        LANES=lanes, WORDS=words, EVERY=capacity >= cdiv(numel, lanes),
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -19,12 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
 from .scratch import buffer
+from .sizes import cdiv
 from .stash import PROGRAMS, STASH, STASH_WORDS
 
 # The most peeling launches that can hand work to the next one.
@@ -62,12 +62,12 @@ def packed(layout: SketchLayout) -> bool:
 
 def listing_programs(words: int, rows: int) -> int:
     """Number of programs per row to list the bits of ``rows`` bitmaps of ``words`` words."""
-    return min(max(1, PROGRAMS // rows), triton.cdiv(words, STASH_WORDS))
+    return min(max(1, PROGRAMS // rows), cdiv(words, STASH_WORDS))
 
 
 def peeling_programs(layout: SketchLayout) -> int:
     """Number of programs of a peeling launch."""
-    return min(PROGRAMS, triton.cdiv(layout.cells, _CELLS))
+    return min(PROGRAMS, cdiv(layout.cells, _CELLS))
 
 
 def table_of(layout: SketchLayout, device: torch.device) -> Table:

@@ -10,7 +10,6 @@ exponent grows from 1/4 to 5/16, so the threshold is multiplied by
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from tagc.ops import thresholds as of
@@ -18,6 +17,7 @@ from tagc.ops.sketch import ABOVE, KEPT, NONZERO, SATURATED
 
 from .device import on_device_of
 from .jit import constant, jit, tl
+from .sizes import cdiv
 
 _BLOCK = 128
 _WARPS = 4
@@ -95,7 +95,7 @@ def steer_kernel(
 def steer(counts: Tensor, target: Tensor, max_boost: Tensor, scale: Tensor, state: Tensor) -> None:
     """See :meth:`tagc.ops.thresholds.ThresholdOps.steer`."""
     _, segments, destinations = state.shape
-    steer_kernel[(triton.cdiv(segments * destinations, _BLOCK),)](
+    steer_kernel[(cdiv(segments * destinations, _BLOCK),)](
         counts, target, max_boost, scale, state, segments * destinations, destinations,
         counts.stride(0), counts.stride(1), state.stride(0), state.stride(1),
         BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,

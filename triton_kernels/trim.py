@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-import triton
 from torch import Tensor
 
 from .digits import PUT_OFF, SECOND, THIRDS, TIES, prefix
@@ -35,6 +34,7 @@ from .jit import jit, tl
 from .narrow import narrow
 from .scalar import load_words, lowest_bit, magnitude, narrow_finite, popcount
 from .scratch import buffer
+from .sizes import cdiv
 from .symbols import clips, restore, send
 
 # Words of a tile of the last three kernels, one per thread. (With two threads per word, in four
@@ -225,7 +225,7 @@ def drop_kernel(
 def cleared_histograms(grad: Tensor, index: Tensor, layout: Hashable) -> Tensor:
     """The counters of :func:`trim`; the selection counts groups put off in :func:`put_off_of`."""
     W, words = index.shape
-    programs = min(triton.cdiv(_PROGRAMS, W), triton.cdiv(words, _WORDS))
+    programs = min(cdiv(_PROGRAMS, W), cdiv(words, _WORDS))
     shape = (W, TIES.value + programs)
     return buffer("histograms", shape, torch.int32, grad.device, layout).zero_()
 
@@ -261,7 +261,7 @@ def trim(
         direct: cells that the selection wrote; cells of dropped groups are cleared.
     """
     W, numel = grad.shape
-    if capacity >= triton.cdiv(numel, lanes):
+    if capacity >= cdiv(numel, lanes):
         return
     if histograms is None:
         histograms = cleared_histograms(grad, index, layout)

@@ -8,13 +8,13 @@ becomes the packed entry 0xfffffffe_00000000.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
 from .scalar import load_words
+from .sizes import cdiv
 from .table import LISTS, Table
 
 _BLOCK = 1024
@@ -66,7 +66,7 @@ def unite(
     """
     W, length = index.shape
     entries = 0 if layout.direct else layout.cells
-    union_kernel[(max(1, triton.cdiv(max(length, entries), _BLOCK)),)](
+    union_kernel[(max(1, cdiv(max(length, entries), _BLOCK)),)](
         index, cells, table.open, table.entry, table.value, table.pending, stats,
         W, index.stride(0), layout.groups, layout.words, length, entries,
         BLOCK=_BLOCK, LISTS=LISTS, num_warps=_WARPS, enable_fp_fusion=False,

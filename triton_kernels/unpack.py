@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from torch import Tensor
 
 from tagc.ops.packed import POISON, PackedLayout, index_of, values_of
@@ -33,6 +32,7 @@ from .places import count_halves, load_halves, places
 from .rank import RANK_BLOCK, rank, run_start
 from .read_index import read_index
 from .scratch import buffer
+from .sizes import cdiv, next_power_of_2
 
 # Elements of a thread and of a program.
 _EACH = 64
@@ -121,7 +121,7 @@ def turn_of(layout: PackedLayout) -> tuple[int, int, bool]:
     mean = _USUAL * layout.capacity / max(1, layout.groups) * (_TILE // group)
     usual = math.ceil(mean + 2 * math.sqrt(mean * (1 - mean * group / _TILE))) + 1
     most = _MOST if whole else _MOST_SINGLE
-    values = min(most, triton.next_power_of_2((usual + more) * group))
+    values = min(most, next_power_of_2((usual + more) * group))
     return values, values // group - more, whole
 
 
@@ -143,7 +143,7 @@ def unpack(message: Tensor, out: Tensor, *, layout: PackedLayout, divisor: int) 
     scales, codes = received.view(torch.int16), received[:, values.scale_words :]
     divide = divisor & (divisor - 1) != 0
     decoded, slots, whole = turn_of(layout)
-    unpack_kernel[(triton.cdiv(layout.bitmap_words, step),)](
+    unpack_kernel[(cdiv(layout.bitmap_words, step),)](
         message[:, POISON], bitmap, ranks.offset, ranks.starts, scales, codes, out, layout.numel, R,
         layout.groups, layout.capacity, values.blocks,
         float(divisor) if divide else 1.0 / divisor, (1 << values.bits) - 1,

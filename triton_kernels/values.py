@@ -10,7 +10,6 @@ Worked example (groups of 2): the list 3, 9 makes the entries x[6], x[7], x[18],
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from tagc.ops.packed import PackedLayout, values_of
@@ -20,6 +19,7 @@ from .gather import load_groups
 from .jit import jit, tl
 from .rank import Ranks
 from .scalar import narrow_finite
+from .sizes import cdiv
 
 # Elements per thread; each may need its own address.
 _EACH = 8
@@ -73,7 +73,7 @@ def quantize_values(
     blocks, warps = blocks_and_warps(values.block, _EACH)
     values_words = values_of(message, layout)
     scales, codes = values_words.view(torch.int16), values_words[:, values.scale_words :]
-    values_kernel[(triton.cdiv(2 * values.scale_words, blocks), grad.shape[0])](
+    values_kernel[(cdiv(2 * values.scale_words, blocks), grad.shape[0])](
         grad, residual, keys, ranks.total, scales, codes, layout.numel, layout.capacity,
         values.blocks, grad.stride(0), 0 if residual is None else residual.stride(0),
         scales.stride(0), codes.stride(0),

@@ -10,13 +10,13 @@ Worked example (int8x4, step 0.5, divisor 2): symbol 511 has the lanes (-1, 2, 0
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
 from .jit import jit, tl
 from .scalar import bits_of, lane_sums, load_words, popcount
+from .sizes import cdiv
 from .table import Table
 
 _WORDS = 16
@@ -59,7 +59,7 @@ def write(
     if layout.numel == 0:
         return
     divide = divisor & (divisor - 1) != 0
-    write_kernel[(triton.cdiv(layout.words, _WORDS),)](
+    write_kernel[(cdiv(layout.words, _WORDS),)](
         table.open, cells, step, out, stats, layout.numel, layout.words,
         float(divisor) if divide else 1.0 / divisor,
         LANES=layout.symbol.lanes, WORDS=_WORDS, DIVIDE=divide,

@@ -9,7 +9,6 @@ Worked example (2 low bits): the keys 3, 9, 10 have the low parts 3, 1, 2, in on
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from tagc.ops.packed import PackedLayout
@@ -18,6 +17,7 @@ from .device import on_device_of
 from .jit import jit, tl
 from .listing import LIST_WORDS, list_groups
 from .rank import Ranks, rank
+from .sizes import cdiv
 
 # Entries per program.
 _ENTRIES = 1024
@@ -51,7 +51,7 @@ def encode_index(keys: Tensor, ranks: Ranks, index: Tensor, *, layout: PackedLay
     if layout.capacity == 0:
         return
     words = _ENTRIES * layout.low_bits // 32
-    index_kernel[(triton.cdiv(layout.low_words, words), index.shape[0])](
+    index_kernel[(cdiv(layout.low_words, words), index.shape[0])](
         keys, ranks.total, low, high, layout.capacity, layout.low_words, low.stride(0),
         high.stride(0),
         LOW=layout.low_bits, WORDS=words, num_warps=_WARPS, enable_fp_fusion=False,

@@ -53,6 +53,7 @@ class CodecSetup:
             collisions.
         rank: this process's rank among all; stochastic rounding differs by rank and ``stage``.
         stage: 0 gradients, 1 across replicas, 2 the sums of slices' owners, 3 inside hosts.
+        first_word: where the codec's words begin in a message.
     """
 
     destinations: int
@@ -64,6 +65,7 @@ class CodecSetup:
     seed: int = 0
     rank: int = 0
     stage: int = 0
+    first_word: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Part(Generic[P]):
 
     Attributes:
         columns: its columns of the unit.
-        words: its words among the codec's words in a message.
+        words: its words in a message.
     """
 
     columns: slice
@@ -107,17 +109,17 @@ class Codec(Generic[P]):
     ``W`` ranks. Subclasses implement :meth:`encode`, :meth:`decode`, and other methods as needed.
 
     Attributes:
-        words: int32 words that these segments take in a message, including padding.
+        stop: where these segments' words end in a message, including padding.
         parts: the segments, in the order of the columns and of the words.
     """
 
     def __init__(self, segments: Sequence[CodecSegment[P]], setup: CodecSetup) -> None:
-        self.words = 0
+        self.stop = setup.first_word
         self.parts: list[Part[P]] = []
         self._setup, self._ops = setup, setup.ops
         for segment in segments:
             plan = segment.codec
-            words = slice(self.words, self.words + plan.words)
+            words = slice(self.stop, self.stop + plan.words)
             feedback = SegmentFeedback(
                 plan.feedback,
                 destinations=setup.destinations,
@@ -127,7 +129,7 @@ class Codec(Generic[P]):
                 device=setup.device,
             )
             self.parts.append(Part(slice(segment.start, segment.stop), words, plan, feedback))
-            self.words += plan.room
+            self.stop += plan.room
 
     @property
     def feedbacks(self) -> dict[int, SegmentFeedback]:
@@ -145,7 +147,7 @@ class Codec(Generic[P]):
 
         Args:
             grad: the unit's gradients, ``[D, S]``.
-            message: ``[D, words]`` int32, written.
+            message: ``[D, words]`` int32; the words of its parts are written.
         """
         raise NotImplementedError
 

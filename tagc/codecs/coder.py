@@ -14,16 +14,15 @@ no headers; see :mod:`tagc.collect.lockstep`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tagc.codecs.codec import Codec, CodecSegment, CodecSetup, SelectionCount
+from tagc.codecs.codec import CodecSegment, CodecSetup, SelectionCount
 from tagc.codecs.exchange import Exchange
 from tagc.codecs.feedback import SegmentFeedback
 from tagc.codecs.plan import CodecPlan
-from tagc.codecs.registry import kind_of, make_codecs
+from tagc.codecs.registry import make_codecs
 
 MESSAGE_FORMAT = 2
 """Version of the layout above. Version 1 had no padding, and no room for a stamp on gloo."""
@@ -42,7 +41,7 @@ class Coder:
     state. Messages may be longer than the segments' words; the rest is not touched.
 
     Attributes:
-        codecs: the codecs by name, in the order of their words in a message.
+        codecs: see :func:`tagc.codecs.registry.make_codecs`.
     """
 
     def __init__(
@@ -55,30 +54,16 @@ class Coder:
         """Start with empty state.
 
         Args:
-            apart: True for one codec per segment, named by its first column and in column order;
-                False for one codec per kind, in the order of ``CODECS``.
+            apart: see :func:`tagc.codecs.registry.make_codecs`.
         """
-        self.codecs: dict[str, Codec[Any]] = (
-            {str(s.start): kind_of(s.codec).codec([s], setup) for s in segments}
-            if apart
-            else make_codecs(segments, setup)
-        )
-        self._places: list[tuple[Codec[Any], slice]] = []
+        self.codecs = make_codecs(segments, setup, apart=apart)
         # All words except padding, in as few spans as possible.
         self._written: list[slice] = []
-        start = 0
-        for codec in self.codecs.values():
-            self._places.append((codec, slice(start, start + codec.words)))
-            for part in codec.parts:
-                first, stop = start + part.words.start, start + part.words.stop
-                if self._written and self._written[-1].stop == first:
-                    first = self._written.pop().start
-                self._written.append(slice(first, stop))
-            start += codec.words
-
-    def split(self, messages: Tensor) -> list[tuple[Codec[Any], Tensor]]:
-        """Every codec with its words of ``messages`` ``[..., words]``."""
-        return [(codec, messages[..., words]) for codec, words in self._places]
+        for part in (part for codec in self.codecs.values() for part in codec.parts):
+            first = part.words.start
+            if self._written and self._written[-1].stop == first:
+                first = self._written.pop().start
+            self._written.append(slice(first, part.words.stop))
 
     @property
     def feedbacks(self) -> dict[int, SegmentFeedback]:
@@ -87,8 +72,8 @@ class Coder:
 
     def encode(self, grad: Tensor, messages: Tensor, exchange: Exchange) -> None:
         """Write the messages ``[D, words]`` about the gradients ``grad`` ``[D, S]``."""
-        for codec, words in self.split(messages):
-            codec.encode(grad, words, exchange)
+        for codec in self.codecs.values():
+            codec.encode(grad, messages, exchange)
 
     def start(self, exchange: Exchange) -> None:
         """See :meth:`Codec.start`."""
@@ -103,24 +88,24 @@ class Coder:
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
         """Decode all ranks' messages ``[W, words]``, and write their sum, divided by ``divisor``,
         to ``out`` ``[S]``."""
-        for codec, words in self.split(received):
-            codec.decode(words, out, exchange, divisor)
+        for codec in self.codecs.values():
+            codec.decode(received, out, exchange, divisor)
 
     def encode_rows(self, rows: Tensor, messages: Tensor) -> None:
         """Write a message about each of ``rows`` ``[n, S]``, without an exchange."""
-        for codec, words in self.split(messages):
-            codec.encode_rows(rows, words)
+        for codec in self.codecs.values():
+            codec.encode_rows(rows, messages)
 
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
         """Decode every message ``[words]`` to its own row ``[S]``, without a sum."""
-        for codec, words in self.split(received):
-            codec.decode_rows(words, rows)
+        for codec in self.codecs.values():
+            codec.decode_rows(received, rows)
 
     def decode_sums(self, received: Tensor, rows: Tensor) -> None:
         """Write sums of messages ``[K, W, words]``, each over ``W`` ranks, to ``rows``
         ``[K, S]``."""
-        for codec, words in self.split(received):
-            codec.decode_sums(words, rows)
+        for codec in self.codecs.values():
+            codec.decode_sums(received, rows)
 
     def skip(self, steps: int) -> None:
         """See :meth:`Codec.skip`."""

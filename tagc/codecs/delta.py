@@ -141,19 +141,22 @@ class DeltaCodec(Codec[DeltaPlan]):
     def __init__(self, segments: Sequence[CodecSegment[DeltaPlan]], setup: CodecSetup) -> None:
         super().__init__(segments, setup)
         wide = replace(setup, dtype=torch.float32)
-        self._codes = [_code(segment, wide) for segment in segments]
+        self._codes = [
+            _code(segment, replace(wide, first_word=part.words.start))
+            for segment, part in zip(segments, self.parts, strict=True)
+        ]
         for code in self._codes:
             code.prepare(setup.dtype)  # for rows that changes are added to
 
     def encode_rows(self, rows: Tensor, message: Tensor) -> None:
         """See :meth:`Codec.encode_rows`."""
-        for part, code in zip(self.parts, self._codes, strict=True):
-            code.encode_rows(rows, message[:, part.words])
+        for code in self._codes:
+            code.encode_rows(rows, message)
 
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
         """See :meth:`Codec.decode_rows`. Changes are added to ``rows``."""
-        for part, code in zip(self.parts, self._codes, strict=True):
-            code.decode_rows(received[:, part.words], rows, add=True)
+        for code in self._codes:
+            code.decode_rows(received, rows, add=True)
 
 
 def _code(segment: CodecSegment[DeltaPlan], setup: CodecSetup) -> QuantizedCodec | MatrixCodec:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,23 +14,32 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[str, torch.dtype, int], Tensor] = {}
+        # A view takes as long as much of what is done with it, and every step takes the same ones.
+        self._views: dict[tuple[str, torch.dtype, int, tuple[int, ...]], Tensor] = {}
 
     def clear(self) -> None:
         """Free all buffers."""
         self._buffers.clear()
+        self._views.clear()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A buffer of this shape. It still holds its last user's content."""
-        numel = 1
-        for size in shape:
-            numel *= size
         # Separate FSDP roots reduce on separate streams, and may overlap.
         cuda = self._device.type == "cuda"
         stream = torch.cuda.current_stream(self._device).cuda_stream if cuda else 0
-        buffer = self._buffers.get((name, dtype, stream))
-        if buffer is None or buffer.numel() < numel:
-            # Training cannot write to a tensor that an evaluation made in inference mode.
-            with torch.inference_mode(False):
+        view = self._views.get((name, dtype, stream, shape))
+        if view is not None:
+            return view
+        numel = math.prod(shape)
+        # Training cannot write to a tensor that an evaluation made in inference mode.
+        with torch.inference_mode(False):
+            buffer = self._buffers.get((name, dtype, stream))
+            if buffer is None or buffer.numel() < numel:
                 buffer = torch.empty(numel, dtype=dtype, device=self._device)
-            self._buffers[name, dtype, stream] = buffer
-        return buffer[:numel].view(shape)
+                self._buffers[name, dtype, stream] = buffer
+                # Views of the smaller buffer would keep it.
+                of_buffer = [key for key in self._views if key[:3] == (name, dtype, stream)]
+                for key in of_buffer:
+                    del self._views[key]
+            view = self._views[name, dtype, stream, shape] = buffer[:numel].view(shape)
+        return view

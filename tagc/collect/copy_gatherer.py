@@ -20,8 +20,8 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
+from tagc.basics.profiled import profiled
 from tagc.basics.warn import warn
 from tagc.collect.alarm import Alarm
 from tagc.collect.exchange import Broadcast
@@ -156,22 +156,22 @@ class CopyGatherer(UnitGatherer):
         send = take("parameters_send", (1, words), torch.int32)
         received = take("parameters_recv", (self.plan.peers, words), torch.int32)
         self._lockstep.announce(exchange.transports, words)
-        with record_function(f"TAGC::encode parameters ({self._name})"):
+        with profiled("encode parameters", self._name):
             self.copy.encode(inp, send)
         with (
-            record_function(f"TAGC::gather parameters ({self._name})"),
+            profiled("gather parameters", self._name),
             failing_in(self._lockstep.what, group),
         ):
             self._lockstep.confirm()
             work = exchange.send_across(received, send)
             work.wait()
         self.wire_bytes += work.wire_bytes
-        with record_function(f"TAGC::decode parameters ({self._name})"):
+        with profiled("decode parameters", self._name):
             self.copy.decode(received, self.copy.rows)
 
     def _share(self, rows: Tensor, exchange: Broadcast, group: dist.ProcessGroup) -> None:
         with (
-            record_function(f"TAGC::share parameters inside the host ({self._name})"),
+            profiled("share parameters inside the host", self._name),
             failing_in(self._lockstep.what, group),
         ):
             exchange.share(rows, self.copy.rows)

@@ -46,16 +46,16 @@ class HostCopy:
         changes = self._workspace.take("changes", (1, shard.numel()), torch.float32)
         for span in self._spans:
             changes[0, span].copy_(shard[span]).sub_(known[span])
-        for codec, words in self._coder.split(message):
+        for codec in self._coder.codecs.values():
             (part,) = codec.parts
             columns = part.columns
             if part.plan.of_changes:
                 if columns.start in self._frozen:
                     # A mask's infinities do not change, but their difference would be NaN.
                     changes[0, columns].masked_fill_(shard[columns] == known[columns], 0.0)
-                codec.encode_rows(changes, words)
+                codec.encode_rows(changes, message)
             else:
-                codec.encode_rows(shard[None], words)
+                codec.encode_rows(shard[None], message)
 
     def decode(self, received: Tensor, rows: Tensor) -> None:
         """Update ``rows`` ``[n, S]`` with the messages ``[n, words]`` int32 about them."""

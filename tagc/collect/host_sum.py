@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
+from tagc.basics.profiled import profiled
 from tagc.codecs import Codec, Coder
 from tagc.collect.stage import Call, Stage, StageSetup
 from tagc.collect.transport import Transport, failing_in
@@ -66,7 +66,7 @@ class HostSum(Stage):
         assert self._transport is not None
         with (
             failing_in(self._setup.lockstep.what, self._transport.group),
-            record_function(f"TAGC::add inside the host ({self._name})"),
+            profiled("add inside the host", self._name),
         ):
             if self._coder is None or not call.compresses:
                 self._add(rows, out, self._transport)
@@ -84,17 +84,22 @@ class HostSum(Stage):
 
     def _add_messages(self, coder: Coder, grad: Tensor, total: Tensor, inside: Transport) -> None:
         assert self._message is not None
-        take, words = self._setup.workspace.take, self._message.row_words
-        # received[h, q]: neighbour q's message about the row that this rank sums for host h.
-        shape = (len(total), inside.size, words)
-        messages = take("inside_send", (len(grad), words), torch.int32)
-        received = take("inside_received", shape, torch.int32)
-        coder.encode_rows(grad, messages)
-        pairs = zip(received, messages.view(shape), strict=True)
-        for work in [inside.all_to_all(*each) for each in pairs]:
-            work.wait()
-            self._counters.inside_bytes += work.wire_bytes
-        coder.decode_sums(received, total)
+        hosts, words = len(total), self._message.row_words
+        # [h, q] is about the row that neighbour q sums for host h. A neighbour gets the messages
+        # for all hosts in one call of the backend, so they are copied to one row. Their old place
+        # then receives those of the neighbours.
+        received = self._setup.workspace.take("inside_received", (len(grad), words), torch.int32)
+        coder.encode_rows(grad, received)
+        shape = (inside.size, hosts * words)
+        sent = self._setup.workspace.take("inside_send", shape, torch.int32)
+        sent.view(inside.size, hosts, words).copy_(
+            received.view(hosts, inside.size, words).transpose(0, 1)
+        )
+        work = inside.all_to_all(received.view(shape), sent)
+        work.wait()
+        self._counters.inside_bytes += work.wire_bytes
+        by_host = received.view(inside.size, hosts, words).transpose(0, 1)
+        coder.decode_sums(by_host, total)
 
     def memory(self) -> Iterator[tuple[str, Codec]]:
         """See :meth:`Messages.memory`."""

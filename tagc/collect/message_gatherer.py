@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
+from tagc.basics.profiled import profiled
 from tagc.collect.alarm import Alarm
 from tagc.collect.exchange import Broadcast
 from tagc.collect.gatherer import GatherSetup, Phase, UnitGatherer, gather_coder, squared_norms
@@ -68,7 +68,7 @@ class MessageGatherer(UnitGatherer):
             self._lockstep.announce(exchange.transports, self.plan.words)
             with failing_in(self._lockstep.what, group):
                 self._exchange(received, inp, exchange)
-        with record_function(f"TAGC::decode parameters ({self._name})"):
+        with profiled("decode parameters", self._name):
             self._decode(received, rows)
         if self._unfit and not reads_kept:
             self._check_frozen(received, rows)
@@ -109,10 +109,10 @@ class MessageGatherer(UnitGatherer):
         """Sound the alarm if a frozen parameter holds values that its codec cannot carry. All ranks
         have the same messages, so all raise. (Trainable parameters come out NaN instead, as in a
         run that diverges natively.)"""
-        for codec, words in self._coder.split(received):
+        for codec in self._coder.codecs.values():
             start = codec.parts[0].columns.start
             alarm = self._unfit.get(start)
-            lost = None if alarm is None else codec.cannot_carry(words)
+            lost = None if alarm is None else codec.cannot_carry(received)
             if alarm is not None and lost is not None:
                 alarm.note(lost, rows[:, start : start + 1])
 
@@ -129,9 +129,9 @@ class MessageGatherer(UnitGatherer):
         send = self._workspace.take(
             "parameters_send", (1, self.plan.messages.row_words), torch.int32
         )
-        with record_function(f"TAGC::encode parameters ({self._name})"):
+        with profiled("encode parameters", self._name):
             self._encode(inp, send)
-        with record_function(f"TAGC::gather parameters ({self._name})"):
+        with profiled("gather parameters", self._name):
             self._lockstep.confirm()
             self._send(exchange, received, send)
 

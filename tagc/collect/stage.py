@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
+from tagc.basics.profiled import profiled
 from tagc.codecs import STAMP_WORDS, Codec, CodecSetup, Coder
 from tagc.codecs.feedback import SegmentFeedback
 from tagc.codecs.workspace import Workspace
@@ -219,9 +219,9 @@ class ReduceMessages(Messages):
             lockstep.confirm()
         # A part may leave out codecs; those begin in a later reduction.
         self._begun = call.part == 0
-        with record_function(f"TAGC::encode ({self._name})"):
+        with profiled("encode", self._name):
             self.coder.encode(rows, send, exchange)
-        with record_function(f"TAGC::exchange ({self._name})"):
+        with profiled("exchange", self._name):
             lockstep.confirm()
             if plan.for_all:
                 work = transport.gather(received, send)
@@ -231,7 +231,7 @@ class ReduceMessages(Messages):
             yield
             work.wait()
             self.coder.wait()
-        with record_function(f"TAGC::decode ({self._name})"):
+        with profiled("decode", self._name):
             self.coder.decode(received, out, exchange, call.divisor)
             self._rows.check(received, out)
         self._counters.message_bytes += work.wire_bytes

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
+from tagc.basics.profiled import profiled
 from tagc.codecs import Codec, Coder
 from tagc.codecs.feedback import SegmentFeedback
 from tagc.collect.part import Part
@@ -45,7 +45,7 @@ class TwoShots(Messages):
         take = self._setup.workspace.take
         total = take("slice_sum", (self._plan.columns,), torch.float32)
         yield from self._reduce.running(self._slices.arrange(rows), total, call)
-        with record_function(f"TAGC::second shot ({self._name})"):
+        with profiled("second shot", self._name):
             # Ranks that were in lockstep in the first shot are so in the second: it has no stamps.
             send, received = self._rows.take()
             self.owner_coder.encode_rows(total[None], send)

@@ -70,7 +70,7 @@ class Unit:
         self.reducer.counters.steps += 1
         exchange = Exchange(Transport(self.group), Workspace(torch.device("cpu")), for_all=False)
         for codec in self.reducer.coder.codecs.values():
-            message = torch.empty(2, codec.words, dtype=torch.int32)
+            message = torch.empty(2, codec.stop, dtype=torch.int32)
             codec.encode(self.grad, message, exchange)
         sketch = self.reducer.coder.codecs.get("sketch")
         if isinstance(sketch, SketchCodec):

@@ -133,6 +133,18 @@ def test_the_same_bits(rank: int, world_size: int, policy: str, way: str) -> Non
 
 
 @on_ranks(4)
+def test_messages_inside_hosts_go_in_one_call(rank: int, world_size: int) -> None:
+    policy = {"schema": 1, "extends": "hybrid", "inside": "int8"}
+    calls: Counter[str] = Counter()
+    with as_on_nccl():
+        forced = trained(rank, policy, "hosts", calls)
+    assert cell(calls) == "2 all-to-all, 2 all-gather"
+    for name, tensor in trained(rank, policy, "hosts").items():
+        if ".about" not in name:
+            assert torch.equal(forced[name], tensor), name
+
+
+@on_ranks(4)
 @pytest.mark.parametrize("way", ["flat", "hosts"])
 def test_on_a_fast_link_the_calls_are_fsdps_own(rank: int, world_size: int, way: str) -> None:
     """By default, too: `auto` measures over groups of hosts, and lets go of them."""

@@ -94,8 +94,7 @@ class Notes:
         self._kept: list[CollectiveWork] = []
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        what, _, unit = name.removesuffix(")").removeprefix("TAGC::").partition(" (")
+    def part(self, what: str, unit: str) -> Iterator[None]:
         self.parts.append((what, unit))
         if self._last != self._current:
             self.calls.append((self._current[0], []))
@@ -150,7 +149,7 @@ def noting(mixed_up: bool = False) -> Iterator[Notes]:
         # Such small units pay with no codec.
         warnings.simplefilter("ignore", UserWarning)
         for module in ("stage", "two_shots", "host_sum", "message_gatherer", "copy_gatherer"):
-            patch.setattr(f"tagc.collect.{module}.record_function", notes.part)
+            patch.setattr(f"tagc.collect.{module}.profiled", notes.part)
         patch.setattr(UnitReducer, "reduce", notes.noting(UnitReducer.reduce))
         patch.setattr(UnitGatherer, "gather", notes.noting(UnitGatherer.gather))
         patch.setattr(CollectiveWork, "__init__", make)

@@ -177,7 +177,7 @@ def _gathered(ranks: int, dtype: torch.dtype, config: dict[str, Any]) -> tuple[b
     # Changes are added to rows, and minus zero changes no sum.
     words, got = [], torch.full_like(rows, -0.0 if unit.keeps_copy else torch.nan)
     for codec in make_codecs(unit.segments, setup).values():
-        message = torch.empty(ranks, codec.words, dtype=torch.int32)
+        message = torch.empty(ranks, codec.stop, dtype=torch.int32)
         codec.encode_rows(rows, message)
         codec.decode_rows(message, got)
         words += [content(message[:, part.words]) for part in codec.parts]
