@@ -2,9 +2,9 @@
 
 Where a GPU waits for its host, a step takes the host's time. Here one rank of several takes the
 steps of a small model of many units, as on NCCL. tagc's kernels are not started, so what is left is
-Python, torch's dispatcher and torch's own small kernels. Machines and their moods differ, so the
-figure to compare is the share: time in tagc's collectives over the rest of the same step, which is
-FSDP2's and the model's.
+Python, torch's dispatcher and torch's own small kernels. Machines differ, and so does one machine
+from run to run, so the figure to compare is the share: time in tagc's collectives over the rest of
+the same step, which is FSDP2's and the model's.
 
 Kernels that do nothing write no lists, so policies that select have nothing to read here.
 """
@@ -41,7 +41,7 @@ _CPU = torch.device("cpu")
 
 
 class _Spent:
-    """Seconds in calls of FSDP's collectives that tagc replaces."""
+    """Seconds spent in what tagc puts in place of FSDP's collectives."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -119,7 +119,7 @@ def table(records: Sequence[Record]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("--steps", type=int, default=25, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=25, help="at least 2; default: %(default)s")
     parser.add_argument(
         "--policies", nargs="+", default=_POLICIES, metavar="POLICY",
         help="policies that do not select; default: %(default)s",
@@ -129,6 +129,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the policies one after the other, on one thread."""
+    if args.steps < 2:
+        print("--steps: quartiles need at least 2", file=sys.stderr)
+        return 2
     torch.set_num_threads(1)
     facts = {"suite": "host"} | machine(_CPU)
     records = []

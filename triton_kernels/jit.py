@@ -55,7 +55,8 @@ class constant(_Constexpr):  # noqa: N801
     """A module's constant that its kernels may read.
 
     Before every launch, Triton compares all constants that the kernel reads with copies from when
-    it was compiled, and its own comparison makes two objects for each. These never change.
+    it was compiled, and its own comparison makes two objects for each. A module never changes its
+    constants, so the copy is the constant itself.
     """
 
     def __deepcopy__(self, memo: object) -> constant:
@@ -63,8 +64,6 @@ class constant(_Constexpr):  # noqa: N801
 
     def __ne__(self, other: object) -> Any:
         return False if other is self else super().__ne__(other)
-
-    __hash__ = _Constexpr.__hash__
 
 
 if TYPE_CHECKING:

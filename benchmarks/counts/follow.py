@@ -202,6 +202,8 @@ def _bound(
             return known[python.__name__](arguments, bound(*arguments, **more))
 
         made[id(python)] = called
+    from triton.language import constexpr
+
     tl = language.namespace()
     for name, x in python.__globals__.items():
         if name == "tl":
@@ -209,7 +211,7 @@ def _bound(
         elif hasattr(x, "fn") and hasattr(x, "arg_names"):
             if name in python.__code__.co_names:
                 scope[name] = _bound(x, language, made, known)
-        elif type(x).__name__ == "constexpr":
+        elif isinstance(x, constexpr):
             scope[name] = x.value
         else:
             scope[name] = x

@@ -11,8 +11,10 @@ _NOTHING = nullcontext()
 
 
 def profiled(what: str, name: str) -> AbstractContextManager[object]:
-    """The range ``TAGC::what (name)``. Without a profiler it is nothing: torch's own range then
-    takes as long as starting a kernel, and a step has hundreds."""
-    if not torch.autograd._profiler_enabled():
+    """The range ``TAGC::what (name)`` of a profiler. Without one it is nothing, because even then
+    torch's own range takes as long as starting a kernel, and a step has hundreds. (An
+    ``ExecutionTraceObserver`` alone is no profiler.)"""
+    # The second knows this thread only, and the first not every profiler.
+    if not (torch.autograd.profiler._is_profiler_enabled or torch.autograd._profiler_enabled()):
         return _NOTHING
     return record_function(f"TAGC::{what} ({name})")

@@ -106,7 +106,8 @@ class Codec(Generic[P]):
     """The segments of one kind of codec in one unit, and their state between steps.
 
     A rank encodes ``[D, S]`` gradients to ``D`` messages, and decodes its row from the messages of
-    ``W`` ranks. Subclasses implement :meth:`encode`, :meth:`decode`, and other methods as needed.
+    ``W`` ranks. Messages are whole; a codec reads and writes the words of its parts only.
+    Subclasses implement :meth:`encode`, :meth:`decode`, and other methods as needed.
 
     Attributes:
         stop: where these segments' words end in a message, including padding.

@@ -14,7 +14,7 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[str, torch.dtype, int], Tensor] = {}
-        # A view takes as long as much of what is done with it, and every step takes the same ones.
+        # Making a view costs the host about as much as using it, and steps take the same ones.
         self._views: dict[tuple[str, torch.dtype, int, tuple[int, ...]], Tensor] = {}
 
     def clear(self) -> None:

@@ -84,22 +84,22 @@ class HostSum(Stage):
 
     def _add_messages(self, coder: Coder, grad: Tensor, total: Tensor, inside: Transport) -> None:
         assert self._message is not None
-        hosts, words = len(total), self._message.row_words
-        # [h, q] is about the row that neighbour q sums for host h. A neighbour gets the messages
-        # for all hosts in one call of the backend, so they are copied to one row. Their old place
-        # then receives those of the neighbours.
-        received = self._setup.workspace.take("inside_received", (len(grad), words), torch.int32)
-        coder.encode_rows(grad, received)
-        shape = (inside.size, hosts * words)
-        sent = self._setup.workspace.take("inside_send", shape, torch.int32)
-        sent.view(inside.size, hosts, words).copy_(
-            received.view(hosts, inside.size, words).transpose(0, 1)
-        )
-        work = inside.all_to_all(received.view(shape), sent)
+        # [q, h] is for, then from, neighbour q, about host h's row. A neighbour gets its messages
+        # for all hosts in one call of the backend.
+        shape = (inside.size, len(total), self._message.row_words)
+        send = self._setup.workspace.take("inside_send", shape, torch.int32)
+        received = self._setup.workspace.take("inside_received", shape, torch.int32)
+        if len(total) == 1:
+            coder.encode_rows(grad, send[:, 0])
+        else:
+            # Rows of gradients are in the order of hosts. There is room where nothing arrived yet.
+            encoded = received.view(len(grad), -1)
+            coder.encode_rows(grad, encoded)
+            send.copy_(encoded.view(len(total), inside.size, -1).transpose(0, 1))
+        work = inside.all_to_all(received.view(inside.size, -1), send.view(inside.size, -1))
         work.wait()
         self._counters.inside_bytes += work.wire_bytes
-        by_host = received.view(inside.size, hosts, words).transpose(0, 1)
-        coder.decode_sums(by_host, total)
+        coder.decode_sums(received.transpose(0, 1), total)
 
     def memory(self) -> Iterator[tuple[str, Codec]]:
         """See :meth:`Messages.memory`."""

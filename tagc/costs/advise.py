@@ -10,10 +10,10 @@ from tagc.costs.candidates import PAYS, Advisor, Question, dtype_name
 from tagc.costs.training_memory import STATE_BYTES
 from tagc.plan import format_bytes
 
-# Measured on one host, a slow one: docs/kernels.md, "The host".
-_HOST_TIME = (
-    "- host time: not included; with a GPU, policies took the host 2 to 4 ms more per block and "
-    "step, which lengthens the step if a block computes for less"
+# docs/kernels.md, "The host".
+_CPU_TIME = (
+    "- time of the CPU that starts a GPU's kernels: not included; on one slow machine policies "
+    "added 2 to 4 ms per block and step, which lengthens the step if a block computes for less"
 )
 
 
@@ -21,8 +21,8 @@ def report(advisor: Advisor) -> str:
     """The question, a table of all candidates, and whether compression pays."""
     q = advisor.question
     lines = [*_asked(q), f"- {advisor.about_codecs}"]
-    if not q.gloo:  # there the host is the device, and its time is in the codecs'
-        lines.append(_HOST_TIME)
+    if not q.gloo:  # there the CPU is the device, and its time is in the codecs'
+        lines.append(_CPU_TIME)
     lines += ["", *_table(advisor)]
     reasons = dict.fromkeys(advisor.refused.values())
     for why in reasons:

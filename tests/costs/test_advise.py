@@ -66,7 +66,7 @@ def test_the_table_is_the_formula(shapes: str, tmp_path: Path, capsys: Any) -> N
     assert set(table) == {"dense fp32", "dense bf16"} | policies
     assert f"policy {str(attention)!r} compresses nothing in this model" in out
     assert "codec time: not included; --memory-bandwidth gives a lower bound" in out
-    assert "host time: not included" in out
+    assert "time of the CPU that starts a GPU's kernels: not included" in out
     assert "Compression pays: thrifty takes" in out
 
 
@@ -108,7 +108,7 @@ def test_on_a_cpu_codecs_are_measured_and_gloo_wastes(shapes: str, capsys: Any) 
     # Every element of the unit is encoded, and every message of a shard decoded.
     assert table["loco-4bit"][2] == f"{2 * 2 * 2**19 * 1e-6:.3g} s"
     assert "codec time: measured here" in out
-    assert "host time" not in out
+    assert "time of the CPU" not in out
 
 
 def test_memory_bandwidth_is_a_lower_bound_and_says_so(capsys: Any) -> None:
