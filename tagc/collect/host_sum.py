@@ -92,7 +92,8 @@ class HostSum(Stage):
         if len(total) == 1:
             coder.encode_rows(grad, send[:, 0])
         else:
-            # Rows of gradients are in the order of hosts. There is room where nothing arrived yet.
+            # Gradients are in the order of hosts. Their messages are first written where those of
+            # the neighbours will arrive.
             encoded = received.view(len(grad), -1)
             coder.encode_rows(grad, encoded)
             send.copy_(encoded.view(len(total), inside.size, -1).transpose(0, 1))
