@@ -27,19 +27,18 @@ class Workspace:
         # Separate FSDP roots reduce on separate streams, and may overlap.
         cuda = self._device.type == "cuda"
         stream = torch.cuda.current_stream(self._device).cuda_stream if cuda else 0
-        view = self._views.get((name, dtype, stream, shape))
+        key = name, dtype, stream
+        view = self._views.get((*key, shape))
         if view is not None:
             return view
         numel = math.prod(shape)
         # Training cannot write to a tensor that an evaluation made in inference mode.
         with torch.inference_mode(False):
-            buffer = self._buffers.get((name, dtype, stream))
+            buffer = self._buffers.get(key)
             if buffer is None or buffer.numel() < numel:
                 buffer = torch.empty(numel, dtype=dtype, device=self._device)
-                self._buffers[name, dtype, stream] = buffer
+                self._buffers[key] = buffer
                 # Views of the smaller buffer would keep it.
-                of_buffer = [key for key in self._views if key[:3] == (name, dtype, stream)]
-                for key in of_buffer:
-                    del self._views[key]
-            view = self._views[name, dtype, stream, shape] = buffer[:numel].view(shape)
+                self._views = {k: v for k, v in self._views.items() if k[:3] != key}
+            view = self._views[*key, shape] = buffer[:numel].view(shape)
         return view

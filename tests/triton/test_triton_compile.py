@@ -43,6 +43,8 @@ FEW = {80: {"share": 10, "turn": 1}, 90: {"share": 11, "turn": 0}}
 # Bytes that kernels spill, by name and architecture: Triton 3.6 has two words of two kernels.
 OLD = triton.__version__.startswith("3.6.")
 OF_OLD = {("count_kernel", 80): 8, ("matrix_scales_kernel", 90): 8}
+# With rows of one element, or with bfloat16 gradients and float32 residuals.
+OLD_MOST = {"digit_kernel": 168, "narrow_kernel": 144, "quantize_matrix_kernel": 184}
 # ptxas spills two words of one variant (direct cells, no residual), with registers to spare.
 SPILLED = OF_OLD if OLD else {("drop_kernel", 80): 8}
 
@@ -77,9 +79,7 @@ def check_memory(kernels: list[Compiled]) -> None:
             "quantize_matrix_kernel": 168,
             # With float16 gradients, float32 residuals and blocks of 4096; others take 128.
             "quantize_kernel": 144,
-            # By Triton 3.6: with rows of one element, or bfloat16 gradients and float32 residuals.
-            **({"digit_kernel": 168, "narrow_kernel": 144} if OLD else {}),
-            **({"quantize_matrix_kernel": 184} if OLD else {}),
+            **(OLD_MOST if OLD else {}),
         }
         assert k.registers <= most.get(k.name, 128), f"{where} takes {k.registers} registers"
 
