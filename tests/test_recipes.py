@@ -160,10 +160,16 @@ def test_transformers_model_from_a_config() -> None:
     check_learnt(output)
 
 
-def test_transformers_trainer_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [[], ["--ddp", "--policy", "one-bit", "--keep-rates"]], ids=["FSDP2", "DDP"]
+)
+def test_transformers_trainer_resumes_as_if_it_had_not_stopped(
+    tmp_path: Path, how: list[str]
+) -> None:
     pytest.importorskip("transformers", reason="pip install tagc[recipes]")
     pytest.importorskip("accelerate", reason="pip install tagc[recipes]")
-    command = [*TORCHRUN, *on_cpu(), recipe("transformers_trainer"), "--steps", "12"]
+    stand_in = [] if how else on_cpu()
+    command = [*TORCHRUN, *stand_in, recipe("transformers_trainer"), *how, "--steps", "12"]
     whole = run(*command, "--output", str(tmp_path / "whole"))
     assert len(losses(whole)) == 12
     check_fewer_bytes(whole)

@@ -1,6 +1,6 @@
 """The Trainer of Hugging Face transformers, by a callback: save, and resume as if nothing had
-happened. Needs GPUs, as FSDP in Accelerate does. The model is made from a config: nothing is
-downloaded.
+happened. FSDP2 needs GPUs, as FSDP in Accelerate does; `--ddp` does not. The model is made from a
+config: nothing is downloaded.
 
 torchrun --standalone --nproc-per-node 2 examples/recipes/transformers_trainer.py --output runs/hf
 """
@@ -46,7 +46,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--stop-after", type=int, help="save here, and stop")
+    parser.add_argument("--ddp", action="store_true", help="DDP in place of FSDP2")
     parser.add_argument("--policy", default="hybrid")
+    parser.add_argument(
+        "--keep-rates", action="store_true", help="correct the learning rate and clipping for noise"
+    )
     parser.add_argument("--output", default="runs/trainer")
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint in OUTPUT")
     args = parser.parse_args()
@@ -61,7 +65,17 @@ def main() -> None:
         num_key_value_heads=2,
         max_position_embeddings=LENGTH,
     )
-    callback = TagcCallback(args.policy)
+    limit = 1.0
+    callback = TagcCallback(
+        args.policy,
+        keep_rates=args.keep_rates,
+        max_grad_norm=limit if args.keep_rates else None,
+    )
+    fsdp_config = {
+        "version": 2,
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
     trainer = Trainer(
         LlamaForCausalLM(config),
         TrainingArguments(
@@ -75,12 +89,10 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
-            fsdp="full_shard auto_wrap",
-            fsdp_config={
-                "fsdp_version": 2,
-                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-                "state_dict_type": "SHARDED_STATE_DICT",
-            },
+            max_grad_norm=0 if args.keep_rates else limit,
+            ddp_find_unused_parameters=False,
+            fsdp=not args.ddp,
+            fsdp_config=None if args.ddp else fsdp_config,
         ),
         train_dataset=Counting(),
         callbacks=[callback, PrintLosses()],
@@ -88,7 +100,7 @@ def main() -> None:
     if args.stop_after:
         trainer.add_callback(StopAfter(args.stop_after))
     trainer.train(resume_from_checkpoint=args.resume)
-    metrics = tagc.compressor(trainer.model).metrics()
+    metrics = tagc.compressor(trainer.model_wrapped).metrics()
     if trainer.is_world_process_zero():
         ratio = metrics.dense_bytes / metrics.wire_bytes
         print(f"{ratio:.1f} times fewer gradient bytes")

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
 from support.states import POLICIES, run, shared_folder, wrapped
 from support.trainers import Calls, Handle, imported, module
+from tagc.handle.compressor import attached
 from tagc.integrations import accelerate, residuals, torchtitan
 
 
@@ -42,20 +44,30 @@ class Trainer:
     def __init__(self, callback: Any, output_dir: Path, *, state: Any = None, **args: Any) -> None:
         self.callback = callback
         about = {"save_only_model": False, "resume_from_checkpoint": None, "save_strategy": "steps"}
+        about |= {"max_grad_norm": 0, "fp16": False}
         self.args = SimpleNamespace(**{"output_dir": str(output_dir), **about, **args})
         self.state = state or SimpleNamespace(global_step=0, stateful_callbacks={})
         vars(self.state).setdefault("trial_name", None)
         vars(self.state).setdefault("trial_params", None)
-        self.model = nn.Module()
+        self.model: nn.Module = nn.Module()
+        self.optimizer: Any = None
 
     def call(self, event: str) -> None:
-        getattr(self.callback, event)(self.args, self.state, None, model=self.model)
+        seen = {"model": self.model, "optimizer": self.optimizer}
+        getattr(self.callback, event)(self.args, self.state, None, **seen)
+
+
+def callback_class(monkeypatch: pytest.MonkeyPatch) -> Any:
+    stand_in = module(TrainerCallback=object)
+    return imported(monkeypatch, "transformers", transformers=stand_in).TagcCallback
 
 
 @pytest.fixture
 def callback(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Any:
-    stand_in = module(TrainerCallback=object)
-    return imported(monkeypatch, "transformers", transformers=stand_in).TagcCallback
+    made = callback_class(monkeypatch)
+    place = sys.modules[made.__module__]
+    monkeypatch.setattr(place, "sharding_groups", lambda model: ["a group"])
+    return made
 
 
 def test_the_callback_wraps_saves_and_loads(callback: Any, calls: Calls, tmp_path: Path) -> None:
@@ -139,6 +151,93 @@ def test_the_callback_refuses_trials_without_a_name(
     for fine in ({"save_strategy": "no"}, {"save_only_model": True}):
         Trainer(callback(), tmp_path, state=trial(), **fine).call("on_train_begin")
     assert [name for name, *_ in calls] == ["wrap", "wrap"]
+
+
+LIMIT = 0.005
+
+
+def norm_of(model: nn.Module) -> Tensor:
+    return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+def trained_in_ddp(rank: int, folder: Path, steps: range, state: Any = None) -> tuple[Any, Any]:
+    """Train like the Trainer with DDP: callbacks see the model inside, a loss calls DDP. Returns
+    everything that the run ends with, and the state of the Trainer."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        callback = callback_class(monkeypatch)("one-bit", keep_rates=True, max_grad_norm=LIMIT)
+    trainer = Trainer(callback, folder, state=state)
+    torch.manual_seed(0 if state is None else 1)  # a resumed run's weights are the checkpoint's
+    model = trainer.model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trainer.optimizer = SimpleNamespace(optimizer=optimizer)  # Accelerate's
+    if state is not None:
+        saved = torch.load(folder / "trainer.pt")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    wrapped = DistributedDataParallel(model)
+    loss = nn.Sequential(wrapped)
+    trainer.call("on_train_begin")
+    with torch.no_grad():
+        loss(torch.ones(1, 128))  # an evaluation is no reason to wrap
+    assert attached(wrapped) is None
+    for step in steps:
+        inputs = torch.randn(4, 128, generator=torch.Generator().manual_seed(2 * step + rank))
+        loss(inputs).square().mean().backward()
+        before = norm_of(model)
+        trainer.call("on_pre_optimizer_step")
+        # Above the limit by the codecs' noise, which clipping leaves out.
+        assert LIMIT < norm_of(model) < 2 * LIMIT < before / 2
+        optimizer.step()
+        optimizer.zero_grad()
+        trainer.state.global_step += 1
+    trainer.call("on_save")
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if rank == 0:
+        torch.save(saved, folder / "trainer.pt")
+    metrics = tagc.compressor(wrapped).metrics()
+    assert metrics.dense_bytes > 8 * metrics.wire_bytes
+    assert metrics.noise_factor > 1
+    states = {**saved, "tagc": tagc.compressor(wrapped).state_dict()}
+    trainer.call("on_train_end")
+    assert "step" not in vars(optimizer)  # its rates are its own again
+    return states, trainer.state
+
+
+@on_ranks(2)
+def test_the_callback_in_ddp_resumes_as_if_it_had_not_stopped(rank: int, world_size: int) -> None:
+    with shared_folder() as folder:
+        whole, _ = trained_in_ddp(rank, folder, range(4))
+        _, state = trained_in_ddp(rank, folder, range(2))
+        rest, _ = trained_in_ddp(rank, folder, range(2, 4), state)
+    equal(rest, whole)
+
+
+@on_ranks(2)
+def test_the_callback_needs_fsdp_or_ddp(rank: int, world_size: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        trainer = Trainer(callback_class(monkeypatch)(), Path("there"))
+    trainer.call("on_train_begin")
+    nn.Linear(1, 1)(torch.ones(1))
+    with pytest.raises(ValueError, match=r"nor put it into Distributed.*torchrun.*fsdp=True"):
+        trainer.call("on_pre_optimizer_step")
+
+
+def test_the_callback_refuses_what_it_cannot_do(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = callback_class(monkeypatch)
+    with pytest.raises(ValueError, match=r"nor put it into Distributed.*torchrun.*fsdp=True"):
+        Trainer(made(), tmp_path).call("on_train_begin")
+    for args, said in (
+        (
+            {"max_grad_norm": 1.0},
+            r"clips gradients to 1\.0.*set TrainingArguments\(max_grad_norm=0",
+        ),
+        ({"fp16": True}, r"fp16=True scales.*bf16=True"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Trainer(made(max_grad_norm=1.0), tmp_path, **args).call("on_train_begin")
+    assert not calls
 
 
 # Accelerate
