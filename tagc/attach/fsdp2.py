@@ -213,10 +213,7 @@ def _unit(
     if replicated and not all_reduces_by_class():
         raise ValueError(_in_one_dimension(name, mesh))
     check_reduction(name, group)
-    policy = group.mp_policy
-    stored = [p.sharded_param.dtype for p in group.fsdp_params]
-    # Frozen parameters may have another dtype; FSDP requires one dtype for the others.
-    reduced = next((p.sharded_param.dtype for p in trainable), stored[0])
+    gathered = {param_dtype(p, group) or p.sharded_param.dtype for p in group.fsdp_params}
     # FSDP decides in the first forward that its root keeps its parameters until backward. Before
     # that, a part of a larger model that is wrapped alone is mistaken for the root.
     is_root = is_topmost if state._is_root is None else state._is_root
@@ -227,14 +224,14 @@ def _unit(
             name=name,
             params=tuple(planned[id(p)] for p in trainable),
             world_size=mesh.shard_mesh_size,
-            dtype=policy.reduce_dtype or policy.param_dtype or reduced,
+            dtype=reduce_dtype(name, group),
         ),
         gather_info=UnitInfo(
             name=name,
             params=tuple(planned.values()),
             world_size=mesh.shard_mesh_size,
             # FSDP gathers several dtypes as bytes.
-            dtype=policy.param_dtype or (stored[0] if len(set(stored)) == 1 else torch.uint8),
+            dtype=gathered.pop() if len(gathered) == 1 else torch.uint8,
             # If resharded to a smaller group, backward gathers natively in that group.
             per_step=(
                 2
@@ -252,6 +249,34 @@ def _unit(
         _grad_mode=grad_mode,
         _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
     )
+
+
+def param_dtype(param: Any, group: Any) -> torch.dtype | None:
+    """The dtype to which FSDP casts a parameter before it gathers it; None if it does not."""
+    # Before torch 2.15 a group has one policy, then every parameter its own.
+    return getattr(group, "mp_policy", param.mp_policy).param_dtype
+
+
+def reduce_dtype(name: str, group: Any) -> torch.dtype:
+    """The dtype in which FSDP reduces a unit's gradients.
+
+    Raises:
+        ValueError: if its gradients have several dtypes, whose columns FSDP orders by dtype.
+    """
+    # Frozen parameters may have another dtype than those that are reduced.
+    params = [p for p in group.fsdp_params if p.sharded_param.requires_grad] or group.fsdp_params
+    policy = getattr(group, "mp_policy", None)
+    if policy is not None:  # before torch 2.15, which refuses several dtypes itself
+        return policy.reduce_dtype or policy.param_dtype or params[0].sharded_param.dtype
+    dtypes = {p.sharded_grad_dtype for p in params}
+    if len(dtypes) > 1 or None in dtypes:
+        raise ValueError(
+            f"the gradients of {name or 'the root module'!r} have several dtypes "
+            f"({', '.join(sorted(map(str, dtypes)))}), which FSDP sends in an order of its own: "
+            "call fully_shard on the parameters of each dtype apart, and leave their grad_dtype "
+            "unset"
+        )
+    return params[0].mp_policy.reduce_dtype or dtypes.pop()
 
 
 def unit_name(name: str, module: nn.Module, group: Any) -> str:

@@ -23,6 +23,7 @@ from tagc.attach.fsdp2 import (
     is_replicated,
     parallel_of,
     param_groups_of,
+    reduce_dtype,
     unit_name,
     unit_param,
 )
@@ -84,14 +85,12 @@ def _unit(
     check_reduction(name, group)
     planned = {id(p): unit_param(p, group, names, parallel) for p in group.fsdp_params}
     trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    stored = (trainable or group.fsdp_params)[0].sharded_param.dtype
-    policy = group.mp_policy
     return ReplicatedUnit(
         info=UnitInfo(
             name=name,
             params=tuple(planned[id(p)] for p in trainable),
             world_size=group.mesh_info.replicate_mesh_size,
-            dtype=policy.reduce_dtype or policy.param_dtype or stored,
+            dtype=reduce_dtype(name, group),
             replicated=True,
         ),
         group=group.mesh_info.replicate_process_group,
