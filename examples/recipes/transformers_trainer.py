@@ -91,7 +91,7 @@ def main() -> None:
             use_cpu=not torch.cuda.is_available(),
             max_grad_norm=0 if args.keep_rates else limit,
             ddp_find_unused_parameters=False,
-            fsdp=not args.ddp,
+            fsdp=not args.ddp,  # pyright: ignore
             fsdp_config=None if args.ddp else fsdp_config,
         ),
         train_dataset=Counting(),
@@ -100,6 +100,7 @@ def main() -> None:
     if args.stop_after:
         trainer.add_callback(StopAfter(args.stop_after))
     trainer.train(resume_from_checkpoint=args.resume)
+    assert trainer.model_wrapped is not None
     metrics = tagc.compressor(trainer.model_wrapped).metrics()
     if trainer.is_world_process_zero():
         ratio = metrics.dense_bytes / metrics.wire_bytes
