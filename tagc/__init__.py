@@ -1,4 +1,4 @@
-"""tagc: compressed gradient reduce-scatter for sharded PyTorch training.
+"""tagc: compresses the network traffic of PyTorch's FSDP, DDP, device meshes and sites.
 
 Names are imported when they are first used, so that the command's help needs no torch.
 """
