@@ -21,6 +21,9 @@ def _as_tuple(value: object) -> tuple[object, ...]:
     return tuple(value)
 
 
+_LAST = 10**9 - 1  # index of a block; text has at most nine digits
+
+
 def _as_range(value: object) -> tuple[int, int]:
     ends: list[Any] = []
     if isinstance(value, str):
@@ -31,7 +34,8 @@ def _as_range(value: object) -> tuple[int, int]:
     elif isinstance(value, int):
         ends = [value]
     # A bool is also an int, but not a layer.
-    if not ends or any(type(end) is not int for end in ends) or not 0 <= ends[0] <= ends[-1]:
+    whole = ends and all(type(end) is int for end in ends)
+    if not whole or not 0 <= ends[0] <= ends[-1] <= _LAST:
         raise ValueError(
             f"must be a range such as '0-11', [0, 11] or one number, not {short(value)}"
         )
@@ -42,7 +46,7 @@ def _or_one(array: JsonDict) -> JsonDict:
     return {"anyOf": [array["items"], {**array, "minItems": 1}]}
 
 
-_LAYER: JsonDict = {"type": "integer", "minimum": 0}
+_LAYER: JsonDict = {"type": "integer", "minimum": 0, "maximum": _LAST}
 _RANGE: JsonDict = {
     "anyOf": [
         {"type": "string", "pattern": r"^\s*[0-9]{1,9}\s*(-\s*[0-9]{1,9}\s*)?$"},

@@ -31,7 +31,7 @@ class AutoParametersConfig(AutoConfig):
     on a host), or 8 bits that are kept for backward (1.01 bytes per parameter).
     """
 
-    memory: Annotated[float, Field(ge=0, allow_inf_nan=False), unit("bytes per parameter")] = 0.0
+    memory: Annotated[float, Field(ge=0, le=1024), unit("bytes per parameter")] = 0.0
     """Bytes that a rank may store for each parameter of the model."""
 
 

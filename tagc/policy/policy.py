@@ -231,14 +231,15 @@ def data_parallel_policies() -> list[str]:
 
 class Extension(Policy):
     """The content of a policy file that extends another policy. Its rules come before the other's.
-    Its other keys, and each role in `roles`, override the other's."""
+    Its other keys override the other's, sections such as `sites` and `roles` key by key."""
 
     gradients: _Rules[Rule] = ()
     """Rules for gradients in FSDP's reduce-scatter. The first rule that selects a parameter
     decides; a parameter that no rule selects is dense."""
     extends: Annotated[str, Field(min_length=1)]
     """The policy whose rules come after the rules of this file: a built-in name, or a file beside
-    this one or in a folder below. Keys that are not lists of rules override the other policy's."""
+    this one or in a folder below. Keys that are not lists of rules override the other policy's, key
+    by key in a section: `sites: {every: 64}` changes nothing else of `sites`."""
 
 
 def _resolved(document: Document) -> Policy:
@@ -301,14 +302,25 @@ def _over(own: Policy, base: Policy) -> Policy:
         mine, theirs = getattr(own, name), getattr(base, name)
         if isinstance(theirs, tuple):
             update[name] = (*mine, *theirs)
-        elif isinstance(theirs, dict):
-            update[name] = mine | {key: theirs[key] for key in theirs if key not in mine}
         elif name in own.model_fields_set:
-            update[name] = mine
+            update[name] = _section(mine, theirs)
     merged = base.model_copy(update=update)
     merged._origins = {name: own._origins[name] + base._origins[name] for name in own._origins}
     merged._source = own._source
     return merged
+
+
+def _section(mine: Any, theirs: Any) -> Any:
+    """The value of a key that both policies may have: a section's keys, own before the other's."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        # Own keys come first: the first role that matches decides.
+        own = {key: _section(value, theirs.get(key)) for key, value in mine.items()}
+        return own | {key: theirs[key] for key in theirs if key not in mine}
+    if isinstance(mine, Strict) and type(mine) is type(theirs):
+        given = {key: getattr(mine, key) for key in mine.model_fields_set}
+        update = {key: _section(value, getattr(theirs, key)) for key, value in given.items()}
+        return theirs.model_copy(update=update)
+    return mine
 
 
 def _validate(document: Document) -> Policy:

@@ -18,7 +18,7 @@ class OuterConfig(Strict):
     """The optimizer that applies the average of the sites' changes: SGD with Nesterov momentum, as
     in DiLoCo (arXiv 2311.08105). `rate: 1` and `momentum: 0` average the parameters."""
 
-    rate: Annotated[float, Field(gt=0, allow_inf_nan=False), unit("times the average")] = 0.7
+    rate: Annotated[float, Field(ge=1e-6, le=100), unit("times the average")] = 0.7
     """Learning rate."""
     momentum: Annotated[float, Field(ge=0, lt=1), unit("share of the momentum")] = 0.9
     """Nesterov momentum. It needs 4 bytes per parameter of the own shard; 0 needs none."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tagc.codecs.config import Strict, unit
 
-Factor = Annotated[float, Field(gt=0, allow_inf_nan=False), unit("times dense's")]
+Factor = Annotated[float, Field(ge=0.001, le=1000), unit("times the uncompressed run's")]
 
 
 class Tuning(Strict):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +65,39 @@ def test_other_keys_and_roles_override(tmp_path: Path):
         ("head", ("b.*",)),
         ("norm", ("a.*", "d.*")),
     ]
+
+
+@pytest.mark.parametrize(
+    ("base", "own", "changed"),
+    [
+        ("sites", {"sites": {"outer": {"rate": 0.5}}}, {"sites.outer.rate": 0.5}),
+        ("sites-thin", {"sites": {"fragments": 2}}, {"sites.fragments": 2}),
+        ("one-bit", {"tuning": {"rate_factor": 3.0}}, {"tuning.rate_factor": 3.0}),
+        (
+            "hybrid-3d",
+            {"dimensions": {"tp": {"codec": {"kind": "quantized", "bits": 4}}}},
+            {"dimensions.tp.codec.bits": 4},
+        ),
+        ("hybrid-3d", {"roles": {"head": "x.*"}}, {"roles.head": ["x.*"]}),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_a_section_is_merged_key_by_key(
+    base: str, own: dict[str, Any], changed: dict[str, Any], tmp_path: Path
+):
+    """One key of a section changes one key, however deep, also if a third file extends that."""
+    expected = Policy.load(base).model_dump(mode="json", by_alias=True)
+    for path, value in changed.items():
+        *outer, key = path.split(".")
+        section = expected
+        for part in outer:
+            section = section[part]
+        section[key] = value
+    path = write(tmp_path, mine=json.dumps({"schema": 1, "extends": base} | own))
+    last = write(tmp_path, last="schema: 1\nextends: mine.yaml\n")
+    for policy in (Policy.load(path), Policy.load(last)):
+        assert policy.model_dump(mode="json", by_alias=True) == expected
+    assert Policy.load(write(tmp_path, shown=show(path))) == Policy.load(path)
 
 
 def test_paths_begin_at_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

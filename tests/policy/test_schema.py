@@ -72,13 +72,19 @@ def test_shipped_policies_name_the_schema_and_fit_it(name: str):
 
 
 @pytest.mark.parametrize("name", dict(objects()))
-def test_every_key_is_described_and_every_number_has_a_unit(name: str):
+def test_every_key_is_described_and_every_number_has_a_unit_and_bounds(name: str):
     for key, node in dict(objects())[name].items():
         assert node.get("description", "").endswith("."), key
         assert "\n" not in node["description"], key
         numbers = [o for o in alternatives(node) if o.get("type") in ("integer", "number")]
         if numbers and key != "schema":
             assert '"x-unit"' in json.dumps(node), key
+        # A number without a bound lets 1e300 pass, which overflows where it is used.
+        for number in numbers:
+            assert {"enum", "const"} & number.keys() or (
+                {"minimum", "exclusiveMinimum"} & number.keys()
+                and {"maximum", "exclusiveMaximum"} & number.keys()
+            ), key
 
 
 def test_keys_have_their_defaults_and_ranges():

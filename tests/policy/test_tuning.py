@@ -51,7 +51,14 @@ def test_they_change_nothing_that_ranks_must_agree_on():
 @pytest.mark.parametrize(
     ("factors", "said"),
     [
-        ({"rate_factor": 0}, "tuning.rate_factor: must be greater than 0, not 0"),
+        (
+            {"rate_factor": 0},
+            "tuning.rate_factor: must be greater than or equal to 0.001, not 0",
+        ),
+        (
+            {"norm_factor": 1e300},
+            "tuning.norm_factor: must be less than or equal to 1000, not 1e+300",
+        ),
         ({"rate_factor": "2"}, "tuning.rate_factor: must be a valid number, not '2'"),
         ({"rate_facto": 2}, "tuning.rate_facto: unknown key; did you mean 'rate_factor'?"),
     ],
