@@ -41,6 +41,10 @@ def printed(rank: int) -> list[str]:
     metrics = compressor.metrics()
     assert json.loads(json.dumps(metrics.as_dict()))["wire_bytes"] == metrics.wire_bytes
     assert (metrics.rate_factor, metrics.norm_factor) == (3, 5)
+    wire, dense = compressor.plan().sent["parameters"]
+    assert metrics.native_parameter_bytes == 4 * wire == 4 * dense > 0
+    assert metrics.total_wire_bytes == metrics.wire_bytes + metrics.native_parameter_bytes
+    assert metrics.total_dense_bytes == metrics.dense_bytes + metrics.native_parameter_bytes
     assert f"- {ADVICE}" in str(compressor.plan())
     assert stderr.getvalue().count(ADVICE) == (rank == 0)
     return [*said, str(metrics)]
@@ -51,12 +55,18 @@ def test_metrics_say_what_still_warms_up_and_how_much_less_is_sent():
         assert "warming up: 2 more reductions go dense" in said[0]
         assert "warming up: 1 more reductions" in said[1]
         assert not any("warming up" in text for text in said[2:])
-        head, gradients, compressed, density, residual, advice = said[-1].splitlines()
+        head, gradients, compressed, parameters, together, density, *rest = said[-1].splitlines()
+        residual, advice = rest
         assert head.split() == ["steps", "4", "sent", "dense", "ratio"]
         assert gradients.split()[0] == "gradients"
         # Two of four steps were dense.
         assert compressed.startswith("- compressed")
         assert compressed.endswith("x")
+        # FSDP sends the parameters itself, so together it is less than for gradients.
+        assert (parameters.split()[0], parameters.split()[-1]) == ("parameters", "1.00x")
+        assert together.split()[0] == "together"
+        ratios = [float(line.split()[-1].rstrip("x")) for line in (gradients, together)]
+        assert ratios[0] > ratios[1] > 1
         assert density.startswith("density ")
         assert "of 30.0% asked for" in density
         assert residual.startswith("residual norm ")

@@ -7,7 +7,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from tagc.basics.plots import pyplot
-from tagc.commands.given import DTYPES, check_ddp, check_ranks, mesh_of, print_json
+from tagc.commands.given import (
+    ADVISE,
+    DTYPES,
+    check_ranks,
+    check_tokens,
+    mesh_of,
+    of_mesh,
+    print_json,
+    refuse_without_effect,
+)
 from tagc.costs.advise import report
 from tagc.costs.auto import is_automatic
 from tagc.costs.candidates import Advisor, Question
@@ -29,11 +38,24 @@ from tagc.policy import Policy, data_parallel_policies, policies
 
 
 def advise(args: argparse.Namespace) -> int:
-    check_ddp(args, "shard_bandwidth")
     mesh = mesh_of(args)
+    together = 1 if mesh is None else data_ranks(mesh, args.ranks_per_host)
+    shared = mesh is not None and together == args.world
+    holds = {
+        "with --sites": args.sites > 1,
+        "with --sites and --overlap": args.sites > 1 and args.overlap is not None,
+        "with one rank on each host": args.ranks_per_host == 1,
+        "without --replicas": args.replicas == 1,
+        "without --device cpu": args.device != "cpu",
+        "with --memory-bandwidth": args.memory_bandwidth is not None,
+        "without a compute time (--step-time)": (
+            (args.step_time, args.tokens_per_rank, args.tflops) == (None, None, None)
+        ),
+        "with a --mesh whose data-parallel ranks share a host": shared,
+    }
+    refuse_without_effect(args, ADVISE, of_mesh(args, mesh) | holds)
+    check_tokens(args)
     if args.sites > 1:
-        if mesh is not None:
-            raise ModelError("--sites and --mesh do not go together")
         return _advise_sites(args)
     plots = None if args.plot is None else _plots(args.plot)
     link = Link(
@@ -42,14 +64,14 @@ def advise(args: argparse.Namespace) -> int:
         inside=args.inside_bandwidth,
         ranks_per_host=args.ranks_per_host,
     )
-    shapes, dimensions = load_model(args.params or args.model), []
+    shapes, dimensions = load_model(args.model if args.params is None else args.params), []
     if mesh is None:
         check_ranks(args)
     else:
         dimensions = _advise_dimensions(args, shapes, mesh, link)
-        shapes, together = one_stage(shapes, mesh), data_ranks(mesh, args.ranks_per_host)
+        shapes = one_stage(shapes, mesh)
         lines = advice_table(dimensions, link) if dimensions else []
-        if together == args.world:
+        if shared:
             if together > 1:
                 lines += ["", f"FSDP's {together} ranks share a host: leave its traffic to it."]
             if not args.json:
@@ -74,9 +96,7 @@ def _advise_sites(args: argparse.Namespace) -> int:
     world = args.sites if args.world is None else args.world
     if world % args.sites:
         raise ModelError(f"--world {world} does not divide by --sites {args.sites}")
-    if args.replicas != 1 or args.ranks_per_host != 1 or args.plot is not None:
-        raise ModelError("with --sites leave out --replicas, --ranks-per-host and --plot")
-    shapes = load_model(args.params or args.model)
+    shapes = load_model(args.model if args.params is None else args.params)
     question = SiteQuestion(
         shapes=shapes,
         world_size=world,
@@ -126,8 +146,6 @@ def _advisor(args: argparse.Namespace, shapes: ModelShapes, link: Link) -> Advis
 def _advise_dimensions(
     args: argparse.Namespace, shapes: ModelShapes, mesh: dict[str, int], link: Link
 ) -> list[DimensionAdvice]:
-    if args.replicas > 1:
-        raise ModelError("with --mesh leave --replicas out")
     traffic = activation_traffic(
         shapes,
         Policy.load("hybrid-3d"),

@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # names of files may not be valid text
             stream.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
+    args.given = {k for k, v in vars(args).items() if v != args.parser.get_default(k)}
     return importlib.import_module("tagc.commands.commands").run(args)
 
 
@@ -46,6 +47,7 @@ class _Command:
             epilog="\n".join(["examples:", *lines]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self.parser.set_defaults(parser=self.parser)
 
     def add(self, *names: str, **options: Any) -> None:
         """Add an argument; its help states the default."""
@@ -125,6 +127,7 @@ def _add_explain(commands: Any) -> None:
     command.add("--latency", type=seconds, default=0.0, help="link latency for codec auto")
     _add_mesh(command)
     command.add("--sites", type=ranks, default=1, help="with a policy for sites: their number")
+    command.add("--micro-batches", type=ranks, default=1, help="backwards per optimizer step")
     command.add(
         "--full", action="store_true", help="print every parameter, even if blocks are equal"
     )

@@ -12,7 +12,16 @@ import torch
 
 from tagc.basics.plots import PlotsUnavailableError
 from tagc.commands.advice import advise
-from tagc.commands.given import DTYPES, check_ddp, check_ranks, mesh_of, print_json
+from tagc.commands.given import (
+    DTYPES,
+    EXPLAIN,
+    check_ranks,
+    check_tokens,
+    mesh_of,
+    of_mesh,
+    print_json,
+    refuse_without_effect,
+)
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.codec_time import no_time
 from tagc.costs.data import plan_data
@@ -120,11 +129,20 @@ def _explain(args: argparse.Namespace) -> int:
             f"the model comes first, and the policy is an option: tagc explain {model} "
             f"--policy {policy} --world {args.world or 64}"
         )
-    check_ddp(args)
-    mesh = mesh_of(args)
-    if mesh is None or args.world > 1:
+    mesh, policy = mesh_of(args), Policy.load(args.policy)
+    alone = mesh is not None and args.world == 1
+    holds = {
+        "with a policy for sites": policy.sites is not None,
+        "with a policy that is not for sites": policy.sites is None,
+        "with a policy without codec auto": not is_automatic(policy),
+        "with one data-parallel rank": alone,
+        "with one data-parallel rank and without --json": alone and not args.json,
+    }
+    refuse_without_effect(args, EXPLAIN, of_mesh(args, mesh) | holds)
+    check_tokens(args)
+    if not alone:
         check_ranks(args)
-    shapes, policy = load_model(args.model), Policy.load(args.policy)
+    shapes = load_model(args.model)
     traffic = None
     if mesh is not None:
         traffic = activation_traffic(
@@ -134,9 +152,10 @@ def _explain(args: argparse.Namespace) -> int:
             tokens=args.tokens,
             itemsize=DTYPES[args.param_dtype].itemsize,
             experts_per_token=args.experts_per_token,
+            micro_batches=args.micro_batches,
         )
         shapes = one_stage(shapes, mesh)
-        if args.world == 1 and not args.json:
+        if alone and not args.json:
             print(traffic_table(traffic, args.tokens))
             return 0
     choose = None
@@ -144,12 +163,10 @@ def _explain(args: argparse.Namespace) -> int:
         per_host = args.ranks_per_host
         link = Link(bandwidth=args.bandwidth, latency=args.latency, ranks_per_host=per_host)
         note = "chosen for the given link; codec time is not included"
-        choose = FastestChoice(lambda position, direction: link, no_time, (note,))
+        choose = FastestChoice(lambda _, direction: link, no_time, (note,), args.micro_batches)
     elif is_automatic(policy):
         raise ModelError(f"policy {policy.name!r} chooses by the link: give --bandwidth")
     if policy.sites is not None:
-        if args.ddp:
-            raise ModelError(f"policy {policy.name!r} is for sites: leave --ddp out")
         plan = _plan_sites(args, shapes, policy)
     else:
         plan = plan_shapes(
@@ -162,6 +179,7 @@ def _explain(args: argparse.Namespace) -> int:
             dtype=DTYPES[args.dtype],
             parameter_dtype=DTYPES[args.param_dtype],
             choose=choose,
+            micro_batches=args.micro_batches,
         )
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)

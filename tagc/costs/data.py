@@ -41,6 +41,11 @@ def plan_data(shapes: ModelShapes, plan: Plan, *, full: bool) -> dict[str, Any]:
         "model": model_data(shapes),
         "policy": plan.policy.name,
         "warmup_steps": plan.warmup_steps,
+        "micro_batches": plan.micro_batches,
+        "sent": {
+            direction: {"wire_bytes": wire, "dense_bytes": dense}
+            for direction, (wire, dense) in plan.sent.items()
+        },
         "directions": {
             direction: _sums([row for row in rows if row.direction == direction])
             for direction in directions

@@ -32,6 +32,7 @@ def explain(
     dtype: torch.dtype | None = None,
     parameter_dtype: torch.dtype | None = None,
     link: Link | None = None,
+    micro_batches: int = 1,
 ) -> Plan:
     """The plan that ``tagc.wrap`` or ``tagc.sites`` would make, if ``fully_shard`` were applied to
     every transformer block of the model and then to the model, or the model were in
@@ -51,10 +52,12 @@ def explain(
         parameter_dtype: dtype of the parameters that FSDP gathers; the same default. DDP gathers
             none.
         link: the link for the choices of ``codec: auto``, which do not include codec time.
+        micro_batches: backwards in an optimizer step. FSDP gathers parameters again in each.
 
     Raises:
-        ValueError: if the ranks do not divide among the replicas, or among the hosts; with ``ddp``
-            also for a policy for sites, and if trained parameters are of several dtypes.
+        ValueError: if there are no micro-batches; if the ranks do not divide among the replicas, or
+            among the hosts; with ``ddp`` also for a policy for sites, and if trained parameters are
+            of several dtypes.
         tagc.PolicyError: as in :func:`tagc.wrap`, and for ``codec: auto`` without a link.
     """
     if world_size < 1 or replicas < 1 or world_size % replicas:
@@ -63,6 +66,8 @@ def explain(
         ranks_per_host = 1 if link is None else link.ranks_per_host
     if ranks_per_host < 1 or world_size % ranks_per_host:
         raise ValueError(f"{world_size} ranks do not divide among hosts of {ranks_per_host}")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches must be 1 or more, not {micro_batches}")
     loaded = Policy.load(policy)
     if loaded.sites is not None:
         if ddp:
@@ -80,7 +85,7 @@ def explain(
     choose = None
     if link is not None:
         note = "chosen for the given link; codec time is not included"
-        choose = FastestChoice(lambda position, direction: link, no_time, (note,))
+        choose = FastestChoice(lambda _, direction: link, no_time, (note,), micro_batches)
     plan = plan_shapes(
         ModelShapes.of(model),
         loaded,
@@ -91,6 +96,7 @@ def explain(
         dtype=dtype or own,
         parameter_dtype=parameter_dtype or own,
         choose=choose,
+        micro_batches=micro_batches,
     )
     for warning in plan.warnings:
         warn(warning)
@@ -144,19 +150,20 @@ def plan_shapes(
     parameter_dtype: torch.dtype,
     choose: Choose | None,
     gloo: bool = False,
+    micro_batches: int = 1,
 ) -> Plan:
     """Plan a policy for a model with these shapes.
 
     Args:
         ranks_per_host: ranks on a host, of all replicas together.
         ddp: whether each rank has the whole model.
-        gloo: see :func:`tagc.plan.build_plan`.
+        gloo, micro_batches: see :func:`tagc.plan.build_plan`.
     """
     if ddp:
         check_policy(policy, replicas > 1)
         levels = ranks_in_levels(world_size, ranks_per_host)
         whole = shapes.replicated_units(world_size, dtype, ranks_per_host=levels)
-        return build_plan(whole, policy, choose=choose, gloo=gloo)
+        return build_plan(whole, policy, choose=choose, gloo=gloo, micro_batches=micro_batches)
     if policy.replicas and replicas == 1:
         raise PolicyError(
             f"policy {policy.name!r} has rules for replicas: give the number of replicas, or use a "
@@ -172,4 +179,12 @@ def plan_shapes(
     across: list[UnitInfo] = []
     if replicas > 1:
         across = [replace(unit, world_size=replicas, ranks_per_host=1) for unit in units]
-    return build_plan(units, policy, gathers=gathers, replicas=across, choose=choose, gloo=gloo)
+    return build_plan(
+        units,
+        policy,
+        gathers=gathers,
+        replicas=across,
+        choose=choose,
+        gloo=gloo,
+        micro_batches=micro_batches,
+    )

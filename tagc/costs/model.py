@@ -19,14 +19,13 @@ all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tagc.codecs.dense import DensePlan
 from tagc.costs.codec_time import CodecTime, codec_seconds
 from tagc.costs.link import Link
 from tagc.costs.traffic import Traffic, traffic
-from tagc.plan import Direction, Plan, Segment, UnitInfo, UnitPlan
+from tagc.plan import Direction, Plan, UnitInfo, UnitPlan, native_units
 
 
 def unit_seconds(unit: UnitPlan, link: Link, time: CodecTime, micro_batches: int = 1) -> float:
@@ -125,20 +124,3 @@ def step_cost(
     return StepCost(
         compute=compute, codec=work.codec, link=seconds, overlap=overlap, wire_bytes=carried
     )
-
-
-def native_units(infos: Iterable[UnitInfo], direction: Direction) -> list[UnitPlan]:
-    """Plans of units that FSDP sends uncompressed."""
-    units = []
-    for info in infos:
-        columns = sum(p.columns for p in info.params)
-        segment = Segment(
-            start=0,
-            stop=columns,
-            params=info.params,
-            role="other",
-            rule=None,
-            codec=DensePlan(numel=columns, wire=info.dtype),
-        )
-        units.append(UnitPlan(info=info, segments=(segment,), direction=direction))
-    return units

@@ -63,6 +63,7 @@ class Compressor(Handle):
                 sum(g.dense_bytes for g in gatherers),
                 sum(g.inside_bytes for g in gatherers),
             ),
+            native_bytes=sum(unit.dense_bytes(unit.columns) for unit in self._plan.native),
             parameter_error=(sum(e for e, _ in squares) / total) ** 0.5 if total else 0.0,
             noise_factor=math.nan if self._noise is None else self._noise.mean(),
             tuning=self._plan.policy.tuning,

@@ -41,6 +41,12 @@ class Metrics:
             on what other hosts sent.
         parameter_error: Euclidean norm of the current change of this rank's parameters by
             quantization, relative to the norm of the parameters.
+        native_parameter_bytes: bytes of the all-gathers that FSDP did itself, because the policy
+            leaves parameters to it: those that ``plan()`` counts for as many backwards. 0 if tagc
+            sends the parameters, and with FSDP1, where it does not know them.
+        total_wire_bytes: bytes of gradients, parameters and replicas together, those that FSDP
+            sent itself included.
+        total_dense_bytes: the same without compression.
         replica_wire_bytes: bytes sent to other replicas.
         replica_dense_bytes: bytes that an all-reduce of the shards would have sent.
         density_target: the policy's density, averaged over elements.
@@ -69,6 +75,9 @@ class Metrics:
     parameter_dense_bytes: int
     parameter_inside_wire_bytes: int
     parameter_error: float
+    native_parameter_bytes: int
+    total_wire_bytes: int
+    total_dense_bytes: int
     replica_wire_bytes: int
     replica_dense_bytes: int
     density_target: float
@@ -92,8 +101,13 @@ class Metrics:
         rows = [
             ("gradients", self.wire_bytes, self.dense_bytes),
             ("- compressed", self.compressed_wire_bytes, self.compressed_dense_bytes),
-            ("parameters", self.parameter_wire_bytes, self.parameter_dense_bytes),
+            (
+                "parameters",
+                self.parameter_wire_bytes + self.native_parameter_bytes,
+                self.parameter_dense_bytes + self.native_parameter_bytes,
+            ),
             ("replicas", self.replica_wire_bytes, self.replica_dense_bytes),
+            ("together", self.total_wire_bytes, self.total_dense_bytes),
             *((name, s.wire_bytes, s.dense_bytes) for name, s in self.dimensions.items()),
         ]
         lines = [f"{'steps ' + str(self.steps):<14}{'sent':>12}{'dense':>12}{'ratio':>9}"]
@@ -160,6 +174,7 @@ def collect(
     *,
     replicas: Sequence[UnitReducer] = (),
     parameter_bytes: tuple[int, int, int] = (0, 0, 0),
+    native_bytes: float = 0.0,
     parameter_error: float = 0.0,
     noise_factor: float = math.nan,
     tuning: Tuning | None = None,
@@ -170,6 +185,7 @@ def collect(
     Args:
         parameter_bytes: bytes sent, bytes that FSDP's own all-gathers would have sent, and bytes
             sent inside hosts.
+        native_bytes: bytes that FSDP's own all-gathers send in a step of one backward.
         parameter_error: see :class:`Metrics`.
         noise_factor: see :class:`Metrics`.
         tuning: the policy's factors.
@@ -184,8 +200,12 @@ def collect(
         for residual in (*reducer.residuals.values(), *reducer.owner_residuals.values())
     ]
     nothing = math.nan if selected.planned else 1.0
+    steps = max((r.counters.steps for r in reducers), default=0)
+    native = int(steps * native_bytes)
+    wire = sum(r.wire_bytes for r in (*reducers, *replicas)) + parameter_bytes[0] + native
+    dense = _dense_bytes([*reducers, *replicas]) + parameter_bytes[1] + native
     return Metrics(
-        steps=max((r.counters.steps for r in reducers), default=0),
+        steps=steps,
         warming_up=max((_dense_steps_left(r) for r in (*reducers, *replicas)), default=0),
         wire_bytes=sum(r.wire_bytes for r in reducers),
         compressed_wire_bytes=sum(r.compressed_wire_bytes for r in reducers),
@@ -196,6 +216,9 @@ def collect(
         parameter_dense_bytes=parameter_bytes[1],
         parameter_inside_wire_bytes=parameter_bytes[2],
         parameter_error=parameter_error,
+        native_parameter_bytes=native,
+        total_wire_bytes=wire,
+        total_dense_bytes=dense,
         replica_wire_bytes=sum(r.wire_bytes for r in replicas),
         replica_dense_bytes=_dense_bytes(replicas),
         density_target=selected.target / selected.planned if selected.planned else 1.0,

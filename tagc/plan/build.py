@@ -27,6 +27,7 @@ from tagc.plan.messages import Segment
 from tagc.plan.param_slices import columns_of
 from tagc.plan.plan import Plan
 from tagc.plan.sites import about_sites
+from tagc.plan.step import native_units
 from tagc.plan.table import as_list
 from tagc.plan.two_shots import about_shots, in_fewest_bytes
 from tagc.plan.unit_plan import Direction, UnitPlan
@@ -46,16 +47,19 @@ def build_plan(
     replicas: Sequence[UnitInfo] = (),
     choose: Choose | None = None,
     gloo: bool = False,
+    micro_batches: int = 1,
 ) -> Plan:
     """Apply a policy to the units of a model.
 
     Args:
         units: the reduce-scatter of every unit.
-        gathers: the all-gather of every unit; needed if the policy has rules for parameters.
+        gathers: the all-gather of every unit, which FSDP does itself if the policy has no rules
+            for parameters.
         replicas: the all-reduce of every unit's shard; needed if the model has replicas.
         choose: resolves ``codec: auto``, given the position of a unit in these lists.
         gloo: whether the backend is gloo, where tagc's two levels are faster than gloo's own sums.
             Other backends know the hosts, and sum units with nothing to compress themselves.
+        micro_batches: backwards in an optimizer step.
 
     Raises:
         PolicyError: if the policy has compressing rules, but compresses nothing here.
@@ -92,6 +96,7 @@ def build_plan(
         applied(gathers, policy.parameters, "parameters"),
         applied(replicas, policy.replicas or _DENSE, "replicas"),
     )
+    native = () if policy.parameters else tuple(native_units(gathers, "parameters"))
     notes = [*choose.notes] if choose and chosen else []
     notes += [f"{d} of {as_list(names)}: {why}" for (d, why), names in chosen.items()]
     notes += [
@@ -115,7 +120,14 @@ def build_plan(
     notes += dict.fromkeys(feedback.note for feedback in kinds if feedback.note)
     notes += [] if policy.sites is None else about_sites(directions[0], policy.sites)
     notes += [] if policy.tuning is None else [policy.tuning.advice]
-    plan = Plan(policy, *directions, notes=tuple(notes), gloo=gloo)
+    plan = Plan(
+        policy,
+        *directions,
+        native=native,
+        micro_batches=micro_batches,
+        notes=tuple(notes),
+        gloo=gloo,
+    )
     return replace(plan, warnings=tuple(check_effect(plan, matched)))
 
 

@@ -13,6 +13,7 @@ from tagc.plan.memory import Memory, memory_of
 from tagc.plan.messages import Segment
 from tagc.plan.row import Row
 from tagc.plan.sites import anchor_bytes, exchange_buffers
+from tagc.plan.step import Sent, about_steps, headline, sent_in_step, times_in_step
 from tagc.plan.table import as_text
 from tagc.plan.unit_plan import UnitPlan
 from tagc.plan.units import UnitParam
@@ -30,6 +31,9 @@ class Plan:
         units: gradients in the reduce-scatter.
         parameters: parameters in the all-gather; empty if the policy has no rules for them.
         replicas: gradients in the all-reduce across replicas; empty without replicas.
+        native: the all-gathers that FSDP does itself, because the policy has no rules for
+            parameters.
+        micro_batches: backwards in an optimizer step.
         notes: text for users, such as the choices of ``codec: auto`` and their reasons.
         warnings: reasons not to use this plan.
         gloo: whether the backend is gloo.
@@ -39,6 +43,8 @@ class Plan:
     units: tuple[UnitPlan, ...]
     parameters: tuple[UnitPlan, ...] = ()
     replicas: tuple[UnitPlan, ...] = ()
+    native: tuple[UnitPlan, ...] = ()
+    micro_batches: int = 1
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     gloo: bool = False
@@ -57,14 +63,38 @@ class Plan:
 
     @property
     def all_units(self) -> tuple[UnitPlan, ...]:
-        """The units of all directions."""
+        """The units of all directions, without :attr:`native`."""
         return self.units + self.parameters + self.replicas
+
+    @cached_property
+    def sent(self) -> dict[str, Sent]:
+        """Bytes that a rank sends in a step, and that it would send uncompressed, by direction.
+        Those of parameters include what FSDP sends itself."""
+        gradients = "gradients" if self.policy.sites is None else "changes of parameters"
+        units = {
+            gradients: self.units,
+            "parameters": self.parameters or self.native,
+            "replicas": self.replicas,
+        }
+        return {
+            name: sent_in_step(some, self.micro_batches) for name, some in units.items() if some
+        }
+
+    @property
+    def headline(self) -> str:
+        """What a rank sends in a step, and how much less that is, in one line."""
+        per = "step" if self.micro_batches == 1 else f"step of {self.micro_batches} micro-batches"
+        per = per if self.policy.sites is None else "exchange"
+        return headline(self.sent, per, native=not self.parameters)
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """One row per parameter and direction, in the order of FSDP's buffers."""
         return tuple(
-            row for u in self.all_units for s in u.segments for row in _rows(u, s, self.policy)
+            row
+            for unit in self.all_units
+            for segment in unit.segments
+            for row in _rows(unit, segment, self.policy, self.micro_batches)
         )
 
     @property
@@ -86,26 +116,28 @@ class Plan:
         """The table with a line for each parameter."""
         return self._as_text(self.rows)
 
+    def _about_steps(self) -> Iterator[str]:
+        if self.policy.sites is None:
+            yield from about_steps((*self.all_units, *self.native), self.micro_batches)
+
     def _as_text(self, rows: Sequence[Row]) -> str:
         notes = (
             self.memory.note,
+            *self._about_steps(),
             *self.notes,
             *(f"warning: {warning}" for warning in self.warnings),
         )
-        return as_text(
-            self.policy.name,
-            rows,
-            self.warmup_steps,
-            notes,
-            in_sites=self.policy.sites is not None,
-        )
+        per = "step" if self.policy.sites is None else "exchange"
+        after = f", after {self.warmup_steps} uncompressed {per}s" if self.warmup_steps else ""
+        return as_text(f"policy {self.policy.name}: {self.headline}{after}", rows, notes)
 
 
-def _rows(unit: UnitPlan, segment: Segment, policy: Policy) -> Iterator[Row]:
+def _rows(unit: UnitPlan, segment: Segment, policy: Policy, micro_batches: int) -> Iterator[Row]:
     """One row for each of a segment's parameters."""
     columns = [unit.dense_columns([param]) for param in segment.params]
     total = sum(columns) or 1
     shares = segment.codec.word_shares(columns)
+    often, natively = times_in_step(unit, micro_batches)
     for param, own, wire_share in zip(segment.params, columns, shares, strict=True):
         info = policy.describe(param.name, param.shape)
         yield Row(
@@ -116,8 +148,8 @@ def _rows(unit: UnitPlan, segment: Segment, policy: Policy) -> Iterator[Row]:
             role=info.role,
             codec=segment.codec.name,
             density=segment.codec.density,
-            dense_bytes=unit.dense_bytes(own),
-            wire_bytes=unit.wire_bytes(segment) * wire_share,
+            dense_bytes=natively * unit.dense_bytes(own),
+            wire_bytes=often * unit.wire_bytes(segment) * wire_share,
             stored_bytes=unit.stored_bytes(segment) * own / total,
             why_dense="" if segment.compressed else _why_dense(unit, segment, param, policy, info),
         )

@@ -11,32 +11,10 @@ _BYTES = ("dense", "wire", "stored")
 _LEFT = {"unit", "parameter", "shape", "role", "codec", "why dense"}
 
 
-def as_text(
-    policy: str,
-    rows: Sequence[Row],
-    warmup_steps: int,
-    notes: Sequence[str] = (),
-    *,
-    in_sites: bool = False,
-) -> str:
-    """The total sent, the notes, then a table for each direction.
-
-    Args:
-        in_sites: whether sites exchange changes of parameters.
-    """
-    dense, wire = _sum(rows, "dense_bytes"), _sum(rows, "wire_bytes")
+def as_text(head: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
+    """The first line, the notes, then a table for each direction."""
     directions = list(dict.fromkeys(row.direction for row in rows))
-    what = "gradient" if directions in ([], ["gradients"]) else " and ".join(directions)
-    per = "step"
-    if in_sites:
-        what, per = "changes of parameters", "exchange"
-    ratio = f"{dense / wire:.2f}" if wire else "1.00"
-    lines = [
-        f"policy {policy}: a rank sends {format_bytes(wire)} of {what} per "
-        f"{per}, {ratio} times less than dense ({format_bytes(dense)})"
-        + (f", after {warmup_steps} dense {per}s" if warmup_steps else ""),
-        *(f"- {note}" for note in notes),
-    ]
+    lines = [head, *(f"- {note}" for note in notes)]
     for direction in directions:
         if len(directions) > 1:
             lines += ["", direction]

@@ -249,6 +249,12 @@ class UnitPlan:
         backward."""
         return 1 if self.reuses_forward_message or self.keeps_copy else self.info.per_step
 
+    @cached_property
+    def each_backward(self) -> bool:
+        """Whether a rank sends to other hosts in the backward of every micro-batch, or once in an
+        optimizer step."""
+        return any(stage.each_backward for stage in self.route if stage.level != "inside")
+
     def dense_bytes(self, columns: float) -> float:
         """Bytes that a rank sends in a step for ``columns`` uncompressed columns; with two levels,
         only those to other hosts."""

@@ -79,7 +79,7 @@ def test_the_command(capsys: Any) -> None:
     for wrong, why in (
         (["--mesh", "tp=8"], "give --tokens"),
         (["--mesh", "tp=8", "--tokens", "1", "--world", "8"], "leave --world out"),
-        (["--world", "8", "--tokens", "1"], "--tokens is for --mesh"),
+        (["--world", "8", "--tokens", "1"], "without --mesh leave --tokens out"),
         (["--mesh", "tp:8", "--tokens", "1"], "is no mesh"),
     ):
         assert main(["explain", "7B", *wrong]) == 2

@@ -154,7 +154,7 @@ def test_a_fast_link_stays_native_and_says_why(rank: int, world_size: int) -> No
     plan = tagc.compressor(model).plan()
     assert not any(unit.compressed for unit in plan.all_units)
     assert sum(row.stored_bytes for row in plan.rows) == 0
-    said = str(plan).splitlines()[2:5]
+    said = str(plan).splitlines()[3:6]
     assert said[0] == (
         "- measured over 2 ranks: 8e+03 Gbit/s, 0.001 ms per collective, "
         "native reduce-scatter takes 1 and all-gather 1 times as long as messages"

@@ -28,9 +28,8 @@ from tagc.costs import (
 )
 from tagc.costs.codec_time import codec_seconds
 from tagc.costs.link import GLOO_REDUCE_SCATTER
-from tagc.costs.model import native_units
 from tagc.costs.shapes import ranks_in_levels
-from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan, build_plan, native_units
 from tagc.plan.inside import plan_inside
 from tagc.policy import Policy
 

@@ -99,7 +99,7 @@ def test_the_data_ranks_of_a_host_share_its_card(capsys: Any) -> None:
         (["--mesh", "dp=4", "--replicas", "2"], "leave --replicas out"),
         (["--mesh", "dp=4", "--world", "4"], "leave --world out"),
         (["--mesh", "dp=4", "--ranks-per-host", "3"], "do not divide by --ranks-per-host 3"),
-        (["--world", "8"], "--tokens is for --mesh"),
+        (["--world", "8"], "without --mesh leave --tokens out"),
     ],
 )
 def test_what_is_refused(options: list[str], why: str, capsys: Any) -> None:

@@ -164,11 +164,72 @@ def test_a_table_of_ddp(capsys: Any) -> None:
     assert line.startswith("model.layers.{0,")
     numel = int(out.split(" ")[0].replace(",", ""))
     # Of a ring's all-reduce, a rank sends 2 · 3/4 of the gradients.
-    assert f"less than dense ({format_bytes(2 * 3 / 4 * 4 * numel)})" in out
+    assert f"per step instead of {format_bytes(2 * 3 / 4 * 4 * numel)}: gradients" in out
+    assert "a step is one backward; with no_sync() only the last micro-batch sends" in out
     bf16 = run(capsys, "explain", "1e8", "--world", "4", "--ddp", "--dtype", "bf16")
-    assert f"less than dense ({format_bytes(2 * 3 / 4 * 2 * numel)})" in bf16
+    assert f"per step instead of {format_bytes(2 * 3 / 4 * 2 * numel)}: gradients" in bf16
     full = run(capsys, "explain", "1e8", "--world", "4", "--policy", "loco-4bit", "--ddp", "--full")
     assert "\nunit " in full
+
+
+COLUMNS = 1024 * 512 // 4
+SHAPES = {f"layers.{i}.mlp.up_proj.weight": (1024, 512) for i in range(2)}
+
+
+def test_the_headline_is_about_the_whole_step() -> None:
+    """FSDP sends parameters twice for every gradient, also if the policy leaves them to it."""
+    plan = tagc.explain(SHAPES, "loco-4bit", world_size=4)
+    gradients, parameters = (2 * 3 * COLUMNS * 4 * times for times in (1, 2))
+    sent = 2 * 3 * COLUMNS * (4 / 8 + 2 / 256)
+    assert plan.sent["gradients"] == (pytest.approx(sent, rel=1e-2), gradients)
+    assert plan.sent["parameters"] == (parameters, parameters)
+    head, *notes = str(plan).splitlines()
+    wire, _ = plan.sent["gradients"]
+    assert head == (
+        f"policy loco-4bit: a rank sends {format_bytes(wire + parameters)} per step instead of "
+        f"{format_bytes(gradients + parameters)}: gradients {gradients / wire:.3g}×, parameters 1× "
+        f"(FSDP sends them), together {(gradients + parameters) / (wire + parameters):.3g}× less"
+    )
+    more = f"{format_bytes(wire + parameters)} (uncompressed {format_bytes(3 * gradients)})"
+    said = f"- a step is one backward; each micro-batch after the first sends {more}"
+    assert said in notes
+    hybrid = tagc.explain(SHAPES, "hybrid", world_size=4)
+    assert "FSDP sends them" not in str(hybrid)
+    assert hybrid.sent["parameters"][0] < parameters / 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "hosts", "again"),
+    [("loco-4bit", 1, (3, 3)), ("hybrid", 1, (3, 3)), ("hosts", 1, (3, 1)), ("hosts", 2, (1, 1))],
+)
+def test_micro_batches(policy: str, hosts: int, again: tuple[int, int]) -> None:
+    """What is sent in each backward is sent as often; changes of parameters, and what hosts send
+    each other of gradients, once. Uncompressed, all is sent in each."""
+    plans = [
+        tagc.explain(SHAPES, policy, world_size=4, ranks_per_host=hosts, micro_batches=n)
+        for n in (1, 3)
+    ]
+    for name, times in zip(("gradients", "parameters"), again, strict=True):
+        (wire, dense), (later, later_dense) = (plan.sent[name] for plan in plans)
+        assert (later, later_dense) == (times * wire, 3 * dense)
+        rows = [row for row in plans[1].rows if row.direction == name]
+        if rows:
+            assert sum(row.wire_bytes for row in rows) == pytest.approx(later)
+    assert "per step of 3 micro-batches instead of" in str(plans[1])
+    assert ("set_requires_all_reduce(False)" in str(plans[1])) == (hosts > 1)
+    assert plans[0].fingerprint == plans[1].fingerprint
+    with pytest.raises(ValueError, match="micro_batches must be 1 or more, not 0"):
+        tagc.explain(SHAPES, policy, world_size=4, micro_batches=0)
+
+
+def test_micro_batches_of_the_command(capsys: Any) -> None:
+    data = json.loads(
+        run(capsys, "explain", "1e6", "--world", "4", "--micro-batches", "2", "--json")
+    )
+    assert data["micro_batches"] == 2
+    sums = {name: (s["wire_bytes"], s["dense_bytes"]) for name, s in data["directions"].items()}
+    for name, sent in data["sent"].items():
+        assert sums[name] == pytest.approx((sent["wire_bytes"], sent["dense_bytes"]))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +238,7 @@ def test_a_table_of_ddp(capsys: Any) -> None:
         (["--world", "4", "--replicas", "2"], "with --ddp leave --replicas out"),
         (["--world", "4", "--param-dtype", "fp32"], "with --ddp leave --param-dtype out"),
         (["--mesh", "dp=4", "--tokens", "9"], "with --ddp leave --mesh out"),
-        (["--world", "4", "--policy", "sites"], "policy 'sites' is for sites: leave --ddp out"),
+        (["--world", "4", "--policy", "sites"], "with a policy for sites leave --ddp out"),
         (["--world", "1"], "--world 1 with --ddp sends nothing"),
         (["--world", "4", "--policy", "half-bit"], "feedback.lead 'measured' differs from rank"),
     ],
