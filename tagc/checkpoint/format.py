@@ -81,10 +81,8 @@ class StateHeader:
 
     def is_laid_out_as(self, now: StateHeader) -> bool:
         """Whether a saved state fits a rank without redistribution."""
-        then = self.policy_hash, self.layout, self.world_size
-        return then == (now.policy_hash, now.layout, now.world_size) and (
-            self.parts in ("", now.parts)
-        )
+        then = self.layout, self.world_size
+        return then == (now.layout, now.world_size) and self.parts in ("", now.parts)
 
     @classmethod
     def from_strings(cls, said: Mapping[str, object], where: str) -> StateHeader:

@@ -115,7 +115,12 @@ class State:
             source = open_source()
             headers = source.headers()
             saved = next(iter(headers.values()))
-            if saved.policy_hash != here.policy_hash and not force:
+            # A plan says everything about a step but when sites exchange. So a policy's file that
+            # repeats the choices of codec auto continues a run of that.
+            same = saved.policy_hash == here.policy_hash or (
+                saved.layout == here.layout and self.clock is None
+            )
+            if not same and not force:
                 raise StateError(
                     f"{source.where}: saved with policy {saved.policy!r} "
                     f"({saved.policy_hash[:12]}), but the model is wrapped with {here.policy!r} "
@@ -124,14 +129,16 @@ class State:
                     "still have one, and warns about the others"
                 )
             needed = [here.rank] if source.alone else everyone
-            if all(r in headers and headers[r].is_laid_out_as(everyone[r][0]) for r in needed):
+            if same and all(
+                r in headers and headers[r].is_laid_out_as(everyone[r][0]) for r in needed
+            ):
                 return (source, self._exactly(source, here.rank), None), source.identity
             merge = plan_merge(source, self._holders(source, holdings, here), here.rank)
             if merge.dropped and not force:
                 raise StateError(
                     f"{source.where}: {_spell_names(merge.dropped)} would be dropped: the model "
                     "has no residual for them, or one of another shape; load(..., force=True) "
-                    "loads the rest"
+                    f"loads the rest{self._about_auto(saved)}"
                 )
             if source.alone:
                 merge.check(source.where, {here.rank: merge.taken})
@@ -153,6 +160,15 @@ class State:
                 f"{source.where}: dropped {_spell_names(merge.dropped)}: the model has no "
                 "residual for them, or one of another shape"
             )
+
+    def _about_auto(self, saved: StateHeader) -> str:
+        """What may be the matter if codec auto chose differently in the run that saved a state."""
+        if not self.plan.frozen or saved.world_size != dist.get_world_size():
+            return ""
+        return (
+            ". Codec auto measures at every start, and chose differently in the run that saved "
+            "this: wrap with the policy of its choice, which plan().freeze(file) writes there"
+        )
 
     def _holdings(self) -> dict[str, ParamLocation]:
         """The places of all residuals of this rank, by name."""

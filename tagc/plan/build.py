@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tagc.codecs import CodecPlan, PlanRequest, plan_codec
+from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import plan_feedback
 from tagc.plan.checks import (
@@ -21,7 +21,7 @@ from tagc.plan.checks import (
     unshared_supports,
     without_gathers,
 )
-from tagc.plan.choice import AUTO_BITS, Choose, resolve_auto
+from tagc.plan.choice import ABOUT_FREEZING, AUTO_BITS, Choose, frozen, resolve_auto
 from tagc.plan.inside import plan_inside, without_effect
 from tagc.plan.messages import Segment
 from tagc.plan.param_slices import columns_of
@@ -66,6 +66,7 @@ def build_plan(
     """
     matched: set[tuple[Direction, int]] = set()
     chosen: dict[tuple[Direction, str], list[str]] = {}
+    settled: dict[tuple[str, int], dict[CodecConfig, list[str]]] = {}
 
     def applied(
         infos: Sequence[UnitInfo],
@@ -79,17 +80,27 @@ def build_plan(
     def one(
         i: int, info: UnitInfo, rules: Sequence[Rule | ParameterRule], direction: Direction
     ) -> UnitPlan:
-        options = _plan_unit(info, policy, rules, direction, matched)
+        options, bits = _plan_unit(info, policy, rules, direction, matched)
         if not gloo and info.ranks_per_host > 1 and not options[0].compressed:
             one_level = info.in_one_level()
-            options[0] = _plan_unit(one_level, policy, rules, direction, matched)[0]
+            options[0] = _plan_unit(one_level, policy, rules, direction, matched)[0][0]
         if len(options) == 1:
+            settle(options[0], rules, bits[0])
             return options[0]
         if choose is None:
             raise PolicyError("codec 'auto' needs a measured or a given link to choose by")
         choice = choose(i, options)
         chosen.setdefault((direction, choice.why), []).append(info.name or "(root)")
+        settle(options[choice.index], rules, bits[choice.index])
         return options[choice.index]
+
+    def settle(unit: UnitPlan, rules: Sequence[Rule | ParameterRule], bits: int) -> None:
+        for segment in (s for s in unit.segments if s.rule is not None):
+            rule = rules[segment.rule]
+            if isinstance(rule.codec, AutoConfig):
+                config = _resolved(rule, unit.info, bits)
+                codecs = settled.setdefault((unit.direction, segment.rule), {})
+                codecs.setdefault(config, []).extend(param.name for param in segment.params)
 
     directions = (
         applied(units, policy.gradients, "gradients"),
@@ -99,6 +110,8 @@ def build_plan(
     native = () if policy.parameters else tuple(native_units(gathers, "parameters"))
     notes = [*choose.notes] if choose and chosen else []
     notes += [f"{d} of {as_list(names)}: {why}" for (d, why), names in chosen.items()]
+    if chosen:
+        notes.append(ABOUT_FREEZING)
     notes += [
         note
         for plans, rules in zip(
@@ -125,6 +138,7 @@ def build_plan(
         *directions,
         native=native,
         micro_batches=micro_batches,
+        frozen=frozen(policy, settled) if settled else "",
         notes=tuple(notes),
         gloo=gloo,
     )
@@ -148,8 +162,9 @@ def _plan_unit(
     rules: Sequence[Rule | ParameterRule],
     direction: Direction,
     matched: set[tuple[Direction, int]],
-) -> list[UnitPlan]:
-    """The unit's plan, or its options with ``codec: auto``, the least compressed first."""
+) -> tuple[list[UnitPlan], list[int]]:
+    """The unit's plan, or its options with ``codec: auto``, the least compressed first; and the
+    bits of each."""
     runs: list[_Run] = []
     for param in unit.params:
         info = policy.describe(param.name, param.shape)
@@ -200,10 +215,21 @@ def _plan_unit(
     # Without a compressible dtype, `auto` stays dense.
     automatic = unit.dtype in COMPRESSIBLE and any(isinstance(c, AutoConfig) for c in used)
     # With min_bits some of the options are equal.
-    options = dict.fromkeys(map(with_bits, AUTO_BITS if automatic else AUTO_BITS[:1]))
+    options: dict[UnitPlan, int] = {}
+    for bits in AUTO_BITS if automatic else AUTO_BITS[:1]:
+        options.setdefault(with_bits(bits), bits)
     for option in options:
         check_dtype(option)
-    return list(options)
+    return [*options], [*options.values()]
+
+
+def _resolved(rule: Rule | ParameterRule, unit: UnitInfo, bits: int) -> CodecConfig:
+    """The rule's codec, or the one that ``codec: auto`` becomes with these bits."""
+    if not isinstance(rule.codec, AutoConfig):
+        return rule.codec
+    owes = isinstance(rule, Rule) and plan_feedback(rule.feedback) is not None
+    copy_bytes = unit.dtype.itemsize / unit.ranks_per_host
+    return resolve_auto(rule.codec, bits, copy_bytes=copy_bytes, owes=owes)
 
 
 def _plan_segment(
@@ -213,12 +239,8 @@ def _plan_segment(
     columns: int,
     auto_bits: int,
 ) -> CodecPlan:
-    config = DenseConfig() if rule is None else rule.codec
+    config = DenseConfig() if rule is None else _resolved(rule, unit, auto_bits)
     feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
-    if isinstance(config, AutoConfig):
-        copy_bytes = unit.dtype.itemsize / unit.ranks_per_host
-        owes = feedback is not None
-        config = resolve_auto(config, auto_bits, copy_bytes=copy_bytes, owes=owes)
     request = PlanRequest(
         columns=columns,
         world_size=unit.world_size // unit.ranks_per_host,

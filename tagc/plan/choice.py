@@ -1,20 +1,27 @@
-"""``codec: auto``: the codecs that it may become, and the protocol of the choice."""
+"""``codec: auto``: the codecs that it may become, the protocol of the choice, and the policy that
+repeats a choice."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import glob
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from tagc.codecs import CodecConfig
 from tagc.codecs.delta import DeltaConfig
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.quantized import QuantizedConfig, QuantizedParametersConfig
 from tagc.plan.unit_plan import UnitPlan
+from tagc.policy import Policy, show
 from tagc.policy.configs import AutoConfig, AutoParametersConfig
 
 AUTO_BITS = (32, 16, 8, 4)
 """The options in bits per element; parameters stop at 8 if no copy may be stored."""
+ABOUT_FREEZING = (
+    "codec auto measures at every start and may choose differently, which changes losses: "
+    'plan().freeze("chosen.yaml") writes this choice, for policy="chosen.yaml"'
+)
 # 8 bits per element, and a scale of 16 bits for every 256 elements.
 _KEPT_BYTES = 1 + 2 / 256
 
@@ -63,3 +70,37 @@ def resolve_auto(config: AutoConfig, bits: int, *, copy_bytes: float, owes: bool
     if bits == 4 and config.memory and config.memory >= copy_bytes:
         return DeltaConfig(bits=4)
     return QuantizedParametersConfig(bits=8, keep_for_backward=config.memory >= _KEPT_BYTES)
+
+
+Settled = Mapping[tuple[str, int], Mapping[CodecConfig, Sequence[str]]]
+"""The parameters of each codec that ``auto`` became, by direction and index of the rule."""
+
+
+def frozen(policy: Policy, settled: Settled) -> str:
+    """The text of a policy's file that repeats the choices of ``codec: auto``."""
+    data: dict[str, Any] = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    for direction in ("gradients", "parameters", "replicas"):
+        rules = [
+            rule
+            for i, given in enumerate(data.get(direction) or ())
+            for rule in _settled_rules(given, settled.get((direction, i), {}))
+        ]
+        if rules:
+            data[direction] = rules
+    return "\n".join(t for t in show(data).splitlines() if not t.lstrip().startswith("#")) + "\n"
+
+
+def _settled_rules(rule: dict[str, Any], codecs: Mapping[CodecConfig, Sequence[str]]) -> Any:
+    """The rule with the codec that ``auto`` became; if they are several, a rule with the names of
+    the parameters of each."""
+    if rule["codec"]["kind"] != "auto":
+        yield rule
+        return
+    for config, names in (codecs or {DenseConfig(): ()}).items():
+        codec = {"kind": config.kind} | config.model_dump(mode="json", exclude_unset=True)
+        one = rule | {"codec": codec}
+        if len(codecs) > 1:
+            one["when"] = {"name": [glob.escape(name) for name in names]}
+        if codec["kind"] == "dense":
+            one.pop("feedback", None)
+        yield one

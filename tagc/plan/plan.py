@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from tagc.plan.alike import merged
 from tagc.plan.canonical import canonical
@@ -37,6 +39,8 @@ class Plan:
         notes: text for users, such as the choices of ``codec: auto`` and their reasons.
         warnings: reasons not to use this plan.
         gloo: whether the backend is gloo.
+        frozen: the text of a policy's file that repeats the choices of ``codec: auto``; empty
+            without them.
     """
 
     policy: Policy
@@ -48,6 +52,21 @@ class Plan:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     gloo: bool = False
+    frozen: str = ""
+
+    def freeze(self, file: str | os.PathLike[str]) -> None:
+        """Write a policy's file that repeats the choices of ``codec: auto``, so that another start
+        does not measure and choose anew. Call it on one rank.
+
+        Raises:
+            ValueError: if the policy chose nothing.
+        """
+        if not self.frozen:
+            raise ValueError(
+                f"policy {self.policy.name!r} has nothing to freeze: it has no codec auto, and is "
+                "the same at every start"
+            )
+        Path(file).write_text(self.frozen, encoding="utf-8")
 
     @property
     def memory(self) -> Memory:

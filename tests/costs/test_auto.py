@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -359,3 +360,49 @@ def test_what_nothing_is_owed_of_is_rounded_by_chance() -> None:
         rules = Policy.load(made)
         found = codecs_of(rules, torch.float32, 2, parameters=False)
         assert name in {codec.name for codec in found}
+
+
+def _resumed(rank: int, folder: str) -> None:
+    model = wrapped(SLOW, chosen="auto")
+    first = tagc.compressor(model)
+    grads(model, rank)
+    first.save(folder)
+    if rank == 0:
+        first.plan().freeze(f"{folder}/chosen.yaml")
+    dist.barrier()
+    model.zero_grad()
+    expected = grads(model, rank)
+    state = first.state_dict()
+
+    again = wrapped(FAST, chosen=f"{folder}/chosen.yaml")  # which would choose dense
+    handle = tagc.compressor(again)
+    assert handle.plan().fingerprint == first.plan().fingerprint
+    handle.load(folder)
+    torch.testing.assert_close(grads(again, rank), expected, rtol=0, atol=0)
+    for mine, theirs in zip(handle.state_dict().values(), state.values(), strict=True):
+        assert mine.dtype == torch.uint8 or torch.equal(mine, theirs)
+
+    other = tagc.compressor(wrapped(FAST, chosen="auto"))
+    with pytest.raises(tagc.StateError, match=r"chose differently .* plan\(\).freeze\(file\)"):
+        other.load(folder)
+
+
+def test_a_choice_can_be_kept(tmp_path: Path) -> None:
+    """The policy's file of a choice makes the same plan, whatever the link is by then, and
+    continues the run that chose."""
+    run_ranks(_resumed, 2, str(tmp_path))
+
+
+def test_units_that_chose_differently_are_named(tmp_path: Path) -> None:
+    """Brackets in a name are no glob; a policy that chooses nothing has nothing to keep."""
+    shapes = {f"layers.{i}.mlp.w[{i}]": (64 + 2**12 * i, 512) for i in range(2)}
+    link = Link(bandwidth=1e9, latency=1e-4)
+    plan = tagc.explain(shapes, policy(), world_size=4, link=link)
+    assert len({row.codec for row in plan.rows}) == 2
+    plan.freeze(tmp_path / "chosen.yaml")
+    kept = tagc.explain(shapes, tmp_path / "chosen.yaml", world_size=4)
+    codecs = [{(row.param, row.codec, row.wire_bytes) for row in p.rows} for p in (plan, kept)]
+    assert codecs[0] == codecs[1]
+    assert "plan().freeze(" in str(plan)
+    with pytest.raises(ValueError, match="'hybrid' has nothing to freeze: it has no codec auto"):
+        tagc.explain(shapes, "hybrid", world_size=4).freeze(tmp_path / "none.yaml")
