@@ -10,8 +10,9 @@ import warnings
 import tagc
 from support.distributed import run_ranks
 from support.small_net import loss_of, sharded
+from tagc.plan import format_bytes
 
-ADVICE = "train at 3 times dense's learning rate, and 5 times dense's limit for clipping"
+ADVICE = "use 3 times the learning rate, and 5 times the clipping threshold of your uncompressed"
 POLICY = {
     "schema": 1,
     "tuning": {"rate_factor": 3, "norm_factor": 5},
@@ -46,7 +47,15 @@ def printed(rank: int) -> list[str]:
     assert metrics.total_wire_bytes == metrics.wire_bytes + metrics.native_parameter_bytes
     assert metrics.total_dense_bytes == metrics.dense_bytes + metrics.native_parameter_bytes
     assert f"- {ADVICE}" in str(compressor.plan())
-    assert stderr.getvalue().count(ADVICE) == (rank == 0)
+    lines = [t for t in stderr.getvalue().splitlines() if t.startswith("tagc: policy ")]
+    assert len(lines) == (rank == 0)
+    plan = compressor.plan()
+    for line in lines:
+        sent, dense = (sum(each) for each in zip(*plan.sent.values(), strict=True))
+        assert line.startswith("tagc: policy '<dict>': a rank sends ")
+        assert f"{format_bytes(sent)} per step instead of {format_bytes(dense)}, " in line
+        assert f"needs {format_bytes(plan.memory.peak)} of memory; {ADVICE}" in line
+        assert line.endswith("; details: tagc.compressor(model).plan()")
     return [*said, str(metrics)]
 
 

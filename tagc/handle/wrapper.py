@@ -40,6 +40,7 @@ from tagc.collect import (
     gather_merged,
 )
 from tagc.costs import is_automatic, measured_choice
+from tagc.costs.auto import FastestChoice
 from tagc.handle.collectives import (
     Collectives,
     average_natively,
@@ -50,7 +51,7 @@ from tagc.handle.collectives import (
 )
 from tagc.handle.compressor import Compressor, attach, attached
 from tagc.handle.readiness import with_kernels
-from tagc.plan import Choose, Plan, build_plan
+from tagc.plan import Plan, build_plan, format_bytes, times_less, total
 from tagc.policy import Policy, PolicyError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -161,8 +162,8 @@ def wrap(
         raise
     for warning in plan.warnings:
         warn(warning)
-    if loaded.tuning is not None and not alone and not disabled and dist.get_rank() == 0:
-        say(f"policy {loaded.name!r}: {loaded.tuning.advice}")
+    if not alone and not disabled and dist.get_rank() == 0:
+        say(_summary(plan, choose))
     if alone and not loaded.dimensions:
         warn("tagc.wrap does nothing at world size 1: FSDP skips the reduce-scatter")
     if disabled:
@@ -292,7 +293,7 @@ def _plan(
     policy: Policy,
     replica_group: dist.ProcessGroup | None,
     levels: Levels,
-    choose: Choose | None,
+    choose: FastestChoice | None,
 ) -> Plan:
     plan = build_plan(
         [levels.info(unit) for unit in units],
@@ -303,6 +304,30 @@ def _plan(
         gloo=on_gloo(units),
     )
     return replace(plan, notes=(*plan.notes, *levels.notes))
+
+
+def _summary(plan: Plan, choose: FastestChoice | None) -> str:
+    """One line for users: the policy, with what it measured and chose, what a step sends, and where
+    to read more."""
+    wire, dense = total(plan.sent)
+    said = f"policy {plan.policy.name!r}"
+    if choose is not None and plan.frozen:
+        codecs: dict[str, dict[str, None]] = {}
+        for unit in plan.all_units:
+            names = [s.codec.name for s in unit.segments if s.rule is not None]
+            codecs.setdefault(unit.direction, {}).update(dict.fromkeys(names))
+        chose = [f"{' and '.join(names)} for {of}" for of, names in codecs.items() if names]
+        measured = [note.partition(",")[0] for note in choose.notes if note.startswith("measured ")]
+        said += f" chose {', '.join(chose)} ({''.join(measured[:1])}"
+        said += "; plan().freeze(file) keeps the choice)"
+    said += (
+        f": a rank sends {format_bytes(wire)} per step instead of {format_bytes(dense)}, "
+        f"{times_less((wire, dense))} less, and needs {format_bytes(plan.memory.peak)} of memory"
+    )
+    tuning = plan.policy.tuning
+    if tuning is not None and tuning.asks:
+        said += f"; {tuning.advice}"
+    return f"{said}; details: tagc.compressor(model).plan()"
 
 
 def _compresses(policy: Policy) -> bool:
@@ -323,7 +348,7 @@ def _chooser(
     ops: str | None,
     replica_group: dist.ProcessGroup | None,
     levels: Levels,
-) -> Choose | None:
+) -> FastestChoice | None:
     if not is_automatic(policy):
         return None
     gathers = [unit.gather_info.dtype for unit in units if unit.gather_info is not None]

@@ -9,7 +9,7 @@ from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.plan import Plan
 from tagc.plan.sites import AT_ONCE, fragments_of
 from tagc.plan.stages import StagePlan
-from tagc.plan.step import native_units
+from tagc.plan.step import native_units, times_less, total
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.two_shots import in_two_shots, slices_of
 from tagc.plan.unit_plan import Direction, TwoShots, UnitPlan
@@ -44,4 +44,6 @@ __all__ = [
     "resolve_auto",
     "slices_of",
     "span_of",
+    "times_less",
+    "total",
 ]

@@ -116,7 +116,8 @@ class Policy(Strict):
     """When sites exchange changes of parameters, if the policy is for `tagc.sites`. The rules for
     `gradients` then say how changes are sent. Other lists of rules must be empty."""
     tuning: Tuning | None = None
-    """Factors between a dense run's settings and this policy's; if omitted, no hint is printed."""
+    """Factors between an uncompressed run's settings and this policy's; if omitted, no hint is
+    printed."""
 
     _name: str = PrivateAttr(default=DICT)
     # The source of each rule of a list, and the policy's own source.

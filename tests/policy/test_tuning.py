@@ -5,7 +5,10 @@ import pytest
 from support.policy_files import one_rule
 from tagc.policy import Policy, PolicyError, Tuning, policies
 
-OR = "; or keep dense's, with compressor.keep_rates(optimizer)"
+OR = (
+    " of your uncompressed run; or keep both, with compressor.keep_rates(optimizer) and "
+    "compressor.clip_grad_norm_"
+)
 
 
 def with_tuning(**factors: object) -> dict[str, object]:
@@ -23,17 +26,19 @@ def test_every_shipped_policy_names_its_factors(name: str):
 @pytest.mark.parametrize(
     ("factors", "said"),
     [
-        ({}, "train at dense's own learning rate"),
-        ({"norm_factor": 1}, "train at dense's own learning rate and limit for clipping"),
-        ({"rate_factor": 1.5}, f"train at 1.5 times dense's learning rate{OR}"),
+        ({}, "keep the learning rate of your uncompressed run"),
+        (
+            {"norm_factor": 1},
+            "keep the learning rate and clipping threshold of your uncompressed run",
+        ),
+        ({"rate_factor": 1.5}, f"use 1.5 times the learning rate{OR}"),
         (
             {"rate_factor": 1.5, "norm_factor": 1},
-            f"train at 1.5 times dense's learning rate, and dense's own limit for clipping{OR}",
+            f"use 1.5 times the learning rate, and the clipping threshold{OR}",
         ),
         (
             {"rate_factor": 2, "norm_factor": 7},
-            "train at 2 times dense's learning rate, and 7 times dense's limit for clipping, as "
-            f"the norm of its gradients is that many times dense's{OR}",
+            f"use 2 times the learning rate, and 7 times the clipping threshold{OR}",
         ),
     ],
 )
