@@ -20,6 +20,7 @@ from tagc.plan.checks import (
     matrices_of,
     unshared_supports,
     without_gathers,
+    without_role,
 )
 from tagc.plan.choice import ABOUT_FREEZING, AUTO_BITS, Choose, frozen, resolve_auto
 from tagc.plan.inside import plan_inside, without_effect
@@ -64,6 +65,8 @@ def build_plan(
     Raises:
         PolicyError: if the policy has compressing rules, but compresses nothing here.
     """
+    named = {p.name: p for info in (*units, *gathers) for p in info.params}
+    policy = policy.for_model(named)
     matched: set[tuple[Direction, int]] = set()
     chosen: dict[tuple[Direction, str], list[str]] = {}
     settled: dict[tuple[str, int], dict[CodecConfig, list[str]]] = {}
@@ -127,6 +130,7 @@ def build_plan(
     notes += in_one_level(units, directions[0])
     notes += in_one_level(gathers, directions[1])
     notes += kept_native(directions[1])
+    notes += without_role(named.values(), policy)
     notes += beyond_their_names([unit for units in directions for unit in units])
     segments = [s for units in directions for unit in units for s in unit.segments]
     kinds = [s.codec.feedback for s in segments if s.codec.feedback is not None]

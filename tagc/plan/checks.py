@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -216,6 +216,21 @@ def without_gathers(units: Sequence[UnitInfo], policy: Policy) -> Iterator[str]:
         yield (
             "the policy's rules for parameters have nothing to do: with DDP each rank has all "
             "parameters, and none are sent"
+        )
+
+
+def without_role(params: Iterable[UnitParam], policy: Policy) -> Iterator[str]:
+    """A note on matrices whose names tell no role, if the policy's rules ask for roles."""
+    rules = (*policy.gradients, *policy.parameters, *policy.replicas)
+    if not any(rule.when.role for rule in rules):
+        return
+    infos = [policy.describe(param.name, param.shape) for param in params]
+    names = [i.name for i in infos if i.role == "other" and not i.no_matrix and i.numel >= SMALL]
+    if names:
+        what = "1 matrix has" if len(names) == 1 else f"{len(names)} matrices have"
+        yield (
+            f"{what} role other, as names tell no more: {as_list(names)}; to name their roles, "
+            "write `roles` in a policy that extends this one"
         )
 
 

@@ -9,7 +9,7 @@ they are compressed only if a rule names them.
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, TypeVar
@@ -39,7 +39,7 @@ from tagc.policy.document import (
     read_file,
 )
 from tagc.policy.problems import raise_problems, translate
-from tagc.policy.roles import ParamInfo, Role, clean_name
+from tagc.policy.roles import ParamInfo, Role, clean_name, roles_beside
 from tagc.policy.rules import ParameterRule, Rule, check_replicated, first_match
 from tagc.policy.sites import SitesConfig, problems_of_sites
 from tagc.policy.suggest import short
@@ -123,6 +123,8 @@ class Policy(Strict):
     # The source of each rule of a list, and the policy's own source.
     _origins: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
     _source: str = PrivateAttr(default=DICT)
+    # Roles that only a parameter's neighbours tell.
+    _beside: dict[str, Role] = PrivateAttr(default_factory=dict)
 
     @field_validator("roles")
     @classmethod
@@ -199,13 +201,22 @@ class Policy(Strict):
         return bool(origins) and origins[index] != self._source
 
     def describe(self, name: str, shape: Sequence[int]) -> ParamInfo:
-        """Name, shape, role and layer of a parameter; `roles` decides before tagc's own table."""
+        """Name, shape, role and layer of a parameter; `roles` decides before tagc's own table,
+        and the names beside it (`for_model`) if that has none."""
         info = ParamInfo.of(name, tuple(shape))
         cleaned = clean_name(name)
         for role, globs in self.roles.items():
             if any(fnmatchcase(cleaned, glob) for glob in globs):
                 return replace(info, role=role)
-        return info
+        beside = self._beside.get(cleaned)
+        return info if beside is None else replace(info, role=beside)
+
+    def for_model(self, names: Iterable[str]) -> "Policy":
+        """The same policy, for a model whose parameters have these names: roles that only their
+        neighbours tell are known."""
+        policy = self.model_copy()
+        policy._beside = roles_beside(names)
+        return policy
 
     def match(self, param: ParamInfo) -> int | None:
         """Index in `gradients` of the first rule that selects the parameter; None is dense."""

@@ -6,11 +6,12 @@ qualified name, so a plan can be made before any weight is materialised.
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Self, get_args
 
-__all__ = ["ROLES", "ParamInfo", "Role", "clean_name", "layer_of", "role_of"]
+__all__ = ["ROLES", "ParamInfo", "Role", "clean_name", "layer_of", "role_of", "roles_beside"]
 
 Role = Literal["attention", "mlp", "embedding", "head", "norm", "router", "ssm", "other"]
 """`attention`: projections of attention and of its replacements, such as linear attention and
@@ -43,6 +44,45 @@ def role_of(name: str) -> Role:
         if pattern.search(name):
             return role
     return "other"
+
+
+# The last projection of attention or of an mlp, by names that do not say which.
+_ADAPTER = re.compile("lora_|base_layer")
+_LAST = ("proj", "c_proj", "out", "out_proj", "o", "wo")
+
+
+def roles_beside(names: Iterable[str]) -> dict[str, Role]:
+    """The roles of parameters that their own names do not tell, but their neighbours' do: a `proj`
+    beside a `qkv` is attention's, one beside an `fc` only is the mlp's.
+
+    Args:
+        names: fully qualified names of a model's parameters.
+
+    Returns:
+        Roles by :func:`clean_name`, without those that stay `other`.
+    """
+    cleaned = [clean_name(name) for name in names]
+    children: dict[str, dict[str, None]] = {}
+    for name in cleaned:
+        parts = name.split(".")
+        for i in range(1, len(parts) - 1):
+            children.setdefault(".".join(parts[:i]), {})[parts[i]] = None
+    found: dict[str, Role] = {}
+    for name in cleaned:
+        parts = name.split(".")
+        at = max((i for i, part in enumerate(parts[:-1]) if part in _LAST), default=0)
+        if at and role_of(name) == "other":
+            beside = ".".join(parts[:at])
+            # A whole module `attn` beside it holds its own last projection.
+            roles = {
+                role_of(f"{beside}.{child}.weight")
+                for child in children[beside]
+                if all(_ADAPTER.match(inner) for inner in children.get(f"{beside}.{child}", ()))
+            }
+            for role in ("attention", "mlp"):
+                if role in roles:
+                    found.setdefault(name, role)
+    return found
 
 
 def layer_of(name: str) -> int | None:
@@ -194,6 +234,7 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
     ),
     ("embedding", _component(r"shared|stem|img_in|txt_in", start=_TOP)),
     ("embedding", _component(r"conv[1-3]?", start=r"(?:^|\.)(?:encoder|audio_tower)\.")),
+    ("embedding", _component(r"tok|pos", start=_TOP, end=r"(?:\.weight)?$")),
     # Learned inputs: cls_token, query_tokens.
     ("embedding", _component(r"\w+_tokens?|latents", end=r"(?:\.weight)?$")),
     (
@@ -205,6 +246,8 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
             r"dense_h_to_4h|dense_4h_to_h|pwconv[12]",
         ),
     ),
+    # Outside the blocks, `fc` is a classifier.
+    ("mlp", _component(r"fc", start=r"(?:^|\.)(?:h|\w*layers?|\w*blocks?)\.[0-9]+\.(?:\w+\.)*")),
     # Attention and mlp in one; the mlp is the larger part.
     ("mlp", _component(r"proj_out", start=r"single_transformer_blocks\.[0-9]+\.")),
 )

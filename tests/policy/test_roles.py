@@ -2,8 +2,9 @@
 
 import pytest
 
+import tagc
 from support.role_names import judged, labelled, misjudged
-from tagc.policy import ROLES, ParamInfo, role_of, roles
+from tagc.policy import ROLES, ParamInfo, Policy, role_of, roles
 from tagc.policy.roles import clean_name, layer_of
 
 # family -> lines of "name role layer"; a dash is no layer.
@@ -234,6 +235,50 @@ def test_misjudged_parameters_are_counted(monkeypatch: pytest.MonkeyPatch):
 )
 def test_what_is_no_matrix(name: str, shape: tuple[int, ...], why: str):
     assert ParamInfo.of(name, shape).no_matrix == why
+
+
+GPT = """
+    tok.weight                    embedding
+    pos.weight                    embedding
+    blocks.0.qkv.weight           attention
+    blocks.0.proj.weight          attention
+    blocks.0.fc.weight            mlp
+    blocks.0.fc2.weight           mlp
+    blocks.1.attn.qkv.weight      attention
+    blocks.1.attn.proj.weight     attention
+    blocks.1.fc.weight            mlp
+    blocks.1.proj.weight          mlp
+    blocks.1.proj.lora_A.weight   mlp
+    blocks.2.w.weight             other
+    blocks.2.proj.weight          other
+    fc.weight                     other
+    proj.weight                   other
+    head.weight                   head
+"""
+
+
+def test_names_that_only_their_neighbours_explain():
+    """A `proj` beside a `qkv` is attention's; in a module with neither, it is nobody's."""
+    expected = dict(line.split() for line in GPT.strip().splitlines())
+    policy = Policy.load("attn-only").for_model(expected)
+    assert policy == Policy.load("attn-only")
+    assert {name: policy.describe(name, (64, 64)).role for name in expected} == expected
+    wrapped = "module.blocks.0._checkpoint_wrapped_module.proj.weight"
+    assert policy.describe(wrapped, (64, 64)).role == "attention"
+    own = Policy.load({"schema": 1, "extends": "dense", "roles": {"mlp": "blocks.0.*"}})
+    assert own.for_model(expected).describe("blocks.0.proj.weight", (64, 64)).role == "mlp"
+
+
+def test_a_plan_names_what_has_no_role():
+    shapes = dict.fromkeys((line.split()[0] for line in GPT.strip().splitlines()), (256, 256))
+    said = str(tagc.explain(shapes, "attn-only", world_size=2))
+    assert (
+        "- 4 matrices have role other, as names tell no more: fc.weight, proj.weight and 2 more"
+        in said
+    )
+    line = next(t for t in said.splitlines() if "blocks.0.proj.weight" in t and "role" not in t)
+    assert " attention " in line
+    assert "role other" not in str(tagc.explain(shapes, "dense", world_size=2))
 
 
 def test_every_role_is_covered():
