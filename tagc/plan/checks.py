@@ -13,7 +13,17 @@ from tagc.plan.plan import Plan
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.unit_plan import Direction, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
-from tagc.policy import ParamInfo, Policy, PolicyError, Rule, When, first_match, nearest_miss
+from tagc.policy import (
+    ParameterRule,
+    ParamInfo,
+    Policy,
+    PolicyError,
+    Rule,
+    When,
+    first_match,
+    nearest_miss,
+    with_smaller,
+)
 from tagc.policy.conditions import Miss, Near
 from tagc.policy.configs import AutoConfig
 from tagc.policy.rules import SMALL
@@ -110,16 +120,18 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
     }
     if means_to and not {*means_to} & (matched if automatic else selected):
         rest = "" if means_to == compressing else "to send all as bfloat16, keep only that rule; "
+        text, file = _reasons(plan, means_to)
         raise PolicyError(
             f"policy {policy.name!r} compresses nothing in this model: none of its rules "
             f"({', '.join(f'{d}[{i}]' for d, i in means_to)}) selects any of the "
-            f"{_reasons(plan, means_to)}; {rest}to compress nothing, use policy 'dense'"
+            f"{text}; {rest}to compress nothing, use policy 'dense'{file}"
         )
     for direction, i, rule in rules:
         meant = rule.when != When() and not policy.inherits(direction, i)
         if meant and (direction, i) not in matched:
             found.append(
-                f"policy {policy.name!r}: rule {direction}[{i}] matches no parameter of this model"
+                f"policy {policy.name!r}: rule {direction}[{i}] matches no parameter of this "
+                f"model{_nearest(plan, direction, rule)}"
             )
     dense, wire = (sum(getattr(r, n) for r in plan.rows) for n in ("dense_bytes", "wire_bytes"))
     alone = all(unit.info.world_size == 1 for unit in (*plan.units, *plan.parameters))
@@ -137,6 +149,40 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
     return found + mostly_small(plan)
 
 
+def _nearest(plan: Plan, direction: str, rule: Rule | ParameterRule) -> str:
+    """The parameter that a rule without parameters comes nearest to, if it selects all but its size
+    or kind."""
+    infos = [
+        plan.policy.describe(param.name, param.shape)
+        for unit in plan.all_units
+        for segment in unit.segments
+        for param in (segment.params if unit.direction == direction else ())
+    ]
+    misses = [(miss, info) for info in infos if (miss := rule.miss(info)) is not None]
+    if not misses:
+        return ""
+    near, info = max(misses, key=lambda pair: (pair[0].near, pair[1].numel))
+    return f"; nearest is {info.name}: {near.why}" if near.near >= Near.SIZE else ""
+
+
+def _to_select(
+    policy: Policy, small: Sequence[ParamInfo], directions: Sequence[str]
+) -> tuple[str, str]:
+    """What to write to compress these parameters, which are too small for a rule (the smallest
+    decides), and the whole file; empty if the policy has no name to extend."""
+    numel = min(info.numel for info in small)
+    of = f" for {directions[0]}" if len(directions) == 1 else ""
+    text = f"write `min_numel: {numel}` under `when` in a rule{of}"
+    rules = [(d, i, rule) for d in directions for i, rule in enumerate(getattr(policy, d))]
+    for direction, i, rule in rules:
+        misses = [rule.miss(info) for info in small]
+        if rule.codec.compresses and any(m and m.near == Near.SMALL for m in misses):
+            file = with_smaller(policy, direction, i, numel)
+            if file:
+                return f"{text}, as in the file below", f":\n{file}"
+    return text, ""
+
+
 def mostly_small(plan: Plan) -> list[str]:
     """A warning if the gradients of most trained elements stay dense only because their parameters
     are smaller than the default ``min_numel``. A model's adapters (LoRA) are like that."""
@@ -150,16 +196,17 @@ def mostly_small(plan: Plan) -> list[str]:
     left = sum(info.numel for info in small)
     if 2 * left <= total:
         return []
+    text, file = _to_select(plan.policy, small, ["gradients"])
     return [
         f"policy {plan.policy.name!r} leaves the gradients of {left / total:.0%} of the trained "
         f"elements dense, in parameters with fewer than {SMALL:,} elements: "
-        f"{as_list([info.name for info in small])}. To compress them, write "
-        f"`min_numel: {min(info.numel for info in small)}` under `when` in a rule for gradients"
+        f"{as_list([info.name for info in small])}. To compress them, {text}{file}"
     ]
 
 
-def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> str:
-    """How many parameters none of these rules selects, why, and what to write to select them."""
+def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> tuple[str, str]:
+    """How many parameters none of these rules selects, why, and what to write to select them; and
+    the whole file, if it is one."""
     by_miss: dict[Miss, dict[str, ParamInfo]] = {}
     for unit in plan.all_units:
         rules = [getattr(plan.policy, d)[i] for d, i in means_to if d == unit.direction]
@@ -172,7 +219,7 @@ def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> str:
             by_miss.setdefault(miss, {})[info.name] = info
     found = {miss: list(infos.values()) for miss, infos in by_miss.items()}
     if not found:
-        return "0 parameters that are trained"
+        return "0 parameters that are trained", ""
     count = len({info.name for infos in found.values() for info in infos})
     # Begin with the parameters that a rule came nearest to: they need the smallest change.
     listed = sorted(found.items(), key=lambda item: (-item[0].near, -item[1][0].numel))
@@ -185,13 +232,16 @@ def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> str:
     text = f"{count} parameters. {'; '.join(said)}{more}"
     miss, infos = listed[0]
     if miss.near == Near.SMALL:
-        text += f". To compress these, write `min_numel: {infos[0].numel}` under `when` in a rule"
+        small = [info for m, some in found.items() if m.near == Near.SMALL for info in some]
+        directions = [*dict.fromkeys(direction for direction, _ in means_to)]
+        how, file = _to_select(plan.policy, small, directions)
+        return f"{text}. To compress these, {how}", file
     elif miss.near == Near.NO_MATRIX:
         text += f". To compress such, write `name: {infos[0].name}` under `when` in a rule"
     elif miss.near == Near.ROLE:
         text += ". If a role is wrong, name these parameters under `roles` in a policy that extends"
         text += " this one"
-    return text
+    return text, ""
 
 
 def left_out(units: Sequence[UnitPlan], policy: Policy) -> Iterator[str]:

@@ -6,7 +6,7 @@ from tagc.policy.policy import Inside, Policy, data_parallel_policies, policies
 from tagc.policy.roles import ROLES, ParamInfo, Role, role_of
 from tagc.policy.rules import SMALL, ParameterRule, Rule, first_match, nearest_miss
 from tagc.policy.schema import json_schema
-from tagc.policy.show import show
+from tagc.policy.show import show, with_smaller
 from tagc.policy.tuning import Tuning
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "policies",
     "role_of",
     "show",
+    "with_smaller",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tagc.policy.document import read
+from tagc.policy.document import DICT, read
 from tagc.policy.policy import DIRECTIONS, Policy
 
 
@@ -26,6 +26,17 @@ def show(source: str | os.PathLike[str] | Mapping[str, Any]) -> str:
     if document.text and isinstance(data, Mapping) and "extends" not in data:
         return document.text
     return "\n".join(_lines(policy)) + "\n"
+
+
+def with_smaller(policy: Policy, direction: str, index: int, numel: int) -> str:
+    """The text of a file that extends a policy, where a rule of it also selects parameters of
+    ``numel`` elements; empty if the policy has no name to extend."""
+    if policy.name == DICT:
+        return ""
+    rule = getattr(policy, direction)[index].model_dump(mode="json", exclude_unset=True)
+    rule["when"]["min_numel"] = numel
+    base = os.path.basename(policy.name)
+    return f"schema: 1\nextends: {_flow(base)}\n{direction}: [{_flow(rule)}]"
 
 
 def _lines(policy: Policy) -> Iterator[str]:

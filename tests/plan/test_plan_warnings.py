@@ -22,6 +22,7 @@ def unit(world_size: int, dtype: torch.dtype) -> UnitInfo:
     return UnitInfo(name="h.0", params=(param,), world_size=world_size, dtype=dtype)
 
 
+FOUR = {"kind": "quantized", "bits": 4}
 SKETCH = Policy.load(
     {
         "schema": 1,
@@ -46,7 +47,18 @@ def test_a_dense_rule_that_matches_nothing_says_so():
     ]
     plan = build_plan([unit(2, torch.float32)], Policy.load({"schema": 1, "gradients": rules}))
     (warning,) = plan.warnings
-    assert "gradients[0] matches no parameter" in warning
+    assert warning.endswith("gradients[0] matches no parameter of this model")
+
+
+def test_a_rule_whose_parameters_are_too_small_says_so():
+    rules = [{"when": {"role": "mlp"}, "codec": {"kind": "quantized"}}, {"when": {}, "codec": FOUR}]
+    shapes = {"h.0.mlp.c_fc.weight": (8, 512), "h.0.attn.c_attn.weight": (512, 512)}
+    said = (
+        r"gradients\[0\] matches no parameter of this model; nearest is h.0.mlp.c_fc.weight: 4,096 "
+        "elements < 16,384: see min_numel"
+    )
+    with pytest.warns(UserWarning, match=said):
+        tagc.explain(shapes, {"schema": 1, "gradients": rules}, world_size=2)
 
 
 def test_warnings_appear_at_the_users_line():
@@ -126,9 +138,6 @@ def warnings(model: nn.Module, policy: str | dict[str, object]) -> tuple[str, ..
     return plan.warnings
 
 
-FOUR = {"kind": "quantized", "bits": 4}
-
-
 @pytest.mark.parametrize("policy", ["hybrid", rules({"when": {}, "codec": FOUR})])
 def test_adapters_that_stay_dense_are_told(policy: str | dict[str, object]):
     warning = warnings(adapted(8), policy)[-1]
@@ -137,6 +146,7 @@ def test_adapters_that_stay_dense_are_told(policy: str | dict[str, object]):
     )
     assert "lora_A.weight, layers.0.q_proj.lora_B.weight. To compress" in warning
     assert "`min_numel: 4096` under `when` in a rule for gradients" in warning
+    assert ("\nextends: hybrid\ngradients: [{when: {" in warning) == (policy == "hybrid")
 
 
 @pytest.mark.parametrize(

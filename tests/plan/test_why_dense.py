@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_what_codec_auto_left_dense():
     assert why(plan)["layers.0.mlp.up_proj.weight"] == "chosen by codec auto"
 
 
-def test_compressing_nothing_is_answered_with_number_and_key():
+def test_compressing_nothing_is_answered_with_number_and_key(tmp_path: Path):
     lora = {
         f"layers.{i}.self_attn.q_proj.lora_{x}.default.weight": shape
         for i in range(4)
@@ -82,10 +83,16 @@ def test_compressing_nothing_is_answered_with_number_and_key():
     assert "lora_B.default.weight (attention, and 3 more): 8,192 elements < 16,384" in said
     assert "lora_A.default.weight (attention, and 3 more): 4,096 elements < 16,384" in said
     assert "norm.weight (norm): no rule for its role" in said
-    assert "write `min_numel: 8192` under `when`" in said
-    rule = {"when": {"min_numel": 8192}, "codec": {"kind": "quantized"}}
-    plan = tagc.explain(lora, {"schema": 1, "gradients": [rule]}, world_size=2)
-    assert sum(row.why_dense == "" for row in plan.rows) == 4
+    assert "write `min_numel: 4096` under `when`" in said
+    # The file below compresses all adapters, in FSDP and in DDP.
+    file = tmp_path / "lora.yaml"
+    file.write_text(said.partition(":\n")[2])
+    assert file.read_text().startswith("schema: 1\nextends: one-bit\ngradients: [{when: {")
+    for ddp in (False, True):
+        plan = tagc.explain(lora, file, world_size=2, ddp=ddp)
+        assert sum(row.why_dense == "" for row in plan.rows) == 8
+        with pytest.raises(tagc.PolicyError, match="min_numel: 4096"):
+            tagc.explain(lora, "one-bit", world_size=2, ddp=ddp)
 
 
 def test_the_rest_as_bfloat16_is_not_all_that_was_asked_for():
