@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tagc.basics.quantities import format_bandwidth, format_seconds
 from tagc.costs.candidates import PAYS, Advisor, Question, dtype_name
+from tagc.costs.quality import about_loss, loss_text, rate_text
 from tagc.costs.training_memory import STATE_BYTES
 from tagc.plan import format_bytes
 
@@ -23,7 +24,7 @@ def report(advisor: Advisor) -> str:
     lines = [*_asked(q), f"- {advisor.about_codecs}"]
     if not q.gloo:  # there the CPU is the device, and its time is in the codecs'
         lines.append(_CPU_TIME)
-    lines += ["", *_table(advisor)]
+    lines += [about_loss(ddp=q.ddp), "", *_table(advisor)]
     reasons = dict.fromkeys(advisor.refused.values())
     for why in reasons:
         lines.append(f"{', '.join(n for n, w in advisor.refused.items() if w == why)}: {why}")
@@ -88,7 +89,10 @@ def verdict(advisor: Advisor) -> list[str]:
             f"Compression stops paying at {format_bandwidth(last[1])}{advisor.proviso}: on faster "
             f"links no policy saves {PAYS:.0%} of the {step} ({last[0]} is the last that does)."
         )
-    lines.append("This covers time only; docs/quality.md shows the effect of policies on the loss.")
+    lines.append(
+        f"This compares time only. {other.name}: loss {loss_text(other.name, ddp=ddp)}, learning "
+        f"rate {rate_text(other.rate)} (docs/quality.md)."
+    )
     return lines
 
 
@@ -148,7 +152,8 @@ def _about_ddp(q: Question) -> Iterator[str]:
 
 
 def _table(advisor: Advisor) -> list[str]:
-    rows = [("", "host sends", "link", "codec", "step", "vs best dense", "memory")]
+    head = ("", "host sends", "link", "codec", "step", "vs best dense", "memory", "loss")
+    rows = [(*head, "learning rate")]
     for candidate in advisor.candidates:
         cost = advisor.cost(candidate)
         rows.append(
@@ -160,6 +165,8 @@ def _table(advisor: Advisor) -> list[str]:
                 format_seconds(cost.seconds),
                 f"{0.0 - round(advisor.saving(candidate), 3):+.1%}",
                 format_bytes(candidate.memory) + ("" if advisor.fits(candidate) else ", too much"),
+                "" if candidate.dense else loss_text(candidate.name, ddp=advisor.question.ddp),
+                "" if candidate.dense else rate_text(candidate.rate),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

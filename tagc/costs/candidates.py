@@ -80,6 +80,7 @@ class Candidate:
         waste: ``reduce_scatter`` of the link, see :class:`tagc.costs.link.Link`.
         chosen: whether its plan is for this link only.
         written: how to write the policy, if it has no name or file of its own.
+        rate: the policy's best learning rate, relative to an uncompressed run; None if unknown.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Candidate:
     waste: float = 1.0
     chosen: bool = False
     written: str = ""
+    rate: float | None = None
 
 
 class Advisor:
@@ -133,7 +135,8 @@ class Advisor:
         q = self.question
         work, memory = self._work(policy, self._time, q.dtype, q.parameter_dtype)
         chosen = is_automatic(policy)
-        return Candidate(policy.name, work, memory, waste=self._waste, chosen=chosen)
+        rate = None if policy.tuning is None else policy.tuning.rate_factor
+        return Candidate(policy.name, work, memory, waste=self._waste, chosen=chosen, rate=rate)
 
     def _add_inside(self, policies: Mapping[str, Policy]) -> None:
         """Add the fastest of ``policies`` that fit, if it is clearly faster than all candidates.

@@ -12,6 +12,7 @@ from typing import Any
 
 from tagc.costs.advise import verdict
 from tagc.costs.candidates import PAYS, Advisor, Candidate
+from tagc.costs.quality import loss_of
 from tagc.costs.shapes import ModelShapes
 from tagc.plan import Plan
 from tagc.plan.alike import merged
@@ -97,6 +98,8 @@ def _candidate(advisor: Advisor, candidate: Candidate) -> dict[str, Any]:
         "saving": advisor.saving(candidate),
         "memory": candidate.memory,
         "fits": advisor.fits(candidate),
+        "loss": loss_of(candidate.name, ddp=advisor.question.ddp),
+        "rate_factor": candidate.rate,
     }
 
 

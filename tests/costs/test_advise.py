@@ -11,9 +11,11 @@ from unittest.mock import patch
 import pytest
 
 import tagc
+from support.paths import ROOT
 from tagc.basics.quantities import bandwidth, count, seconds
 from tagc.commands.cli import main
 from tagc.costs import Speed, candidates, speed_key
+from tagc.costs.quality import UNTUNED, WITH_DDP
 from tagc.policy import data_parallel_policies
 
 # One block matrix on 2 ranks: 2 ** 20 elements, of which a rank sends half in a reduce-scatter.
@@ -31,7 +33,7 @@ def rows(text: str) -> dict[str, list[str]]:
     """Cells of the table of `advise` by its first column."""
     lines = text.split("\n\n")[1].splitlines()
     cells = [re.split(r"\s{2,}", line.strip()) for line in lines[1:]]
-    return {row[0]: row[1:] for row in cells if len(row) == 7}
+    return {row[0]: row[1:] for row in cells if len(row) in (7, 9)}
 
 
 def run(capsys: Any, *argv: str) -> str:
@@ -68,6 +70,29 @@ def test_the_table_is_the_formula(shapes: str, tmp_path: Path, capsys: Any) -> N
     assert "codec time: not included; --memory-bandwidth gives a lower bound" in out
     assert "time of the CPU that starts a GPU's kernels: not included" in out
     assert "Compression pays: thrifty takes" in out
+
+
+def test_the_loss_is_that_of_the_documentation(shapes: str, capsys: Any) -> None:
+    """Beside the time that a policy takes: what it did to the loss, and what it asks for."""
+    page = (ROOT / "docs" / "quality.md").read_text()
+    cells = re.findall(r"^\| `([\w-]+)` \| [0-9.]+ \| ([-+][0-9.]+%) \|", page, re.MULTILINE)
+    assert {name: f"{loss:+.1%}" for name, loss in UNTUNED.items()} == {
+        name: said.replace("-0.0%", "+0.0%") for name, said in cells
+    }
+    out = run(capsys, "advise", "--model", shapes, "--world", "2", "--bandwidth", "1Gbit")
+    table = rows(out)
+    assert table["one-bit"][6:] == ["+0.4%", "2× yours, or keep_rates"]
+    assert table["hybrid"][6:] == ["+0.1%", "yours"]
+    assert table["stateless"][6] == "not measured"
+    assert len(table["dense fp32"]) == 6
+    ddp = run(capsys, "advise", "--model", shapes, "--world=2", "--bandwidth=1Gbit", "--ddp")
+    found = re.findall(r"^\| `([\w-]+)` \| [0-9.]+ \| (?:= )?([-+][0-9.]+)% ±", page, re.MULTILINE)
+    assert {name: f"{100 * loss:+.2f}" for name, loss in WITH_DDP.items()} == dict(found)
+    assert rows(ddp)["one-bit"][6] == "+4.2%"
+    assert rows(ddp)["packed-20"][6] == "not measured"
+    best = re.search(r"This compares time only. ([\w-]+): loss (\S+), learning rate", out)
+    assert best is not None
+    assert best[2] == table[best[1]][6]
 
 
 def test_says_when_it_does_not_pay_and_where_it_stops(shapes: str, capsys: Any) -> None:
