@@ -153,7 +153,7 @@ def _about_ddp(q: Question) -> Iterator[str]:
 
 def _table(advisor: Advisor) -> list[str]:
     head = ("", "host sends", "link", "codec", "step", "vs best dense", "memory", "loss")
-    rows = [(*head, "learning rate")]
+    rows: list[tuple[str, ...]] = [(*head, "learning rate")]
     for candidate in advisor.candidates:
         cost = advisor.cost(candidate)
         rows.append(

@@ -98,11 +98,11 @@ def build_plan(
         return options[choice.index]
 
     def settle(unit: UnitPlan, rules: Sequence[Rule | ParameterRule], bits: int) -> None:
-        for segment in (s for s in unit.segments if s.rule is not None):
-            rule = rules[segment.rule]
-            if isinstance(rule.codec, AutoConfig):
-                config = _resolved(rule, unit.info, bits)
-                codecs = settled.setdefault((unit.direction, segment.rule), {})
+        for segment in unit.segments:
+            index = segment.rule
+            if index is not None and isinstance(rules[index].codec, AutoConfig):
+                config = _resolved(rules[index], unit.info, bits)
+                codecs = settled.setdefault((unit.direction, index), {})
                 codecs.setdefault(config, []).extend(param.name for param in segment.params)
 
     directions = (

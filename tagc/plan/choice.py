@@ -96,8 +96,10 @@ def _settled_rules(rule: dict[str, Any], codecs: Mapping[CodecConfig, Sequence[s
     if rule["codec"]["kind"] != "auto":
         yield rule
         return
-    for config, names in (codecs or {DenseConfig(): ()}).items():
-        codec = {"kind": config.kind} | config.model_dump(mode="json", exclude_unset=True)
+    # A rule that selects no parameter is dense: nothing was measured for it.
+    for config, names in codecs.items() or [(DenseConfig(), ())]:
+        kind = type(config).model_fields["kind"].default
+        codec = {"kind": kind} | config.model_dump(mode="json", exclude_unset=True)
         one = rule | {"codec": codec}
         if len(codecs) > 1:
             one["when"] = {"name": [glob.escape(name) for name in names]}

@@ -259,7 +259,8 @@ GPT = """
 
 def test_names_that_only_their_neighbours_explain():
     """A `proj` beside a `qkv` is attention's; in a module with neither, it is nobody's."""
-    expected = dict(line.split() for line in GPT.strip().splitlines())
+    lines = [line.split() for line in GPT.strip().splitlines()]
+    expected = {line[0]: line[1] for line in lines}
     policy = Policy.load("attn-only").for_model(expected)
     assert policy == Policy.load("attn-only")
     assert {name: policy.describe(name, (64, 64)).role for name in expected} == expected
