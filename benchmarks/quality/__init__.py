@@ -1,18 +1,20 @@
-"""``quality``: the loss of training with compressed traffic, on real ranks over gloo.
+"""``quality``: the loss of training with compressed traffic, on real ranks.
 
-Three comparisons, which share one training loop:
+Four comparisons, which share one training loop; the first three run on CPUs, over gloo:
 
 * ``sweep``: loss against bits. Each method's learning rate is swept, and none is compared at
   another's.
 * ``paired``: at dense's best rate, seed by seed. The two runs of a pair share data, order and
   initialization, so their difference says more than their losses.
 * ``untuned``: the shipped policies at dense's own settings: what happens on the first try.
+* ``gpu``: a larger model on ranks that share a GPU, as many steps as the time allows.
 
 | file | idea |
 |---|---|
 | ``methods.py``, ``settings.py`` | what is compared; model, recipe and settings |
 | ``training.py``, ``optimizers.py`` | one run, as each of its ranks does it |
 | ``runs.py`` | which runs to make, and the file that keeps them |
+| ``gpu.py``, ``tokens.py`` | the comparison ``gpu``, and its text in byte pairs |
 | ``report.py``, ``intervals.py`` | tables and plots from the records alone |
 """
 
@@ -26,6 +28,7 @@ import tagc
 
 from ..machine import machine
 from ..options import add_outputs
+from . import gpu
 from .methods import LINES, METHODS, QUICK, Method
 from .report import plots, table
 from .runs import Comparison, Listed, Pairs, Results, Sweep, make
@@ -33,7 +36,7 @@ from .settings import NANO, NANO_RECIPE, SETTINGS, Run, Shape
 
 __all__ = ["about", "add_arguments", "plots", "run", "table"]
 
-about = "training loss with each codec, feedback and policy, on real ranks over gloo"
+about = "training loss with each codec, feedback and policy, on real ranks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _sweep_arguments(comparisons.add_parser("sweep", help="each method at its best learning rate"))
     _paired_arguments(comparisons.add_parser("paired", help="seed by seed, at dense's best rate"))
     _untuned_arguments(comparisons.add_parser("untuned", help="policies at dense's own settings"))
+    shared = comparisons.add_parser("gpu", help="100 M parameters on ranks that share a GPU")
+    gpu.add_arguments(shared)
+    add_outputs(shared, "runs/quality.jsonl", plots=False)
 
 
 def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +83,9 @@ def _untuned_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the runs that are missing, print the table."""
     try:
+        if args.comparison == "gpu":
+            print("\n" + table(gpu.run(args)))
+            return 0
         comparison = _COMPARISONS[args.comparison](args)
     except ValueError as error:
         print(error, file=sys.stderr)

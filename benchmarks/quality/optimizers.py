@@ -36,7 +36,9 @@ def _groups(parameters: Sequence[nn.Parameter], decay: float = 0.1) -> list[dict
 
 
 def _adamw(model: nn.Module, rate: float, betas: Betas) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(_groups([*model.parameters()]), lr=rate, betas=betas)]
+    groups = _groups([*model.parameters()])
+    fused = groups[0]["params"][0].is_cuda or None
+    return [torch.optim.AdamW(groups, lr=rate, betas=betas, fused=fused)]
 
 
 def _muon(model: nn.Module, rate: float, betas: Betas) -> list[torch.optim.Optimizer]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..figure import Curve, Panel, draw
 from ..records import Record, markdown
+from . import gpu
 from .intervals import difference
 from .methods import DENSE, LINES
 from .settings import SETTINGS
@@ -24,6 +25,7 @@ _DENSE = "dense"
 def table(records: Sequence[Record]) -> str:
     """The tables of all comparisons that have records."""
     made = {"sweep": _sweep_table, "paired": _paired_table, "untuned": _untuned_table}
+    made["gpu"] = gpu.table
     found = {name: [r for r in records if r["comparison"] == name] for name in made}
     return "\n\n".join(made[name](mine) for name, mine in found.items() if mine)
 

@@ -41,6 +41,9 @@ class Recipe:
         floor: end of the cosine schedule, as a share of the rate.
         windows: held-out windows of text, evenly spaced, the same for all runs.
         averaged: the loss is the mean of this many evaluations over the last 4% of the steps.
+        evaluations: in a run, evenly spaced; those that count come in addition.
+        half: FSDP2 computes in bfloat16 and gathers parameters in it; gradients are reduced in
+            float32.
         kept: tagc keeps the optimizer's rates and the limit at what they mean for dense gradients
             (:meth:`tagc.Compressor.keep_rates`).
     """
@@ -51,6 +54,8 @@ class Recipe:
     floor: float = 0.1
     windows: int = 256
     averaged: int = 1
+    evaluations: int = 10
+    half: bool = False
     kept: bool = False
 
     def last_evaluations(self, steps: int) -> list[int]:
@@ -95,6 +100,12 @@ NANO_RECIPE = Recipe(beta2=0.99)
 
 PAIRED = Recipe(floor=0.0, windows=2048, averaged=3)
 """For comparisons seed by seed: the rate ends at zero, and the held-out set is large."""
+
+GPT2 = Shape(width=768, layers=12, heads=12, context=1024, batch=8, vocabulary=24_576, tied=True)
+"""GPT-2 small with half of its vocabulary, on 4 ranks: 104.7 M parameters."""
+
+GPT2_RECIPE = Recipe(windows=128, averaged=3, evaluations=16, half=True)
+"""As nanoGPT trains it, except that the rate ends at a tenth."""
 
 _SMALL = Shape(width=64, layers=2, heads=2)
 

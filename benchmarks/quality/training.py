@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
@@ -27,14 +29,23 @@ from .words import in_words
 
 _HELD_OUT = 256
 _CHUNK = 256
-_EVALUATIONS = 10
+_CPU = torch.device("cpu")
 _NORMS = 600
 # As its documentation advises, PowerSGD starts late: after a tenth of the shortest runs.
 _POWERSGD_FROM = 60
 
 
-def train(run: Run) -> Record:
+def train(
+    run: Run,
+    device: torch.device = _CPU,
+    corpus: Any = None,
+    said: Callable[[int, float, float], None] | None = None,
+) -> Record:
     """Train and validate; the process is a rank of a group of ``run.shape.ranks``.
+
+    Args:
+        corpus: text with tokens of the model's vocabulary; the standard library without.
+        said: called after each evaluation with the step, the loss and the seconds of training.
 
     Returns:
         ``loss``: nats per token of held-out text, the mean of the recipe's last evaluations; None
@@ -44,8 +55,8 @@ def train(run: Run) -> Record:
         step; in longer runs in about 600 of them. ``step_ms``.
     """
     shape, recipe = run.shape, run.recipe
-    rank, corpus = dist.get_rank(), _corpus(shape.vocabulary)
-    model = make_model(shape, run.seed, run.method)
+    rank, corpus = dist.get_rank(), corpus or _corpus(shape.vocabulary)
+    model = make_model(shape, run.seed, run.method, device, half=recipe.half)
     compressor = None
     if run.method.policy is not None and not run.method.in_sites:
         with warnings.catch_warnings():
@@ -63,6 +74,8 @@ def train(run: Run) -> Record:
     norms: list[float] = []
     seconds = 0.0
     done = 0
+    curve = min(_HELD_OUT, recipe.windows)
+    often = recipe.evaluations
     for step in range(run.steps):
         started = time.perf_counter()
         for optimizer in optimizers:
@@ -71,7 +84,7 @@ def train(run: Run) -> Record:
         tokens, targets = corpus.batch(
             shape.batch, shape.context, seed=run.seed, step=step, rank=rank
         )
-        model(tokens, targets).backward()
+        model(tokens.to(device), targets.to(device)).backward()
         norms.append(_clip(model, compressor if recipe.kept else None, recipe.clip))
         for optimizer in optimizers:
             optimizer.step()
@@ -80,8 +93,11 @@ def train(run: Run) -> Record:
         done = step + 1
         if done == run.steps and sites is not None:
             sites.exchange()
-        if done in last or done * _EVALUATIONS // run.steps != step * _EVALUATIONS // run.steps:
-            losses[done] = _validate(model, corpus, recipe.windows if done in last else _HELD_OUT)
+        if done in last or done * often // run.steps != step * often // run.steps:
+            windows = recipe.windows if done in last else curve
+            losses[done] = _validate(model, corpus, windows, shape, device)
+            if said is not None:
+                said(done, losses[done], seconds)
             if not math.isfinite(losses[done]):  # on all ranks: it is their sum
                 break
     ended = [losses[step] for step in last if step in losses]
@@ -113,8 +129,19 @@ def _every(steps: int) -> int:
     return max(1, steps // _NORMS)
 
 
-def make_model(shape: Shape, seed: int, method: Method = DENSE) -> Any:
-    """The same weights on all ranks, sharded block by block, or replicated by DDP."""
+def make_model(
+    shape: Shape,
+    seed: int,
+    method: Method = DENSE,
+    device: torch.device = _CPU,
+    *,
+    half: bool = False,
+) -> Any:
+    """The same weights on all ranks, sharded block by block, or replicated by DDP.
+
+    Args:
+        half: for FSDP2, see ``Recipe``.
+    """
     torch.manual_seed(seed)
     config = GPTConfig(
         vocab=shape.vocabulary,
@@ -136,9 +163,16 @@ def make_model(shape: Shape, seed: int, method: Method = DENSE) -> Any:
         return DistributedDataParallel(model)
     if method.in_sites:
         return model
+    how: dict[str, Any] = {}
+    if half:
+        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if device != _CPU:
+        # By itself FSDP would make a group of NCCL beside one of gloo.
+        how["mesh"] = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    model = model.to(device)
     for block in model.transformer.h:  # pyright: ignore
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, **how)
+    return fully_shard(model, **how)
 
 
 def _clip(model: nn.Module, keeps: tagc.Compressor | None, limit: float | None) -> float:
@@ -163,14 +197,13 @@ def _bits(units: Any) -> float:
 
 
 @torch.no_grad()
-def _validate(model: Any, corpus: Any, windows: int) -> float:
+def _validate(model: Any, corpus: Any, windows: int, shape: Shape, device: torch.device) -> float:
     """Mean loss over all ranks' shares of the windows."""
     ranks = dist.get_world_size()
-    config = getattr(model, "module", model).config
-    batch = corpus.held_out(windows, config.context, rank=dist.get_rank(), ranks=ranks)
-    chunk = max(1, _CHUNK * BYTES // config.vocab)  # logits take memory
-    total = torch.zeros((), dtype=torch.float64)
-    for tokens, targets in zip(*(t.split(chunk) for t in batch), strict=True):
+    batch = corpus.held_out(windows, shape.context, rank=dist.get_rank(), ranks=ranks)
+    chunk = max(shape.batch, _CHUNK * BYTES // shape.vocabulary)  # logits take memory
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tokens, targets in zip(*(t.to(device).split(chunk) for t in batch), strict=True):
         total += model(tokens, targets).double() * len(tokens)
     total /= len(batch[0]) * ranks
     dist.all_reduce(total)

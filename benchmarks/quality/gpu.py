@@ -1,0 +1,197 @@
+"""Real ranks that share a GPU train GPT-2 small's shape, in a limited time.
+
+Every line trains as many steps as the time allows all of them, at the uncompressed run's settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tagc.handle import readiness
+
+from ..gloo import join
+from ..machine import machine
+from ..one_device import Memory, through_memory
+from ..records import Record, append, markdown
+from . import tokens
+from .methods import DENSE, Method
+from .runs import Results
+from .settings import GPT2, GPT2_RECIPE, Run, Shape
+from .training import train
+
+POLICIES = ("hybrid", "one-bit", "thrifty")
+_REHEARSAL = Shape(width=32, layers=2, heads=1, context=32, batch=2, vocabulary=512, tied=True)
+# Of the time, for what a trial does not show.
+_SPARE = 0.06
+_TRIAL = 24  # steps
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this comparison, besides its outputs."""
+    add = parser.add_argument
+    add("--text", type=Path, help="made by benchmarks.quality.tokens; default: Python's library")
+    add("--policies", nargs="+", default=POLICIES, metavar="POLICY", help="%(default)s")
+    add("--seconds", type=float, default=570, help="for everything (default: %(default)s)")
+    add("--steps", type=int, help="of every line, whatever time that takes")
+    add("--seeds", type=int, default=1, help="runs of each line (default: %(default)s)")
+    add("--batch", type=int, default=GPT2.batch, help="sequences a rank (default: %(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model")
+    add("--through", choices=("device", "host"), default="device", help="memory of the messages")
+
+
+def run(args: argparse.Namespace) -> list[Record]:
+    """Make the runs that are missing; all records of them.
+
+    Raises:
+        ValueError: without a GPU.
+    """
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device here; --device cpu rehearses the runs")
+    args.started = time.time()
+    args.shape = replace(GPT2, batch=args.batch) if args.device == "cuda" else _REHEARSAL
+    device = torch.device(args.device)
+    args.facts = {"suite": "quality", "comparison": "gpu"} | machine(device)
+    memory = Memory(
+        args.shape.ranks,
+        4 * _parameters(args.shape) + 2**20,
+        torch.device("cpu") if args.through == "host" else device,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(memory, folder, args), nprocs=args.shape.ranks)
+    return Results(args.json, args.facts).records
+
+
+def _parameters(shape: Shape) -> int:
+    """At most."""
+    rows = shape.vocabulary + shape.context + shape.layers * (12 * shape.width + 4) + 2
+    return rows * shape.width
+
+
+def lines(policies: Sequence[str], shape: Shape, steps: int, seed: int) -> list[Run]:
+    """The uncompressed run and one for each policy, all at GPT-2 small's usual rate."""
+    methods = [DENSE, *(Method(name=name, policy=name) for name in policies)]
+    return [
+        Run(
+            method=method,
+            shape=shape,
+            steps=steps,
+            rate=6e-4,
+            seed=seed,
+            recipe=replace(GPT2_RECIPE, kept=method.policy is not None),
+        )
+        for method in methods
+    ]
+
+
+def _rank(rank: int, memory: Memory, folder: str, args: argparse.Namespace) -> None:
+    join(rank, args.shape.ranks, folder, minutes=6)
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    corpus = tokens.load(args.text) if args.text else None
+    source = corpus.source if corpus else "the standard library's source files, in words"
+    results = Results(args.json, args.facts | {"text": source})
+    with (
+        through_memory(memory, rank, device),
+        # Ranks that share a GPU check for long, and `make gpu` has checked.
+        patch.object(readiness, "check", return_value="not checked"),
+    ):
+        steps = [args.steps or _steps(args, device, corpus)]
+        dist.broadcast_object_list(steps)
+        if steps[0] < 1:
+            raise ValueError(f"{args.seconds:g} s are too few for a step of each line")
+        for seed in range(args.seeds):
+            for run in lines(args.policies, args.shape, steps[0], seed):
+                if results.loss(run) is None:
+                    said = _trained(run, device, corpus, args, noted=rank == 0)
+                    results.add(run, said, write=rank == 0)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _trained(
+    run: Run, device: torch.device, corpus: Any, args: argparse.Namespace, *, noted: bool
+) -> Record:
+    """A record. Each loss is written as soon as it is known: the time may end at any moment."""
+    file = args.json.with_suffix(".curves.jsonl")
+
+    def note(step: int, loss: float, seconds: float) -> None:
+        if noted:
+            said = {"method": run.method.name, "steps": run.steps, "seed": run.seed, "step": step}
+            append(file, said | {"loss": round(loss, 5), "seconds": round(seconds, 2)})
+            took = time.time() - args.started
+            print(f"{took:5.0f} s  {said} {loss:.4f}", file=sys.stderr, flush=True)
+
+    found = train(run, device, corpus, note)
+    if device.type == "cuda":
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
+def _steps(args: argparse.Namespace, device: torch.device, corpus: Any) -> int:
+    """How many steps the rest of the time allows each line, by a trial of each."""
+    fixed = each = 0.0
+    for run in lines(args.policies, args.shape, _TRIAL, 0):
+        marks: dict[int, float] = {}
+        since = time.perf_counter()
+        train(run, device, corpus, lambda step, loss, at, marks=marks: marks.update({step: at}))
+        took = time.perf_counter() - since
+        first = min(step for step in marks if step >= _TRIAL // 2)
+        step = (marks[_TRIAL] - marks[first]) / (_TRIAL - first)
+        fixed += took - _TRIAL * step
+        each += step
+        if dist.get_rank() == 0:
+            text = f"{run.method.name}: {1e3 * step:.0f} ms a step, {took:.0f} s in all"
+            print(text, file=sys.stderr, flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    left = args.started + args.seconds * (1 - _SPARE) - time.time()
+    return int((left / args.seeds - fixed) / each)
+
+
+def table(records: Sequence[Record]) -> str:
+    """A column for each line: losses by step, and how far they are from dense's."""
+    parts = []
+    for about in dict.fromkeys(_about(r) for r in records):
+        mine = {r["method"]: r for r in records if _about(r) == about}
+        dense = mine.get(DENSE.name, {"losses": {}, "loss": None})
+        rows: list[list[object]] = [["bits", *(_bits(r) for r in mine.values())]]
+        for step in next(iter(mine.values()))["losses"]:
+            losses = [r["losses"].get(step) for r in mine.values()]
+            rows.append([step, *(_beside(loss, dense["losses"].get(step)) for loss in losses)])
+        rows.append(["end", *(_beside(r["loss"], dense["loss"]) for r in mine.values())])
+        rows.append(["ms a step", *(r["step_ms"] for r in mine.values())])
+        parts.append(f"{about}\n\n" + markdown(["step", *mine], rows))
+    return "\n\n".join(parts)
+
+
+def _about(record: Record) -> str:
+    run = record["run"]
+    return (
+        f"{record['parameters'] / 1e6:.1f} M parameters, {run['ranks']} ranks of {run['batch']} × "
+        f"{run['context']} tokens, {run['steps']} steps, seed {run['seed']}; {record['text']}"
+    )
+
+
+def _bits(record: Record) -> str:
+    parameters = record.get("parameter_bits")
+    return f"{record['bits']:.2f}" + ("" if parameters is None else f", {parameters:.2f}")
+
+
+def _beside(loss: float | None, dense: float | None) -> str:
+    if loss is None or dense is None:
+        return "-" if loss is None else f"{loss:.4f}"
+    return f"{loss:.4f}" if loss == dense else f"{loss:.4f} ({loss / dense - 1:+.2%})"

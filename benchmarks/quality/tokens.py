@@ -1,0 +1,83 @@
+"""Text in byte pairs, made once and kept in a file, for models larger than bytes or words suit.
+
+    python -m benchmarks.quality.tokens runs/text/tokens.npz /usr/share/man/man? /usr/share/perl
+
+The file has the training part, the held-out part, and a line about where they are from. The package
+``tokenizers`` makes it, and nothing else needs that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib
+import random
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from examples.text import Corpus
+
+TEXT = {".py", ".pm", ".pl", ".pod", ".rst", ".txt", ".md", ".html", ".gz"}
+BLOCK = 4096  # tokens
+
+
+def load(file: Path) -> Corpus:
+    """The text of a file that :func:`main` made."""
+    with np.load(file) as found:
+        parts = {name: torch.from_numpy(found[name].astype(np.int32)) for name in found.files[1:]}
+        return Corpus(source=str(found["source"]), **parts)
+
+
+def texts(folders: Iterable[Path], most: int) -> list[str]:
+    """Different text files in random order, ``most`` bytes of them."""
+    files = {f.resolve() for folder in folders for f in folder.rglob("*") if f.suffix in TEXT}
+    chosen = sorted(f for f in files if f.is_file())
+    random.Random(0).shuffle(chosen)
+    found: dict[bytes, None] = {}
+    size = 0
+    for file in chosen:
+        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        if raw not in found and b"\0" not in raw:
+            found[raw] = None
+            size += len(raw)
+        if size > most:
+            break
+    return [raw.decode(errors="ignore") for raw in found]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--vocabulary", type=int, default=24576, help="default: %(default)s")
+    parser.add_argument("--megabytes", type=int, default=85, help="default: %(default)s")
+    args = parser.parse_args()
+    try:
+        tokenizers: Any = importlib.import_module("tokenizers")
+    except ImportError:
+        print("this needs the package tokenizers: pip install tokenizers", file=sys.stderr)
+        return 2
+    said = texts(args.folders, args.megabytes * 10**6)
+    pairs = tokenizers.ByteLevelBPETokenizer()
+    pairs.train_from_iterator(said, args.vocabulary, special_tokens=["<|end|>"])
+    # One by one: what the package knows of each token takes much memory.
+    tokens = np.concatenate([np.array([*pairs.encode(text).ids, 0], np.uint16) for text in said])
+    blocks = np.split(tokens, range(BLOCK, len(tokens), BLOCK))
+    held_out = blocks[5::20]
+    train = [block for i, block in enumerate(blocks) if i % 20 != 5]
+    source = f"{len(tokens):,} byte pairs of {len(said):,} files"
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(
+        args.out, source=source, train=np.concatenate(train), validation=np.concatenate(held_out)
+    )
+    print(f"{source}: {args.out.stat().st_size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
