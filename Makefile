@@ -5,6 +5,7 @@
 #   make demo LINK=100mbit                 with a rank in each of two network namespaces (needs root)
 #   make demo TORCH=torch                  the registry's newest torch; TORCH= keeps what is installed
 #   make gpu INSTALLED= BIN=/usr/bin OUT=/tmp/gpu    with the Python that is there, output elsewhere
+#   make gpu-quality TEXT=runs/text/tokens.npz   with text in byte pairs; benchmarks/quality/tokens.py makes it
 #   make test-device TRITON=3.6.0          kernels as an older Triton compiles them, in an environment of its own
 
 PYTHON ?= python3
@@ -14,6 +15,8 @@ POLICIES ?= hybrid,attn-only
 LINK ?=
 STEPS ?= $(if $(LINK),60,300)
 OUT ?= runs/gpu
+TEXT ?=
+SECONDS ?= 570
 TRITON ?=
 
 VENV := .venv$(if $(TRITON),-triton-$(TRITON))
@@ -31,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-device test-gpu test-network test-recipes parity lint docs bench bench-network gpu clean
+.PHONY: help demo test test-slow test-device test-gpu test-network test-recipes parity lint docs bench bench-network gpu gpu-quality clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -103,6 +106,11 @@ gpu: $(INSTALLED) ## GPU tests, benchmark, training steps, each with a time limi
 	part rank.md 120 "benchmarks rank --json $(OUT)/rank.jsonl"; \
 	PYTHONPATH="tests:$$PYTHONPATH" part ranks.txt 150 "nccl_ranks --seconds 110"; \
 	test -z "$$failed" || { echo "failed or stopped:$$failed" >&2; exit 1; }
+
+# What is known when the time is up is kept: a run that is cut off leaves its curve.
+gpu-quality: $(INSTALLED) ## losses of 100 M parameters on a GPU that 4 ranks share, within ten minutes (OUT, TEXT, SECONDS)
+	@mkdir -p $(OUT)
+	$(BIN)/python -m benchmarks quality gpu --seconds $(SECONDS) --json $(OUT)/gpu-quality.jsonl $(if $(TEXT),--text $(TEXT))
 
 bench-network: $(INSTALLED) ## train over rate-limited links; needs root, ip and tc, under an hour
 	$(BIN)/python -m benchmarks network

@@ -83,6 +83,7 @@ def _parameters(shape: Shape) -> int:
 def lines(policies: Sequence[str], shape: Shape, steps: int, seed: int) -> list[Run]:
     """The uncompressed run and one for each policy, all at GPT-2 small's usual rate."""
     methods = [DENSE, *(Method(name=name, policy=name) for name in policies)]
+    windows = 8 if shape == _REHEARSAL else GPT2_RECIPE.windows
     return [
         Run(
             method=method,
@@ -90,7 +91,7 @@ def lines(policies: Sequence[str], shape: Shape, steps: int, seed: int) -> list[
             steps=steps,
             rate=6e-4,
             seed=seed,
-            recipe=replace(GPT2_RECIPE, kept=method.policy is not None),
+            recipe=replace(GPT2_RECIPE, windows=windows, kept=method.policy is not None),
         )
         for method in methods
     ]
@@ -136,9 +137,16 @@ def _trained(
     found = train(run, device, corpus, note)
     if device.type == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-    gc.collect()
-    torch.cuda.empty_cache()
+    _free(device)
     return found
+
+
+def _free(device: torch.device) -> None:
+    """Leave a line's memory to the next, and to the other ranks."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _steps(args: argparse.Namespace, device: torch.device, corpus: Any) -> int:
@@ -156,8 +164,7 @@ def _steps(args: argparse.Namespace, device: torch.device, corpus: Any) -> int:
         if dist.get_rank() == 0:
             text = f"{run.method.name}: {1e3 * step:.0f} ms a step, {took:.0f} s in all"
             print(text, file=sys.stderr, flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
+        _free(device)
     left = args.started + args.seconds * (1 - _SPARE) - time.time()
     return int((left / args.seeds - fixed) / each)
 

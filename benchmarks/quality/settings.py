@@ -105,7 +105,7 @@ GPT2 = Shape(width=768, layers=12, heads=12, context=1024, batch=8, vocabulary=2
 """GPT-2 small with half of its vocabulary, on 4 ranks: 104.7 M parameters."""
 
 GPT2_RECIPE = Recipe(windows=128, averaged=3, evaluations=16, half=True)
-"""As nanoGPT trains it, except that the rate ends at a tenth."""
+"""nanoGPT's for it."""
 
 _SMALL = Shape(width=64, layers=2, heads=2)
 

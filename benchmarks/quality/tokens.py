@@ -64,7 +64,8 @@ def main() -> int:
         return 2
     said = texts(args.folders, args.megabytes * 10**6)
     pairs = tokenizers.ByteLevelBPETokenizer()
-    pairs.train_from_iterator(said, args.vocabulary, special_tokens=["<|end|>"])
+    # A part of the text is enough to find the pairs.
+    pairs.train_from_iterator(said[: max(1, len(said) // 8)], args.vocabulary, special_tokens=["<|end|>"])
     # One by one: what the package knows of each token takes much memory.
     tokens = np.concatenate([np.array([*pairs.encode(text).ids, 0], np.uint16) for text in said])
     blocks = np.split(tokens, range(BLOCK, len(tokens), BLOCK))

@@ -7,10 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.multiprocessing as mp
 
 from benchmarks import suites
-from benchmarks.quality import runs
+from benchmarks.gloo import join
+from benchmarks.one_device import Memory, through_memory
+from benchmarks.quality import runs, tokens
 from benchmarks.quality.methods import DENSE, LINES, METHODS
 from benchmarks.quality.optimizers import OPTIMIZERS
 from benchmarks.quality.settings import Recipe, Run, Shape
@@ -86,3 +91,52 @@ def test_the_command_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.Monke
     assert capsys.readouterr().out == said
     assert suites.main(["report", str(file)]) == 0
     assert capsys.readouterr().out.strip() in said
+
+
+def _beside_gloo(rank: int, memory: Memory, folder: str) -> None:
+    join(rank, 2, folder, minutes=5)
+    for name in ("dense", "4 bits, changes in 4 bits", "1 bit"):
+        method = METHODS[LINES.get(name, name)]
+        half = replace(RUN.recipe, half=name != "dense", kept=name == "1 bit")
+        run = replace(RUN, method=method, recipe=half)
+        over_gloo = train(run)
+        with through_memory(memory, rank, torch.device("cpu")):
+            found = train(run)
+        assert found | {"step_ms": 0} == over_gloo | {"step_ms": 0}, name
+
+
+@pytest.mark.slow
+def test_messages_through_memory_are_those_of_gloo(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TAGC_OPS", "reference")
+    memory = Memory(2, 2**20, torch.device("cpu"))
+    mp.spawn(_beside_gloo, args=(memory, str(tmp_path)), nprocs=2)
+
+
+@pytest.mark.slow
+def test_lines_on_one_device(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TAGC_OPS", "reference")
+    file = tmp_path / "gpu.jsonl"
+    command = ["quality", "gpu", "--device", "cpu", "--json", str(file)]
+    assert suites.main([*command, "--steps", "20"]) == 0
+    assert "| step | dense | hybrid | one-bit | thrifty |" in capsys.readouterr().out
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    dense, *others = (r["losses"] for r in records)
+    assert dense["20"] < dense["2"] - 0.2
+    for losses in others:
+        assert losses["20"] == pytest.approx(dense["20"], rel=5e-3)
+    curves = file.with_suffix(".curves.jsonl").read_text().splitlines()
+    assert len(curves) == sum(len(r["losses"]) for r in records)
+
+
+@pytest.mark.slow
+def test_steps_fill_the_time(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TAGC_OPS", "reference")
+    parts = {"train": np.arange(5000) % 512, "validation": np.arange(500) % 512}
+    np.savez(tmp_path / "tokens.npz", source="counting", **parts)
+    assert tokens.load(tmp_path / "tokens.npz").train.dtype == torch.int32
+    file = tmp_path / "gpu.jsonl"
+    command = ["quality", "gpu", "--device", "cpu", "--policies", "one-bit", "--seconds", "120"]
+    assert suites.main([*command, "--text", str(tmp_path / "tokens.npz"), "--json", str(file)]) == 0
+    dense, one_bit = (json.loads(line) for line in file.read_text().splitlines())
+    assert dense["run"]["steps"] == one_bit["run"]["steps"]
+    assert dense["text"] == "counting"
