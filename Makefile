@@ -5,7 +5,7 @@
 #   make demo LINK=100mbit                 with a rank in each of two network namespaces (needs root)
 #   make demo TORCH=torch                  the registry's newest torch; TORCH= keeps what is installed
 #   make gpu INSTALLED= BIN=/usr/bin OUT=/tmp/gpu    with the Python that is there, output elsewhere
-#   make gpu-quality TEXT=runs/text/tokens.npz   with text in byte pairs; benchmarks/quality/tokens.py makes it
+#   make gpu-quality TEXT=runs/text/tokens.npz   with text in byte pairs; benchmarks/tokens.py makes it
 #   make test-device TRITON=3.6.0          kernels as an older Triton compiles them, in an environment of its own
 
 PYTHON ?= python3

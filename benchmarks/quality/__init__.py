@@ -14,7 +14,7 @@ Four comparisons, which share one training loop; the first three run on CPUs, ov
 | ``methods.py``, ``settings.py`` | what is compared; model, recipe and settings |
 | ``training.py``, ``optimizers.py`` | one run, as each of its ranks does it |
 | ``runs.py`` | which runs to make, and the file that keeps them |
-| ``gpu.py``, ``tokens.py`` | the comparison ``gpu``, and its text in byte pairs |
+| ``gpu.py`` | the comparison ``gpu`` |
 | ``report.py``, ``intervals.py`` | tables and plots from the records alone |
 """
 

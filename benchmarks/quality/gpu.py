@@ -22,11 +22,11 @@ import torch.multiprocessing as mp
 
 from tagc.handle import readiness
 
+from .. import tokens
 from ..gloo import join
 from ..machine import machine
 from ..one_device import Memory, through_memory
 from ..records import Record, append, markdown
-from . import tokens
 from .methods import DENSE, Method
 from .runs import Results
 from .settings import GPT2, GPT2_RECIPE, Run, Shape
@@ -42,7 +42,7 @@ _TRIAL = 24  # steps
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this comparison, besides its outputs."""
     add = parser.add_argument
-    add("--text", type=Path, help="made by benchmarks.quality.tokens; default: Python's library")
+    add("--text", type=Path, help="made by benchmarks.tokens; default: Python's library")
     add("--policies", nargs="+", default=POLICIES, metavar="POLICY", help="%(default)s")
     add("--seconds", type=float, default=570, help="for everything (default: %(default)s)")
     add("--steps", type=int, help="of every line, whatever time that takes")

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from benchmarks import suites
+from benchmarks import suites, tokens
 from benchmarks.gloo import join
 from benchmarks.one_device import Memory, through_memory
-from benchmarks.quality import runs, tokens
+from benchmarks.quality import runs
 from benchmarks.quality.methods import DENSE, LINES, METHODS
 from benchmarks.quality.optimizers import OPTIMIZERS
 from benchmarks.quality.settings import Recipe, Run, Shape

@@ -1,6 +1,6 @@
 """Text in byte pairs, made once and kept in a file, for models larger than bytes or words suit.
 
-    python -m benchmarks.quality.tokens runs/text/tokens.npz /usr/share/man/man? /usr/share/perl
+    python -m benchmarks.tokens runs/text/tokens.npz /usr/share/man/man? /usr/share/perl
 
 The file has the training part, the held-out part, and a line about where they are from. The package
 ``tokenizers`` makes it, and nothing else needs that.
@@ -65,7 +65,9 @@ def main() -> int:
     said = texts(args.folders, args.megabytes * 10**6)
     pairs = tokenizers.ByteLevelBPETokenizer()
     # A part of the text is enough to find the pairs.
-    pairs.train_from_iterator(said[: max(1, len(said) // 8)], args.vocabulary, special_tokens=["<|end|>"])
+    pairs.train_from_iterator(
+        said[: max(1, len(said) // 8)], args.vocabulary, special_tokens=["<|end|>"]
+    )
     # One by one: what the package knows of each token takes much memory.
     tokens = np.concatenate([np.array([*pairs.encode(text).ids, 0], np.uint16) for text in said])
     blocks = np.split(tokens, range(BLOCK, len(tokens), BLOCK))
