@@ -83,7 +83,9 @@ def _parameters(shape: Shape) -> int:
 def lines(policies: Sequence[str], shape: Shape, steps: int, seed: int) -> list[Run]:
     """The uncompressed run and one for each policy, all at GPT-2 small's usual rate."""
     methods = [DENSE, *(Method(name=name, policy=name) for name in policies)]
-    windows = 8 if shape == _REHEARSAL else GPT2_RECIPE.windows
+    recipe = GPT2_RECIPE
+    if shape == _REHEARSAL:
+        recipe = replace(recipe, windows=8, evaluations=4)
     return [
         Run(
             method=method,
@@ -91,7 +93,7 @@ def lines(policies: Sequence[str], shape: Shape, steps: int, seed: int) -> list[
             steps=steps,
             rate=6e-4,
             seed=seed,
-            recipe=replace(GPT2_RECIPE, windows=windows, kept=method.policy is not None),
+            recipe=replace(recipe, kept=method.policy is not None),
         )
         for method in methods
     ]
