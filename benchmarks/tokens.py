@@ -29,8 +29,10 @@ BLOCK = 4096  # tokens
 def load(file: Path) -> Corpus:
     """The text of a file that :func:`main` made."""
     with np.load(file) as found:
-        parts = {name: torch.from_numpy(found[name].astype(np.int32)) for name in found.files[1:]}
-        return Corpus(source=str(found["source"]), **parts)
+        train, held_out = (
+            torch.from_numpy(found[n].astype(np.int32)) for n in ("train", "validation")
+        )
+        return Corpus(source=str(found["source"]), train=train, validation=held_out)
 
 
 def texts(folders: Iterable[Path], most: int) -> list[str]:

@@ -168,7 +168,9 @@ def make_model(
         how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if device != _CPU:
         # By itself FSDP would make a group of NCCL beside one of gloo.
-        how["mesh"] = DeviceMesh.from_group(dist.group.WORLD, device.type)
+        world = dist.group.WORLD
+        assert world is not None
+        how["mesh"] = DeviceMesh.from_group(world, device.type)
     model = model.to(device)
     for block in model.transformer.h:  # pyright: ignore
         fully_shard(block, **how)

@@ -131,11 +131,11 @@ def test_lines_on_one_device(tmp_path: Path, capsys: Any, monkeypatch: Any) -> N
 @pytest.mark.slow
 def test_steps_fill_the_time(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("TAGC_OPS", "reference")
-    parts = {"train": np.arange(5000) % 512, "validation": np.arange(500) % 512}
-    np.savez(tmp_path / "tokens.npz", source="counting", **parts)
+    text, held_out = (np.arange(n) % 512 for n in (5000, 500))
+    np.savez(tmp_path / "tokens.npz", source="counting", train=text, validation=held_out)
     assert tokens.load(tmp_path / "tokens.npz").train.dtype == torch.int32
     file = tmp_path / "gpu.jsonl"
-    command = ["quality", "gpu", "--device", "cpu", "--policies", "one-bit", "--seconds", "120"]
+    command = ["quality", "gpu", "--device", "cpu", "--policies", "one-bit", "--seconds", "60"]
     assert suites.main([*command, "--text", str(tmp_path / "tokens.npz"), "--json", str(file)]) == 0
     dense, one_bit = (json.loads(line) for line in file.read_text().splitlines())
     assert dense["run"]["steps"] == one_bit["run"]["steps"]
