@@ -56,10 +56,12 @@ def run(args: argparse.Namespace) -> list[Record]:
     """Make the runs that are missing; all records of them.
 
     Raises:
-        ValueError: without a GPU.
+        ValueError: without a GPU, or without the file of the text.
     """
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device here; --device cpu rehearses the runs")
+    if args.text and not args.text.is_file():
+        raise ValueError(f"no such file: {args.text}; python -m benchmarks.tokens makes one")
     args.started = time.time()
     args.shape = replace(GPT2, batch=args.batch) if args.device == "cuda" else _REHEARSAL
     device = torch.device(args.device)
@@ -103,6 +105,10 @@ def _rank(rank: int, memory: Memory, folder: str, args: argparse.Namespace) -> N
     join(rank, args.shape.ranks, folder, minutes=6)
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     corpus = tokens.load(args.text) if args.text else None
+    if corpus and int(corpus.train.max()) >= args.shape.vocabulary:
+        raise ValueError(
+            f"{args.text} has more tokens than a vocabulary of {args.shape.vocabulary}"
+        )
     source = corpus.source if corpus else "the standard library's source files, in words"
     results = Results(args.json, args.facts | {"text": source})
     with (
