@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ class DDPUnit(Unit):
         if hook is None:
             hook = _Hook(module)
             module.register_comm_hook(hook, _reduce_bucket)
-        hook.add(_Collected(self, reducer, module.find_unused_parameters or module.static_graph))
+        may_be_unused = module.find_unused_parameters or module.static_graph
+        hook.add(_Collected(self, reducer, _Uses(self._params) if may_be_unused else None))
 
     def restore(self) -> None:
         """See :meth:`Unit.restore`. DDP keeps a hook forever, so from now on tagc's hook does what
@@ -69,18 +71,53 @@ class DDPUnit(Unit):
         return whole_on_hosts(self.info, ranks)
 
 
+class _Uses:
+    """The parameters that backwards reached since the last reduction, by their index in the unit.
+
+    DDP has such a map itself, but locks it while it calls its hook.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        # What earlier backwards left in gradients, in `no_sync`, is used.
+        self._used = {i for i, param in enumerate(params) if param.grad is not None}
+        self._size, self._device = len(params), params[0].device
+        # They run before DDP's own, so that a bucket comes after the notes on all it contains.
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(partial(_note, self._used, i))
+            for i, param in enumerate(params)
+        ]
+
+    def on_any_rank(self, group: dist.ProcessGroup) -> list[bool]:
+        """Which parameters any rank used, the same on all ranks; then start over."""
+        mine = [i in self._used for i in range(self._size)]
+        self._used.clear()
+        used = torch.tensor(mine, dtype=torch.int32, device=self._device)
+        Transport(group).all_reduce(used).wait()
+        return used.bool().tolist()
+
+    def remove(self) -> None:
+        """Note no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _note(used: set[int], index: int, param: Tensor) -> None:
+    """A hook of a parameter, which must not hold the parameter."""
+    used.add(index)
+
+
 @dataclass
 class _Collected:
     """The gradients of one unit that have arrived in this backward.
 
     Attributes:
-        may_be_unused: whether DDP allows parameters that a backward does not reach.
+        uses: the parameters that backwards reached; None if DDP expects all in every backward.
         views: the gradients in their buckets, by the index of the parameter in the unit.
     """
 
     unit: DDPUnit
     reducer: UnitReducer
-    may_be_unused: bool
+    uses: _Uses | None
     views: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -99,8 +136,10 @@ class _Collected:
         views = [self.views[i] for i in range(len(self.views))]
         self.views.clear()
         names = None
-        if self.may_be_unused:
-            used = self._used(views)
+        if self.uses is not None:
+            # DDP leaves `.grad` of a parameter that no rank used alone, so its residual must not be
+            # sent, whatever an earlier backward left in the bucket.
+            used = self.uses.on_any_rank(self.unit.group)
             if not any(used):
                 return
             if not all(used):
@@ -110,28 +149,11 @@ class _Collected:
         op = dist.ReduceOp.AVG
         reduce_whole(self.reducer, views, self.unit.group, op, _average, reached=names)
 
-    def _used(self, views: Sequence[Tensor]) -> list[bool]:
-        """Which gradients are other than zero on any rank; the same on all ranks.
-
-        DDP drops what it reduced of a parameter that no rank used, so its residual must not be
-        sent. A gradient of zeros that is left out is zero afterwards, too.
-        """
-        used = has_content(views).to(torch.int32)
-        Transport(self.unit.group).all_reduce(used).wait()
-        return used.bool().tolist()
-
-
-def has_content(views: Sequence[Tensor]) -> Tensor:
-    """Which tensors hold anything but zeros, boolean, ``[len(views)]``, in as many launches
-    for one as for hundreds."""
-    # Sums of magnitudes: unlike those of squares, the smallest numbers don't vanish in them.
-    return torch.stack(torch._foreach_norm(list(views), 1)).ne(0)
-
 
 def _average(
     out: Tensor, inp: Tensor, transport: Transport, op: dist.ReduceOp.RedOpType
 ) -> CollectiveWork:
-    """Average as DDP does: divide, then sum. ``out`` is ``inp``."""
+    """Average as DDP does: divide, then sum, in place."""
     return transport.all_reduce(out.div_(transport.size))
 
 
@@ -143,6 +165,7 @@ class _Hook:
         device = next(module.module.parameters()).device
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._units: list[_Collected] = []
         self.clear()
 
     def add(self, collected: _Collected) -> None:
@@ -158,7 +181,10 @@ class _Hook:
 
     def clear(self) -> None:
         """From now on, reduce as DDP does."""
-        self._units: list[_Collected] = []
+        for unit in self._units:
+            if unit.uses is not None:
+                unit.uses.remove()
+        self._units = []
         # Of each parameter: its unit, and its index there.
         self._places: dict[int, tuple[int, int]] = {}
         self._waiting: list[tuple[set[int], Future[Tensor], Tensor]] = []
@@ -169,7 +195,7 @@ class _Hook:
             return allreduce_hook(self._group, bucket)
         with self._beside_backward():
             mine = set()
-            for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            for param, view in gradients_of(bucket):
                 if id(param) not in self._places:
                     raise _changed(f"a parameter of shape {list(param.shape)}")
                 at, i = self._places[id(param)]
@@ -202,6 +228,33 @@ class _Hook:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
+
+
+def gradients_of(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parameters of a bucket that have elements, each with its gradient in the bucket.
+
+    DDP's own views, ``bucket.gradients()``, are half of a complex gradient, and have another order
+    of elements than a parameter that is dense in memory but not contiguous (``channels_last``).
+    """
+    at, buffer = 0, bucket.buffer()
+    for param in bucket.parameters():
+        if param.is_complex() and not buffer.is_complex():
+            buffer = torch.view_as_complex(buffer.view(-1, 2))
+        flat = buffer[at : at + param.numel()]
+        at += param.numel()
+        if not param.numel():
+            continue
+        layout = param.stride()
+        # As DDP lays it out: like a parameter without gaps, otherwise contiguous.
+        if not param.is_contiguous() and torch.empty_like(param, device="meta").stride() == layout:
+            yield param, flat.as_strided(param.shape, layout, flat.storage_offset())
+        else:
+            yield param, flat.view(param.shape)
+    if at != buffer.numel():
+        raise RuntimeError(
+            f"tagc: this torch's DDP has buckets of {buffer.numel()} elements for parameters of "
+            f"{at}, which tagc does not know; leave tagc out, and tell us"
+        )
 
 
 def _reduce_bucket(hook: _Hook, bucket: dist.GradBucket) -> Future[Tensor]:

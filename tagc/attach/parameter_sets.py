@@ -14,13 +14,13 @@ Named = tuple[str, nn.Parameter]
 
 
 def parameter_sets(named: Iterable[Named], limit: int) -> list[list[Named]]:
-    """Trainable parameters in their own order, at most ``limit`` bytes of one dtype and device in a
-    set, unless a single parameter has more."""
+    """Trainable parameters that have elements, in their own order, at most ``limit`` bytes of one
+    dtype and device in a set, unless a single parameter has more."""
     found: list[list[Named]] = []
     # The last set of each dtype and device, which may have room for more.
     last: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
     for name, param in named:
-        if not param.requires_grad:
+        if not param.requires_grad or not param.numel():
             continue
         kind = param.dtype, param.device
         if kind not in last or _bytes([*last[kind], (name, param)]) > limit:

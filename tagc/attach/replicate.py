@@ -63,7 +63,7 @@ class ReplicatedUnit(FSDP2Unit):
 def _natively(
     out: Tensor, inp: Tensor, transport: Transport, op: dist.ReduceOp.RedOpType
 ) -> CollectiveWork:
-    """As FSDP2 does it. ``out`` is ``inp``."""
+    """As FSDP2 does it, in place."""
     return transport.all_reduce(out, op)
 
 

@@ -36,6 +36,9 @@ def reduce_whole(
     """
     # As FSDP2 would shard them over the ranks of a host: a row for each, which it adds up.
     rows = reducer.plan.rows
+    views = [view for view in views if view.numel()]
+    if not views:
+        return
     whole = [view.reshape(-1) if rows == 1 or not view.ndim else view for view in views]
     flat = torch._chunk_cat(whole, dim=0, num_chunks=rows).view(-1)
     reducer.reduce(flat, flat, group, op, native, reached=reached)

@@ -123,9 +123,10 @@ class UnitReducer(ReducerState):
             return
         received = plan.received_rows
         rows = part.expand(inp.view(plan.rows, -1))
-        found = out.new_empty(received * plan.columns)
+        # In place where all ranks get all rows, as `ReduceNatively` says.
+        found = rows if plan.all_reduced else out.new_empty(received * plan.columns)
         with self._without(part, call.transport.rank):
-            yield from self._run(found, rows.view(-1), group, call, part, stays=stays)
+            yield from self._run(found.view(-1), rows.view(-1), group, call, part, stays=stays)
         pairs = zip(found.view(received, -1), out.view(received, -1), strict=True)
         for whole_row, row in pairs:
             part.pick(whole_row, row)

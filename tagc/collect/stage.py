@@ -31,6 +31,7 @@ from tagc.collect.transport import CollectiveWork, Transport
 from tagc.plan import MessagePlan, UnitPlan
 
 ReduceNatively = Callable[[Tensor, Tensor, Transport, dist.ReduceOp.RedOpType], CollectiveWork]
+"""Reduces its second argument to the first; where all ranks get all rows, both are one tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tagc
 from support.distributed import on_ranks
@@ -33,18 +32,6 @@ from tagc.attach import ddp
 
 BITS = POLICIES["quantized residual"]
 SKETCH = POLICIES["sketch"]
-
-
-class Calls(TorchDispatchMode):
-    """Counts calls of operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **kwargs or {})
 
 
 @contextmanager
@@ -163,27 +150,6 @@ def test_what_no_rank_uses_is_owed_on(rank: int, world_size: int) -> None:
     grad: Any = model.module.second.weight.grad
     assert grad.any()
     same_on_all_ranks({"second": grad})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_which_gradients_have_content(dtype: torch.dtype) -> None:
-    """One element is enough: the smallest, the largest, or one that is not finite."""
-    info = torch.finfo(dtype)
-    smallest = info.smallest_normal * info.eps
-    values = [0.0, smallest, -smallest, -info.max, float("inf"), float("nan"), 0.0, -0.0, 1.0]
-    views = [torch.zeros(3, 100, dtype=dtype) for _ in values]
-    for view, value in zip(views, values, strict=True):
-        view[1, 7] = value
-    views += [torch.full((9,), info.max, dtype=dtype), torch.zeros(0, dtype=dtype), views[-1][2]]
-    wanted = [value != 0 for value in values] + [True, False, False]
-    assert ddp.has_content(views).tolist() == wanted
-
-    calls = []
-    for count in (1, 50):
-        with Calls() as seen:
-            ddp.has_content(views[:1] * count)
-        calls.append(seen.count)
-    assert calls[0] == calls[1] < 5
 
 
 @on_ranks(2)
