@@ -26,6 +26,7 @@ class ParamLocation:
     Attributes:
         start: its first column in the segment.
         shards: number of shards of the parameter.
+        ranks: ranks over which its unit's gradients are averaged.
         shard: the only shard that the residual belongs to; None for all of them.
         elements: the only elements that it belongs to, if shards are flat and cut parameters
             anywhere, or are cut into slices; None for all of them.
@@ -35,6 +36,7 @@ class ParamLocation:
     param: UnitParam
     start: int
     shards: int
+    ranks: int
     shard: int | None = None
     elements: Elements | None = None
     pieces: tuple[ParamSlice, ...] | None = None
@@ -150,11 +152,18 @@ def locations(
         at = 0
         for param in segment.params:
             if residual is not None and param.columns:
-                place = ParamLocation(param=param, start=at, shards=shards, shard=shard)
+                place = _place(unit, param, at, shards, shard)
                 _check(place)
                 if place.numel:
                     yield place, residual
             at += param.columns
+
+
+def _place(
+    unit: UnitPlan, param: UnitParam, start: int, shards: int, shard: int | None
+) -> ParamLocation:
+    ranks = unit.info.world_size
+    return ParamLocation(param=param, start=start, shards=shards, ranks=ranks, shard=shard)
 
 
 def _flat_places(
@@ -175,6 +184,7 @@ def _flat_places(
                 param=param,
                 start=mine[0].column,
                 shards=shards,
+                ranks=unit.info.world_size,
                 elements=elements,
                 pieces=tuple(mine),
             )
@@ -198,7 +208,7 @@ def slice_locations(
         residual = residuals.get(segment.start)
         pieces = [] if residual is None else list(slices_of(unit, segment))
         for param in segment.params if pieces else ():
-            place = ParamLocation(param=param, start=segment.start, shards=shards, shard=shard)
+            place = _place(unit, param, segment.start, shards, shard)
             if not param.columns or not place.numel:
                 continue
             _check(place)

@@ -20,8 +20,8 @@ Sites hold their anchors and the outer momentum alike, so these are taken over i
 
 With two shots across replicas, the owner of a slice also has a residual of the sum that it sends.
 New owners take it over unchanged. If there are no owners any more, because all replicas send each
-other everything, it is added to the first replica's residual, times the number of replicas, by
-which the average divides.
+other everything, it is added to the first replica's residual, times the number of ranks, by which
+the average divides.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def _without_owners(
             "send each other everything: load the states of all ranks with "
             "tagc.compressor(model).load(folder)"
         )
-    copies = max((_turn(holders, rank, place)[1] for rank, _, place in holders), default=1)
-    return [replace(saved, share=float(copies)) for saved in found]
+    ranks = max((place.ranks for _, _, place in holders), default=1)
+    return [replace(saved, share=float(ranks)) for saved in found]
 
 
 def _means(found: list[Saved], place: ParamLocation) -> list[Saved]:

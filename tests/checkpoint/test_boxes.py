@@ -119,7 +119,9 @@ class Mesh:
             elements = Elements(*span_of(param.own.numel, shard, self.data))
             about = [(None, Elements(elements.first, elements.first + elements.last))]
         found = [
-            ParamLocation(param=param, start=0, shards=self.data, shard=shard, elements=elements)
+            ParamLocation(
+                param=param, start=0, shards=self.data, ranks=1, shard=shard, elements=elements
+            )
             for shard, elements in about
         ]
         return {f"{kind}.replicas.p{place.suffix}": place for place in found if place.numel}

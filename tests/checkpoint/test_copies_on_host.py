@@ -54,7 +54,10 @@ def unit(dim: int, device: str) -> Any:
     ]
     residual = torch.arange(ROWS * COLUMNS * TENSORS, dtype=torch.float32, device=device)
     residual = residual.view(ROWS, -1)
-    places = [ParamLocation(param=p, start=i * COLUMNS, shards=ROWS) for i, p in enumerate(params)]
+    places = [
+        ParamLocation(param=p, start=i * COLUMNS, shards=ROWS, ranks=1)
+        for i, p in enumerate(params)
+    ]
     copies = {f"copy{i}": torch.ones(ROWS * COLUMNS, device=device) for i in range(TENSORS)}
     return SimpleNamespace(
         name="unit",

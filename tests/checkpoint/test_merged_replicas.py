@@ -32,11 +32,11 @@ from tagc.plan import UnitParam
 def place_of(param: UnitParam, shard: int, shards: int, flat: bool = False) -> ParamLocation:
     """Of one shard; flat ones cut a parameter anywhere."""
     if not flat:
-        return ParamLocation(param=param, start=0, shards=shards, shard=shard)
+        return ParamLocation(param=param, start=0, shards=shards, ranks=1, shard=shard)
     numel = math.prod(param.shape)
     size = -(-numel // shards)
     elements = Elements(min(numel, shard * size), min(numel, (shard + 1) * size))
-    return ParamLocation(param=param, start=0, shards=shards, elements=elements)
+    return ParamLocation(param=param, start=0, shards=shards, ranks=1, elements=elements)
 
 
 def part_of_place(whole: Tensor, place: ParamLocation) -> Tensor:
@@ -75,7 +75,7 @@ def test_replicas_of_other_shapes(old: tuple[int, int], new: tuple[int, int]) ->
     copies, shards = new
     holdings: dict[int, dict[str, ParamLocation]] = {}
     for i in range(copies * shards):
-        place = ParamLocation(param=param, start=0, shards=shards, shard=i % shards)
+        place = ParamLocation(param=param, start=0, shards=shards, ranks=1, shard=i % shards)
         holdings[i] = {f"residual.replicas.p{place.suffix}": place} if place.numel else {}
     total = torch.zeros(param.shape, dtype=torch.float64)
     taken = {}

@@ -28,7 +28,7 @@ def test_places(dim: int, shards: int) -> None:
     for row, piece in zip(residual, whole.chunk(shards, dim), strict=False):
         row[2 : 2 + piece.numel()] = piece.flatten()
     param = UnitParam(name="p", shape=tuple(shape), columns=columns, dim=dim)
-    place = ParamLocation(param=param, start=2, shards=shards)
+    place = ParamLocation(param=param, start=2, shards=shards, ranks=1)
     torch.testing.assert_close(place.take(residual), whole, **EXACT)
     written = torch.full_like(residual, torch.nan)
     place.put(written, whole)
@@ -37,7 +37,7 @@ def test_places(dim: int, shards: int) -> None:
     assert written[:, :2].isnan().all()
     assert written[:, -3:].isnan().all()
     for shard in range(shards):
-        place = ParamLocation(param=param, start=2, shards=shards, shard=shard)
+        place = ParamLocation(param=param, start=2, shards=shards, ranks=1, shard=shard)
         if place.numel:
             piece = whole.chunk(shards, dim)[shard]
             torch.testing.assert_close(place.take(residual[shard : shard + 1]), piece, **EXACT)
@@ -67,7 +67,7 @@ def test_pieces_of_a_place() -> None:
         SimpleNamespace(row=2, column=1, offset=5, length=2),
     )
     param = UnitParam(name="p", shape=(7, 1), columns=4)
-    place = ParamLocation(param=param, start=0, shards=3, pieces=pieces)
+    place = ParamLocation(param=param, start=0, shards=3, ranks=1, pieces=pieces)
     residual = torch.full((3, 4), torch.nan)
     value = torch.arange(1.0, 8.0)[:, None]
     place.put(residual, value)
