@@ -28,6 +28,7 @@ from tagc.attach.parameter_sets import Named, info_of_set, parameter_sets
 from tagc.attach.unit import Integration, Unit
 from tagc.attach.whole import check_policy, reduce_whole, whole_on_hosts
 from tagc.collect import CollectiveWork, Transport, UnitReducer
+from tagc.collect.transport import failing_in
 from tagc.plan import UnitInfo, as_list
 from tagc.policy.roles import clean_name
 
@@ -92,7 +93,8 @@ class _Uses:
         mine = [i in self._used for i in range(self._size)]
         self._used.clear()
         used = torch.tensor(mine, dtype=torch.int32, device=self._device)
-        Transport(group).all_reduce(used).wait()
+        with failing_in("agreeing on used parameters", group):
+            Transport(group).all_reduce(used).wait()
         return used.bool().tolist()
 
     def remove(self) -> None:
@@ -193,6 +195,7 @@ class _Hook:
         """Take in a bucket; reduce the units that it completes."""
         if not self.used:
             return allreduce_hook(self._group, bucket)
+        _check_join(self._units[0].unit._module())
         with self._beside_backward():
             mine = set()
             for param, view in gradients_of(bucket):
@@ -260,6 +263,16 @@ def gradients_of(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
 def _reduce_bucket(hook: _Hook, bucket: dist.GradBucket) -> Future[Tensor]:
     """DDP's communication hook."""
     return hook(bucket)
+
+
+def _check_join(module: Any) -> None:
+    """Refuse to divide by the ranks that still have data: like torch's own hooks, tagc's divides by
+    all, and ranks know no other number here."""
+    if module._join_config.enable and not getattr(module, "_divide_by_initial_world_size", True):
+        raise RuntimeError(
+            "tagc: DDP.join(divide_by_initial_world_size=False) divides by the ranks that still "
+            "have data, but a communication hook divides by all ranks: call join() without it"
+        )
 
 
 def _changed(what: str) -> RuntimeError:

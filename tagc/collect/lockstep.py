@@ -20,12 +20,17 @@ from tagc.collect.alarm import Alarm
 from tagc.collect.transport import CollectiveWork, Transport, failing_in
 from tagc.plan import Direction
 
-# A header is int64: step, words of a message, part of the unit, the end of the unit's name.
+# A header is int64: step, words of a message, part of the unit, the end of the unit's name, calls.
 _NUMBERS, _NAME_BYTES = 3, 48
 _REMEDY = (
     "Every rank must run the same units in the same order, forward and backward: look for a unit, "
     "a micro-batch or a whole step that some ranks leave out, or for parameters that only some of "
     "them use"
+)
+_SAME_CALLS = (
+    "Since tagc.wrap or the last load, ranks called scale_residuals, restore_residuals or "
+    "drop_waiting at different times or with different values: call them on every rank alike, "
+    "between the same two steps"
 )
 
 
@@ -56,9 +61,21 @@ class Lockstep:
         self._pending: list[tuple[Transport, CollectiveWork, Tensor, Tensor]] = []
         self._stamp: Tensor | None = None
         self._stamped = -1
+        self._calls = 0
         self._alarm = Alarm(
-            f"tagc: {self.what} got a message of another unit, direction or step. {_REMEDY}"
+            f"tagc: {self.what} got a message of another unit, direction or step, or from a rank "
+            f"with other calls. {_REMEDY}. {_SAME_CALLS}"
         )
+
+    def note(self, call: str) -> None:
+        """Note a call that all ranks must make before the same collective, where they compare
+        their calls; so the call itself need not wait for the others."""
+        # As part of a stamp it is an int32.
+        self._calls = zlib.crc32(call.encode(), self._calls) % 2**31
+
+    def forget(self) -> None:
+        """Forget all calls: the state is new, or was loaded."""
+        self._calls = 0
 
     def check(self, transport: Transport, words: int, step: int | None = None) -> None:
         """:meth:`announce` and :meth:`confirm` at once, for a collective that encodes nothing."""
@@ -88,8 +105,10 @@ class Lockstep:
         self._pending.clear()
         for transport in transports:
             if transport.by_messages(self._device):
-                numbers = torch.tensor([step, words, part], dtype=torch.int64, device="cpu")
-                mine = torch.cat((numbers, self._name))
+                numbers = torch.tensor(
+                    [step, words, part, self._calls], dtype=torch.int64, device="cpu"
+                )
+                mine = torch.cat((numbers[:_NUMBERS], self._name, numbers[_NUMBERS:]))
                 with failing_in(self.what, transport.group):
                     self._pending.append((transport, *transport.gather_headers(mine), mine))
 
@@ -106,10 +125,15 @@ class Lockstep:
                 work.wait()
             others = (headers != mine).any(1).nonzero().flatten().tolist()
             if others:
+                other = headers[others[0]]
+                us = f"rank {transport.rank} of {transport.size}"
+                if torch.equal(other[:-1], mine[:-1]):
+                    raise DesyncError(
+                        f"tagc: {self.what}, {us} and rank {others[0]}: {_SAME_CALLS}"
+                    )
                 raise DesyncError(
-                    f"tagc: ranks are at different collectives: rank {transport.rank} of "
-                    f"{transport.size} at {_told(mine)}, rank {others[0]} at "
-                    f"{_told(headers[others[0]])}. {_REMEDY}"
+                    f"tagc: ranks are at different collectives: {us} at {_told(mine)}, "
+                    f"rank {others[0]} at {_told(other)}. {_REMEDY}"
                 )
 
     def stamp(self, tail: Tensor, transport: Transport, part: int = 0) -> None:
@@ -120,9 +144,10 @@ class Lockstep:
         if self._stamp is None:
             # It stays on the device: copying a number there would wait.
             self._stamp = torch.zeros(STAMP_WORDS, dtype=torch.int32, device=tail.device)
-        if self._stamped != part:
-            self._stamp[:1].fill_(self._mark ^ part)
-            self._stamped = part
+        here = part ^ self._calls
+        if self._stamped != here:
+            self._stamp[:1].fill_(self._mark ^ here)
+            self._stamped = here
         self._stamp[1:].add_(1)
         tail.copy_(self._stamp.expand_as(tail))
 
@@ -141,7 +166,8 @@ class Lockstep:
 
 def _told(header: Tensor) -> str:
     step, length, part = header[:_NUMBERS].tolist()
-    name = bytes(header[_NUMBERS:].view(torch.uint8).tolist()).rstrip(b"\0")
+    name = header[_NUMBERS : _NUMBERS + _NAME_BYTES // 8]
+    name = bytes(name.view(torch.uint8).tolist()).rstrip(b"\0")
     kinds = {direction[:1]: words for direction, words in _WORDS.items()}
     kind = kinds.get(name[:1].decode(errors="replace"), "another collective")
     label = name[1:].decode(errors="replace")

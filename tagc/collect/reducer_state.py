@@ -75,6 +75,7 @@ class ReducerState:
             earlier_steps: see :class:`Counters`.
         """
         plan = self.plan
+        self._lockstep.forget()
         on_hosts = plan.info.ranks_per_host > 1
         self.counters = Counters(earlier_steps=earlier_steps, on_hosts=on_hosts)
         setup = StageSetup(
@@ -181,6 +182,10 @@ class ReducerState:
         """Counts of the selected and kept groups so far, by segment. Waits for the device."""
         return self.coder.selection_counts()
 
+    def note(self, call: str) -> None:
+        """See :meth:`Lockstep.note`."""
+        self._lockstep.note(call)
+
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply all state that is in units of the gradients by ``factor``, the same on every
         rank. Call it if gradients become ``factor`` times as large."""
@@ -213,6 +218,7 @@ class ReducerState:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a :meth:`state` that passes :meth:`check_state`. If it has measured noise,
         continue measuring; if not, and noise is measured here, start measuring afresh."""
+        self._lockstep.forget()
         noise = NoiseGauge.in_state(state)
         if noise or self.gauge is not None:
             self.measure_noise()

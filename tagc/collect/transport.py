@@ -350,6 +350,8 @@ def failing_in(what: str, group: dist.ProcessGroup) -> Iterator[None]:
         # Other kinds, such as a device out of memory, do not come from the exchange.
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             raise
+        if str(error).startswith("tagc: "):
+            raise  # it has a name
         raise RuntimeError(
             f"tagc: {what} failed on rank {group.rank()} of {group.size()}: {error}. If it timed "
             "out or lost a connection, another rank failed or stopped: look for the first error "

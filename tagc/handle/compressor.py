@@ -153,7 +153,7 @@ class Compressor(Handle):
 
         Residuals have the scale of the gradients that FSDP reduces, which a loss scaler multiplies.
         A power of two changes only exponents. Call it between two steps, on every rank with the
-        same factor.
+        same factor. The next reduction raises if a rank did not, or with another number.
 
         Args:
             factor: the new loss scale divided by the old one, positive and finite; or a tensor
@@ -165,6 +165,7 @@ class Compressor(Handle):
         """
         if not isinstance(factor, Tensor) and not 0 < factor < math.inf:
             raise ValueError(f"the factor must be positive and finite, got {factor}")
+        self._note("scale_residuals", factor)
         for reducer in self._collectives.all_reducers:
             reducer.rescale(factor)
 
@@ -193,6 +194,7 @@ class Compressor(Handle):
             ValueError: if the copy is of another model or plan.
         """
         restore_step_state(self._collectives.all_reducers, copy, where)
+        self._note("restore_residuals", where)
 
     def keep_rates(self, optimizer: Optimizer, *, second_moment: bool | None = None) -> KeptRates:
         """Make the steps of ``optimizer`` as large as with dense gradients, at its own learning
@@ -266,8 +268,16 @@ class Compressor(Handle):
         replicas (``set_requires_all_reduce(False)``). Call it on all ranks if you abandon a step:
         ``zero_grad()`` does not drop them.
         """
+        self._note("drop_waiting", True)
         for waiting in self._collectives.waiting:
             waiting.drop()
+
+    def _note(self, call: str, value: float | Tensor) -> None:
+        """Note a call, which ranks compare in the next reduction. A tensor's value stays on its
+        device, and is not compared."""
+        said = f"{call} {'' if isinstance(value, Tensor) else float(value)}"
+        for reducer in self._collectives.all_reducers:
+            reducer.note(said)
 
     def remove(self) -> None:
         """Restore FSDP's own collectives and drop all residuals. You may wrap the model again."""

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -172,6 +173,41 @@ def test_a_rank_with_fewer_batches(rank: int, world_size: int) -> None:
         handed_out = 2 * model.module.get_parameter(name).grad
         lost = (handed_out + left[name] - came_in).abs()
         assert bool((lost <= 2**-20 * (before.abs() + mine[name].abs() + handed_out.abs())).all())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", [BITS, "dense"], ids=["bits", "dense"])
+def test_a_join_that_divides_by_fewer_ranks(rank: int, world_size: int, policy: Any) -> None:
+    """Refused in its first step, on the ranks with data and on those without."""
+    model = wrapped(policy)
+
+    def join(**options: Any) -> None:
+        with model.join(**options):
+            for step in range(rank):  # none on rank 0
+                loss_of(model, rank, step).backward()
+
+    join()
+    kind, said = fails(lambda: join(divide_by_initial_world_size=False))
+    assert kind == "RuntimeError"
+    assert "join(divide_by_initial_world_size=False)" in said
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_a_rank_that_stopped_is_said_once(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    """In the middle of a backward, with its unit."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=1))
+    model = wrapped(process_group=group, **options)
+    loss = loss_of(model, rank, 0)
+    if rank == 0:
+        kind, said = fails(loss.backward)
+        assert kind == "RuntimeError"
+        assert said.startswith("tagc: ")
+        assert said.count("failed on rank 0 of 2") == 1, said
+        assert said.count("another rank failed or stopped") == 1, said
+    dist.barrier()
 
 
 @on_ranks(2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from torch import Tensor
 import tagc
 from parity.model import loss_of
 from support.block_net import net, sharded, wrap
-from support.distributed import on_ranks
+from support.distributed import as_on_nccl, on_ranks
 from support.exact import EXACT
+from support.failing import fails
 from support.marks import slow
 from support.small_net import local_grads
 
@@ -102,3 +105,34 @@ def test_a_tensor_restores_what_no_host_counts(rank: int, world_size: int, rule:
     compressor.restore_residuals(copy, where=torch.ones(()))
     torch.testing.assert_close(leads(), first, **EXACT)
     torch.testing.assert_close(thresholds(), learnt, **EXACT)
+
+
+CALLS: dict[str, Callable[[Any, int], Any]] = {
+    "one rank scales": lambda compressor, rank: rank or compressor.scale_residuals(2.0),
+    "by other factors": lambda compressor, rank: compressor.scale_residuals(2.0 + rank),
+    "one rank restores": lambda compressor, rank: (
+        rank or compressor.restore_residuals(compressor.copy_residuals())
+    ),
+    "one rank drops": lambda compressor, rank: rank or compressor.drop_waiting(),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("calls", CALLS)
+@pytest.mark.parametrize("headers", [True, False])
+def test_calls_of_one_rank_alone(rank: int, world_size: int, calls: str, headers: bool) -> None:
+    """The next reduction tells all ranks, whatever the backend; a load starts over."""
+    with nullcontext() if headers else as_on_nccl():
+        model = wrapped("packed")
+        compressor = tagc.compressor(model)
+        grads_of(model, rank, 0)
+        compressor.scale_residuals(torch.tensor(2.0))
+        grads_of(model, rank, 1)
+        state = compressor.state_dict()
+        CALLS[calls](compressor, rank)
+        compressor.load_state_dict(state)
+        grads_of(model, rank, 2)
+        CALLS[calls](compressor, rank)
+        kind, said = fails(lambda: grads_of(model, rank, 3))
+        assert kind == ("DesyncError" if headers else "RuntimeError"), said
+        assert "call them on every rank alike" in said
