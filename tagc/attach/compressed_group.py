@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tagc.attach.batches import Batches
 from tagc.attach.coded_work import CodedWork, SeveralWorks
-from tagc.attach.forward import carries_activations
+from tagc.attach.forward import in_backward, in_forward, in_recomputation
 from tagc.basics.switch import is_disabled
 from tagc.codecs.rows import RowCoder
 from tagc.collect.activations import CODED, CodedCollectives, Pending, is_coded
@@ -73,6 +73,7 @@ class CompressedGroup(dist.ProcessGroup):
         self.dimension, self.rule = dimension, rule
         self.wire_bytes = self.dense_bytes = 0
         self._compresses = inner.size() > 1 and not is_disabled()
+        self._had_forward = False
         GROUPS.add(self)
 
     @property
@@ -298,7 +299,7 @@ class CompressedGroup(dist.ProcessGroup):
         return self.size() if op == dist.ReduceOp.AVG else None
 
     def _may_code(self, t: Tensor) -> bool:
-        may = self._compresses and t.dtype in CODED and carries_activations()
+        may = self._compresses and _is_real(t) and self._carries_activations()
         if may and self._batches.is_open:
             raise RuntimeError(
                 f"tagc: dimension {self.dimension!r} compresses, and codes no collectives between "
@@ -306,12 +307,19 @@ class CompressedGroup(dist.ProcessGroup):
             )
         return may
 
+    def _carries_activations(self) -> bool:
+        if in_forward():
+            self._had_forward = True
+            return True
+        # What is recomputed gets the bits of its first forward, which was exact without a mark.
+        return in_backward() and (self._had_forward or not in_recomputation())
+
     def _codes(self, t: Tensor, numel: int) -> bool:
         return self._may_code(t) and is_coded(t.dtype, numel)
 
     def _codes_messages(self, t: Tensor) -> bool:
         # Between two steps of a pipeline, no forward runs.
-        return self._compresses and is_coded(t.dtype, t.numel())
+        return self._compresses and _is_real(t) and is_coded(t.dtype, t.numel())
 
     def _on(self, t: Tensor) -> CodedCollectives:
         """The collectives for tensors on this device."""
@@ -355,6 +363,11 @@ class CompressedGroup(dist.ProcessGroup):
 
         pending.finish = finish_and_copy
         return CodedWork(self, what, pending, given)
+
+
+def _is_real(t: Tensor) -> bool:
+    """Whether it may be coded. torch hands over complex tensors as views of real elements."""
+    return t.dtype in CODED and (t._base is None or not t._base.is_complex())
 
 
 def _given(opts: Any) -> tuple[Any, ...]:

@@ -8,47 +8,94 @@ of a model given to :func:`compress_activations`, as :func:`tagc.wrap` does.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd import graph
+from torch.utils import checkpoint
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class _Depth(threading.local):
-    """How many such forwards this thread is in; several if models call each other."""
+class _Marked(threading.local):
+    """What was marked and runs in this thread.
 
-    value = 0
+    Attributes:
+        contexts: how many :func:`activations` are open.
+        calls: the frames in which torch calls marked models, the innermost at the end; several if
+            models call each other.
+    """
+
+    def __init__(self) -> None:
+        self.contexts = 0
+        self.calls: list[FrameType] = []
 
 
-_depth = _Depth()
+_marked = _Marked()
+_MODULES, _CHECKPOINTS, _ENGINE = map(vars, (nn.modules.module, checkpoint, graph))
 
 
-def carries_activations() -> bool:
-    """Whether this thread is in a forward or a backward, so that groups compress."""
-    return _depth.value > 0 or torch._C._current_graph_task_id() != -1
+def in_forward() -> bool:
+    """Whether this thread is in a forward that was marked."""
+    _forget_ended()
+    return bool(_marked.contexts or _marked.calls)
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_recomputation() -> bool:
+    """Whether this thread, in a backward, is in a forward that is computed once more."""
+    for frame in _stack():
+        if frame.f_globals is _ENGINE:
+            return False
+        if frame.f_globals is _MODULES or frame.f_globals is _CHECKPOINTS:
+            return True
+    return False
+
+
+def _stack() -> Iterator[FrameType]:
+    """The frames of this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _forget_ended() -> None:
+    """Forget calls that have ended. torch calls no hook after a forward that KeyboardInterrupt or
+    SystemExit ends, but then its frame is no longer on the stack."""
+    if _marked.calls:
+        running = set(_stack())
+        _marked.calls = [call for call in _marked.calls if call in running]
 
 
 @contextmanager
 def activations() -> Iterator[None]:
     """Collectives in this context carry activations: for forwards that are no module's call."""
-    _depth.value += 1
+    _marked.contexts += 1
     try:
         yield
     finally:
-        _depth.value -= 1
+        _marked.contexts -= 1
 
 
 def _enter(*args: Any) -> None:
-    _depth.value += 1
+    # Frames of the compiler may lie in between.
+    _marked.calls.append(next(frame for frame in _stack() if frame.f_globals is _MODULES))
 
 
 def _leave(*args: Any) -> None:
-    _depth.value -= 1
+    _forget_ended()
+    del _marked.calls[-1:]
 
 
 def watch_forward(model: nn.Module) -> Callable[[], None]:
@@ -61,7 +108,7 @@ def watch_forward(model: nn.Module) -> Callable[[], None]:
     enter: Any = torch.compiler.disable(_enter)
     leave: Any = torch.compiler.disable(_leave)
     before = model.register_forward_pre_hook(enter, prepend=True)
-    after = model.register_forward_hook(leave, always_call=True)
+    after = model.register_forward_hook(leave)
 
     def end() -> None:
         before.remove()

@@ -80,6 +80,9 @@ def test_every_collective(
             work.wait()
         several = [t + 0 for t in functional.all_reduce_coalesced([mine, mine], "sum", group)]
         several.append(functional.all_reduce(mine, "sum", (mesh, 0)) + 0)
+        several += (coalesced := [mine.clone(), mine.clone()])
+        with pytest.warns(FutureWarning):
+            dist.all_reduce_coalesced(coalesced, group=group)
     assert torch.equal(out, gathered)
     assert torch.equal(torch.stack(parts), gathered)
     assert torch.equal(shard, sums[rank].to(dtype))
@@ -182,6 +185,17 @@ def test_what_travels_as_it_is(rank: int, world_size: int) -> None:
         assert torch.equal(reduced(mine.double()), both.double().sum(0))
         assert torch.equal(reduced((mine * 100).long()), (both * 100).long().sum(0))
         assert not torch.equal(reduced(mine), both.sum(0))
+        z = torch.complex(both[:, : 2 * N], both[:, 2 * N :])
+        assert torch.equal(reduced(z[rank]), z.sum(0))
+        dist.all_gather(parts := [torch.empty_like(z[0]) for _ in range(2)], z[rank], group=group)
+        assert torch.equal(torch.stack(parts), z)
+        dist.all_to_all_single(out := torch.empty_like(z[0]), z[rank], group=group)
+        assert torch.equal(out.view(2, -1), z.view(2, 2, -1)[:, rank])
+    sending = dist.isend(z[rank], group=group, group_dst=1 - rank)
+    dist.recv(out, group=group, group_src=1 - rank)
+    assert sending is not None
+    sending.wait()
+    assert torch.equal(out, z[1 - rank])
     assert torch.equal(reduced(mine), both.sum(0))
     weight = both.view(-1, 64)
     assert torch.equal(distribute_tensor(weight, mesh, [Shard(0)]).full_tensor(), weight)
