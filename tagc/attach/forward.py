@@ -20,6 +20,8 @@ from torch import nn
 from torch.autograd import graph
 from torch.utils import checkpoint
 
+from tagc.basics.untraced import untraced
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -104,11 +106,9 @@ def watch_forward(model: nn.Module) -> Callable[[], None]:
     Returns:
         A function that ends it.
     """
-    # A compiler that traces the model must not trace these: they count when the model is called.
-    enter: Any = torch.compiler.disable(_enter)
-    leave: Any = torch.compiler.disable(_leave)
-    before = model.register_forward_pre_hook(enter, prepend=True)
-    after = model.register_forward_hook(leave)
+    # If they were traced, they would count once, not whenever the model is called.
+    before = model.register_forward_pre_hook(untraced(_enter), prepend=True)
+    after = model.register_forward_hook(untraced(_leave))
 
     def end() -> None:
         before.remove()

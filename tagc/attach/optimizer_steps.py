@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from tagc.attach.unit import Unit
+from tagc.basics.untraced import untraced
 from tagc.collect import CopyGatherer
 
 
@@ -30,6 +31,7 @@ class OptimizerSteps:
         self._pairs = list(pairs)
         mine = weakref.ref(self)
 
+        @untraced
         def note(optimizer: Optimizer, *, ended: bool) -> None:
             steps = mine()
             if steps is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tagc.attach import Unit
+from tagc.basics.untraced import untraced
 from tagc.collect import Transport, UnitReducer, noise_factor
 
 _EVERY = 16
@@ -160,12 +161,13 @@ class KeptRates:
         self._changes: list[_Change] = []
         self._removed = False
         self.factors = [1.0] * len(optimizer.param_groups)
+        restore = untraced(self._restore)
         self._hooks = (
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(lambda *_: self._restore()),
+            optimizer.register_step_pre_hook(untraced(self._before)),
+            optimizer.register_step_post_hook(lambda *_: restore()),
             optimizer.register_state_dict_pre_hook(lambda _: self._restore_untouched()),
         )
-        self._step = self._restoring(optimizer.step)
+        self._step = self._restoring(optimizer.step, restore)
         self._step_before = vars(optimizer).get("step")
         optimizer.step = self._step
 
@@ -186,7 +188,7 @@ class KeptRates:
         else:
             self._optimizer.step = self._step_before
 
-    def _restoring(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _restoring(self, step: Callable[..., Any], restore: Callable[[], object]) -> Any:
         """``step``, but the user's rates are restored afterwards, even if it raises; torch then
         calls no hook. It is a method because torch's schedulers need one."""
 
@@ -195,7 +197,7 @@ class KeptRates:
             try:
                 return step(*args, **kwargs)
             finally:
-                self._restore()
+                restore()
 
         return MethodType(restoring, self._optimizer)
 

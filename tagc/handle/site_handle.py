@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tagc.attach.sites import OwnGroup, SiteUnit
+from tagc.basics.untraced import untraced
 from tagc.checkpoint import State, UnitState
 from tagc.collect import SiteExchange
 from tagc.handle.handle import Handle
@@ -96,6 +97,7 @@ class Sites(Handle):
         ``get_state_dict`` takes one to make a new optimizer's state."""
         mine = weakref.ref(self)
 
+        @untraced
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             sites = mine()
             rates = [group.get("lr") for group in optimizer.param_groups]

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 from support.changes import delta, wrapped
 from support.distributed import on_ranks
+from support.exact import equal
 from support.gathering import gathering, recorded
 from support.small_net import loss_of, train
 from support.units import gathered
@@ -87,6 +88,29 @@ def test_a_closure_that_is_called_once_sends_no_more(rank: int, world_size: int)
         before = compressor.parameter_wire_bytes
         optimizer.step(closure=closure)
         assert compressor.parameter_wire_bytes - before == planned
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_compiled_step(rank: int, world_size: int, with_closure: bool) -> None:
+    """The compiler does not trace what tagc does around it."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+    found = []
+    for compiled in (False, True):
+        model = wrapped(delta())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if not with_closure:
+            tagc.compressor(model).keep_rates(optimizer, second_moment=True)
+        if compiled:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        for step in range(3):
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            optimizer.step(*[loss.detach] * with_closure)
+            optimizer.zero_grad()
+        found.append(tagc.compressor(model).state_dict())
+    equal(*found)
 
 
 class ScheduleFree(torch.optim.SGD):

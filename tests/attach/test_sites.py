@@ -93,6 +93,24 @@ def test_dense_is_diloco(rank: int, world_size: int) -> None:
     assert abs(metrics.wire_bytes * 4 - metrics.dense_bytes) < 16
 
 
+@pytest.mark.slow
+@on_ranks(2, timeout=200)
+def test_a_compiled_step(rank: int, world_size: int) -> None:
+    """The compiler leaves the exchange out of what it traces."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+    found = []
+    for compiled in (False, True):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        handle = tagc.sites(model, optimizer, policy())
+        if compiled:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        train(model, optimizer, rank, range(8))
+        found.append(local_weights(model))
+        assert handle.metrics().exchanges == 2
+    equal(*found)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["FSDP2", "DDP"])
 def test_shards_of_a_site(rank: int, world_size: int, kind: str) -> None:
