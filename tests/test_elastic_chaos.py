@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,18 +25,30 @@ class Sites:
     """Processes, each a site, and the lighthouse that knows them."""
 
     def __init__(self, folder: Path, steps: int, policy: str) -> None:
-        from torchft.coordination import LighthouseServer  # pyright: ignore
-
         self.folder, self.steps, self.policy = folder, steps, policy
-        self.lighthouse = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=3000, heartbeat_timeout_ms=1500
-        )
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.start_lighthouse()
         self.started = 0
         self.running: dict[int, subprocess.Popen] = {}
 
+    def start_lighthouse(self) -> None:
+        """A process of its own, which can be killed."""
+        program = (
+            "import time, torchft.coordination as c; server = c.LighthouseServer("
+            f"bind='127.0.0.1:{self.port}', min_replicas=2, join_timeout_ms=3000, "
+            "heartbeat_timeout_ms=1500); time.sleep(1e6)"
+        )
+        self.lighthouse = subprocess.Popen([sys.executable, "-c", program])
+
+    def stop_lighthouse(self) -> None:
+        self.lighthouse.kill()
+        self.lighthouse.wait()
+
     def start(self) -> None:
         environment = os.environ | {
-            "TORCHFT_LIGHTHOUSE": self.lighthouse.address(),
+            "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}",
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
         }
@@ -65,7 +78,7 @@ class Sites:
     def stop(self) -> None:
         for name in list(self.running):
             self.kill(name)
-        self.lighthouse.shutdown()
+        self.stop_lighthouse()
 
     def lines(self) -> dict[int, list[dict[str, Any]]]:
         """What every site has written."""
@@ -149,3 +162,25 @@ def test_random_faults(tmp_path: Path, policy: str, faults: int) -> None:
     finally:
         sites.stop()
     assert check(sites) > 50
+
+
+def test_a_lighthouse_that_restarts(tmp_path: Path) -> None:
+    """All sites wait for it, and go on."""
+    sites = Sites(tmp_path, 10**9, "waiting")
+    try:
+        for _ in range(2):
+            sites.start()
+        for seconds in (0, 1, 10, None):
+            began, after = time.monotonic(), sites.count + 3
+            while sites.count < after:
+                assert time.monotonic() - began < 90, "no site goes on"
+                for name, process in sites.running.items():
+                    assert process.poll() is None, (tmp_path / f"{name}.err").read_text()[-4000:]
+                time.sleep(0.2)
+            if seconds is not None:
+                sites.stop_lighthouse()
+                time.sleep(seconds)
+                sites.start_lighthouse()
+    finally:
+        sites.stop()
+    assert check(sites) > 9

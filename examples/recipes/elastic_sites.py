@@ -60,6 +60,7 @@ def train(steps: int, policy: str) -> None:
         use_async_quorum=False,
         timeout=timedelta(seconds=20),
         quorum_timeout=timedelta(seconds=120),  # longer than the steps between two exchanges
+        quorum_retries=100,  # how often to ask a lighthouse that does not answer
         max_retries=10,
     )
     sites = tagc.sites(model, optimizer, policy, sites=manager)

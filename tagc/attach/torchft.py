@@ -33,8 +33,8 @@ class TorchftSites:
         """Take a manager that does nothing else.
 
         Raises:
-            ValueError: if it does not wait for a quorum, lets sites begin with different
-                parameters, or its process group is not ``torchft.ProcessGroupGloo``.
+            ValueError: if it does not wait for a quorum, asks for one only once, lets sites begin
+                with different parameters, or its process group is not ``torchft.ProcessGroupGloo``.
         """
         if manager._use_async_quorum:
             raise ValueError(
@@ -44,6 +44,12 @@ class TorchftSites:
         if not manager._init_sync:
             raise ValueError(
                 "sites begin from one of them: make the torchft.Manager with init_sync=True"
+            )
+        if not manager._quorum_retries:
+            raise ValueError(
+                "the torchft.Manager asks its lighthouse only once, so a lighthouse that is away "
+                "for a second would end all sites: make it with quorum_retries=100, or set "
+                "TORCHFT_QUORUM_RETRIES=100"
             )
         name = manager._pg.getBackendName()
         if name != "torchft-gloo":

@@ -238,6 +238,10 @@ def different_starts(manager: Any) -> None:
     manager._init_sync = False
 
 
+def asking_once(manager: Any) -> None:
+    manager._quorum_retries = 0
+
+
 def on_nccl(manager: Any) -> None:
     manager.getBackendName = lambda: "torchft-nccl"
 
@@ -248,10 +252,15 @@ def on_nccl(manager: Any) -> None:
     [
         (POLICY, not_waiting, "make the torchft.Manager with use_async_quorum=False"),
         (POLICY, different_starts, "make the torchft.Manager with init_sync=True"),
+        (
+            POLICY,
+            asking_once,
+            "away for a second would end all sites: make it with quorum_retries=",
+        ),
         (POLICY, on_nccl, "backend 'torchft-nccl': give it torchft.ProcessGroupGloo"),
         (policy(LEAD), None, "leave lead out for sites that come and go"),
     ],
-    ids=["quorum", "starts", "group", "lead"],
+    ids=["quorum", "starts", "retries", "group", "lead"],
 )
 def test_refusals(rank: int, world_size: int, rules: Any, spoil: Any, said: str) -> None:
     site = ElasticSite(rank, world_size, [Round((0, 1))], rules)

@@ -36,7 +36,7 @@ class ScriptedManager:
         now: index of the round in progress.
     """
 
-    _use_async_quorum, _init_sync, _healing = False, True, False
+    _use_async_quorum, _init_sync, _healing, _quorum_retries = False, True, False, 1
 
     def __init__(
         self, script: Sequence[Round], site: int, shard: int, shards: int, run: str = ""

@@ -47,6 +47,7 @@ def main() -> None:
         use_async_quorum=False,
         timeout=timedelta(seconds=TIMEOUT),
         quorum_timeout=timedelta(seconds=60),
+        quorum_retries=60,
         rank=0,
         world_size=1,
         store_addr="127.0.0.1",
