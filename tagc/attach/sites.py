@@ -23,7 +23,7 @@ from tagc.attach.fsdp2 import FSDP2
 from tagc.attach.integrations import INTEGRATIONS, integration_of
 from tagc.attach.parameter_sets import Named, columns_in_rows, info_of_set, parameter_sets
 from tagc.attach.unit import Unit
-from tagc.collect import SilentGroup, Transport, gather_by_rank
+from tagc.collect import SilentGroup, Transport, gather_by_rank, timeout_of
 from tagc.plan import between_sites
 from tagc.policy.roles import clean_name
 
@@ -222,7 +222,9 @@ class OwnGroup:
         group: the new group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup], device: torch.device
+    ) -> None:
         """Make it; all ranks that ``groups`` connect call it together."""
         mine = tuple(dist.get_process_group_ranks(group))
         everyones = gather_by_rank(groups, {dist.get_rank(): mine})
@@ -232,6 +234,7 @@ class OwnGroup:
         made = {
             ranks: dist.new_group(
                 list(ranks),
+                timeout=timeout_of(group, device),
                 backend=str(dist.get_backend_config(group)),
                 use_local_synchronization=not self._everywhere,
                 group_desc="tagc between sites",

@@ -16,7 +16,13 @@ from tagc.collect.rehearsal import rehearse
 from tagc.collect.replicas import ReplicaAverage
 from tagc.collect.site_exchange import SiteExchange, SitesDifferError, Waits
 from tagc.collect.skipped_step import copy_step_state, restore_step_state
-from tagc.collect.transport import CollectiveWork, SilentGroup, Transport, check_backends
+from tagc.collect.transport import (
+    CollectiveWork,
+    SilentGroup,
+    Transport,
+    check_backends,
+    timeout_of,
+)
 from tagc.collect.turns import in_turns
 
 __all__ = [
@@ -53,4 +59,5 @@ __all__ = [
     "noise_factor",
     "rehearse",
     "restore_step_state",
+    "timeout_of",
 ]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from tagc.collect.transport import Transport
+from tagc.collect.transport import Transport, timeout_of
 
 Hosts = Literal["auto"] | int | None
 """The argument ``hosts``: find hosts, this many ranks on each, or send from every rank itself."""
@@ -231,8 +231,7 @@ def host_groups(
     """
     ranks = tuple(dist.get_process_group_ranks(group))
     backend = group._get_backend(device)
-    options: Any = getattr(backend, "options", None)
-    timeout = getattr(options, "_timeout", None)
+    timeout = timeout_of(group, device)
     key = (dist.group.WORLD, ranks, ranks_per_host, str(dist.get_backend_config(group)), timeout)
     if not all(key[1:] in said[rank].made for rank in ranks):
         splits = getattr(backend, "supports_splitting", False)

@@ -72,7 +72,9 @@ class Flight:
 
     def start(self, work: Callable[[], None]) -> None:
         """Do this in a thread."""
-        self.thread = threading.Thread(target=work, name="tagc-sites", daemon=True)
+        # Not a daemon: Python would end it inside gloo at exit, and with it the process (SIGABRT).
+        # So a script that ends, or raises, waits for it, at most for the group's timeout.
+        self.thread = threading.Thread(target=work, name="tagc-sites", daemon=False)
         self.thread.start()
 
     def join(self) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -379,6 +380,12 @@ def check_backends(groups: Sequence[dist.ProcessGroup]) -> None:
                 "threads in one process are like that. Start a process for each rank with backend "
                 "gloo or nccl"
             )
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The timeout of a group's collectives for this device; None if its backend has none."""
+    options: Any = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _started(work: Any) -> list[Any]:

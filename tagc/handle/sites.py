@@ -89,7 +89,9 @@ def sites(
     links = agree_on(groups, {"plan": make}, doing=_DOING, remedy=_REMEDY)["plan"]
     for warning in links.plan.warnings:
         warn(warning)
-    own = OwnGroup(group, groups) if config.delay and group is not None else None
+    own = None
+    if config.delay and group is not None:
+        own = OwnGroup(group, groups, units[0].device)
     used = group if own is None else own.group
     pairs = zip(units, links.collectives.reducers, strict=True)
     anchors = [Anchor(unit, reducer, used, unit.device, config) for unit, reducer in pairs]

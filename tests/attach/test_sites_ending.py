@@ -1,0 +1,77 @@
+"""Sites: how they end, with an exchange in flight or after one that failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tagc
+from support.distributed import on_ranks
+from support.exact import equal
+from support.failing import fails
+from support.site_net import FOUR_BITS, adam, policy, train
+from support.small_net import local_weights, net
+from tagc.collect import timeout_of
+
+DELAYED = policy(FOUR_BITS, every=2, delay=1)
+
+
+def in_flight(rank: int) -> tuple[Any, Any, Any]:
+    """A model in sites, its optimizer and its handle, with an exchange in flight."""
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, DELAYED)
+    train(model, optimizer, rank, range(2))
+    return model, optimizer, handle
+
+
+def test_a_script_that_ends_meanwhile(tmp_path: Path) -> None:
+    """Or raises: it has its own exit status, and does not abort in gloo's thread."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TAGC_OPS": "reference", "GLOO_SOCKET_IFNAME": "lo"}
+    scripts = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path / "store")],
+            env=env | {"RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [script.communicate(timeout=120)[1] for script in scripts]
+    assert [script.returncode for script in scripts] == [0, 1], said
+    assert said[1].endswith("RuntimeError: the script's own\n"), said
+
+
+def _script(store: str) -> None:
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2,
+        timeout=timedelta(seconds=30),
+    )  # fmt: skip
+    in_flight(rank)
+    if rank:
+        raise RuntimeError("the script's own")
+    dist.destroy_process_group()
+
+
+@on_ranks(2)
+def test_the_timeout_is_the_users(rank: int, world_size: int) -> None:
+    """An exchange in flight waits no longer for another site than any other collective."""
+    (anchor, *_) = in_flight(rank)[2].exchange_state.anchors
+    assert anchor._group is not dist.group.WORLD
+    cpu = torch.device("cpu")
+    assert timeout_of(anchor._group, cpu) == timeout_of(dist.group.WORLD, cpu) == timedelta(0, 20)
+
+
+if __name__ == "__main__":
+    _script(*sys.argv[1:])
