@@ -228,6 +228,7 @@ class OwnGroup:
         """Make it; all ranks that ``groups`` connect call it together."""
         mine = tuple(dist.get_process_group_ranks(group))
         everyones = gather_by_rank(groups, {dist.get_rank(): mine})
+        self._world = dist.group.WORLD
         # Either all processes make all of these groups, in the same order, or only the members.
         self._everywhere = len(everyones) == dist.get_world_size()
         found = sorted(set(everyones.values())) if self._everywhere else [mine]
@@ -244,9 +245,11 @@ class OwnGroup:
         own = made[mine]
         assert isinstance(own, dist.ProcessGroup)
         self.group = own
+        # A rank that destroys it must not close connections that another one still makes.
+        Transport(own).all_reduce(torch.zeros(1, dtype=torch.float32, device=device)).wait()
 
     def release(self) -> None:
-        """Destroy it. Groups of some of the processes stay, because torch would use their names
-        again."""
-        if self._everywhere:
+        """Destroy it, unless the user has destroyed all groups. Groups of some of the processes
+        stay, because torch would use their names again."""
+        if self._everywhere and self._world is dist.group.WORLD:
             dist.destroy_process_group(self.group)

@@ -31,6 +31,7 @@ _ABOUT = (
 )
 # The former name; such states are still read.
 _FORMER_ABOUT = "about_if_missing_load_by_tagc_Compressor_load"
+BY_HANDLE = "call load(folder) on the same handle, with the checkpoint's folder"
 DENSE = (
     "If it is from training without tagc, there is nothing to load: leave this out, and training "
     "continues with zero residuals"

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tagc.checkpoint.format import Source, StateError
+from tagc.checkpoint.format import BY_HANDLE, Source, StateError
 from tagc.checkpoint.locations import ParamLocation
 from tagc.checkpoint.saved import Saved
 from tagc.checkpoint.suffix import Suffix, split_suffix
@@ -197,8 +197,8 @@ def _without_owners(
     if source.alone and holders:
         raise StateError(
             f"{source.where}: it has the residual of an owner in two shots, but now all replicas "
-            "send each other everything: load the states of all ranks with "
-            "tagc.compressor(model).load(folder)"
+            "send each other everything. Load the states of all ranks: "
+            f"{BY_HANDLE}"
         )
     ranks = max((place.ranks for _, _, place in holders), default=1)
     return [replace(saved, share=float(ranks)) for saved in found]
@@ -236,8 +236,8 @@ def _check_hosts(
         if owed != owes:
             raise StateError(
                 f"{source.where}: saved where ranks lay on hosts in another way than now. Load "
-                "the states of all ranks with tagc.compressor(model).load(folder), or wrap the "
-                "model with the hosts=... of the saved run"
+                f"the states of all ranks ({BY_HANDLE}), or wrap the model with "
+                "the hosts=... of the saved run"
             )
 
 
@@ -253,15 +253,14 @@ def _check_parallel(
         if had != has:
             raise StateError(
                 f"{source.where}: saved where tensor parallelism gave this rank another part of "
-                f"{name} than now. Load the states of all ranks with "
-                "tagc.compressor(model).load(folder)"
+                f"{name} than now. Load the states of all ranks: {BY_HANDLE}"
             )
 
 
 def _not_mine(source: Source, covered: int, name: str, place: ParamLocation) -> str:
     return (
         f"{source.where}: it has {covered} of the {place.numel} elements of {name}, the others are "
-        "another rank's: load the states of all ranks with tagc.compressor(model).load(folder)"
+        f"another rank's. Load the states of all ranks: {BY_HANDLE}"
     )
 
 

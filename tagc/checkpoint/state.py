@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tagc.basics.warn import warn
 from tagc.checkpoint.copies import Copies
-from tagc.checkpoint.format import Source, StateError, StateHeader
+from tagc.checkpoint.format import BY_HANDLE, Source, StateError, StateHeader
 from tagc.checkpoint.locations import ParamLocation
 from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
 from tagc.checkpoint.suffix import split_suffix
@@ -123,8 +123,8 @@ class State:
             if not same and not force:
                 raise StateError(
                     f"{source.where}: saved with policy {saved.policy!r} "
-                    f"({saved.policy_hash[:12]}), but the model is wrapped with {here.policy!r} "
-                    f"({here.policy_hash[:12]}). Wrap it with the policy of the checkpoint, or "
+                    f"({saved.policy_hash[:12]}), but the model has policy {here.policy!r} "
+                    f"({here.policy_hash[:12]}). Give it the policy of the checkpoint, or "
                     f"load(..., force=True), which keeps the residuals of all parameters that "
                     "still have one, and warns about the others"
                 )
@@ -188,7 +188,7 @@ class State:
             raise StateError(
                 f"{source.where}: saved by rank {saved.rank} of {saved.world_size}, but this is "
                 f"rank {here.rank} of {here.world_size}, and residuals of other ranks are needed: "
-                "load the checkpoint's folder with tagc.compressor(model).load(folder)"
+                f"{BY_HANDLE}"
             )
         return {here.rank: holdings[here.rank]}
 

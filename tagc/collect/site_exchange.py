@@ -162,9 +162,17 @@ class SiteExchange:
             flight.wait()
 
     def release(self) -> None:
-        """Wait for what is in flight, and drop it."""
-        self.settle()
-        self._flights.clear()
+        """Wait for what is in flight, and drop it, also if it failed.
+
+        Raises:
+            Exception: what it raised.
+        """
+        try:
+            for flight in self._flights.values():
+                flight.join()  # all of them, before one raises
+            self.settle()
+        finally:
+            self._flights.clear()
 
     def state(self) -> dict[str, Tensor]:
         """Optimizer steps, and the step at which each fragment in flight is applied, or -1."""

@@ -48,7 +48,8 @@ class Sites(Handle):
     ) -> None:
         self._model, self._units, self._links = model, units, links
         self._exchange, self._groups, self._own = exchange, groups, own
-        self._hook: Any = None
+        self._hooks: list[Any] = []
+        self._removed = False
 
     @property
     def _plan(self) -> Plan:
@@ -75,22 +76,39 @@ class Sites(Handle):
         steps. Unless the policy has an ``alpha``, all sites then have the same parameters.
 
         Raises:
+            ValueError: after :meth:`remove`.
             RuntimeError: if the sites have different anchors, or a site does not answer in time;
                 with a ``torchft.Manager`` :class:`tagc.SitesLostError`, if there is no quorum.
         """
+        self._check_there()
         self._exchange.exchange_all()
 
     def remove(self) -> None:
         """Stop exchanging, and drop anchors and residuals. Waits for an exchange in flight, and
-        does not apply it. The parameters stay as they are. Call it on all ranks. Until you call
-        ``shutdown()`` of a ``torchft.Manager``, the other sites wait for this one."""
-        self._hook.remove()
-        self._exchange.release()
-        self._links.collectives.clear()
-        if self._own is not None:
-            self._own.release()
+        does not apply it. The parameters stay as they are. Call it on all ranks; a second call does
+        nothing. Until you call ``shutdown()`` of a ``torchft.Manager``, the other sites wait for
+        this one.
+
+        Raises:
+            Exception: what the exchange in flight raised. The sites are removed then, too.
+        """
+        if self._removed:
+            return
+        self._removed = True
+        while self._hooks:
+            self._hooks.pop().remove()
         if sites_of(self._model) is self:
             delattr(self._model, _ATTRIBUTE)
+        try:
+            self._exchange.release()
+        finally:
+            self._links.collectives.clear()
+            if self._own is not None:
+                self._own.release()
+
+    def _check_there(self) -> None:
+        if self._removed:
+            raise ValueError("these sites were removed: call tagc.sites again, and use its handle")
 
     def attach(self, optimizer: Optimizer) -> None:
         """Exchange as this optimizer steps. Steps at a learning rate of 0 do not count: torch's
@@ -104,10 +122,11 @@ class Sites(Handle):
             if sites is not None and any(map(_moves, rates)):
                 sites._exchange.step()
 
-        self._hook = optimizer.register_step_post_hook(after_step)
+        self._hooks.append(optimizer.register_step_post_hook(after_step))
         object.__setattr__(self._model, _ATTRIBUTE, self)
 
     def _state(self) -> State:
+        self._check_there()
         self._exchange.settle()
         anchors = self._exchange.anchors
         parallel = [group for unit in self._units for group in unit.parallel]

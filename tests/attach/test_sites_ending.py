@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -69,8 +67,48 @@ def test_the_timeout_is_the_users(rank: int, world_size: int) -> None:
     """An exchange in flight waits no longer for another site than any other collective."""
     (anchor, *_) = in_flight(rank)[2].exchange_state.anchors
     assert anchor._group is not dist.group.WORLD
-    cpu = torch.device("cpu")
-    assert timeout_of(anchor._group, cpu) == timeout_of(dist.group.WORLD, cpu) == timedelta(0, 20)
+    world: Any = dist.group.WORLD
+    given = timeout_of(world, torch.device("cpu"))
+    assert timeout_of(anchor._group, torch.device("cpu")) == given == timedelta(seconds=20)
+
+
+@on_ranks(2)
+def test_removal_after_a_failure_in_flight(rank: int, world_size: int) -> None:
+    """It is raised once, and the model is free."""
+    model, optimizer, handle = in_flight(rank)
+    handle.exchange_state._flights[0].join()
+    handle.exchange_state._flights[0].error.append(RuntimeError("the link is down"))
+    assert fails(handle.remove) == ("RuntimeError", "the link is down")
+    handle.remove()
+    tagc.sites(model, optimizer, DELAYED).remove()
+
+
+@on_ranks(2)
+def test_a_removed_handle(rank: int, world_size: int) -> None:
+    """It changes and saves nothing any more, and a second removal does nothing."""
+    model, optimizer, handle = in_flight(rank)
+    state = handle.state_dict()
+    handle.remove()
+    handle.remove()
+    before = local_weights(model)
+    calls = (
+        handle.exchange,
+        handle.state_dict,
+        lambda: handle.load_state_dict(state),
+        lambda: handle.save("nowhere"),
+        lambda: handle.load("nowhere"),
+    )
+    for call in calls:
+        kind, said = fails(call)
+        assert (kind, said[:24]) == ("ValueError", "these sites were removed")
+    equal(local_weights(model), before)
+    assert not Path("nowhere").exists()
+    dist.barrier()
+    again = tagc.sites(model, optimizer, DELAYED)
+    dist.destroy_process_group()
+    again.remove()
+    # For the barrier after the test.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 if __name__ == "__main__":

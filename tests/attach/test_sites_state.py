@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import tagc
 from support.distributed import on_ranks, run_ranks
 from support.exact import equal
+from support.failing import fails
 from support.site_net import FOUR_BITS, adam, inside, policy, train
 from support.small_net import local, local_weights, net
 from support.states import shared_folder
@@ -135,6 +136,17 @@ def test_another_number_of_sites(
 
 def _on(rank: int, what: str, world_size: int, kind: str, folder: Path) -> dict[str, Any]:
     return {"saved": saved, "loaded": loaded}[what](rank, world_size, kind, folder)
+
+
+@on_ranks(2)
+def test_the_state_of_another_rank(rank: int, world_size: int) -> None:
+    """The remedy is one that sites have."""
+    handle = Run("one device", rank, world_size, policy()).handle
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, handle.state_dict())
+    kind, said = fails(lambda: handle.load_state_dict(states[1 - rank]))
+    assert kind == "StateError"
+    assert "call load(folder) on the same handle" in said
 
 
 @on_ranks(2)
