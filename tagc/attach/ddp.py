@@ -35,6 +35,9 @@ from tagc.policy.roles import clean_name
 UNIT_BYTES = 25 * 2**20
 """Gradients of a unit, unless one parameter has more: as many as of DDP's buckets by default."""
 
+# Of a DistributedDataParallel: the state of tagc's hook.
+_ATTRIBUTE = "_tagc_hook"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DDPUnit(Unit):
@@ -52,6 +55,9 @@ class DDPUnit(Unit):
         if hook is None:
             hook = _Hook(module)
             module.register_comm_hook(hook, _reduce_bucket)
+            # DDP's list only notes it, and a copy of the module would take it over.
+            module._comm_hooks.remove((_reduce_bucket, hook))
+            object.__setattr__(module, _ATTRIBUTE, hook)
         may_be_unused = module.find_unused_parameters or module.static_graph
         hook.add(_Collected(self, reducer, _Uses(self._params) if may_be_unused else None))
 
@@ -170,6 +176,10 @@ class _Hook:
         self._units: list[_Collected] = []
         self.clear()
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A copy of the module averages as DDP does.
+        return type(None), ()
+
     def add(self, collected: _Collected) -> None:
         """From now on, reduce this unit."""
         at = len(self._units)
@@ -284,8 +294,7 @@ def _changed(what: str) -> RuntimeError:
 
 def _hook_of(module: DistributedDataParallel) -> _Hook | None:
     """The state of tagc's hook; None if it was never registered."""
-    found = (state for _, state in module._comm_hooks if isinstance(state, _Hook))
-    return next(found, None)
+    return getattr(module, _ATTRIBUTE, None)
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:

@@ -20,6 +20,10 @@ class Handle(ABC):
 
     _plan: Plan
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # The model holds its handle. A copy of the model, also a pickled one, is a plain model.
+        return type(None), ()
+
     def plan(self) -> Plan:
         """The plan for every parameter. Print it to read it."""
         return self._plan
