@@ -7,6 +7,7 @@
 #   make gpu INSTALLED= BIN=/usr/bin OUT=/tmp/gpu    with the Python that is there, output elsewhere
 #   make gpu-quality TEXT=runs/text/tokens.npz   with text in byte pairs; benchmarks/tokens.py makes it
 #   make test-device TRITON=3.6.0          kernels as an older Triton compiles them, in an environment of its own
+#   make mutants MUTANTS="wait-left-out"   some planted errors; with ALL=1 every test that notices them
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -18,6 +19,8 @@ OUT ?= runs/gpu
 TEXT ?=
 SECONDS ?= 570
 TRITON ?=
+MUTANTS ?=
+ALL ?=
 
 VENV := .venv$(if $(TRITON),-triton-$(TRITON))
 BIN := $(VENV)/bin
@@ -34,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-device test-gpu test-network test-recipes parity lint docs bench bench-network gpu gpu-quality clean
+.PHONY: help demo test test-slow test-device test-gpu test-network test-recipes mutants parity lint docs bench bench-network gpu gpu-quality clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -80,6 +83,9 @@ test-network: $(INSTALLED) ## run the tests that need root, ip and tc (network n
 test-recipes: $(INSTALLED) ## install Lightning, transformers, Accelerate, torchtitan and torchft, run the recipes with them
 	$(BIN)/python -m pip install -e '.[recipes,sites]'
 	$(BIN)/python -m pytest -m recipes
+
+mutants: $(INSTALLED) ## plant errors in copies of the library, one at a time: does a test notice? (MUTANTS, ALL)
+	PYTHONPATH=tests $(BIN)/python -m mutants $(MUTANTS) $(if $(ALL),--all)
 
 parity: $(INSTALLED) ## native FSDP beside tagc, all combinations: the tables of docs/parity.md
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m parity
