@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import warnings
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,10 @@ from support.exact import equal
 from support.replicated_net import of_replicas, wrapped
 from support.small_net import local_grads, local_weights, loss_of, sharded
 from support.states import shared_folder
+from support.units import codec_plan, unit_reducer
 from tagc.handle.noise import (
+    MeasuredUnit,
+    NoiseFactors,
     divides_by_second_moment,
     exchange_is_due,
 )
@@ -310,6 +314,20 @@ def test_which_optimizers_divide() -> None:
     assert divides_by_second_moment(AdamW8bit(p, lr=1), True)
     with pytest.raises(ValueError, match=r"whether Unknown divides.*second_moment=True"):
         divides_by_second_moment(Unknown(p, {}), None)
+
+
+def test_a_gradient_that_goes_through_codecs_twice_has_the_noise_of_both() -> None:
+    """Over the ranks that share the parameters, then over copies of the model."""
+    plan = codec_plan(2, {"kind": "quantized"})
+    params = [nn.Parameter(torch.zeros(1)) for _ in plan.info.params]
+    unit: Any = SimpleNamespace(info=plan.info, trainable=lambda: params)
+    measured = MeasuredUnit(unit=unit, reducers=(unit_reducer(plan), unit_reducer(plan)))
+    noise = NoiseFactors([measured], None)
+    for reducer, square in zip(measured.reducers, (4.0, 9.0), strict=True):
+        assert reducer.gauge is not None
+        reducer.gauge.agreed[:] = torch.tensor((square, 1.0), dtype=torch.float64)
+    a, b, c, d = (noise.by_parameter()[id(param)] for param in params)
+    assert (a, b, c, d) == (6, 1, 6, 1)
 
 
 def test_exchanges_get_rare() -> None:

@@ -150,6 +150,19 @@ def test_what_is_not_finite_shows_at_its_owner_and_is_not_kept(
     assert all(r.isfinite().all() for r in reducer.residuals.values())
 
 
+@on_ranks(2)
+def test_a_sketch_hashes_anew_in_every_step(rank: int, world_size: int) -> None:
+    """Else groups that collide once would collide for ever."""
+    plan = codec_plan(world_size, {"kind": "sketch", "density": 0.3})
+    reducer = unit_reducer(plan)
+    (sketch,) = (c for c in reducer.coder.codecs.values() if isinstance(c, SketchCodec))
+    seeds = []
+    for step in range(4):
+        reduce(reducer, normal(world_size, plan.columns, step)[rank])
+        seeds.append(int(sketch.seed))
+    assert len(set(seeds)) == 4
+
+
 # Shared support
 
 

@@ -6,9 +6,12 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from support.units import codec_plan
+from support.distributed import on_ranks
+from support.units import codec_plan, reduce, unit_reducer
+from support.units import normal as buffers
 from tagc.collect import NoiseGauge, noise_factor
 from tagc.collect import gauge as gauges
 from tagc.plan import UnitPlan
@@ -68,6 +71,20 @@ def test_factors_are_those_of_the_dense_gradient(
         variance = (1 + common) * (dense + noise**2) + dense**2
         error = math.sqrt(variance / (taken * seen)) / dense
         assert abs(factor / exact - 1) < 5 * error
+
+
+@on_ranks(2)
+def test_sums_are_as_noisy_as_averages(rank: int, world_size: int) -> None:
+    made, found = plan(world_size), []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        reducer = unit_reducer(made)
+        reducer.measure_noise()
+        for step in range(2):
+            reduce(reducer, buffers(world_size, made.columns, step)[rank], op)
+        assert reducer.gauge is not None
+        found.append(reducer.gauge.sums)
+    assert found[0].any()
+    assert torch.equal(*found)
 
 
 def test_other_elements_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

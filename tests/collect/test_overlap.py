@@ -23,7 +23,8 @@ import tagc
 from support import fsdp1_net
 from support.distributed import on_ranks, run_ranks
 from support.small_net import loss_of, sharded
-from tagc.collect import CollectiveWork, UnitReducer
+from support.units import codec_plan, normal, reduce, unit_reducer
+from tagc.collect import CollectiveWork, Transport, UnitReducer
 from tagc.collect.gatherer import UnitGatherer
 
 CODECS: dict[str, dict[str, Any]] = {
@@ -334,3 +335,26 @@ def test_an_unshard_in_advance_has_the_same_bits(rank: int, world_size: int, beg
     handle.wait()
     for found, whole in zip(model.second.parameters(), expected, strict=True):
         assert torch.equal(found, whole)
+
+
+def late(original: Any) -> Any:
+    """The collective, which here begins only when it is waited for."""
+
+    def start(*args: Any, **how: Any) -> CollectiveWork:
+        return CollectiveWork([SimpleNamespace(wait=lambda: original(*args, **how).wait())], 0)
+
+    return start
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["quantized", "sketch"])
+def test_what_arrives_late_is_waited_for(rank: int, world_size: int, codec: str) -> None:
+    """Messages and cells before they are decoded, counts before they steer the thresholds."""
+    plan = codec_plan(world_size, CODECS[codec])
+    in_time, at_last = unit_reducer(plan), unit_reducer(plan)
+    starts = {name: late(getattr(Transport, name)) for name in ("all_to_all", "all_reduce")}
+    for step in range(3):
+        grad = normal(world_size, plan.columns, step)[rank]
+        expected = reduce(in_time, grad)
+        with patch.multiple(Transport, **starts):
+            assert torch.equal(reduce(at_last, grad), expected)

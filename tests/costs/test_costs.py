@@ -96,10 +96,10 @@ def test_gathers(keep: bool, exchanges: int) -> None:
     (native,) = native_units([info(per_step=2)], "parameters")
     assert traffic(native) == Traffic(collectives=2, gathered=2 * 3 * 4 * COLUMNS)
     # gloo's own all-gather takes longer, and sends no more.
-    gloo = Link(bandwidth=1.0, all_gather=1.5)
-    assert gloo.seconds(traffic(native), 4) == 1.5 * 2 * 3 * 4 * COLUMNS
+    gloo = Link(bandwidth=1.0, latency=8.0, all_gather=1.5)
+    assert gloo.seconds(traffic(native), 4) == 2 * 8 + 1.5 * 2 * 3 * 4 * COLUMNS
     assert gloo.carried(traffic(native), 4) == 2 * 3 * 4 * COLUMNS
-    assert gloo.seconds(traffic(unit), 4) == ring
+    assert gloo.seconds(traffic(unit), 4) == exchanges * 8 + ring
     # It encodes its own shard once a gather, and decodes all shards twice.
     speeds = {"quantized int8": Speed(encode=1.0, decode=100.0)}
     seconds = codec_seconds(unit, measured_time(speeds))

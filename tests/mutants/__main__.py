@@ -31,6 +31,8 @@ RECORD = HERE / "caught.md"
 FAST = "not slow and not device and not frontend and not gpu and not network and not recipes"
 # Golden files and records tell that something changed, not that it is wrong.
 IGNORED = ("tests/golden", "tests/benchmarks/test_counts_record.py")
+# As `make test` runs them: without a path, so that kernels are compiled before the workers start.
+EVERYTHING = ("-n", "2", "--dist", "loadgroup")
 # Folders at the top of the repository that are packages inside `tagc`.
 PACKAGES = ("triton_kernels", "policies", "benchmarks")
 TITLE = """# Mutants
@@ -137,7 +139,7 @@ def stages(mutant: Mutant, recorded: str, copy: Path) -> Iterator[list[str]]:
     near = mutant.near()
     if near:
         yield near
-    yield ["tests", "-n", "2", "--dist", "loadgroup", *(f"--ignore={copy / t}" for t in near)]
+    yield [*EVERYTHING, *(f"--ignore={copy / test}" for test in near)]
 
 
 def catching(mutant: Mutant, recorded: str, clean: Path, folder: Path, *, every: bool) -> list[str]:
@@ -145,7 +147,7 @@ def catching(mutant: Mutant, recorded: str, clean: Path, folder: Path, *, every:
     copy = copy_to(folder)
     mutant.plant(copy)
     if every:
-        return failures(copy, ["tests", "-n", "2", "--dist", "loadgroup"])
+        return failures(copy, EVERYTHING)
     for tests in stages(mutant, recorded, copy):
         for test in failures(copy, tests, "-x")[:1]:
             if failures(clean, [test]):
