@@ -126,6 +126,17 @@ def test_dequantizes_by_the_contract(bits, grad_dtype, residual_dtype, divisor):
         assert oracle.same_values(out[0], torch.from_numpy(total).to(grad_dtype))
 
 
+@both
+def test_messages_are_added_in_their_order(ops):
+    """(2^26 - 2^26) + 1 is 1, but (1 - 2^26) + 2^26 is 0."""
+    layout = BlockLayout(numel=32, bits=8, block=32)
+    x = 127 * torch.tensor([2.0**26, -(2.0**26), 1.0])[:, None].expand(3, 32)
+    message, out = torch.empty(3, layout.words, dtype=torch.int32), torch.empty(1, 32)
+    ops.quantize(x, None, message, layout=layout, average=0.0)
+    ops.dequantize(message[None], out, layout=layout, divisor=1)
+    assert bool((out == 127).all())
+
+
 @by_bits
 def test_what_is_not_finite_shows_and_stays_out_of_the_residual(bits, ops):
     """In its block only; a sum of finite numbers that overflows counts, too."""
