@@ -4,6 +4,7 @@ of them."""
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import tagc
 from parity.fsdp2_options import in_two_meshes
@@ -25,7 +27,7 @@ from support.failing import fails
 from support.gathering import INT8, gathering
 from support.own_gather import gather_themselves
 from support.small_net import local, local_grads, local_weights
-from tagc.attach.fsdp2 import param_groups_of
+from tagc.attach.fsdp2 import param_dtype, param_groups_of, reduce_dtype
 from tagc.attach.fsdp2_collectives import _params_of
 from tagc.policy import Policy
 
@@ -329,3 +331,33 @@ def test_parameters_with_an_all_gather_of_their_own_keep_it(rank: int, world_siz
     sent = [gatherer.wire_bytes for gatherer in compressor.gatherers]
     assert all(sent)
     assert 0 < compressor.metrics().parameter_error < 0.01
+
+
+def test_dtypes_where_each_parameter_has_a_policy() -> None:
+    """As from torch 2.15 on, whose reductions are in the gradients' dtype if no other is asked for;
+    before, a group has one policy, and reduces in the dtype of its parameters."""
+
+    def param(grad: torch.dtype | None, *, trains: bool = True, **policy: Any) -> SimpleNamespace:
+        sharded_param = SimpleNamespace(requires_grad=trains, dtype=torch.float32)
+        mixed = MixedPrecisionPolicy(**policy)
+        return SimpleNamespace(
+            sharded_param=sharded_param, mp_policy=mixed, sharded_grad_dtype=grad
+        )
+
+    half: dict[str, Any] = {"param_dtype": torch.bfloat16}
+    one = param(torch.float32, **half)
+    frozen = param(torch.bfloat16, trains=False)
+    group = SimpleNamespace(fsdp_params=[frozen, one])
+    assert reduce_dtype("unit", group) == torch.float32
+    assert param_dtype(one, group) == torch.bfloat16
+    assert param_dtype(frozen, group) is None
+    group.mp_policy = one.mp_policy
+    assert reduce_dtype("unit", group) == torch.bfloat16
+    assert param_dtype(frozen, group) == torch.bfloat16
+
+    asked = param(torch.float32, reduce_dtype=torch.float16, **half)
+    assert reduce_dtype("unit", SimpleNamespace(fsdp_params=[asked])) == torch.float16
+    for other in (torch.bfloat16, None):
+        several = SimpleNamespace(fsdp_params=[one, param(other)])
+        with pytest.raises(ValueError, match=r"of 'unit' have several dtypes.*fully_shard on"):
+            reduce_dtype("unit", several)
