@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tagc
+from support import fsdp1_net, small_net
 from support.distributed import on_ranks
 from support.failing import fails
 from support.marks import covering, slow
@@ -17,17 +23,73 @@ from support.mlp_net import MLP_ONLY, Net, backward, sharded
 from support.units import normal, reduce, unit_plan, unit_reducer
 
 
-@on_ranks(2, 3)
-def test_parameters_unfrozen_later(rank: int, world_size: int) -> None:
+def replicated() -> Any:
+    model = small_net.net()
+    for module in (model.first, model.second, model):
+        replicate(module)
+    return model
+
+
+SHARDED: dict[str, Callable[[], Any]] = {
+    "FSDP2": small_net.sharded,
+    "FSDP1": lambda: fsdp1_net.sharded(use_orig_params=True),
+    "DDP": lambda: DistributedDataParallel(small_net.net()),
+    "replicate": replicated,
+}
+
+
+def frozen(api: str) -> tuple[Any, list[nn.Parameter]]:
+    """A model and its parameters of the first layer, which are frozen."""
+    model = small_net.net()
+    model.first[0].requires_grad_(False)
+    with (
+        patch.object(small_net, "net", lambda: model),
+        patch.object(fsdp1_net, "net", lambda: model),
+    ):
+        whole = SHARDED[api]()
+    return whole, [p for n, p in whole.named_parameters() if not p.requires_grad]
+
+
+SECOND = {"when": {"name": "second.*"}, "codec": {"kind": "quantized"}}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("api", SHARDED)
+@pytest.mark.parametrize("change", ["unfrozen", "added"])
+def test_parameters_that_the_plan_does_not_know(
+    rank: int, world_size: int, api: str, change: str
+) -> None:
+    """No unit that compresses has anything to do with them."""
+    model, parameters = frozen(api)
+    assert len(parameters) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # units as small as these may send more when compressed
+        tagc.wrap(model, {"schema": 1, "gradients": [SECOND]})
+    inner: Any = model.module if api == "DDP" else model
+    inner.note = nn.Linear(2, 2).requires_grad_(False)
+    small_net.loss_of(model, rank, 0).backward()
+    if change == "added":
+        inner.extra = nn.Linear(11, 1)
+    else:
+        parameters[0].requires_grad_(True)
+    kind, said = fails(lambda: small_net.loss_of(model, rank, 1).backward())
+    assert kind == "RuntimeError", said
+    assert ("first.0.weight" if change == "unfrozen" else "extra.weight") in said
+    assert "plan does not know them" in said
+
+
+@on_ranks(2)
+def test_the_remedy_for_parameters_unfrozen_later(rank: int, world_size: int) -> None:
     model = sharded()
     model.layers[1].down_proj.weight.requires_grad_(False)
     tagc.wrap(model, MLP_ONLY)
     model.layers[1].down_proj.weight.requires_grad_(True)
     kind, said = fails(lambda: backward(model))
     assert kind == "RuntimeError", said
-    assert "unit 'layers.1'" in said
-    assert "layers.1.down_proj.weight among them" in said
-    assert "Unfreeze and shard parameters before tagc.wrap" in said
+    assert "layers.1.down_proj.weight got requires_grad" in said
+    tagc.compressor(model).remove()
+    tagc.wrap(model, MLP_ONLY)
+    backward(model)
 
 
 @on_ranks(2, 3)

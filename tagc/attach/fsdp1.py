@@ -32,7 +32,6 @@ class FSDP1Unit(Unit):
 
     _module: Any
     _root: Any
-    _frozen: dict[str, nn.Parameter]
 
     def install(self, reducer: UnitReducer) -> None:
         """See :meth:`Unit.install`."""
@@ -61,8 +60,6 @@ class _Reduction:
     reducer: UnitReducer
 
     def __call__(self, grad: Tensor, shard: Tensor) -> None:
-        if self.reducer.plan.compressed:
-            self._check_frozen()
         # FSDP does not divide if there is a hook.
         self.reducer.reduce(shard, grad, self.unit.group, dist.ReduceOp.AVG, self._natively)
 
@@ -78,16 +75,6 @@ class _Reduction:
         if module._gradient_postdivide_factor > 1:
             out.div_(module._gradient_postdivide_factor)
         return pending
-
-    def _check_frozen(self) -> None:
-        """Refuse thawed parameters: they were frozen when the plan was made, so it lacks them."""
-        thawed = [name for name, param in self.unit._frozen.items() if param.requires_grad]
-        if thawed:
-            raise RuntimeError(
-                f"tagc: parameter {thawed[0]!r} of unit {self.unit.info.name or '(root)'!r} was "
-                "frozen when tagc.wrap was called, and now requires a gradient; call "
-                "tagc.compressor(model).remove() and tagc.wrap again after such a change"
-            )
 
 
 def _hook(reduction: _Reduction | None, grad: Tensor, shard: Tensor | None = None) -> None:
@@ -182,7 +169,7 @@ def _check(name: str, module: Any) -> None:
 def _unit(name: str, module: Any, root: FullyShardedDataParallel) -> FSDP1Unit:
     handle = module._handle
     flat = handle.flat_param
-    frozen: dict[str, nn.Parameter] = {}
+    whole = True
     params: list[UnitParam] = []
     columns = flat._sharded_size.numel()
     spans = zip(_starts(flat), flat._fqns, flat._shapes, strict=True)
@@ -191,7 +178,7 @@ def _unit(name: str, module: Any, root: FullyShardedDataParallel) -> FSDP1Unit:
         param = flat if flat._params is None else flat._params[i]
         if not param.requires_grad:
             # FSDP1 also reduces the gradients of frozen parameters, and then drops them.
-            frozen[full_name] = param
+            whole = False
             continue
         most = _most_in_a_row(start, math.prod(shape), columns)
         params.append(UnitParam(name=full_name, shape=tuple(shape), columns=most, start=start))
@@ -203,13 +190,12 @@ def _unit(name: str, module: Any, root: FullyShardedDataParallel) -> FSDP1Unit:
             world_size=module.process_group.size(),
             # Before its first forward, FSDP follows changes of the parameters' dtype.
             dtype=handle._reduce_dtype if specified else flat.dtype,
-            flat=FlatBuffer(columns=columns, whole=not frozen),
+            flat=FlatBuffer(columns=columns, whole=whole),
         ),
         group=module.process_group,
         device=module.compute_device,
         _module=module,
         _root=root,
-        _frozen=frozen,
     )
 
 

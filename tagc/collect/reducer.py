@@ -100,6 +100,8 @@ class UnitReducer(ReducerState):
         """:meth:`reduce` as a generator, which pauses while messages are in flight. Meanwhile
         other units may be reduced, if these have another workspace."""
         plan = self.plan
+        if self.before is not None:
+            self.before(self.counters.all_steps)
         part = None if reached is None else Part(plan, frozenset(reached))
         if plan.compressed:
             check_reduction(plan, part, out, inp, group, op)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -35,6 +35,7 @@ class ReducerState:
         gauge: measures the RMS of gradients relative to dense; None unless asked for.
         announces: whether ranks exchange headers first, see :class:`Lockstep`. False if the caller
             has compared more than those say.
+        before: called before every reduction with the number of those before it; may raise.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ReducerState:
         )
         self.gauge: NoiseGauge | None = None
         self.announces = True
+        self.before: Callable[[int], None] | None = None
         # Inside hosts in float32, whatever FSDP reduces: there may be many micro-batches to sum.
         self.waiting = Waiting(plan, torch.float32 if plan.direction == "gradients" else None)
         self.reset()

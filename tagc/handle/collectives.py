@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tagc.attach import Levels, OptimizerSteps, Unit
+from tagc.attach.known_parameters import KnownParameters
 from tagc.codecs.workspace import Workspace
 from tagc.collect import (
     CopyGatherer,
@@ -37,6 +40,7 @@ class Collectives:
         steps: tells the gatherers about the optimizer's steps.
         replica_group: the ranks that hold the same shard in other replicas.
         stand_ins: average over ``replica_group`` if compression is switched off.
+        known: the model's parameters when it was wrapped, which reducers compare with those of now.
         unwatch: ends what tells groups of the model's forward; None if nothing does.
     """
 
@@ -47,6 +51,7 @@ class Collectives:
     steps: OptimizerSteps | None = None
     replica_group: dist.ProcessGroup | None = None
     stand_ins: list[UnitReducer] = field(default_factory=list)
+    known: KnownParameters | None = None
     unwatch: Callable[[], None] | None = None
 
     @property
@@ -58,6 +63,22 @@ class Collectives:
     def replica(self) -> int:
         """Index of the replica of the sharded model that this rank is in, from 0."""
         return 0 if self.replica_group is None else self.replica_group.rank()
+
+    def watch(self, model: nn.Module) -> None:
+        """From now on, refuse gradients of parameters that the plan does not know."""
+        if not any(reducer.plan.compressed for reducer in self.all_reducers):
+            return
+        self.known = KnownParameters(model)
+        # DDP holds its reducers where Python's garbage collector does not look.
+        known = ref(self.known)
+
+        def check(steps: int) -> None:
+            here = known()
+            if here is not None:
+                here.check(steps)
+
+        for reducer in self.reducers:
+            reducer.before = check
 
     @property
     def all_reducers(self) -> list[UnitReducer]:

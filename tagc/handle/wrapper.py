@@ -155,6 +155,7 @@ def wrap(
             collectives.clear()
         if not disabled:
             install(units, collectives, replica_group)
+            collectives.watch(model)
         elif given is not None:
             collectives.stand_ins = average_natively(units, given)
     except BaseException:

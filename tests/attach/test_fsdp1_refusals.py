@@ -21,7 +21,6 @@ from support.fsdp1_net import (
     CPU,
     FSDP,
     WEIGHTS,
-    clean,
     quietly,
     sharded,
     train,
@@ -116,16 +115,3 @@ def test_ranks_that_disagree(rank: int, world_size: int) -> None:
     kind, said = refusal(sharded(), WEIGHTS if rank else EVERYTHING)
     assert kind == "RuntimeError"
     assert "differs between ranks" in said
-
-
-@on_ranks(2)
-def test_thawed_parameters_are_refused(rank: int, world_size: int) -> None:
-    """They have no place in the plan: an error in the backward, not a gradient lost."""
-    model = sharded(use_orig_params=True)
-    weight = next(p for name, p in model.named_parameters() if clean(name) == "second.0.weight")
-    weight.requires_grad_(False)
-    quietly(tagc.wrap, model, WEIGHTS)
-    loss_of(model, rank, 0).backward()
-    weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"'second' was frozen when tagc\.wrap was called"):
-        loss_of(model, rank, 1).backward()
