@@ -45,7 +45,7 @@ class TorchftSites:
             raise ValueError(
                 "sites begin from one of them: make the torchft.Manager with init_sync=True"
             )
-        if not manager._quorum_retries:
+        if manager._quorum_retries < 1:
             raise ValueError(
                 "the torchft.Manager asks its lighthouse only once, so a lighthouse that is away "
                 "for a second would end all sites: make it with quorum_retries=100, or set "

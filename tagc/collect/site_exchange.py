@@ -18,14 +18,23 @@ from tagc.collect.turns import in_turns
 from tagc.plan import fragments_of
 from tagc.policy.sites import SitesConfig
 
+_FIRST, _DUE, _LAST = range(3)
+"""Why sites compare anchors: before the first step, for an exchange that is due, or for one that
+the program asks for."""
 _REMEDY = (
     "All sites must begin with the same parameters, and load what was saved together: give every "
     "site the same checkpoint, then call tagc.sites again"
 )
 
 
+_STEPS_REMEDY = (
+    "Did a site skip an optimizer step, as loss scalers do? Let all sites take as many steps "
+    "(metrics().steps counts those that count) before they call exchange() or end"
+)
+
+
 class SitesDifferError(RuntimeError):
-    """Sites have different anchors."""
+    """Sites have different anchors, or are at different exchanges."""
 
 
 @dataclass
@@ -136,11 +145,12 @@ class SiteExchange:
         """Note an optimizer step: apply the averages that are due, start the exchanges that are.
 
         Raises:
-            SitesDifferError: if the anchors of the sites differ.
+            SitesDifferError: if the anchors of the sites differ, or the sites are at different
+                exchanges.
         """
         if not self._compared:
             self._compared = True
-            self._compare(self.anchors)()
+            self._compare(_FIRST, self.steps)()
         self.steps += 1
         for i, flight in list(self._flights.items()):
             if flight.landing <= self.steps:
@@ -154,7 +164,7 @@ class SiteExchange:
         for i in list(self._flights):
             self._land(i)
         for i in self._places:
-            self._start(i, delay=0)
+            self._start(i, delay=0, why=_LAST)
 
     def settle(self) -> None:
         """Wait for what is in flight, without applying it."""
@@ -218,11 +228,11 @@ class SiteExchange:
         every, parts = self._config.every, len(self._fragments)
         return [i for i in self._places if self.steps % every == (i + 1) * every // parts % every]
 
-    def _start(self, i: int, delay: int) -> None:
+    def _start(self, i: int, delay: int, why: int = _DUE) -> None:
         fragment = self._fragments[i]
         if not delay:
             began = time.perf_counter()
-            self._compare(fragment)()
+            self._compare(why, self.steps, i)()
             in_turns((anchor.size, self._exchanging(anchor)) for anchor in fragment)
             self._count(time.perf_counter() - began)
             return
@@ -230,11 +240,12 @@ class SiteExchange:
             anchor.take_change()
         flight = self._flights[i] = Flight(self.steps + delay)
         if self._stream is None:
-            flight.start(lambda: self._fly(fragment, flight))
+            after = self.steps  # training goes on
+            flight.start(lambda: self._fly(i, flight, after))
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            self._fly(fragment, flight)
+            self._fly(i, flight, self.steps)
             flight.event = torch.cuda.Event()
             flight.event.record(self._stream)
 
@@ -244,12 +255,12 @@ class SiteExchange:
         yield from anchor.exchanging()
         anchor.apply(mean=self._together)
 
-    def _fly(self, fragment: Sequence[Anchor], flight: Flight) -> None:
+    def _fly(self, i: int, flight: Flight, after: int) -> None:
         try:
-            flight.check = self._compare(fragment)
+            flight.check = self._compare(_DUE, after, i)
             if self._stream is None:
                 flight.check()  # before it sends messages that the other sites do not expect
-            in_turns((anchor.size, anchor.exchanging()) for anchor in fragment)
+            in_turns((anchor.size, anchor.exchanging()) for anchor in self._fragments[i])
         except BaseException as error:
             flight.error.append(error)
 
@@ -267,27 +278,61 @@ class SiteExchange:
             self.waits.waited += 1
             self.waits.seconds += seconds
 
-    def _compare(self, anchors: Sequence[Anchor]) -> Callable[[], None]:
-        """Send the marks of anchors to all sites. The returned function compares them."""
+    def _compare(self, why: int, after: int, i: int = -1) -> Callable[[], None]:
+        """Send all sites what this one is about to exchange, and the marks of the anchors in it.
+        The returned function compares them.
+
+        The message has the same size whatever is exchanged: sites at different exchanges must get
+        an error, not wait for each other.
+
+        Args:
+            after: optimizer steps so far.
+            i: the fragment; -1 for all.
+        """
         assert self._group is not None
         transport = Transport(self._group)
-        mine = torch.stack([anchor.mark() for anchor in anchors])
-        marks = mine.new_empty(transport.size, *mine.shape)
+        due = {id(anchor) for anchor in (self.anchors if i == -1 else self._fragments[i])}
+        # Sites that skipped steps may compare at first, and exchange at last, after fewer.
+        told = [why, i, after if why == _DUE else -1, after]
+        mine = self.anchors[0].values.new_zeros(
+            len(told) + 3 * len(self.anchors), dtype=torch.int64
+        )
+        for place, number in zip(mine, told, strict=False):
+            place.fill_(number)
+        for place, anchor in zip(mine[len(told) :].view(-1, 3), self.anchors, strict=True):
+            if id(anchor) in due:
+                place.copy_(anchor.mark())
+        everyones = mine.new_empty(transport.size, mine.numel())
         with failing_in("comparing the anchors of sites", self._group):
-            transport.gather(marks.view(transport.size, -1), mine.view(1, -1)).wait()
-        marks, arrived = _on_host(marks)
+            transport.gather(everyones, mine.view(1, -1)).wait()
+        everyones, arrived = _on_host(everyones)
 
         def check() -> None:
             arrived()
-            differs = (marks != marks[transport.rank]).any(2)
-            for site, i in differs.nonzero().tolist()[:1]:
+            at, marks = everyones[:, : len(told)], everyones[:, len(told) :].unflatten(1, (-1, 3))
+            here = transport.rank
+            for site in (at[:, :-1] != at[here, :-1]).any(1).nonzero().flatten().tolist()[:1]:
                 raise SitesDifferError(
-                    f"tagc: the anchor of unit {anchors[i].label!r} in site {transport.rank} "
-                    f"({_spelled(marks[transport.rank, i])}) differs from that in site {site} "
-                    f"({_spelled(marks[site, i])}). {_REMEDY}"
+                    f"tagc: site {here} is at {self._named(*at[here].tolist())}, but site {site} "
+                    f"at {self._named(*at[site].tolist())}. {_STEPS_REMEDY}"
+                )
+            for site, place in (marks != marks[here]).any(2).nonzero().tolist()[:1]:
+                raise SitesDifferError(
+                    f"tagc: the anchor of unit {self.anchors[place].label!r} in site {here} "
+                    f"({_spelled(marks[here, place])}) differs from that in site {site} "
+                    f"({_spelled(marks[site, place])}). {_REMEDY}"
                 )
 
         return check
+
+    def _named(self, why: int, i: int, _: int, steps: int) -> str:
+        """An exchange, for users."""
+        if why == _FIRST:
+            return f"the comparison before its first step (after {steps} steps)"
+        part = f" of fragment {i + 1} of {len(self._fragments)}" if len(self._fragments) > 1 else ""
+        if why == _LAST:
+            return f"an exchange(){part} after {steps} steps"
+        return f"the exchange{part} that is due after {steps} steps"
 
 
 def _on_host(t: Tensor) -> tuple[Tensor, Callable[[], None]]:

@@ -283,6 +283,48 @@ def test_different_parameters_at_the_start_are_an_error(rank: int, world_size: i
     assert "All sites must begin with the same parameters" in said
 
 
+@on_ranks(3)
+@pytest.mark.parametrize(
+    ("config", "due", "asked"),
+    [
+        ({"every": 3}, "", ""),
+        ({"every": 6, "fragments": 2}, " of fragment 2 of 2", " of fragment 1 of 2"),
+        ({"every": 3, "delay": 1}, "", ""),
+    ],
+    ids=["all", "fragments", "delay"],
+)
+def test_a_site_that_skipped_a_step(
+    rank: int, world_size: int, config: dict[str, Any], due: str, asked: str
+) -> None:
+    """As loss scalers do. If others are at an exchange when it asks for its last one, all raise."""
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(FOUR_BITS, **config))
+    train(model, optimizer, rank, range(5))
+    began = time.monotonic()
+    if rank == 1:
+        kind, said = fails(handle.exchange)
+    else:
+        kind, said = fails(lambda: train(model, optimizer, rank, range(2)))
+    assert kind == "SitesDifferError", said
+    at = [f"the exchange{due} that is due after 6 steps", f"an exchange(){asked} after 5 steps"]
+    here, other = (1, 0) if rank == 1 else (rank, 1)
+    assert f"site {here} is at {at[rank == 1]}, but site {other} at {at[rank != 1]}. Did" in said
+    assert "Did a site skip an optimizer step, as loss scalers do?" in said
+    assert time.monotonic() - began < 10
+
+
+@on_ranks(2)
+def test_the_last_exchange_after_different_numbers_of_steps(rank: int, world_size: int) -> None:
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(every=4, fragments=2))
+    train(model, optimizer, rank, range(7 - rank))
+    handle.exchange()
+    for weight in local_weights(model).values():
+        assert all(torch.equal(weight, other) for other in gathered(weight))
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @on_ranks(2)
 def test_an_exchange_is_a_message_a_unit_after_the_marks(
@@ -302,7 +344,7 @@ def test_an_exchange_is_a_message_a_unit_after_the_marks(
         train(model, optimizer, rank, range(1 + delay))
     marks, *messages = sent
     units = handle.exchange_state.anchors
-    assert marks == 24 * len(units)
+    assert marks == 32 + 24 * len(units)
     assert len(messages) == len(units)
     assert sum(messages) == handle.metrics().wire_bytes > 0
 
