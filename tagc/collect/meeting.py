@@ -6,7 +6,7 @@ timeout. Another rank may take longer than that to write its files.
 
 from __future__ import annotations
 
-import pickle
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -52,7 +52,7 @@ class Meeting:
 
         Args:
             progress: names the step; equal on all ranks.
-            do: the step; its result must be picklable.
+            do: the step; its result must be JSON on all ranks but the first.
 
         Returns:
             Results by rank: the first rank gets all, every other rank only its own.
@@ -89,11 +89,11 @@ class Meeting:
         self._count += 1
         store, answer, read = self._store, f"{self._count}/answer", f"{self._count}/read"
         if self._rank != self._first:
-            store.set(f"{self._count}/{self._rank}", _packed(mine))
+            store.set(f"{self._count}/{self._rank}", json.dumps(mine))
             self._lost = self._missing({self._first: answer}, 2 * PATIENCE)
             if self._lost is not None:
                 return {}, self._lost
-            complaint, self._lost = pickle.loads(store.get(answer))
+            complaint, self._lost = json.loads(store.get(answer))
             # The last reader deletes it.
             if store.add(read, 1) == len(self._others):
                 store.delete_key(answer)
@@ -103,12 +103,12 @@ class Meeting:
         said = {self._rank: mine}
         complaint = self._lost = self._missing(keys, PATIENCE)
         if self._lost is None:
-            said |= {rank: pickle.loads(store.get(key)) for rank, key in keys.items()}
+            said |= {rank: json.loads(store.get(key)) for rank, key in keys.items()}
             complaint = complaint_of(["progress"], said, self._doing, self._remedy)
             for key in keys.values():
                 store.delete_key(key)
         if keys:
-            store.set(answer, _packed((complaint, self._lost)))
+            store.set(answer, json.dumps((complaint, self._lost)))
         return said, complaint
 
     def _missing(self, keys: Mapping[int, str], patience: timedelta) -> str | None:
@@ -126,7 +126,3 @@ class Meeting:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         return None
-
-
-def _packed(said: Any) -> Any:
-    return pickle.dumps(said)  # torch declares str, but a store takes bytes

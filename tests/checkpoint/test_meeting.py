@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -111,6 +112,18 @@ def test_what_ranks_say(rank: int, world_size: int) -> None:
     store = dist.PrefixStore("tagc/test", group.get_group_store())
     meet([1, 2], "end").together("end", lambda: None)
     assert not any(store.check([f"{n}/{key}"]) for n in (1, 2) for key in (1, 2, "answer", "read"))
+
+
+@on_ranks(2)
+def test_nothing_in_the_store_is_unpickled(rank: int, world_size: int) -> None:
+    """A pickle may run any code."""
+    tested = meet([0, 1])
+    if rank == 0:
+        with pytest.raises(ValueError, match="can't decode byte 0x80"):
+            tested.together("first", lambda: None)
+    else:
+        said: Any = pickle.dumps({"progress": "first", "error": None, "result": None})
+        tested._store.set("1/1", said)
 
 
 def fail() -> None:
