@@ -68,6 +68,19 @@ class SiteUnit(Unit):
         for local, place in zip(self._rows(self.shard), self._split(out), strict=True):
             place[: local.numel()].copy_(local.reshape(-1))
 
+    def shard_values(self) -> Tensor:
+        """A copy of this rank's shard, ``[S]`` float32."""
+        columns = sum(param.columns for param in self.info.params)
+        out = torch.empty(columns, dtype=torch.float32, device=self.device)
+        self.read(out)
+        return out
+
+    @property
+    @torch.no_grad()
+    def writes(self) -> int:
+        """How often torch saw anything write to the parameters (not through ``.data``)."""
+        return sum(local._version for local in self._rows(self.shard))
+
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
         """Replace this rank's shard by ``values`` ``[S]``. If ranks of the site hold the whole

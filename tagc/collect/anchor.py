@@ -133,6 +133,14 @@ class Anchor:
         """Set the site's shard to the anchor."""
         self._shard.write(self.values)
 
+    def restart(self) -> None:
+        """Start again from the parameters as they are; what was owed is dropped."""
+        self._shard.read(self.values)
+        for kept in (self.momentum, self.change):
+            if kept is not None:
+                kept.zero_()
+        self.reducer.drop_owed()
+
     def mark(self) -> Tensor:
         """What must be equal in all sites before an exchange: how many there were, and a
         fingerprint of the anchor; int64 ``[3]``."""

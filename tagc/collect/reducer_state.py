@@ -200,6 +200,12 @@ class ReducerState:
             for controller in codec.controllers:
                 controller.rescale(factor)
 
+    def drop_owed(self) -> None:
+        """Owe nothing any more; thresholds and counters stay."""
+        with self.open_residuals() as residuals, self.open_owner_residuals() as owed:
+            for stored in (*residuals.values(), *owed.values(), *self.owner_states.values()):
+                stored.zero_()
+
     def release(self) -> None:
         """Free the operators' scratch buffers."""
         self._codec_setup.ops.release()

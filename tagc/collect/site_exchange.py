@@ -184,6 +184,14 @@ class SiteExchange:
         finally:
             self._flights.clear()
 
+    def refresh(self) -> None:
+        """Start again from the parameters as they are. What is in flight is waited for, and dropped
+        with outer momentum and residuals; the count of steps stays."""
+        self.settle()
+        self._flights.clear()
+        for anchor in self.anchors:
+            anchor.restart()
+
     def state(self) -> dict[str, Tensor]:
         """Optimizer steps, and the step at which each fragment in flight is applied, or -1."""
         landings = [f.landing if (f := self._flights.get(i)) else -1 for i in self._places]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from tagc.attach.sites import OwnGroup, SiteUnit
 from tagc.basics.untraced import untraced
-from tagc.checkpoint import State, UnitState
+from tagc.checkpoint import Source, State, UnitState
 from tagc.collect import SiteExchange
 from tagc.handle.handle import Handle
 from tagc.handle.site_links import SiteLinks
+from tagc.handle.site_loads import SiteLoads
 from tagc.handle.site_metrics import SiteMetrics, collect_of_sites
 from tagc.plan import Plan
 
@@ -81,7 +82,22 @@ class Sites(Handle):
                 with a ``torchft.Manager`` :class:`tagc.SitesLostError`, if there is no quorum.
         """
         self._check_there()
+        self._loads.settle(begins=True)
         self._exchange.exchange_all()
+        self._loads.note_step()
+
+    def refresh(self) -> None:
+        """Go on from the parameters as they are now, as if ``tagc.sites`` were called anew: drop
+        outer momentum, residuals and what is in flight. Call it on all ranks of all sites, between
+        two steps, after something other than an optimizer or ``load_state_dict`` has replaced
+        parameters: those two need no call.
+
+        Raises:
+            ValueError: after :meth:`remove`.
+        """
+        self._check_there()
+        self._exchange.refresh()
+        self._loads.note_writes()
 
     def remove(self) -> None:
         """Stop exchanging, and drop anchors and residuals. Waits for an exchange in flight, and
@@ -97,6 +113,7 @@ class Sites(Handle):
         self._removed = True
         while self._hooks:
             self._hooks.pop().remove()
+        self._loads.close()
         if sites_of(self._model) is self:
             delattr(self._model, _ATTRIBUTE)
         try:
@@ -110,23 +127,40 @@ class Sites(Handle):
         if self._removed:
             raise ValueError("these sites were removed: call tagc.sites again, and use its handle")
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Exchange as this optimizer steps. Steps at a learning rate of 0 do not count: torch's
-        ``get_state_dict`` takes one to make a new optimizer's state."""
-        mine = weakref.ref(self)
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Exchange as the last of these optimizers steps. Steps at a learning rate of 0 do not
+        count: torch's ``get_state_dict`` takes one to make a new optimizer's state."""
+        self._loads = SiteLoads(self._model, self._units, self._exchange)
+        mine, last = weakref.ref(self), weakref.ref(optimizers[-1])
+
+        @untraced
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            sites = mine()
+            if sites is not None and _counts(optimizer):
+                sites._loads.settle(begins=True)
 
         @untraced
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             sites = mine()
-            rates = [group.get("lr") for group in optimizer.param_groups]
-            if sites is not None and any(map(_moves, rates)):
+            if sites is None:
+                return
+            if optimizer is last() and _counts(optimizer):
                 sites._exchange.step()
+                sites._loads.note_step()
+            sites._loads.note_writes()
 
-        self._hooks.append(optimizer.register_step_post_hook(after_step))
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(before_step))
+            self._hooks.append(optimizer.register_step_post_hook(after_step))
         object.__setattr__(self._model, _ATTRIBUTE, self)
+
+    def _load(self, open_source: Callable[[], Source], *, force: bool) -> None:
+        super()._load(open_source, force=force)
+        self._loads.note_state()
 
     def _state(self) -> State:
         self._check_there()
+        self._loads.settle()
         self._exchange.settle()
         anchors = self._exchange.anchors
         parallel = [group for unit in self._units for group in unit.parallel]
@@ -148,6 +182,10 @@ class Sites(Handle):
             gathered=(),
             clock=self._exchange,
         )
+
+
+def _counts(optimizer: Optimizer) -> bool:
+    return any(_moves(group.get("lr")) for group in optimizer.param_groups)
 
 
 def _moves(rate: float | Tensor | None) -> bool:

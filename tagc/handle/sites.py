@@ -47,8 +47,9 @@ def sites(
     ``sites`` says when, in how many fragments, and whether training goes on meanwhile.
 
     Call it once, on every rank of every site, after the optimizer was made. All sites must have the
-    same parameters then, or load the same state before the first step. Inside a site, gradients
-    may be compressed by ``tagc.wrap``.
+    same parameters then, or load the same before the first step. If all load the same later, by
+    ``load_state_dict``, they go on from there. Inside a site, gradients may be compressed by
+    ``tagc.wrap``.
 
     Args:
         model: the model as it is held inside a site.
@@ -102,7 +103,7 @@ def sites(
     handle = Sites(model, units, links, exchange, groups, own)
     if isinstance(exchange, ElasticExchange):
         exchange.join()
-    handle.attach(optimizers[-1])
+    handle.attach(optimizers)
     return handle
 
 

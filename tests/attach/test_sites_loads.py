@@ -1,0 +1,165 @@
+"""Sites whose parameters are loaded after ``tagc.sites``: anchors do not pull them back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import tagc
+from support.distributed import on_ranks
+from support.exact import equal
+from support.failing import fails
+from support.site_net import FOUR_BITS, adam, inside, policy, train
+from support.small_net import local_weights, net
+
+DELAYED = policy(FOUR_BITS, every=4, delay=1, alpha=0.5)
+
+
+def others() -> dict[str, Tensor]:
+    """The weights of another model, on all ranks alike."""
+    torch.manual_seed(2)
+    return {name: torch.randn_like(param) for name, param in net().named_parameters()}
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict(others())
+
+
+def load_parts(model: nn.Module) -> None:
+    for name, child in model.named_children():
+        start = f"{name}."
+        mine = {k.removeprefix(start): v for k, v in others().items() if k.startswith(start)}
+        child.load_state_dict(mine)
+
+
+def write(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        param.data.copy_(others()[name])
+
+
+def held(model: nn.Module, handle: Any) -> list[Any]:
+    """Parameters, and all that an exchange depends on."""
+    anchors = handle.exchange_state.anchors
+    handle.exchange_state.settle()
+    residuals = [residual for a in anchors for residual in a.reducer.residuals.values()]
+    return [local_weights(model), [a.shared for a in anchors], residuals]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", [load, load_parts, write])
+def test_before_the_first_step(rank: int, world_size: int, change: Callable[..., None]) -> None:
+    """As if it had been loaded before ``tagc.sites``, in whatever way; also after torch made the
+    optimizer's state in a step of its own."""
+    found = []
+    for changes in ((change, lambda _: None), (lambda _: None, change)):
+        model = net()
+        changes[0](model)
+        optimizer = adam(model)
+        handle = tagc.sites(model, optimizer, DELAYED)
+        get_state_dict(model, optimizer)
+        changes[1](model)
+        state = handle.state_dict()
+        train(model, optimizer, rank, range(6))
+        found.append([state, *held(model, handle)])
+    equal(*found)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["FSDP2", "DDP"])
+def test_in_mid_run(rank: int, world_size: int, kind: str) -> None:
+    """Momentum, residuals and the average in flight are of the old run, and dropped."""
+    found = []
+    for steps in (0, 8):
+        model, sites, site = inside(kind, rank, world_size)
+        optimizer = adam(model)
+        handle = tagc.sites(model, optimizer, DELAYED, sites=sites)
+        before = deepcopy(model.state_dict())
+        train(model, optimizer, site, range(steps))
+        optimizer.state.clear()
+        model.load_state_dict(before)
+        train(model, optimizer, site, range(6))
+        found.append(held(model, handle))
+    equal(*found)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("order", ["model first", "handle first"])
+def test_with_the_state_of_sites(rank: int, world_size: int, order: str) -> None:
+    """What was loaded together belongs together, in any order, and resumes to the bit."""
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, DELAYED)
+    train(model, optimizer, rank, range(6))
+    saved = deepcopy([model.state_dict(), optimizer.state_dict(), handle.state_dict()])
+    train(model, optimizer, rank, range(6, 9))
+    expected = held(model, handle)
+    loads = [lambda: model.load_state_dict(saved[0]), lambda: handle.load_state_dict(saved[2])]
+    for one in loads if order == "model first" else reversed(loads):
+        one()
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, rank, range(6, 9))
+    equal(held(model, handle), expected)
+
+
+@on_ranks(2)
+def test_averaged_weights_swapped_in_and_out(rank: int, world_size: int) -> None:
+    """On one site only, to evaluate them: that is no load."""
+    found = []
+    for swaps in (False, True):
+        model = net()
+        optimizer = adam(model)
+        handle = tagc.sites(model, optimizer, DELAYED)
+        train(model, optimizer, rank, range(2))
+        if swaps and rank == 0:
+            own = deepcopy(model.state_dict())
+            load(model)
+            model.load_state_dict(own)
+        train(model, optimizer, rank, range(2, 6))
+        found.append(held(model, handle))
+    equal(*found)
+
+
+@on_ranks(2)
+def test_loads_that_differ(rank: int, world_size: int) -> None:
+    """Are an error of the next exchange."""
+    model = net()
+    optimizer = adam(model)
+    tagc.sites(model, optimizer, policy(every=2))
+    train(model, optimizer, rank, range(2))
+    if rank:
+        load(model)
+    kind, said = fails(lambda: train(model, optimizer, rank, range(2, 4)))
+    assert kind == "SitesDifferError", said
+
+
+@on_ranks(2)
+def test_other_writes(rank: int, world_size: int) -> None:
+    """Count as training, with a warning; :meth:`refresh` says that they were a load."""
+    model = net()
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(every=2))
+    anchors = handle.exchange_state.anchors
+    train(model, optimizer, rank, range(3))
+    with torch.no_grad():
+        model.head.bias.clamp_(-1, 1)
+    before = deepcopy([anchor.values for anchor in anchors])
+    with pytest.warns(UserWarning, match=r"wrote to parameters .* call refresh\(\) of the handle"):
+        handle.state_dict()
+    equal([anchor.values for anchor in anchors], before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            model.head.bias.clamp_(-1, 1)
+        train(model, optimizer, rank, range(3, 4))
+    write(model)
+    handle.refresh()
+    exact = [anchor._shard.shard_values() for anchor in anchors]
+    equal([anchor.values for anchor in anchors], exact)
+    train(model, optimizer, rank, range(4, 6))
