@@ -89,10 +89,18 @@ class FSDP2Unit(Unit):
 
     def trainable(self) -> list[nn.Parameter]:
         """See :meth:`Unit.trainable`."""
+        return [p.sharded_param for p in self._planned()]
+
+    def gathered(self) -> list[nn.Parameter]:
+        """The objects that stand for :meth:`trainable` in the model while they are gathered; FSDP
+        makes them in its first forward."""
+        found = [getattr(p, "_unsharded_param", None) for p in self._planned()]
+        return [param for param in found if param is not None]
+
+    def _planned(self) -> list[Any]:
         # Not those that require a gradient now: users may freeze parameters later.
         planned = {param.name for param in self.info.params}
-        params = self._param_group.fsdp_params
-        return [p.sharded_param for p in params if self._names[id(p)] in planned]
+        return [p for p in self._param_group.fsdp_params if self._names[id(p)] in planned]
 
     def frozen_shards(self) -> dict[str, Tensor]:
         """See :meth:`Unit.frozen_shards`."""

@@ -7,6 +7,7 @@ they gather the rows.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from tagc.attach import ddp
 from tagc.attach.ddp import DDP
-from tagc.attach.fsdp2 import FSDP2
+from tagc.attach.fsdp2 import FSDP2, FSDP2Unit
 from tagc.attach.integrations import INTEGRATIONS, integration_of
 from tagc.attach.parameter_sets import Named, columns_in_rows, info_of_set, parameter_sets
 from tagc.attach.unit import Unit
 from tagc.collect import SilentGroup, Transport, gather_by_rank, timeout_of
-from tagc.plan import between_sites
+from tagc.plan import as_list, between_sites
 from tagc.policy.roles import clean_name
 
 
@@ -58,6 +59,11 @@ class SiteUnit(Unit):
         # Looked up every time: after a load with `assign`, FSDP has other parameters.
         return self._params.trainable() if isinstance(self._params, Unit) else list(self._params)
 
+    def held(self) -> list[nn.Parameter]:
+        """:meth:`trainable`, and what the model has in their place while FSDP gathers them."""
+        params = self.trainable()
+        return params + self._params.gathered() if isinstance(self._params, FSDP2Unit) else params
+
     def restore(self) -> None:
         """See :meth:`Unit.restore`: nothing was replaced."""
 
@@ -80,6 +86,18 @@ class SiteUnit(Unit):
     def writes(self) -> int:
         """How often torch saw anything write to the parameters (not through ``.data``)."""
         return sum(local._version for local in self._rows(self.shard))
+
+    @torch.no_grad()
+    def spoiled(self) -> Tensor:
+        """The number, from 1, of a parameter of ``info`` that has a NaN or an infinity in this
+        rank's shard; 0 if none has. int64 ``[]``; the host does not wait for it."""
+        rows = [(i, row) for i, row in enumerate(self._rows(self.shard), 1) if row.numel()]
+        if not rows:
+            return torch.zeros((), dtype=torch.int64, device=self.device)
+        # In float32, as it is exchanged.
+        largest = torch._foreach_norm([row for _, row in rows], math.inf, dtype=torch.float32)
+        numbers = torch.tensor([i for i, _ in rows], dtype=torch.int64, device=self.device)
+        return numbers.masked_fill_(torch.stack(largest).isfinite(), 0).max()
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
@@ -147,10 +165,28 @@ def site_units(
         )
     if not units:
         raise ValueError("the model has no trainable parameters")
+    check_trainable(model, units)
     if counterparts is not None:
         for unit in units:
             _check_apart(unit)
     return units, _told(units, "one device" if integration is None else integration.name)
+
+
+def check_trainable(model: nn.Module, units: Sequence[SiteUnit]) -> None:
+    """Refuse a model with trainable parameters that are not exchanged.
+
+    Raises:
+        ValueError: if there are any.
+    """
+    held = {id(param) for unit in units for param in unit.held()}
+    new = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if new:
+        raise ValueError(
+            f"sites do not exchange {as_list([clean_name(name) for name in new])}: fully_shard "
+            "does not hold them, or they became trainable, or were added or replaced, after "
+            "tagc.sites. Give fully_shard the whole model; after such a change call remove() of "
+            "the handle, then tagc.sites again, with an optimizer that holds them, in all sites"
+        )
 
 
 def _of_shards(unit: Unit, group: dist.ProcessGroup) -> SiteUnit:

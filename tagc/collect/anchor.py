@@ -33,6 +33,10 @@ class Shard(Protocol):
         """Replace it by ``values`` ``[S]``."""
         ...
 
+    def spoiled(self) -> Tensor:
+        """The number of a parameter that is not finite, from 1; 0 if all are. int64 ``[]``."""
+        ...
+
 
 class Anchor:
     """The anchor of one unit, ``[S]`` float32, and the outer optimizer's state.
@@ -78,6 +82,10 @@ class Anchor:
     def connect(self, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
         """Continue with other sites, and a reducer for them."""
         self.reducer, self._group = reducer, group
+
+    def spoiled(self) -> Tensor:
+        """The number, from 1, of a parameter that is not finite; 0 if all are. int64 ``[]``."""
+        return self._shard.spoiled()
 
     def take_change(self, *, none: bool = False) -> None:
         """Note how far this site has come: the anchor minus its shard.
@@ -127,6 +135,12 @@ class Anchor:
         else:
             self._shard.write(self.values)
         self.change = average.zero_() if self._config.delay else None
+
+    def drop_change(self) -> None:
+        """Drop a change that was not exchanged."""
+        self.change = (
+            self.change.zero_() if self.change is not None and self._config.delay else None
+        )
 
     @torch.no_grad()
     def reset(self) -> None:

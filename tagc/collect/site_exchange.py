@@ -32,6 +32,11 @@ _STEPS_REMEDY = (
     "(metrics().steps counts those that count) before they call exchange() or end"
 )
 
+Refusals = tuple[Tensor, ValueError | None]
+"""Why a site must not exchange: by anchor, int64 ``[anchors]``, 0, the number of a parameter that
+is not finite, or ``_REFUSED``; and this rank's own error."""
+_REFUSED = 2**40
+
 
 class SitesDifferError(RuntimeError):
     """Sites have different anchors, or are at different exchanges."""
@@ -117,15 +122,23 @@ class SiteExchange:
     elastic = False
 
     def __init__(
-        self, anchors: Sequence[Anchor], group: dist.ProcessGroup | None, config: SitesConfig
+        self,
+        anchors: Sequence[Anchor],
+        group: dist.ProcessGroup | None,
+        config: SitesConfig,
+        inside: Sequence[dist.ProcessGroup],
+        check: Callable[[], None],
     ) -> None:
         """Start with no steps.
 
         Args:
             group: this rank's counterparts in all sites, if they stay the same. With a delay
                 nothing else may use it.
+            inside: the groups that connect the ranks of this site.
+            check: raises ValueError if the parameters are not those of the anchors any more.
         """
         self._config, self._group = config, group
+        self._inside, self._check = inside, check
         self.anchors = anchors
         infos = [anchor.reducer.plan.info for anchor in anchors]
         parts = fragments_of(infos, config.fragments)
@@ -150,7 +163,7 @@ class SiteExchange:
         """
         if not self._compared:
             self._compared = True
-            self._compare(_FIRST, self.steps)()
+            self._compare(_FIRST, self.steps, self._refusals(self.anchors))()
         self.steps += 1
         for i, flight in list(self._flights.items()):
             if flight.landing <= self.steps:
@@ -240,20 +253,21 @@ class SiteExchange:
         fragment = self._fragments[i]
         if not delay:
             began = time.perf_counter()
-            self._compare(why, self.steps, i)()
+            self._compare(why, self.steps, self._refusals(fragment), i)()
             in_turns((anchor.size, self._exchanging(anchor)) for anchor in fragment)
             self._count(time.perf_counter() - began)
             return
+        refusals = self._refusals(fragment)  # here, as training uses the groups inside the site
         for anchor in fragment:
             anchor.take_change()
         flight = self._flights[i] = Flight(self.steps + delay)
         if self._stream is None:
             after = self.steps  # training goes on
-            flight.start(lambda: self._fly(i, flight, after))
+            flight.start(lambda: self._fly(i, flight, after, refusals))
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            self._fly(i, flight, self.steps)
+            self._fly(i, flight, self.steps, refusals)
             flight.event = torch.cuda.Event()
             flight.event.record(self._stream)
 
@@ -263,9 +277,9 @@ class SiteExchange:
         yield from anchor.exchanging()
         anchor.apply(mean=self._together)
 
-    def _fly(self, i: int, flight: Flight, after: int) -> None:
+    def _fly(self, i: int, flight: Flight, after: int, refusals: Refusals) -> None:
         try:
-            flight.check = self._compare(_DUE, after, i)
+            flight.check = self._compare(_DUE, after, refusals, i)
             if self._stream is None:
                 flight.check()  # before it sends messages that the other sites do not expect
             in_turns((anchor.size, anchor.exchanging()) for anchor in self._fragments[i])
@@ -275,7 +289,12 @@ class SiteExchange:
     def _land(self, i: int) -> None:
         flight = self._flights.pop(i)
         late, began = not flight.done, time.perf_counter()
-        flight.wait()
+        try:
+            flight.wait()
+        except BaseException:
+            for anchor in self._fragments[i]:
+                anchor.drop_change()
+            raise
         self._count(time.perf_counter() - began if late else None)
         for anchor in self._fragments[i]:
             anchor.apply()
@@ -286,7 +305,22 @@ class SiteExchange:
             self.waits.waited += 1
             self.waits.seconds += seconds
 
-    def _compare(self, why: int, after: int, i: int = -1) -> Callable[[], None]:
+    def _refusals(self, anchors: Sequence[Anchor]) -> Refusals:
+        """Why this site must not exchange, the same on all its ranks."""
+        error = None
+        try:
+            self._check()
+        except ValueError as found:
+            error = found
+        why = torch.stack([anchor.spoiled() for anchor in anchors])
+        if error is not None:
+            why.fill_(_REFUSED)
+        for group in self._inside:
+            with failing_in("comparing the ranks of a site", group):
+                Transport(group).all_reduce(why, dist.ReduceOp.MAX).wait()
+        return why, error
+
+    def _compare(self, why: int, after: int, refusals: Refusals, i: int = -1) -> Callable[[], None]:
         """Send all sites what this one is about to exchange, and the marks of the anchors in it.
         The returned function compares them.
 
@@ -295,21 +329,25 @@ class SiteExchange:
 
         Args:
             after: optimizer steps so far.
+            refusals: of the anchors of the fragment.
             i: the fragment; -1 for all.
         """
         assert self._group is not None
-        transport = Transport(self._group)
-        due = {id(anchor) for anchor in (self.anchors if i == -1 else self._fragments[i])}
+        transport, (refused, error) = Transport(self._group), refusals
+        due = self.anchors if i == -1 else self._fragments[i]
         # Sites that skipped steps may compare at first, and exchange at last, after fewer.
         told = [why, i, after if why == _DUE else -1, after]
         mine = self.anchors[0].values.new_zeros(
-            len(told) + 3 * len(self.anchors), dtype=torch.int64
+            len(told) + 4 * len(self.anchors), dtype=torch.int64
         )
         for place, number in zip(mine, told, strict=False):
             place.fill_(number)
-        for place, anchor in zip(mine[len(told) :].view(-1, 3), self.anchors, strict=True):
-            if id(anchor) in due:
-                place.copy_(anchor.mark())
+        places = {
+            id(a): p for a, p in zip(self.anchors, mine[len(told) :].view(-1, 4), strict=True)
+        }
+        for anchor, number in zip(due, refused, strict=True):
+            places[id(anchor)][:3].copy_(anchor.mark())
+            places[id(anchor)][3].copy_(number)
         everyones = mine.new_empty(transport.size, mine.numel())
         with failing_in("comparing the anchors of sites", self._group):
             transport.gather(everyones, mine.view(1, -1)).wait()
@@ -317,8 +355,9 @@ class SiteExchange:
 
         def check() -> None:
             arrived()
-            at, marks = everyones[:, : len(told)], everyones[:, len(told) :].unflatten(1, (-1, 3))
+            at, marks = everyones[:, : len(told)], everyones[:, len(told) :].unflatten(1, (-1, 4))
             here = transport.rank
+            raise_refusal(self.anchors, marks[:, :, -1], error)
             for site in (at[:, :-1] != at[here, :-1]).any(1).nonzero().flatten().tolist()[:1]:
                 raise SitesDifferError(
                     f"tagc: site {here} is at {self._named(*at[here].tolist())}, but site {site} "
@@ -343,6 +382,27 @@ class SiteExchange:
         return f"the exchange{part} that is due after {steps} steps"
 
 
+def raise_refusal(anchors: Sequence[Anchor], why: Tensor, error: ValueError | None) -> None:
+    """Raise if any site must not exchange, on all ranks of all sites.
+
+    Args:
+        why: ``[sites, anchors]``, of :data:`Refusals`, on the host.
+        error: this rank's own.
+    """
+    if error is not None:
+        raise error
+    for site, i in why.nonzero().tolist()[:1]:
+        number, where = int(why[site, i]), "this site" if len(why) == 1 else f"site {site}"
+        if number == _REFUSED:
+            raise RuntimeError(f"tagc: a rank of {where} refuses to exchange: look for its error")
+        name = anchors[i].reducer.plan.info.params[number - 1].name
+        raise FloatingPointError(
+            f"tagc: parameter {name!r} in {where} has a NaN or an infinity. Nothing was exchanged, "
+            "and all anchors are as they were. Load a checkpoint on all sites, with the state of "
+            "sites, and skip steps whose gradients are not finite"
+        )
+
+
 def _on_host(t: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """``t`` on the host, where it can be read without waiting for what the device does next; and a
     function that waits until it is there."""
@@ -354,5 +414,5 @@ def _on_host(t: Tensor) -> tuple[Tensor, Callable[[], None]]:
 
 
 def _spelled(mark: Tensor) -> str:
-    count, *sums = mark.tolist()
+    count, *sums, _ = mark.tolist()
     return f"after {count} exchanges, fingerprint {sums[0] % 2**32:08x}"

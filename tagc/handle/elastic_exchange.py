@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from tagc.collect import (
     gather_by_rank,
     in_turns,
 )
-from tagc.collect.site_exchange import Flight
+from tagc.collect.site_exchange import Flight, raise_refusal
 from tagc.collect.transport import failing_in
 from tagc.handle.site_ledger import SiteLedger
 from tagc.handle.site_links import SiteLinks
@@ -68,6 +68,7 @@ class ElasticExchange(SiteExchange):
         links: SiteLinks,
         identity: str,
         inside: Sequence[dist.ProcessGroup],
+        check: Callable[[], None],
     ) -> None:
         """Start with no steps; :meth:`join` comes next.
 
@@ -75,9 +76,8 @@ class ElasticExchange(SiteExchange):
             identity: equal in all sites with the same model and policy.
             inside: the groups that connect the ranks of this site.
         """
-        super().__init__(anchors, None, config)
+        super().__init__(anchors, None, config, inside, check)
         self._members, self._links, self._identity = members, links, identity
-        self._inside = inside
         self._owed = links.owed()
         self._ledger = SiteLedger()
         self._sites = 0
@@ -193,6 +193,9 @@ class ElasticExchange(SiteExchange):
         """Meet, and exchange; if there is a delay, in a thread, unless this site or one of its
         ranks continues from another one."""
         self._agree_on_count()
+        if self._active:  # others go on without a site that refuses
+            why, error = self._refusals(self._anchors_now())
+            raise_refusal(self._anchors_now(), why[None].cpu(), error)
         group = self._members.meet()
         attempt = _Attempt(self.steps + delay)
         try:

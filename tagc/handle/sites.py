@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from tagc.attach import sharding_groups
-from tagc.attach.sites import OwnGroup, SiteUnit, site_units
+from tagc.attach.sites import OwnGroup, SiteUnit, check_trainable, site_units
 from tagc.attach.torchft import TorchftSites, is_manager
 from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
@@ -96,10 +97,14 @@ def sites(
     used = group if own is None else own.group
     pairs = zip(units, links.collectives.reducers, strict=True)
     anchors = [Anchor(unit, reducer, used, unit.device, config) for unit, reducer in pairs]
+    parallel = [group for unit in units for group in unit.parallel]
+    ranks = list({id(group): group for group in (*inside, *parallel)}.values())
+    check = partial(check_trainable, model, units)
     if members is None:
-        exchange = SiteExchange(anchors, used, config)
+        exchange = SiteExchange(anchors, used, config, ranks, check)
     else:
-        exchange = ElasticExchange(anchors, config, members, links, _identity(links.plan), inside)
+        identity = _identity(links.plan)
+        exchange = ElasticExchange(anchors, config, members, links, identity, inside, check)
     handle = Sites(model, units, links, exchange, groups, own)
     if isinstance(exchange, ElasticExchange):
         exchange.join()

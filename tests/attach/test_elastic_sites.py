@@ -288,3 +288,15 @@ def test_no_quorum_names_the_lighthouse(rank: int, world_size: int) -> None:
     assert kind == "SitesLostError"
     assert "no quorum of sites: after 5 s" in text
     assert "torchft's lighthouse runs" in text
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_not_finite(rank: int, world_size: int) -> None:
+    """A site that has one does not meet the others."""
+    site = joined(rank, world_size)
+    train(site.model, site.optimizer, rank, range(1))
+    site.model.get_parameter("head.bias").data.fill_(torch.nan)
+    kind, said = fails(site.optimizer.step)
+    assert kind == "FloatingPointError"
+    assert "parameter 'head.bias' in this site has a NaN" in said
+    assert site.manager.now == 1

@@ -344,7 +344,7 @@ def test_an_exchange_is_a_message_a_unit_after_the_marks(
         train(model, optimizer, rank, range(1 + delay))
     marks, *messages = sent
     units = handle.exchange_state.anchors
-    assert marks == 32 + 24 * len(units)
+    assert marks == 32 + 32 * len(units)
     assert len(messages) == len(units)
     assert sum(messages) == handle.metrics().wire_bytes > 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
 
@@ -16,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from support.distributed import on_ranks
+from support.exact import equal
 from support.failing import fails
-from support.site_net import FOUR_BITS, adam, policy
-from support.small_net import net, sharded
+from support.site_net import FOUR_BITS, adam, inside, policy, train
+from support.small_net import local, local_weights, net, sharded
 from tagc.policy import Policy, PolicyError
 
 
@@ -165,6 +167,87 @@ def test_replicas_inside(rank: int, world_size: int) -> None:
     fully_shard(both, mesh=mesh)
     _, said = fails(lambda: tagc.sites(both, adam(both), policy(), sites=mesh["site"]))
     assert "sharded and replicated inside a site (HSDP)" in said
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("kind", ["one device", "FSDP2", "DDP"])
+def test_a_parameter_that_is_not_finite(rank: int, world_size: int, kind: str, delay: int) -> None:
+    """In one rank's shard of one site: an error on all ranks of all sites, and anchors stay. After
+    a load all go on."""
+    model, sites, site = inside(kind, rank, world_size)
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(FOUR_BITS, every=2, delay=delay), sites=sites)
+    saved = deepcopy([model.state_dict(), handle.state_dict()])
+    train(model, optimizer, site, range(1))
+    anchors = handle.exchange_state.anchors
+    before = {anchor.label: anchor.values.clone() for anchor in anchors}
+    optimizer.register_step_pre_hook(lambda *_: spoil(model, rank == 2))
+    kind, said = fails(lambda: train(model, optimizer, site, range(1, 2 + delay)))
+    assert kind == "FloatingPointError", said
+    assert f"parameter 'second.0.bias' in site {2 if world_size == handle.sites else 1} " in said
+    equal({anchor.label: anchor.values for anchor in anchors}, before)
+    optimizer._optimizer_step_pre_hooks.popitem()
+    optimizer.zero_grad()
+    optimizer.state.clear()
+    model.load_state_dict(saved[0])
+    handle.load_state_dict(saved[1])
+    train(model, optimizer, site, range(3))
+    assert all(bool(t.isfinite().all()) for t in local_weights(model).values())
+    assert handle.state_dict()
+
+
+def spoil(model: nn.Module, here: bool) -> None:
+    for name, param in model.named_parameters() if here else ():
+        if name.endswith("second.0.bias"):
+            with torch.no_grad():
+                local(param)[3] = torch.inf
+
+
+def thaw(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.head.requires_grad_(True)
+
+
+def add(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.norm = torch.nn.LayerNorm(11)
+    optimizer.add_param_group({"params": list(model.norm.parameters())})
+
+
+def assign(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    new = {name: param.clone() for name, param in model.state_dict().items()}
+    model.load_state_dict(new, assign=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", [thaw, add, assign])
+@pytest.mark.parametrize("kind", ["one device", "FSDP2"])
+def test_other_parameters_than_at_first(
+    rank: int, world_size: int, kind: str, change: Callable[..., None]
+) -> None:
+    """On one site: an error on all, of which that site's names the parameters."""
+    model = net() if kind == "one device" else sharded(mesh=one_of(rank))
+    model.head.requires_grad_(False)
+    optimizer = adam(model)
+    handle = tagc.sites(model, optimizer, policy(every=2), sites=dist.group.WORLD)
+    train(model, optimizer, rank, range(2))
+    if rank:
+        change(model, optimizer)
+    error, said = fails(handle.exchange)
+    if kind == "FSDP2" and change is assign:  # FSDP takes it over
+        assert not error
+    elif rank:
+        assert error == "ValueError"
+        assert "sites do not exchange " in said
+        assert {thaw: "head.weight", add: "norm.weight", assign: "first."}[change] in said
+    else:
+        assert (error, said[:46]) == (
+            "RuntimeError",
+            "tagc: a rank of site 1 refuses to exchange: lo",
+        )
+
+
+def one_of(rank: int) -> Any:
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("site", "shard"))["shard"]
 
 
 @pytest.mark.parametrize(
