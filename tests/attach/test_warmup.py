@@ -22,7 +22,7 @@ WARMUP = {
 @on_ranks(2, 3)
 def test_warmup_is_native_and_then_over(rank: int, world_size: int) -> None:
     native, wrapped = sharded(), tagc.wrap(sharded(), WARMUP)
-    assert "after 3 dense steps" in str(tagc.compressor(wrapped).plan())
+    assert "after 3 uncompressed steps" in str(tagc.compressor(wrapped).plan())
     torch.testing.assert_close(train(wrapped, rank, 3), train(native, rank, 3), **EXACT)
     metrics = tagc.compressor(wrapped).metrics()
     assert metrics.wire_bytes == metrics.dense_bytes == tagc.compressor(wrapped).wire_bytes

@@ -141,5 +141,5 @@ def test_one_ranks_state_does_not_do_for_others() -> None:
     """What the other owners owed is theirs."""
     before, after = states(4, 1, QUANTIZED, lead=False), states(2, 2, QUANTIZED, lead=False)
     holdings = {0: {name: place for name, place, _ in after[0].residuals()}}
-    with pytest.raises(tagc.StateError, match="load the states of all ranks"):
+    with pytest.raises(tagc.StateError, match="Load the states of all ranks"):
         plan_merge(Source(before[:1], alone=True), holdings, 0)
