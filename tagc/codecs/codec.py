@@ -192,12 +192,6 @@ class Codec(Generic[P]):
         """
         raise NotImplementedError
 
-    def cannot_carry(self, received: Tensor) -> Tensor | None:
-        """Whether the messages ``[W, words]`` int32 were made from values that this codec cannot
-        carry: not finite, or at the edge of their dtype; boolean, ``[]``. None if it carries all
-        values."""
-        return None
-
     def skip(self, steps: int) -> None:
         """Continue as if this codec had already encoded ``steps`` times."""
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from tagc.codecs.codec import CodecSegment, CodecSetup, SelectionCount
@@ -44,26 +43,9 @@ class Coder:
         codecs: see :func:`tagc.codecs.registry.make_codecs`.
     """
 
-    def __init__(
-        self,
-        segments: Sequence[CodecSegment[CodecPlan]],
-        setup: CodecSetup,
-        *,
-        apart: bool = False,
-    ) -> None:
-        """Start with empty state.
-
-        Args:
-            apart: see :func:`tagc.codecs.registry.make_codecs`.
-        """
-        self.codecs = make_codecs(segments, setup, apart=apart)
-        # All words except padding, in as few spans as possible.
-        self._written: list[slice] = []
-        for part in (part for codec in self.codecs.values() for part in codec.parts):
-            first = part.words.start
-            if self._written and self._written[-1].stop == first:
-                first = self._written.pop().start
-            self._written.append(slice(first, part.words.stop))
+    def __init__(self, segments: Sequence[CodecSegment[CodecPlan]], setup: CodecSetup) -> None:
+        """Start with empty state."""
+        self.codecs = make_codecs(segments, setup)
 
     @property
     def feedbacks(self) -> dict[int, SegmentFeedback]:
@@ -115,8 +97,3 @@ class Coder:
     def selection_counts(self) -> list[SelectionCount]:
         """See :meth:`Codec.selection_counts`."""
         return [count for codec in self.codecs.values() for count in codec.selection_counts()]
-
-    def differ(self, message: Tensor, other: Tensor) -> Tensor:
-        """Whether two messages ``[words]`` differ outside their padding; boolean, ``[]``."""
-        differ = [(message[span] != other[span]).any() for span in self._written]
-        return differ[0] if len(differ) == 1 else torch.stack(differ).any()

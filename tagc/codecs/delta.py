@@ -7,21 +7,18 @@ change includes it: this is error feedback without a residual.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Generic, Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import model_validator
-from torch import Tensor
 
-from tagc.codecs.codec import Codec, CodecSegment, CodecSetup, P
 from tagc.codecs.config import Block, CodecConfig, unit
 from tagc.codecs.kind import CodecKind
-from tagc.codecs.matrix import MatrixCodec, MatrixConfig, MatrixPlan, plan_matrix, sample_matrix
+from tagc.codecs.matrix import MatrixConfig, MatrixPlan, plan_matrix, sample_matrix
 from tagc.codecs.plan import CodecPlan, PlanRequest
 from tagc.codecs.quantized import (
-    QuantizedCodec,
     QuantizedParametersConfig,
     QuantizedPlan,
     plan_quantized,
@@ -29,6 +26,7 @@ from tagc.codecs.quantized import (
 )
 from tagc.codecs.sample import Sample, TimedSteps
 from tagc.codecs.special import Special
+from tagc.ops.program import Launch, Place
 
 
 class DeltaConfig(CodecConfig):
@@ -110,6 +108,14 @@ class DeltaPlan(CodecPlan):
         """Those of the code."""
         return self.code.scratch_bytes(destinations, sources)
 
+    def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
+        """See :meth:`CodecPlan.encoding`; ``x`` are changes, in float32."""
+        return self.code.encoding(x, message)
+
+    def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
+        """See :meth:`CodecPlan.decoding`."""
+        return self.code.decoding(messages, rows, add=True)
+
     def word_shares(self, columns: Sequence[float]) -> list[float]:
         """See :meth:`CodecPlan.word_shares`."""
         return self.code.word_shares(columns)
@@ -123,47 +129,6 @@ def plan_delta(config: DeltaConfig, request: PlanRequest) -> DeltaPlan:
     dithered = config.rounding == "stochastic"
     plan = replace(plan_quantized(code, request), dithered=dithered, by_content=dithered)
     return DeltaPlan(code=plan)
-
-
-@dataclass(frozen=True)
-class _Coded(Generic[P]):
-    """The same columns, with the plan of their code."""
-
-    start: int
-    stop: int
-    codec: P
-
-
-class DeltaCodec(Codec[DeltaPlan]):
-    """Codes changes. It encodes rows of changes in float32, and adds decoded changes to rows;
-    :class:`tagc.collect.HostCopy` keeps the copy, and subtracts it."""
-
-    def __init__(self, segments: Sequence[CodecSegment[DeltaPlan]], setup: CodecSetup) -> None:
-        super().__init__(segments, setup)
-        wide = replace(setup, dtype=torch.float32)
-        self._codes = [
-            _code(segment, replace(wide, first_word=part.words.start))
-            for segment, part in zip(segments, self.parts, strict=True)
-        ]
-        for code in self._codes:
-            code.prepare(setup.dtype)  # for rows that changes are added to
-
-    def encode_rows(self, rows: Tensor, message: Tensor) -> None:
-        """See :meth:`Codec.encode_rows`."""
-        for code in self._codes:
-            code.encode_rows(rows, message)
-
-    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
-        """See :meth:`Codec.decode_rows`. Changes are added to ``rows``."""
-        for code in self._codes:
-            code.decode_rows(received, rows, add=True)
-
-
-def _code(segment: CodecSegment[DeltaPlan], setup: CodecSetup) -> QuantizedCodec | MatrixCodec:
-    plan = segment.codec.code
-    if isinstance(plan, MatrixPlan):
-        return MatrixCodec([_Coded(segment.start, segment.stop, plan)], setup)
-    return QuantizedCodec([_Coded(segment.start, segment.stop, plan)], setup)
 
 
 def sample_delta(plan: DeltaPlan, s: Sample) -> TimedSteps:
@@ -192,6 +157,5 @@ DELTA = CodecKind(
     parameter_config=DeltaConfig,
     plan=DeltaPlan,
     make_plan=plan_delta,
-    codec=DeltaCodec,
     sample=sample_delta,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -15,6 +16,8 @@ from tagc.codecs.kind import CodecKind
 from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 from tagc.codecs.sample import ROWS, Sample, TimedSteps
 from tagc.codecs.special import Special
+from tagc.ops.launches import Get, Put
+from tagc.ops.program import Launch, Place
 
 
 class DenseConfig(CodecConfig):
@@ -78,6 +81,14 @@ class DensePlan(CodecPlan):
         """See :meth:`CodecPlan.cut`: anywhere."""
         length = -(-self.numel // owners)
         return replace(self, numel=length), (Cut(columns=self.numel, length=length),)
+
+    def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
+        """See :meth:`CodecPlan.encoding`."""
+        yield Launch(Put(self.numel, self.wire), (x, message), self.name)
+
+    def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
+        """See :meth:`CodecPlan.decoding`."""
+        yield Launch(Get(self.numel, self.wire), (messages, rows), self.name)
 
     def used_words(self, columns: int) -> int:
         """Words of the filled elements."""

@@ -22,8 +22,8 @@ class CodecKind:
         parameter_config: the configuration for parameters; None if it cannot send parameters.
         plan: the class of a segment's plan.
         make_plan: makes a plan from either configuration.
-        codec: makes the codec of a unit's segments.
         sample: returns the codec's two steps on sample inputs, for timing.
+        codec: makes the codec of a unit's segments; None if it cannot send gradients.
     """
 
     name: str
@@ -31,5 +31,5 @@ class CodecKind:
     parameter_config: type[CodecConfig] | None = None
     plan: type[CodecPlan]
     make_plan: Callable[[Any, PlanRequest], CodecPlan]
-    codec: Callable[[Sequence[CodecSegment[Any]], CodecSetup], Codec[Any]]
     sample: Callable[[Any, Sample], TimedSteps]
+    codec: Callable[[Sequence[CodecSegment[Any]], CodecSetup], Codec[Any]] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
@@ -18,7 +18,9 @@ from tagc.codecs.elementwise import ElementwiseCodec
 from tagc.codecs.kind import CodecKind
 from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 from tagc.codecs.sample import ROWS, Sample, TimedSteps
+from tagc.ops.launches import DequantizeMatrix, QuantizeMatrix
 from tagc.ops.matrix import MatrixLayout
+from tagc.ops.program import Launch, Place
 
 
 class MatrixConfig(CodecConfig):
@@ -125,6 +127,18 @@ class MatrixPlan(CodecPlan):
             found.append((layout, columns, words))
             column, word = columns.stop, words.stop
         return tuple(found)
+
+    def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
+        """See :meth:`CodecPlan.encoding`."""
+        for layout, columns, words in self.runs:
+            places = (x[columns], None, message[words])
+            yield Launch(QuantizeMatrix(layout), places, self.name)
+
+    def decoding(self, messages: Place, rows: Place, *, add: bool = False) -> Iterator[Launch]:
+        """See :meth:`CodecPlan.decoding`."""
+        for layout, columns, words in self.runs:
+            places = (messages[words], rows[columns])
+            yield Launch(DequantizeMatrix(layout=layout, add=add), places, self.name)
 
     def word_shares(self, columns: Sequence[float]) -> list[float]:
         """See :meth:`CodecPlan.word_shares`: every matrix has its own codes and scales."""

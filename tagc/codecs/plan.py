@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
 from tagc.codecs.feedback import ErrorFeedback, FeedbackRule
+from tagc.ops.program import Launch, Place
 
 
 def aligned(words: int) -> int:
@@ -122,6 +123,21 @@ class CodecPlan:
         feedback if this plan has any feedback."""
         owed = None if self.feedback is None else ErrorFeedback(dtype=self.feedback.dtype)
         return replace(self, feedback=owed, warmup_steps=0)
+
+    def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
+        """Launches that write a message ``[n, words]`` for every row of ``x`` ``[n, columns]``,
+        without feedback."""
+        raise NotImplementedError
+
+    def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
+        """Launches that decode every message ``[n, words]`` to its own row ``[n, columns]``;
+        changes are added to it."""
+        raise NotImplementedError
+
+    def finding_unfit(self, messages: Place, dtype: torch.dtype, flag: Place) -> Iterator[Launch]:
+        """Launches that set ``flag`` ``[]`` if messages were made from values that the codec cannot
+        carry: not finite, or at the edge of their ``dtype``; none if it carries all values."""
+        return iter(())
 
     def scratch_bytes(self, destinations: int, sources: int) -> int:
         """The most temporary bytes that the CPU's operators allocate to encode for ``destinations``

@@ -6,7 +6,7 @@ the dither's seeds again, so seeds only need to differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, ClassVar, Literal, Self
@@ -22,6 +22,8 @@ from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 from tagc.codecs.sample import ROWS, Sample, TimedSteps
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.hashing import MASK, fmix32
+from tagc.ops.launches import Clamp, Dequantize, Quantize, ScalesAbove, SeedsOf, seeds_of
+from tagc.ops.program import Launch, Place
 from tagc.ops.symbols import wrap_int32
 
 
@@ -127,6 +129,29 @@ class QuantizedPlan(CodecPlan):
         """Words of scales and codes."""
         return self.layout.words
 
+    def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
+        """See :meth:`CodecPlan.encoding`."""
+        seeds = ()
+        if self.dithered:
+            assert self.by_content
+            seeds = (Place("seeds", x.shape[:1], torch.int32),)
+            yield Launch(SeedsOf(), (x, *seeds), self.name)
+        quantize = Quantize(self.layout, dithered=self.dithered)
+        yield Launch(quantize, (x, None, message, *seeds), self.name)
+
+    def decoding(self, messages: Place, rows: Place, *, add: bool = False) -> Iterator[Launch]:
+        """See :meth:`CodecPlan.decoding`."""
+        dequantize = Dequantize(layout=self.layout, add=add)
+        yield Launch(dequantize, (messages, rows), self.name)
+        if rows.dtype == torch.float16 and not add:
+            # Within a scale's rounding of the largest number; what is not finite is NaN here.
+            yield Launch(Clamp(torch.finfo(rows.dtype).max), (rows,), self.name)
+
+    def finding_unfit(self, messages: Place, dtype: torch.dtype, flag: Place) -> Iterator[Launch]:
+        """See :meth:`CodecPlan.finding_unfit`. The scales show it."""
+        above = ScalesAbove(self.layout, _largest_scale(dtype, self.layout.levels))
+        yield Launch(above, (messages, flag), self.name)
+
 
 def plan_quantized(
     config: QuantizedConfig | QuantizedParametersConfig, request: PlanRequest
@@ -172,19 +197,12 @@ class Dither:
         return self._seeds[self._places[column]]
 
 
-def seeds_of(rows: Tensor) -> Tensor:
-    """Seeds from the rows' content: sums of the bits of ``rows`` ``[D, columns]`` float32, modulo
-    2**32, ``[D]`` int32. Nearly every change of a row changes its seed."""
-    # In int32: for int64 sums torch would first make a copy in int64.
-    return rows.contiguous().view(torch.int32).sum(-1, dtype=torch.int32)
-
-
 class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
     """The quantized segments of a unit's gradients or parameters."""
 
     def __init__(self, segments: Sequence[CodecSegment[QuantizedPlan]], setup: CodecSetup) -> None:
         super().__init__(segments, setup)
-        counted = [p.columns.start for p in self.parts if p.plan.dithered and not p.plan.by_content]
+        counted = [p.columns.start for p in self.parts if p.plan.dithered]
         self._dither = Dither(setup, counted) if counted else None
 
     def _prepare(self, part: Part[QuantizedPlan], gradient: torch.dtype) -> None:
@@ -198,9 +216,7 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
     ) -> None:
         layout, average = part.plan.layout, part.feedback.old_share
         seeds = None
-        if part.plan.by_content:
-            seeds = seeds_of(grad)
-        elif self._dither is not None and part.plan.dithered:
+        if self._dither is not None and part.plan.dithered:
             seeds = self._dither.seeds(part.columns.start, self.steps)
         self._ops.quantize(grad, residual, message, layout=layout, average=average, dither=seeds)
 
@@ -224,15 +240,6 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
             largest = torch.finfo(rows.dtype).max
             for part in self.parts:
                 rows[:, part.columns].clamp_(-largest, largest)
-
-    def cannot_carry(self, received: Tensor) -> Tensor | None:
-        """See :meth:`Codec.cannot_carry`. The scales show it."""
-        found = [
-            received[:, part.words][:, : part.plan.layout.scale_words].view(torch.int16)
-            > _largest_scale(self._setup.dtype, part.plan.layout.levels)
-            for part in self.parts
-        ]
-        return torch.stack([scales.any() for scales in found]).any() if found else None
 
 
 @cache

@@ -43,21 +43,13 @@ def in_message_order(segments: Sequence[CodecSegment[CodecPlan]]) -> list[list[A
 
 
 def make_codecs(
-    segments: Sequence[CodecSegment[CodecPlan]], setup: CodecSetup, *, apart: bool = False
+    segments: Sequence[CodecSegment[CodecPlan]], setup: CodecSetup
 ) -> dict[str, Codec[Any]]:
-    """The codecs of a unit's segments by name, in the order of their words in a message.
-
-    Args:
-        apart: True for one codec per segment, named by its first column and in column order; False
-            for one codec per kind, in the order of ``CODECS``.
-    """
-    if apart:
-        named = [(str(s.start), kind_of(s.codec), [s]) for s in segments]
-    else:
-        grouped = zip(CODECS, in_message_order(segments), strict=True)
-        named = [(kind.name, kind, of_kind) for kind, of_kind in grouped if of_kind]
+    """The codecs of a unit's segments, one per kind, by name, in the order of ``CODECS``."""
     codecs: dict[str, Codec[Any]] = {}
-    for name, kind, of_codec in named:
-        codecs[name] = kind.codec(of_codec, setup)
-        setup = replace(setup, first_word=codecs[name].stop)
+    for kind, of_kind in zip(CODECS, in_message_order(segments), strict=True):
+        if of_kind:
+            assert kind.codec is not None
+            codecs[kind.name] = kind.codec(of_kind, setup)
+            setup = replace(setup, first_word=codecs[kind.name].stop)
     return codecs

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tagc.codecs.quantized import seeds_of
 from tagc.ops import Ops
 from tagc.ops.blocks import BlockLayout
+from tagc.ops.launches import seeds_of
 
 _BLOCKS = 8
 """Blocks of a row: an even number of scales, and codes of a multiple of 16 bytes."""

@@ -9,16 +9,22 @@ from torch import Tensor
 
 
 class Workspace:
-    """Named buffers, which grow to the largest use and are reused."""
+    """Named buffers, which grow to the largest use and are reused.
+
+    Attributes:
+        generation: how often a buffer was replaced or freed. Views taken earlier are stale then.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.generation = 0
         self._buffers: dict[tuple[str, torch.dtype, int], Tensor] = {}
         # Making a view costs the host about as much as using it, and steps take the same ones.
         self._views: dict[tuple[str, torch.dtype, int, tuple[int, ...]], Tensor] = {}
 
     def clear(self) -> None:
         """Free all buffers."""
+        self.generation += 1
         self._buffers.clear()
         self._views.clear()
 
@@ -36,6 +42,7 @@ class Workspace:
         with torch.inference_mode(False):
             buffer = self._buffers.get(key)
             if buffer is None or buffer.numel() < numel:
+                self.generation += buffer is not None
                 buffer = torch.empty(numel, dtype=dtype, device=self._device)
                 self._buffers[key] = buffer
                 # Views of the smaller buffer would keep it.

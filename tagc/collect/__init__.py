@@ -4,13 +4,11 @@ from tagc.collect.agreement import agree_on, gather_by_rank, gather_merged
 from tagc.collect.anchor import Anchor
 from tagc.collect.bare_transport import BareTransport
 from tagc.collect.copy_gatherer import CopyGatherer
-from tagc.collect.gatherer import GatherSetup, Phase, UnitGatherer
+from tagc.collect.gatherer import GatherSetup, MessageGatherer, Phase, UnitGatherer
 from tagc.collect.gauge import NoiseGauge, noise_factor
-from tagc.collect.host_copy import HostCopy
 from tagc.collect.hosts import HostGroups, Hosts, RankOnHost, check_hosts
 from tagc.collect.lockstep import DesyncError, Lockstep
 from tagc.collect.meeting import Meeting
-from tagc.collect.message_gatherer import MessageGatherer
 from tagc.collect.reducer import UnitReducer
 from tagc.collect.rehearsal import rehearse
 from tagc.collect.replicas import ReplicaAverage
@@ -32,7 +30,6 @@ __all__ = [
     "CopyGatherer",
     "DesyncError",
     "GatherSetup",
-    "HostCopy",
     "HostGroups",
     "Hosts",
     "Lockstep",

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc.collect.fingerprint import fingerprint
 from tagc.collect.reducer import UnitReducer
+from tagc.ops.fingerprint import fingerprint
 from tagc.policy.sites import OuterConfig, SitesConfig
 
 MEAN = OuterConfig(rate=1, momentum=0)

@@ -18,44 +18,35 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tagc.basics.profiled import profiled
 from tagc.basics.warn import warn
 from tagc.collect.alarm import Alarm
-from tagc.collect.exchange import Broadcast
-from tagc.collect.fingerprint import fingerprint
 from tagc.collect.gatherer import GatherSetup, Phase, UnitGatherer, squared_norms
-from tagc.collect.host_copy import HostCopy
-from tagc.collect.transport import failing_in
 
 
 class CopyGatherer(UnitGatherer):
-    """Keeps a copy and sends changes. See :class:`UnitGatherer`.
-
-    Attributes:
-        copy: the parameters as all other ranks know them.
-    """
+    """Keeps a copy and sends changes. See :class:`UnitGatherer`."""
 
     def __init__(
         self,
         setup: GatherSetup,
         *,
-        rank: int,
         reductions: Callable[[], int],
         versions: Callable[[], int],
     ) -> None:
         """Start without a copy.
 
         Args:
-            rank: this process's rank in the unit's group.
             reductions: returns how often the unit's gradients have left this host; the same on all
                 ranks.
             versions: returns torch's count of writes to the unit's parameters.
         """
         super().__init__(setup)
-        self.copy = HostCopy(setup, own=rank // self.plan.info.ranks_per_host)
+        programs = self._programs
+        self._declare(programs.whole, programs.changes, programs.read)
+        self._own_row = self.copy[self._own]
+        self._fingerprint = self.store[programs.fingerprint.name]
         self._reductions, self._versions = reductions, versions
         # Whether this rank's row of the copy is known, and whether the others are.
         self._knows_own = self._knows_others = False
@@ -65,7 +56,6 @@ class CopyGatherer(UnitGatherer):
         self._reductions_then = 0
         # The count after the last step seen here; None after loading a state.
         self._versions_then: int | None = None
-        self._fingerprint = torch.zeros(2, dtype=torch.int64, device=setup.device)
         self._by_others = Alarm(
             f"tagc: the parameters of unit {self._name!r} changed, but not by an optimizer's step "
             "(other weights loaded or swapped in?), and a codec 'delta' sends changes only after "
@@ -78,6 +68,12 @@ class CopyGatherer(UnitGatherer):
             "again, but with a codec 'delta' nothing is sent in backward: change parameters after "
             "the backward"
         )
+
+    @property
+    def copy(self) -> Tensor:
+        """The parameters as all other ranks know them, ``[H, S]``; row ``h`` is the shard of rank
+        ``h * R + r``, where ``r`` is this rank's place on its host."""
+        return self.store[self._programs.copy.name]
 
     def note_step(self, *, ended: bool) -> None:
         """Note a step of an optimizer that holds any of the unit's parameters. All ranks call it
@@ -103,36 +99,30 @@ class CopyGatherer(UnitGatherer):
         reduced = self._reductions() != self._reductions_then
         return self._due or not self._knows_own or (reduced and not self._sees_steps)
 
-    def _gather(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
+    def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
         """See :meth:`UnitGatherer._gather`."""
         self._by_others.check()
         self._since_forward.check()
-        exchange = self._broadcast(group)
+        programs = self._programs
         # A backward reads the same copy as its forward. So do forwards that it recomputes.
         reads_as_is = self._knows_others and (phase is Phase.BACKWARD or _in_backward())
-        if not self._knows_others and self._knows_own:
+        if self._knows_own and not self._knows_others:
             # This completes load_state; its bytes are not counted as a step's.
-            self._send_rows(exchange, group)
-        changed = None
-        if not reads_as_is and self._is_due:
-            if self._knows_own:
-                self._warn_of_others()
-                self._send_change(inp, exchange, group)
-            else:
-                self.copy.rows[self.copy.own].copy_(inp)
-                self.wire_bytes += self._send_rows(exchange, group)
-            self._due, self._reductions_then = False, self._reductions()
-            self._fingerprint.copy_(fingerprint(inp))
-        else:
-            # Nothing leaves the host.
-            self._lockstep.announce(exchange.transports[:-1], 0)
-            self._lockstep.confirm()
-            changed = (fingerprint(inp) != self._fingerprint).any()
-        self._share(rows, exchange, group)
-        if changed is not None:
+            self._replay(programs.rows).run()
+            self._knows_others = True
+        if reads_as_is or not self._is_due:
+            self._run(programs.read, rows, inp)
             # Sending changes here is not possible: other ranks would not know to receive them.
             alarm = self._since_forward if reads_as_is and self._is_due else self._by_others
-            alarm.note(changed, rows[:, :1])
+            alarm.note(self.store[programs.changed.name], rows[:, :1])
+            return
+        if self._knows_own:
+            self._warn_of_others()
+            self._run(programs.changes, rows, inp)
+        else:
+            self._run(programs.whole, rows, inp)
+            self._knows_own = self._knows_others = True
+        self._due, self._reductions_then = False, self._reductions()
 
     def _warn_of_others(self) -> None:
         """Warn if the parameters were written to after the optimizer's step. (If you clip or
@@ -140,48 +130,11 @@ class CopyGatherer(UnitGatherer):
         if self._due and self._versions_then not in (None, self._versions()):
             _warn_of_others()
 
-    def _send_rows(self, exchange: Broadcast, group: dist.ProcessGroup) -> int:
-        """Send this rank's row, uncompressed, to all ranks that keep it. Return the bytes sent."""
-        rows, own = self.copy.rows, self.copy.own
-        self._lockstep.announce(exchange.transports, rows.shape[1])
-        self._lockstep.confirm()
-        with failing_in(self._lockstep.what, group):
-            work = exchange.send_across(rows, rows[own : own + 1])
-            work.wait()
-        self._knows_own = self._knows_others = True
-        return work.wire_bytes
-
-    def _send_change(self, inp: Tensor, exchange: Broadcast, group: dist.ProcessGroup) -> None:
-        words, take = self.plan.messages.row_words, self._workspace.take
-        send = take("parameters_send", (1, words), torch.int32)
-        received = take("parameters_recv", (self.plan.peers, words), torch.int32)
-        self._lockstep.announce(exchange.transports, words)
-        with profiled("encode parameters", self._name):
-            self.copy.encode(inp, send)
-        with (
-            profiled("gather parameters", self._name),
-            failing_in(self._lockstep.what, group),
-        ):
-            self._lockstep.confirm()
-            work = exchange.send_across(received, send)
-            work.wait()
-        self.wire_bytes += work.wire_bytes
-        with profiled("decode parameters", self._name):
-            self.copy.decode(received, self.copy.rows)
-
-    def _share(self, rows: Tensor, exchange: Broadcast, group: dist.ProcessGroup) -> None:
-        with (
-            profiled("share parameters inside the host", self._name),
-            failing_in(self._lockstep.what, group),
-        ):
-            exchange.share(rows, self.copy.rows)
-        self.inside_bytes += exchange.inside_bytes
-
     def state(self) -> dict[str, Tensor]:
         """See :meth:`UnitGatherer.state`. Of the copy it holds this rank's row only."""
         flags = [self._knows_own, self._is_due, self._sees_steps]
         return super().state() | {
-            "copy": self.copy.rows[self.copy.own],
+            "copy": self._own_row,
             "copy_flags": torch.tensor(flags, dtype=torch.int64, device="cpu"),
             "copy_fingerprint": self._fingerprint,
         }
@@ -195,7 +148,7 @@ class CopyGatherer(UnitGatherer):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`UnitGatherer.load_state`. The next forward gathers the rows of the others."""
         super().load_state(state)
-        self.copy.rows[self.copy.own].copy_(state["copy"])
+        self._own_row.copy_(state["copy"])
         self._knows_own, self._due, self._sees_steps = map(bool, state["copy_flags"].tolist())
         self._knows_others = False
         self._reductions_then, self._versions_then = self._reductions(), None
@@ -204,14 +157,8 @@ class CopyGatherer(UnitGatherer):
         self._fingerprint.copy_(state["copy_fingerprint"])
 
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
-        """See :meth:`UnitGatherer.relative_error`, for a message sent now."""
-        if not self._knows_own:
-            return squared_norms(shard, shard)
-        message = torch.empty(1, self.plan.words, dtype=torch.int32, device=shard.device)
-        decoded = self.copy.rows[self.copy.own][None].clone()
-        self.copy.encode(shard, message)
-        self.copy.decode(message, decoded)
-        return squared_norms(decoded[0], shard)
+        """See :meth:`UnitGatherer.relative_error`."""
+        return super().relative_error(shard) if self._knows_own else squared_norms(shard, shard)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The codecs' exchanges besides messages, and the all-gather of messages on one or two levels."""
+"""The codecs' exchanges besides messages."""
 
 from __future__ import annotations
 
@@ -50,55 +50,3 @@ class Exchange:
     def _counted(self, work: CollectiveWork) -> CollectiveWork:
         self.wire_bytes += work.wire_bytes
         return work
-
-
-class Broadcast:
-    """An all-gather of messages. If ranks share hosts it has two levels: each rank gets the
-    messages of the ranks with its own place on all hosts, and the ranks of a host forward them.
-
-    Attributes:
-        transports: the transports that this rank uses, the one between hosts last.
-        inside_bytes: bytes sent so far to ranks of the same host.
-    """
-
-    def __init__(
-        self, workspace: Workspace, across: Transport, inside: Transport | None = None
-    ) -> None:
-        self._workspace, self._across, self._inside = workspace, across, inside
-        self.transports = (across,) if inside is None else (inside, across)
-        self.inside_bytes = 0
-
-    def send(self, received: Tensor, message: Tensor) -> CollectiveWork:
-        """Gather every rank's ``message`` ``[1, n]`` to its row of ``received`` ``[W, n]``; row
-        ``h * R + r`` is from the ``r``-th rank of host ``h``.
-
-        Returns:
-            The work between hosts, with its bytes. Wait for it.
-        """
-        if self._inside is None:
-            return self._across.gather(received, message)
-        shape = (self._across.size, message.shape[1])
-        rows = self._workspace.take("across_recv", shape, message.dtype)
-        work = self._across.gather(rows, message)
-        work.wait()
-        self.share(received, rows)
-        return work
-
-    def send_across(self, received: Tensor, message: Tensor) -> CollectiveWork:
-        """Gather between hosts only: ``message`` ``[1, n]`` of the rank with this one's place on
-        host ``h`` to ``received[h]`` ``[n]``. ``message`` may be a view of its row."""
-        return self._across.gather(received, message)
-
-    def share(self, out: Tensor, rows: Tensor) -> None:
-        """Gather the rows of the ranks of a host to ``out`` ``[H * R, n]``.
-
-        Args:
-            rows: this rank's rows ``[H, n]``; row ``h`` becomes row ``h * R + r`` of ``out``.
-        """
-        if self._inside is None:
-            out.copy_(rows)
-            return
-        hosts = out.view(self._across.size, self._inside.size, -1)
-        work = self._inside.gather_each(hosts, rows)
-        work.wait()
-        self.inside_bytes += work.wire_bytes

@@ -15,15 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc.codecs import CodecSetup, Coder
 from tagc.codecs.state import MAX_COUNT
 from tagc.codecs.workspace import Workspace
-from tagc.collect.exchange import Broadcast
+from tagc.collect.alarm import Alarm
 from tagc.collect.hosts import HostGroups
 from tagc.collect.lockstep import Lockstep
+from tagc.collect.replay import Replay, Store
 from tagc.collect.transport import Connect, Transport, failing_in
 from tagc.ops import Ops
-from tagc.plan import UnitPlan
+from tagc.ops.program import Level, Program
+from tagc.plan import UnitPlan, as_list
+from tagc.plan.gathers import Gathers
 
 
 class Phase(Enum):
@@ -39,6 +41,7 @@ class GatherSetup:
     """The constructor arguments of gatherers.
 
     Attributes:
+        rank: this process's rank in the unit's group.
         hosts: this rank's groups, if ranks of a host forward messages to each other.
         connect: makes the transport of a group.
     """
@@ -47,29 +50,17 @@ class GatherSetup:
     ops: Ops
     device: torch.device
     workspace: Workspace
+    rank: int = 0
     hosts: HostGroups | None = None
     connect: Connect = Transport
 
 
-def gather_coder(setup: GatherSetup) -> Coder:
-    """The coder of a unit's messages about shards, with a codec for every segment."""
-    plan = setup.plan
-    made_for = CodecSetup(
-        destinations=1,
-        world_size=plan.messages.read,
-        dtype=plan.info.dtype,
-        ops=setup.ops,
-        device=setup.device,
-        workspace=setup.workspace,
-    )
-    return Coder(plan.segments, made_for, apart=True)
-
-
 class UnitGatherer(ABC):
-    """Gathers the parameters of one FSDP unit as its plan says.
+    """Gathers the parameters of one FSDP unit by the programs of its plan.
 
     Attributes:
         plan: the unit's plan.
+        store: the tensors of its programs.
         wire_bytes: bytes sent to other ranks so far; only those to other hosts, if ranks of a host
             forward messages to each other.
         dense_bytes: bytes that the native all-gathers would have sent.
@@ -85,11 +76,16 @@ class UnitGatherer(ABC):
         self._last: Phase | None = None
         self._ops, self._workspace = setup.ops, setup.workspace
         self._connect = setup.connect
-        self._levels = None
+        self._levels: dict[Level, Transport] = {}
         if setup.hosts is not None:
-            self._levels = setup.connect(setup.hosts.across), setup.connect(setup.hosts.inside)
+            self._levels["across"] = setup.connect(setup.hosts.across)
+            self._levels["inside"] = setup.connect(setup.hosts.inside)
         self._name = self.plan.info.label
         self._lockstep = Lockstep(self.plan.direction, self._name, setup.device)
+        self.store = Store(setup.device, setup.workspace)
+        self._programs = Gathers(self.plan)
+        self._own = setup.rank // self.plan.info.ranks_per_host
+        self._replays: dict[tuple[int, Program], Replay] = {}
 
     def gather(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
         """Write all ranks' ``inp`` ``[S]`` to the rows of ``out`` ``[W * S]``.
@@ -117,15 +113,18 @@ class UnitGatherer(ABC):
                 f"{info.dtype} per rank, but FSDP gathers {inp.numel()} of {inp.dtype}; call "
                 "tagc.wrap after the model is sharded and its dtypes are set for good"
             )
-        self._gather(rows, inp, group, phase)
+        if self.plan.info.ranks_per_host == 1 and "flat" not in self._levels:
+            self._levels["flat"] = self._connect(group)
+        self._gather(rows, inp[None], phase)
         self._last = phase
 
     @abstractmethod
-    def _gather(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
+    def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
         """:meth:`gather` for units with at least one compressed segment.
 
         Args:
             rows: ``[W, S]``.
+            inp: ``[1, S]``.
         """
 
     @abstractmethod
@@ -158,24 +157,51 @@ class UnitGatherer(ABC):
         """Free the operators' scratch buffers."""
         self._ops.release()
 
-    @abstractmethod
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
-        """Squared Euclidean norms of the quantization error of ``shard`` ``[S]``, and of the finite
-        elements of ``shard``."""
+        """Squared Euclidean norms of the quantization error of ``shard`` ``[S]``, in a message sent
+        now, and of the finite elements of ``shard``."""
+        if not self.plan.compressed:
+            return squared_norms(shard, shard)
+        decoded = torch.empty_like(shard)
+        self._replay(self._programs.measure).run(inp=shard[None], out=decoded[None])
+        return squared_norms(decoded, shard)
+
+    def _declare(self, *programs: Program) -> None:
+        """Make the tensors of programs, and compile their operators."""
+        for program in programs:
+            self.store.declare(program)
+            program.prepare(self._ops)
+
+    def _run(self, program: Program, rows: Tensor, inp: Tensor) -> None:
+        """Run a program and count its bytes."""
+        self._replay(program).run(inp=inp, out=rows)
+        self.wire_bytes += program.sent("flat", "across")
+        self.inside_bytes += program.sent("inside")
+
+    def _replay(self, program: Program) -> Replay:
+        device = self.store.device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        replay = self._replays.get((stream, program))
+        if replay is None or replay.stale:
+            replay = Replay(program, self.store, self._ops, self._levels, self._lockstep, self._own)
+            self._replays[stream, program] = replay
+        return replay
 
     def _gather_uncompressed(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup) -> None:
         if self.plan.info.ranks_per_host == 1:
             self._gather_natively(rows.view(-1), inp, group)
             return
-        exchange = self._broadcast(group)
-        self._lockstep.announce(exchange.transports, 0)
+        across, inside = self._levels["across"], self._levels["inside"]
+        self._lockstep.announce([inside, across], 0)
         self._lockstep.confirm()
         with failing_in(self._lockstep.what, group):
-            self._send(exchange, rows, inp[None])
-
-    def _broadcast(self, group: dist.ProcessGroup) -> Broadcast:
-        """A new broadcast, for one all-gather."""
-        return Broadcast(self._workspace, *(self._levels or [self._connect(group)]))
+            hosts = self._workspace.take("across_recv", (across.size, inp.numel()), inp.dtype)
+            work = across.gather(hosts, inp[None])
+            work.wait()
+            self.wire_bytes += work.wire_bytes
+            work = inside.gather_each(rows.view(across.size, inside.size, -1), hosts)
+            work.wait()
+            self.inside_bytes += work.wire_bytes
 
     def _gather_natively(
         self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, *, inside: bool = False
@@ -194,12 +220,78 @@ class UnitGatherer(ABC):
         else:
             self.wire_bytes += sent
 
-    def _send(self, exchange: Broadcast, received: Tensor, message: Tensor) -> None:
-        """Gather every rank's ``message`` ``[1, n]`` to the rows of ``received`` ``[W, n]``."""
-        work = exchange.send(received, message)
-        work.wait()
-        self.wire_bytes += work.wire_bytes
-        self.inside_bytes += exchange.inside_bytes
+
+class MessageGatherer(UnitGatherer):
+    """Sends messages that each describe a whole shard: in every all-gather, or in forward only, if
+    ranks keep them for the backward."""
+
+    def __init__(self, setup: GatherSetup) -> None:
+        super().__init__(setup)
+        plan, programs = self.plan, self._programs
+        self._changed = Alarm(
+            f"tagc: the parameters of unit {self._name!r} changed between a forward and its "
+            "backward (by an optimizer's step, or by loading weights). FSDP would gather them "
+            "again, but with 'keep_for_backward' nothing is sent in backward: change parameters "
+            "after the backward, or set 'keep_for_backward: false'"
+        )
+        self._unfit = [
+            (
+                segment.start,
+                flag,
+                Alarm(
+                    f"tagc: frozen parameters of unit {self._name!r} "
+                    f"({as_list([param.name for param in segment.params])}) hold values that "
+                    f"{segment.codec.name} cannot carry (not finite, or at the edge of "
+                    f"{plan.info.dtype}), but did not in tagc.wrap. Set them before tagc.wrap, "
+                    "which then gathers such parameters uncompressed; or wrap again now, after "
+                    "tagc.compressor(model).remove()"
+                ),
+            )
+            for segment, flag in programs.unfit.items()
+        ]
+        # Whether the messages of the last forward that autograd recorded are kept.
+        self._kept = False
+        if plan.compressed:
+            self._declare(programs.message)
+            if plan.reuses_forward_message:
+                self._declare(programs.kept_message, programs.again)
+
+    def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
+        """See :meth:`UnitGatherer._gather`."""
+        self._changed.check()
+        for _, _, alarm in self._unfit:
+            alarm.check()
+        keeps, programs = self.plan.reuses_forward_message, self._programs
+        if phase is Phase.BACKWARD and self._kept:
+            self._run(programs.again, rows, inp)
+            # Gathering again is not possible: other ranks may not know that they have to.
+            self._changed.note(self.store[programs.changed.name], rows[:, :1])
+        else:
+            kept = keeps and phase is Phase.FORWARD
+            self._run(programs.kept_message if kept else programs.message, rows, inp)
+            # All ranks have the same messages, so all raise. (Trainable parameters come out NaN
+            # instead, as in a run that diverges natively.)
+            for start, flag, alarm in self._unfit:
+                alarm.note(self.store[flag.name], rows[:, start : start + 1])
+        if phase is not Phase.OTHER:
+            self._kept = keeps and phase is Phase.FORWARD
+
+    def note_forward(self) -> None:
+        """See :meth:`UnitGatherer.note_forward`."""
+        # If parameters are still unsharded, after an evaluation or `unshard()`, this forward
+        # gathers nothing. A kept message is then from an earlier forward, whose backward may never
+        # have gathered. If this forward does gather, it keeps a new message.
+        if self._last is not Phase.FORWARD:
+            self._kept = False
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`UnitGatherer.load_state`. (A forward's message need not be saved: between two
+        steps no backward still needs it, and the next forward gathers again.)"""
+        super().load_state(state)
+        self._kept = False
+
+    def refresh(self) -> None:
+        """See :meth:`UnitGatherer.refresh`. Every message already carries the whole shard."""
 
 
 def squared_norms(decoded: Tensor, shard: Tensor) -> tuple[float, float]:

@@ -50,10 +50,12 @@ class Lockstep:
 
     Attributes:
         what: the name of these collectives in errors.
+        label: the unit's name.
     """
 
     def __init__(self, direction: Direction, label: str, device: torch.device) -> None:
         self.what = f"{_WORDS[direction]} of unit {label!r}"
+        self.label = label
         self._device, self._count = device, 0
         name = direction[:1].encode() + label.encode()[1 - _NAME_BYTES :]
         self._name = torch.frombuffer(bytearray(name.ljust(_NAME_BYTES, b"\0")), dtype=torch.int64)

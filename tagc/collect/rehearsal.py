@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from tagc.codecs.workspace import Workspace
 from tagc.collect.copy_gatherer import CopyGatherer
-from tagc.collect.gatherer import GatherSetup, Phase
+from tagc.collect.gatherer import GatherSetup, MessageGatherer, Phase
 from tagc.collect.hosts import HostGroups
-from tagc.collect.message_gatherer import MessageGatherer
 from tagc.collect.reducer import UnitReducer
 from tagc.collect.transport import SilentGroup, SilentTransport
 from tagc.ops import Ops
@@ -76,7 +75,7 @@ def _rehearse_gathers(unit: UnitPlan, ops: Ops, workspace: Workspace) -> None:
             for phase in (Phase.FORWARD, Phase.BACKWARD):
                 gatherer.gather(out, shard, group, phase)
         return
-    copies = CopyGatherer(setup, rank=0, reductions=lambda: 0, versions=lambda: 0)
+    copies = CopyGatherer(setup, reductions=lambda: 0, versions=lambda: 0)
     for _ in range(2):  # the first gather sends shards uncompressed
         copies.gather(out, shard, group, Phase.FORWARD)
         copies.note_step(ended=True)

@@ -169,13 +169,13 @@ def make_collectives(
             ops=chosen(unit, unit_plan),
             device=unit.device,
             workspace=shared[unit.device],
+            rank=unit.group.rank(),
             hosts=hosts(unit, unit_plan),
         )
         if not unit_plan.keeps_copy:
             return MessageGatherer(setup)
         return CopyGatherer(
             setup,
-            rank=unit.group.rank(),
             reductions=lambda: made.reducers[i].counters.steps,
             versions=lambda: sum(p._version for p in unit.trainable()),
         )

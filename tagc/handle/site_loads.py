@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tagc.attach.sites import SiteUnit
 from tagc.basics.warn import warn
 from tagc.collect import SiteExchange
-from tagc.collect.fingerprint import fingerprint
+from tagc.ops.fingerprint import fingerprint
 
 
 class SiteLoads:

@@ -143,7 +143,7 @@ def test_bytes_are_those_of_the_plan(rank: int, world_size: int, reshard: bool) 
         assert compressor.parameter_wire_bytes == whole + (step - 1) * planned
     assert compressor.metrics().parameter_inside_wire_bytes == 3 * inside
     assert (inside > 0) == (world_size == 4)
-    stored = sum(g.copy.rows.nbytes for g in compressor.gatherers if isinstance(g, CopyGatherer))
+    stored = sum(g.copy.nbytes for g in compressor.gatherers if isinstance(g, CopyGatherer))
     assert sum(row.stored_bytes for row in rows) == stored > 0
 
 

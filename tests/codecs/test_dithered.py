@@ -14,11 +14,12 @@ from support.distributed import on_ranks
 from support.units import codec_plan, gathered, normal, reduce, unit_reducer
 from tagc.codecs import CodecSetup
 from tagc.codecs.codec import STAGES
-from tagc.codecs.quantized import Dither, seeds_of
+from tagc.codecs.quantized import Dither
 from tagc.codecs.workspace import Workspace
 from tagc.collect import Transport
 from tagc.collect.exchange import Exchange
 from tagc.ops import get_ops
+from tagc.ops.launches import seeds_of
 from tagc.policy import Policy, PolicyError
 
 CPU = torch.device("cpu")

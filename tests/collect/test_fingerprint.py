@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.counts.torch_kernels import TorchKernels
-from tagc.collect.fingerprint import fingerprint
+from tagc.ops.fingerprint import fingerprint
 
 SIZES = (0, 1, 2, 3, 5, 1023, 1024, 4097, 100_003)
 

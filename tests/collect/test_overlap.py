@@ -149,7 +149,7 @@ def noting(mixed_up: bool = False) -> Iterator[Notes]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # Such small units pay with no codec.
         warnings.simplefilter("ignore", UserWarning)
-        for module in ("stage", "two_shots", "host_sum", "message_gatherer", "copy_gatherer"):
+        for module in ("stage", "two_shots", "host_sum", "replay"):
             patch.setattr(f"tagc.collect.{module}.profiled", notes.part)
         patch.setattr(UnitReducer, "reduce", notes.noting(UnitReducer.reduce))
         patch.setattr(UnitGatherer, "gather", notes.noting(UnitGatherer.gather))

@@ -14,7 +14,7 @@ from torch import Tensor
 import tagc
 from support.elastic import Round, ScriptedManager
 from support.site_net import FOUR_BITS, adam, inside, policy, train
-from tagc.collect.fingerprint import fingerprint
+from tagc.ops.fingerprint import fingerprint
 
 OUTER = {"rate": 0.7, "momentum": 0.5}
 POLICY = policy(FOUR_BITS, every=2, outer=OUTER)

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tagc
-from tagc.collect import CopyGatherer, MessageGatherer
 
 
 class LiveBytes(TorchDispatchMode):
@@ -73,8 +72,5 @@ def stored_bytes(model: Any) -> int:
             if feedback.owner_state is not None:
                 total += feedback.owner_state.nbytes
     for gatherer in compressor.gatherers:
-        if isinstance(gatherer, CopyGatherer):
-            total += gatherer.copy.rows.nbytes
-        elif isinstance(gatherer, MessageGatherer) and gatherer._forward_message is not None:
-            total += gatherer._forward_message.nbytes
+        total += sum(t.nbytes for name, t in gatherer.store if name in ("copy", "kept_message"))
     return total

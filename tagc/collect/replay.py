@@ -1,0 +1,208 @@
+"""Binds a program to tensors, operators and transports, and runs it in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tagc.basics.profiled import profiled
+from tagc.codecs.workspace import Workspace
+from tagc.collect.lockstep import Lockstep
+from tagc.collect.transport import CollectiveWork, Transport, failing_in
+from tagc.ops import Ops
+from tagc.ops.program import Launch, Level, Place, Program, Send, Step
+
+
+class Store:
+    """The tensors of one unit and direction, by place, and what is in flight. All programs of the
+    unit are bound to the same store.
+
+    Attributes:
+        flights: collectives that a program started and did not wait for yet.
+    """
+
+    def __init__(self, device: torch.device, workspace: Workspace) -> None:
+        self.device, self.workspace = device, workspace
+        self._tensors: dict[str, Tensor] = {}
+        self.flights: dict[str, CollectiveWork] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A tensor that is not scratch."""
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors that are not scratch, with their names."""
+        return iter(self._tensors.items())
+
+    def declare(self, program: Program) -> None:
+        """Make the tensors that are not scratch, as zeros."""
+        for place in program.places.values():
+            if place.kind in ("kept", "state") and place.name not in self._tensors:
+                # Training cannot write to a tensor that an evaluation made in inference mode.
+                with torch.inference_mode(False):
+                    self._tensors[place.name] = torch.zeros(
+                        place.shape, dtype=place.dtype, device=self.device
+                    )
+
+    def take(self, place: Place) -> Tensor:
+        """The whole tensor of a place. Scratch still holds its last user's content."""
+        if place.kind == "scratch":
+            return self.workspace.take(place.name, place.shape, place.dtype)
+        return self._tensors[place.name]
+
+    def wait(self, flight: str) -> None:
+        """Wait for a collective, if it is in flight."""
+        work = self.flights.pop(flight, None)
+        if work is not None:
+            work.wait()
+
+
+class _Call(NamedTuple):
+    """A bound step; None for the comparison with other ranks."""
+
+    step: Step | None
+    function: Callable[..., object]
+    arguments: list[Any]
+
+
+class Replay:
+    """A program bound to a store, operators and transports, on one stream."""
+
+    def __init__(
+        self,
+        program: Program,
+        store: Store,
+        ops: Ops,
+        transports: Mapping[Level, Transport],
+        lockstep: Lockstep,
+        own: int,
+    ) -> None:
+        """Bind every step.
+
+        Args:
+            own: what stands for :data:`tagc.ops.program.OWN`.
+        """
+        self.program, self._store, self._lockstep = program, store, lockstep
+        self._transports = [transports[level] for level in program.levels]
+        self._by_level = transports
+        self._own = own
+        # Tensors that come late: the arguments of a call, and which of them, and how it is viewed.
+        self._late: list[tuple[list[Any], int, Place, Callable[[Tensor], Tensor]]] = []
+        store.declare(program)
+        for place in program.places.values():  # so that no buffer grows while others are bound
+            if place.kind == "scratch":
+                store.take(place)
+        self._made_for = store.workspace.generation
+        self._ranges: list[tuple[str, list[_Call]]] = []
+        steps, confirmed = iter(program.steps), False
+        for name, length in program.ranges:
+            calls: list[_Call] = []
+            for _ in range(length):
+                step = next(steps)
+                if isinstance(step, Send) and not confirmed:
+                    calls.append(_Call(None, lockstep.confirm, []))
+                    confirmed = True
+                # Training cannot write to views that an evaluation made in inference mode.
+                with torch.inference_mode(False):
+                    calls.append(self._bound(step, ops))
+            self._ranges.append((name, calls))
+
+    @property
+    def stale(self) -> bool:
+        """Whether scratch buffers have moved since it was bound."""
+        return self._made_for != self._store.workspace.generation
+
+    def run(self, **late: Tensor) -> None:
+        """Run all steps.
+
+        Args:
+            late: the tensors that come late, by name.
+
+        Raises:
+            RuntimeError: if a collective fails, or if ranks are at different collectives.
+        """
+        for arguments, i, place, adapted in self._late:
+            arguments[i] = adapted(place.view(late[place.name], self._own))
+        self._lockstep.announce(self._transports, self.program.words)
+        call: _Call | None = None
+        try:
+            for name, calls in self._ranges:
+                with profiled(name, self._lockstep.label):
+                    for call in calls:
+                        call.function(*call.arguments)
+        except RuntimeError as error:
+            # What is still in flight may write to its buffers whenever it likes.
+            self._store.flights.clear()
+            self._store.workspace.clear()
+            self._explain(call and call.step, error)
+            raise
+        finally:
+            for arguments, i, _, _ in self._late:  # buffers of FSDP's, which it frees
+                arguments[i] = None
+
+    def _bound(self, step: Step, ops: Ops) -> _Call:
+        """A step as a call, without tensors that come late."""
+        arguments: list[Any] = []
+        if isinstance(step, Launch):
+            for i, place in enumerate(step.places):
+                adapted = partial(step.operator.adapted, i)
+                arguments.append(self._argument(arguments, i, place, adapted))
+            return _Call(step, step.operator.bound(ops), arguments)
+        if isinstance(step, Send):
+            starts, transport = _START[step.kind], self._by_level[step.level]
+            flights, flight = self._store.flights, step.flight
+
+            def start(out: Tensor, inp: Tensor) -> None:
+                flights[flight] = starts(transport, out, inp)
+
+            for i, place in enumerate((step.out, step.inp)):
+                arguments.append(self._argument(arguments, i, place, _as_it_is))
+            return _Call(step, start, arguments)
+        return _Call(step, self._store.wait, [step.flight])
+
+    def _argument(
+        self,
+        arguments: list[Any],
+        i: int,
+        place: Place | None,
+        adapted: Callable[[Tensor], Tensor],
+    ) -> Tensor | None:
+        if place is None:
+            return None
+        if place.kind == "late":
+            self._late.append((arguments, i, place, adapted))
+            return None
+        return adapted(place.view(self._store.take(place), self._own))
+
+    def _explain(self, step: Step | None, error: RuntimeError) -> None:
+        """Add what failed to an error of a launch; raise one that says it for a collective."""
+        if step is None:  # a comparison with other ranks, which names itself
+            return
+        if isinstance(step, Launch):
+            error.add_note(f"tagc: in {self.program.what}: {step}")
+            return
+        level = step.level if isinstance(step, Send) else self._level_of(step.flight)
+        with failing_in(self.program.what, self._by_level[level].group):
+            raise error
+
+    def _level_of(self, flight: str) -> Level:
+        sends = (s for s in self.program.steps if isinstance(s, Send))
+        return next(s.level for s in sends if s.flight == flight)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _gather_each(transport: Transport, out: Tensor, inp: Tensor) -> CollectiveWork:
+    return transport.gather_each(out.view(len(inp), transport.size, -1), inp)
+
+
+_START: dict[str, Callable[[Transport, Tensor, Tensor], CollectiveWork]] = {
+    "all-gather": lambda transport, out, inp: transport.gather(out, inp),
+    "all-gather each": _gather_each,
+}

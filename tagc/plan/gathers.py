@@ -1,0 +1,208 @@
+"""The programs of a unit's all-gathers, from its plan.
+
+Every rank encodes one message about its shard for all others, and decodes the messages of all. With
+a codec of changes (``delta``) the ranks of a host share a copy of the unit's parameters: each keeps
+the shards of the ranks with its own place on all hosts, ``[H, S]``, and exchanges messages with
+these ranks. All ranks that keep a row, including its owner, compute it from the same messages with
+the same arithmetic, so all have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import torch
+
+from tagc.ops.launches import ClearUnchanged, Copy, Differ, Fingerprint, Subtract
+from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
+from tagc.plan.messages import Segment
+from tagc.plan.unit_plan import UnitPlan
+
+# Columns that take less time than another launch.
+_GAP = 1 << 16
+
+
+class Gathers:
+    """The programs of one unit. Late are ``inp``, this rank's shard ``[1, S]``, and ``out``, all
+    shards ``[W, S]``.
+
+    Attributes:
+        changed: set if ``inp`` has changed since :attr:`fingerprint` was taken; boolean, ``[]``.
+        fingerprint: of the shard that the last message was made from, int64 ``[2]``.
+        copy: the parameters as all other ranks know them, ``[H, S]``; only with a codec of changes.
+        unfit: by frozen segment: set if its codec cannot carry its values; boolean, ``[]``.
+    """
+
+    def __init__(self, unit: UnitPlan) -> None:
+        self._unit, info = unit, unit.info
+        self._what = f"the gathering of parameters of unit {info.label!r}"
+        self._ranks = info.world_size
+        self._level: Level = "across" if info.ranks_per_host > 1 else "flat"
+        self._inp = Place("inp", (1, unit.columns), info.dtype, "late")
+        self._out = Place("out", (info.world_size, unit.columns), info.dtype, "late")
+        self._send = Place("parameters_send", (1, unit.messages.row_words), torch.int32)
+        self.changed = Place("changed", (), torch.bool, "kept")
+        self._now = Place("fingerprint_now", (2,), torch.int64)
+        self.fingerprint = Place("fingerprint", (2,), torch.int64, "state")
+        self.copy = Place("copy", (unit.peers, unit.columns), info.dtype, "state")
+        self.unfit = {
+            segment: Place(f"unfit.{segment.start}", (), torch.bool, "kept")
+            for segment in unit.compressed
+            if segment.frozen
+        }
+        self._spans: list[tuple[Segment, slice, slice]] = []
+        word = 0
+        for s in unit.segments:
+            words = slice(word, word + s.codec.words)
+            self._spans.append((s, slice(s.start, s.stop), words))
+            word += s.codec.room
+
+    @cached_property
+    def message(self) -> Program:
+        """Messages about whole shards. If a backward reads them again, they are kept."""
+        return self._message(keep=False)
+
+    @cached_property
+    def kept_message(self) -> Program:
+        """:attr:`message`, for a forward whose backward reads it."""
+        return self._message(keep=True)
+
+    @cached_property
+    def again(self) -> Program:
+        """Decodes the messages that the forward kept, and sends nothing."""
+        received = self._received(keep=True)
+        # Compare before decoding, which overwrites `inp`: it is this rank's row of `out`.
+        return self._program(
+            ("decode parameters", [*self._compare(), *self._decode(received, self._out)]),
+        )
+
+    @cached_property
+    def rows(self) -> Program:
+        """Fills the other rows of a copy of which this rank knows its own, after a load."""
+        return self._program(("gather parameters", self._send_rows()))
+
+    @cached_property
+    def whole(self) -> Program:
+        """Shards as they are, which become the copy."""
+        own = self.copy.row(OWN)
+        steps = [Launch(Copy(), (self._inp, own)), *self._note(), *self._send_rows()]
+        return self._program(("gather parameters", [*steps, *self._share()]))
+
+    @cached_property
+    def changes(self) -> Program:
+        """Changes since the last message, which are added to the copy."""
+        received = Place("parameters_recv", (self._unit.peers, self._send.shape[1]), torch.int32)
+        return self._program(
+            ("encode parameters", [*self._encode_changes(), *self._note()]),
+            ("gather parameters", self._gather(received, self._send)),
+            ("decode parameters", self._decode(received, self.copy)),
+            ("gather parameters", self._share()),
+        )
+
+    @cached_property
+    def read(self) -> Program:
+        """Reads the copy. Nothing leaves a host."""
+        return self._program(("gather parameters", [*self._compare(), *self._share()]))
+
+    @cached_property
+    def measure(self) -> Program:
+        """What a message would make of this rank's shard, in ``out`` ``[1, S]``; nothing is
+        sent."""
+        out = Place("out", self._inp.shape, self._inp.dtype, "late")
+        if self._unit.keeps_copy:
+            steps = [Launch(Copy(), (self.copy.row(OWN), out)), *self._encode_changes()]
+        else:
+            steps = [*self._encode(self._inp)]
+        return self._program(("encode parameters", [*steps, *self._decode(self._send, out)]))
+
+    def _program(self, *parts: tuple[str, Iterable[Step]]) -> Program:
+        return Program.of(self._what, parts)
+
+    def _message(self, *, keep: bool) -> Program:
+        received = self._received(keep=keep)
+        gather = self._gather(received, self._send)
+        if self._unit.info.ranks_per_host > 1:
+            rows = Place("across_recv", (self._unit.peers, self._send.shape[1]), torch.int32)
+            gather = [*self._gather(rows, self._send), *self._hand_on(received, rows)]
+        unfit = [
+            launch
+            for segment, _, words in self._spans
+            if segment in self.unfit
+            for launch in segment.codec.finding_unfit(
+                received[words], self._inp.dtype, self.unfit[segment]
+            )
+        ]
+        note = self._note() if keep else ()
+        return self._program(
+            ("encode parameters", [*self._encode(self._inp), *note]),
+            ("gather parameters", gather),
+            ("decode parameters", [*self._decode(received, self._out), *unfit]),
+        )
+
+    def _received(self, *, keep: bool) -> Place:
+        shape = (self._ranks, self._send.shape[1])
+        if keep:
+            return Place("kept_message", shape, torch.int32, "kept")
+        return Place("parameters_recv", shape, torch.int32)
+
+    def _note(self) -> Iterator[Launch]:
+        yield Launch(Fingerprint(), (self._inp, self.fingerprint))
+
+    def _compare(self) -> Iterator[Launch]:
+        yield Launch(Fingerprint(), (self._inp, self._now))
+        yield Launch(Differ(), (self._now, self.fingerprint, self.changed))
+
+    def _encode(self, x: Place) -> Iterator[Launch]:
+        for segment, columns, words in self._spans:
+            yield from segment.codec.encoding(x[columns], self._send[words])
+
+    def _encode_changes(self) -> Iterator[Launch]:
+        changes = Place("changes", self._inp.shape, torch.float32)
+        own = self.copy.row(OWN)
+        for span in _joined(s for s in self._unit.segments if s.codec.of_changes):
+            yield Launch(Subtract(), (self._inp[span], own[span], changes[span]))
+        for segment, columns, words in self._spans:
+            x = self._inp[columns]
+            if segment.codec.of_changes:
+                if segment.frozen:
+                    # A mask's infinities do not change, but their difference would be NaN.
+                    places = (x, own[columns], changes[columns])
+                    yield Launch(ClearUnchanged(), places, segment.codec.name)
+                x = changes[columns]
+            yield from segment.codec.encoding(x, self._send[words])
+
+    def _decode(self, received: Place, rows: Place) -> Iterator[Launch]:
+        for segment, columns, words in self._spans:
+            yield from segment.codec.decoding(received[words], rows[columns])
+
+    def _gather(self, out: Place, inp: Place) -> Iterator[Step]:
+        yield Send("all-gather", self._level, self._unit.peers, out, inp, "messages")
+        yield Wait("messages")
+
+    def _send_rows(self) -> Iterator[Step]:
+        return self._gather(self.copy, self.copy.row(OWN))
+
+    def _share(self) -> Iterator[Step]:
+        if self._unit.info.ranks_per_host == 1:
+            yield Launch(Copy(), (self.copy, self._out))
+        else:
+            yield from self._hand_on(self._out, self.copy)
+
+    def _hand_on(self, out: Place, rows: Place) -> Iterator[Step]:
+        """The ranks of a host send each other rows: row ``h`` of rank ``r`` becomes row
+        ``h * R + r`` of ``out``."""
+        ranks = self._unit.info.ranks_per_host
+        yield Send("all-gather each", "inside", ranks, out, rows, "rows")
+        yield Wait("rows")
+
+
+def _joined(segments: Iterable[Segment]) -> list[slice]:
+    """The columns of segments, with short gaps between them, such as norms."""
+    spans: list[slice] = []
+    for segment in segments:
+        first = segment.start
+        if spans and first - spans[-1].stop <= _GAP:
+            first = spans.pop().start
+        spans.append(slice(first, segment.stop))
+    return spans
