@@ -71,7 +71,7 @@ $(TTSEM)/.installed: pyproject.toml
 	touch $@
 
 test-device: $(INSTALLED) $(if $(TRITON),,$(TTSEM)/.installed) ## run all GPU kernels without a GPU in three ways, for minutes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not frontend" tests/triton tests/device $(if $(TRITON),,tests/benchmarks/test_counts_record.py)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not frontend" tests/triton tests/device
 	$(if $(TRITON),,PYTHONPATH=tests OMP_NUM_THREADS=1 $(TTSEM)/bin/python -m device.frontend tests/triton/test_triton_*.py tests/device/test_frontend_*.py)
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device

@@ -21,14 +21,12 @@ from tagc.basics.plots import PlotsUnavailableError, pyplot
 # name -> module; imported only when requested.
 SUITES = {
     "kernels": ".kernels",
-    "counts": ".counts",
     "quality": ".quality",
     "network": ".network",
     "aggregate": ".network.aggregate",
     "dimensions": ".dimensions",
     "rank": ".rank",
     "host": ".host",
-    "ready": ".ready",
     "soak": ".soak",
     "structure": ".structure",
     "report": ".report",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.counts.torch_kernels import TorchKernels
+from support.torch_kernels import TorchKernels
 from tagc.ops.fingerprint import fingerprint
 
 SIZES = (0, 1, 2, 3, 5, 1023, 1024, 4097, 100_003)

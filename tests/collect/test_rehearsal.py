@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tagc
-from benchmarks.compiled import compiling
+from support.compiled import compiling
 from support.distributed import run_ranks
 from support.marks import slow
 from support.small_net import loss_of, sharded

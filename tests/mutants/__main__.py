@@ -30,7 +30,7 @@ ROOT = HERE.parents[1]
 RECORD = HERE / "caught.md"
 FAST = "not slow and not device and not frontend and not gpu and not network and not recipes"
 # Golden files and records tell that something changed, not that it is wrong.
-IGNORED = ("tests/golden", "tests/benchmarks/test_counts_record.py")
+IGNORED = ("tests/golden",)
 # As `make test` runs them: without a path, so that kernels are compiled before the workers start.
 EVERYTHING = ("-n", "2", "--dist", "loadgroup")
 # Folders at the top of the repository that are packages inside `tagc`.

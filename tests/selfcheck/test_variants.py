@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from benchmarks.compiled import compiling
+from support.compiled import compiling
 from support.launches import Variant, noting_launches
 from support.marks import slow
 from tagc.collect import rehearse

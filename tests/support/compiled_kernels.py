@@ -7,7 +7,7 @@ import itertools
 
 import torch
 
-from benchmarks.compiled import Compiled, compiling
+from support.compiled import Compiled, compiling
 from tagc.ops.blocks import BITS, BlockLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUP, MatrixLayout

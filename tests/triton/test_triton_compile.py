@@ -17,7 +17,7 @@ from tagc.ops.symbols import SYMBOLS
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 import triton
 
-from benchmarks.compiled import Compiled, Compiler, compiling
+from support.compiled import Compiled, Compiler, compiling
 from support.compiled_kernels import (
     ARCHITECTURES,
     BF16,

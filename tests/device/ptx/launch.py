@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.compiled import Compiler
+from support.compiled import Compiler
 
 from . import atomics, control, conversions, floats, integers, memory_access, warps
 from .memory import Memory, shared_memory

@@ -7,12 +7,11 @@ launches nothing. So these are exactly the kernels that would be launched.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -39,22 +38,6 @@ class Compiled:
         return ", ".join(f"{k} {v[1:]}" for k, v in self.signature.items() if v.startswith("*"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One requested launch.
-
-    Attributes:
-        function: the Python function that Triton compiles.
-        arguments: all of them by name, tensors and constants alike.
-        grid: programs along three axes.
-    """
-
-    kernel: Compiled
-    function: Any
-    arguments: dict[str, Any]
-    grid: tuple[int, int, int]
-
-
 class Compiler:
     """Passes for a Triton driver.
 
@@ -79,14 +62,8 @@ class Compiler:
 
 
 @contextlib.contextmanager
-def compiling(
-    arch: int, launched: Callable[[Launch], object] | None = None
-) -> Iterator[list[Compiled]]:
-    """Inside, launches compile for ``arch`` and are collected, each variant of a kernel once.
-
-    Args:
-        launched: called with every launch, in order.
-    """
+def compiling(arch: int) -> Iterator[list[Compiled]]:
+    """Inside, launches compile for ``arch`` and are collected, each variant of a kernel once."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -103,52 +80,15 @@ def compiling(
         if kernel.hash not in kernels:
             kernels[kernel.hash] = _EXAMINED[kernel.hash]
             found.append(kernels[kernel.hash])
-        if launched is not None:
-            launched(_launch(self, kernels[kernel.hash], args, kwargs, grid))
         return kernel
-
-    backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
-    make_ptx = backend.make_ptx
-
-    def with_right_lines(*args: Any, **kwargs: Any) -> str:
-        return right_lines(make_ptx(*args, **kwargs))
 
     with (
         tempfile.TemporaryDirectory() as cache,
-        mock.patch.object(backend, "make_ptx", with_right_lines),
         mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1"),
         mock.patch.object(driver, "_active", Compiler(arch, "logged")),
         mock.patch.object(JITFunction, "run", run),
     ):
         yield found
-
-
-def right_lines(ptx: str) -> str:
-    """Keep the source lines of PTX correct: LLVM takes every line of inline assembly, such as
-    Triton's masked loads, for another line of the source."""
-    lines: list[str] = []
-    inside = located = False
-    for line in ptx.splitlines(keepends=True):
-        if "// begin inline asm" in line:
-            inside, located = True, False
-        elif "// end inline asm" in line:
-            inside = False
-        elif inside and line.lstrip().startswith(".loc"):
-            if located:
-                continue
-            located = True
-        elif inside and line.strip():
-            located = True
-        lines.append(line)
-    return "".join(lines)
-
-
-def _launch(function: Any, kernel: Compiled, args: Any, kwargs: Any, grid: Any) -> Launch:
-    names = function.arg_names
-    arguments = dict(zip(names, args, strict=False))
-    arguments |= {name: value for name, value in kwargs.items() if name in names}
-    x, y, z = (*grid, 1, 1)[:3]
-    return Launch(kernel=kernel, function=function, arguments=arguments, grid=(x, y, z))
 
 
 # Triton keeps compiled kernels, so a process gets their log only once.
