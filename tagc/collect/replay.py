@@ -14,7 +14,7 @@ from tagc.codecs.workspace import Workspace
 from tagc.collect.lockstep import Lockstep
 from tagc.collect.transport import CollectiveWork, Transport, failing_in
 from tagc.ops import Ops
-from tagc.ops.program import Launch, Level, Place, Program, Send, Step
+from tagc.ops.program import Launch, Level, Operator, Place, Program, Send, Step
 
 
 class Store:
@@ -69,6 +69,22 @@ class _Call(NamedTuple):
     arguments: list[Any]
 
 
+class _Late(NamedTuple):
+    """An argument that is a view of a tensor that comes late.
+
+    Attributes:
+        arguments, place: the arguments of a call, and which of them it is.
+        name, index: the tensor's name, and the view of it.
+        adapted: see :meth:`tagc.ops.program.Operator.adapted`; None if it changes nothing.
+    """
+
+    arguments: list[Any]
+    place: int
+    name: str
+    index: tuple[Any, ...]
+    adapted: Callable[[Tensor], Tensor] | None
+
+
 class Replay:
     """A program bound to a store, operators and transports, on one stream."""
 
@@ -90,8 +106,7 @@ class Replay:
         self._transports = [transports[level] for level in program.levels]
         self._by_level = transports
         self._own = own
-        # Tensors that come late: the arguments of a call, and which of them, and how it is viewed.
-        self._late: list[tuple[list[Any], int, Place, Callable[[Tensor], Tensor]]] = []
+        self._late: list[_Late] = []
         store.declare(program)
         for place in program.places.values():  # so that no buffer grows while others are bound
             if place.kind == "scratch":
@@ -125,8 +140,9 @@ class Replay:
         Raises:
             RuntimeError: if a collective fails, or if ranks are at different collectives.
         """
-        for arguments, i, place, adapted in self._late:
-            arguments[i] = adapted(place.view(late[place.name], self._own))
+        for arguments, i, name, index, adapted in self._late:
+            view = late[name][index] if index else late[name]
+            arguments[i] = view if adapted is None else adapted(view)
         self._lockstep.announce(self._transports, self.program.words)
         call: _Call | None = None
         try:
@@ -141,15 +157,16 @@ class Replay:
             self._explain(call and call.step, error)
             raise
         finally:
-            for arguments, i, _, _ in self._late:  # buffers of FSDP's, which it frees
-                arguments[i] = None
+            for held in self._late:  # buffers of FSDP's, which it frees
+                held.arguments[held.place] = None
 
     def _bound(self, step: Step, ops: Ops) -> _Call:
         """A step as a call, without tensors that come late."""
         arguments: list[Any] = []
         if isinstance(step, Launch):
             for i, place in enumerate(step.places):
-                adapted = partial(step.operator.adapted, i)
+                changes = type(step.operator).adapted is not Operator.adapted
+                adapted = partial(step.operator.adapted, i) if changes else None
                 arguments.append(self._argument(arguments, i, place, adapted))
             return _Call(step, step.operator.bound(ops), arguments)
         if isinstance(step, Send):
@@ -160,7 +177,7 @@ class Replay:
                 flights[flight] = starts(transport, out, inp)
 
             for i, place in enumerate((step.out, step.inp)):
-                arguments.append(self._argument(arguments, i, place, _as_it_is))
+                arguments.append(self._argument(arguments, i, place, None))
             return _Call(step, start, arguments)
         return _Call(step, self._store.wait, [step.flight])
 
@@ -169,14 +186,16 @@ class Replay:
         arguments: list[Any],
         i: int,
         place: Place | None,
-        adapted: Callable[[Tensor], Tensor],
+        adapted: Callable[[Tensor], Tensor] | None,
     ) -> Tensor | None:
         if place is None:
             return None
+        index = place.index(self._own)
         if place.kind == "late":
-            self._late.append((arguments, i, place, adapted))
+            self._late.append(_Late(arguments, i, place.name, index, adapted))
             return None
-        return adapted(place.view(self._store.take(place), self._own))
+        view = self._store.take(place)[index]
+        return view if adapted is None else adapted(view)
 
     def _explain(self, step: Step | None, error: RuntimeError) -> None:
         """Add what failed to an error of a launch; raise one that says it for a collective."""
@@ -192,10 +211,6 @@ class Replay:
     def _level_of(self, flight: str) -> Level:
         sends = (s for s in self.program.steps if isinstance(s, Send))
         return next(s.level for s in sends if s.flight == flight)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _gather_each(transport: Transport, out: Tensor, inp: Tensor) -> CollectiveWork:

@@ -61,9 +61,9 @@ class Place:
         stop = end if columns.stop is None else first + columns.stop
         return replace(self, at=(*at[:-1], (first + (columns.start or 0), stop)))
 
-    def view(self, whole: Tensor, own: int) -> Tensor:
-        """This view of the whole tensor, on the rank with this row."""
-        return whole[tuple(_indexed(i, own) for i in self.at)] if self.at else whole
+    def index(self, own: int) -> tuple[Any, ...]:
+        """The index of this view in the whole tensor, on the rank with the row ``own``."""
+        return tuple(_indexed(i, own) for i in self.at)
 
     @cached_property
     def numel(self) -> int:

@@ -45,7 +45,7 @@ class Memory:
     @property
     def note(self) -> str:
         """A sentence for users."""
-        moment = f" and up to {format_bytes(self.moment)} for a moment" if self.moment else ""
+        moment = f" and up to {format_bytes(self.moment)} temporarily" if self.moment else ""
         waiting = (
             f"; {format_bytes(self.waiting)} more while micro-batches wait inside hosts"
             if self.waiting

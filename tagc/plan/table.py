@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tagc.plan.row import Row
 
-_HEAD = ("unit", "parameter", "alike", "shape", "role", "codec", "density")
+_HEAD = ("unit", "parameter", "×", "shape", "role", "codec", "density")
 _BYTES = ("dense", "wire", "stored")
 _LEFT = {"unit", "parameter", "shape", "role", "codec", "why dense"}
 
@@ -26,7 +26,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     in_units = any(row.unit for row in rows)
     merged = any(row.alike > 1 for row in rows)
     explained = any(row.why_dense for row in rows)
-    left_out = {*(() if in_units else ("unit",)), *(() if merged else ("alike",))}
+    left_out = {*(() if in_units else ("unit",)), *(() if merged else ("×",))}
     head = tuple(name for name in (*_HEAD, *_BYTES) if name not in left_out)
     head += ("why dense",) if explained else ()
     body = [

@@ -159,7 +159,9 @@ def test_explain_in_python() -> None:
 def test_a_table_of_ddp(capsys: Any) -> None:
     """DDP's units cut through blocks, and tell a reader nothing, so blocks share their lines."""
     out = run(capsys, "explain", "1e8", "--world", "4", "--policy", "loco-4bit", "--ddp")
-    head, line = (next(t for t in out.splitlines() if what in t) for what in ("alike", "q_proj"))
+    head, line = (
+        next(t for t in out.splitlines() if what in t) for what in ("parameter ", "q_proj")
+    )
     assert head.startswith("parameter ")
     assert line.startswith("model.layers.{0,")
     numel = int(out.split(" ")[0].replace(",", ""))
