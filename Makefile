@@ -27,11 +27,6 @@ BIN := $(VENV)/bin
 # The stamp names the choice of torch, so that another choice installs again.
 INSTALLED := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-# The environment of `make test-device` for package ttsem, and the Python that it is made with.
-TTSEM := .venv-ttsem
-PYTHON312 ?= $(shell for p in python3.12 python3.13 $(HOME)/.pyenv/versions/3.12*/bin/python $(HOME)/.pyenv/versions/3.13*/bin/python python3; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && command -v $$p && break; done)
-
 # Compiled modules are kept, whatever the environment says: every rank and command imports them.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -57,22 +52,13 @@ demo: $(INSTALLED) ## train a small GPT plain and compressed, compare (RANKS, PO
 		examples/train_gpt.py --policies $(POLICIES) --steps $(STEPS) $(if $(LINK),--link $(LINK))
 
 test: $(INSTALLED) ## run the tests that need neither minutes nor a GPU nor root
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not device and not frontend and not gpu and not network and not recipes"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not device and not gpu and not network and not recipes"
 
 test-slow: $(INSTALLED) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
-# ttsem runs what Triton's frontend makes of kernels; it needs other versions than the project's.
-$(TTSEM)/.installed: pyproject.toml
-	@test -n "$(PYTHON312)" || { echo "test-device needs Python 3.12 or newer beside yours: python3.12 on PATH, one of pyenv's (pyenv install 3.12), or make test-device PYTHON312=/path/to/python3.12"; exit 1; }
-	test -x $(TTSEM)/bin/python || $(PYTHON312) -m venv $(TTSEM)
-	$(TTSEM)/bin/python -m pip install torch==2.14.0 triton==3.8.0 ttsem==0.1.0
-	$(TTSEM)/bin/python -m pip install -e . 'pytest>=8,<9.2' pytest-timeout hypothesis
-	touch $@
-
-test-device: $(INSTALLED) $(if $(TRITON),,$(TTSEM)/.installed) ## run all GPU kernels without a GPU in three ways, for minutes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not frontend" tests/triton tests/device
-	$(if $(TRITON),,PYTHONPATH=tests OMP_NUM_THREADS=1 $(TTSEM)/bin/python -m device.frontend tests/triton/test_triton_*.py tests/device/test_frontend_*.py)
+test-device: $(INSTALLED) ## run all GPU kernels without a GPU in two ways, for minutes
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu" tests/triton tests/device
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

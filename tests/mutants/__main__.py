@@ -28,7 +28,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORD = HERE / "caught.md"
-FAST = "not slow and not device and not frontend and not gpu and not network and not recipes"
+FAST = "not slow and not device and not gpu and not network and not recipes"
 # Golden files and records tell that something changed, not that it is wrong.
 IGNORED = ("tests/golden",)
 # As `make test` runs them: without a path, so that kernels are compiled before the workers start.
