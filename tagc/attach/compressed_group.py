@@ -46,11 +46,9 @@ class _Inner(Transport):
     """
 
     def send(self, t: Tensor, rank: int, tag: int) -> Any:
-        """See :meth:`Transport.send`."""
         return self.group.send([t], rank, tag ^ (t.numel() & MARKS))
 
     def receive(self, t: Tensor, rank: int, tag: int) -> Any:
-        """See :meth:`Transport.receive`."""
         return self.group.recv([t], rank, tag ^ (t.numel() & MARKS))
 
 

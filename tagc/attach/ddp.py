@@ -48,7 +48,6 @@ class DDPUnit(Unit):
     _params: Sequence[nn.Parameter]
 
     def install(self, reducer: UnitReducer) -> None:
-        """See :meth:`Unit.install`."""
         module = self._module()
         assert module is not None
         hook = _hook_of(module)
@@ -70,11 +69,9 @@ class DDPUnit(Unit):
             hook.clear()
 
     def trainable(self) -> list[nn.Parameter]:
-        """See :meth:`Unit.trainable`."""
         return list(self._params)
 
     def on_hosts(self, ranks: int) -> UnitInfo:
-        """See :meth:`Unit.on_hosts`."""
         return whole_on_hosts(self.info, ranks)
 
 

@@ -34,7 +34,6 @@ class FSDP1Unit(Unit):
     _root: Any
 
     def install(self, reducer: UnitReducer) -> None:
-        """See :meth:`Unit.install`."""
         if self._root._comm_hook is None:
             self._root.register_comm_hook(None, _hook)
         self._module._comm_hook_state = _Reduction(self, reducer)
@@ -45,7 +44,6 @@ class FSDP1Unit(Unit):
         return [flat] if flat._params is None else [p for p in flat._params if p.requires_grad]
 
     def restore(self) -> None:
-        """See :meth:`Unit.restore`."""
         if self._root._comm_hook is not _hook:
             return
         for module in FullyShardedDataParallel.fsdp_modules(self._root):

@@ -43,12 +43,10 @@ class FSDP2Unit(Unit):
 
     @property
     def reached(self) -> Set[str] | None:
-        """See :attr:`Unit.reached`."""
         reduce_scatter = self._param_group._reduce_scatter_comm
         return reduce_scatter.reached if isinstance(reduce_scatter, CustomReduceScatter) else None
 
     def install(self, reducer: UnitReducer) -> None:
-        """See :meth:`Unit.install`."""
         planned = frozenset(param.name for param in self.info.params)
         # As FSDPModule's setters do, which refuse modules with several parameter groups.
         self._param_group._reduce_scatter_comm = CustomReduceScatter(reducer, self._names, planned)
@@ -56,11 +54,9 @@ class FSDP2Unit(Unit):
             self._param_group._all_gather_comm = InStep(self._native[1], self)
 
     def check_gather(self) -> None:
-        """See :meth:`Unit.check_gather`."""
         check_own(self.info.name, self._native[1], "all-gather")
 
     def install_gather(self, gatherer: UnitGatherer) -> None:
-        """See :meth:`Unit.install_gather`."""
         all_gather = CustomAllGather(gatherer, self._param_group, self._grad_mode)
         self._param_group._all_gather_comm = all_gather
         for module in self._param_group.modules:
@@ -69,7 +65,6 @@ class FSDP2Unit(Unit):
             self._hooks.append(hook)
 
     def install_all_reduce(self, average: ReplicaAverage) -> None:
-        """See :meth:`Unit.install_all_reduce`."""
         if self.replicas is None:
             self._param_group._all_reduce_hook = average
             return
@@ -79,16 +74,13 @@ class FSDP2Unit(Unit):
 
     @property
     def all_reduces(self) -> bool:
-        """See :attr:`Unit.all_reduces`."""
         return self._param_group.all_reduce_grads
 
     @property
     def has_all_reduce_hook(self) -> bool:
-        """See :attr:`Unit.has_all_reduce_hook`."""
         return self._native[2] is not None
 
     def trainable(self) -> list[nn.Parameter]:
-        """See :meth:`Unit.trainable`."""
         return [p.sharded_param for p in self._planned()]
 
     def gathered(self) -> list[nn.Parameter]:
@@ -103,7 +95,6 @@ class FSDP2Unit(Unit):
         return [p for p in self._param_group.fsdp_params if self._names[id(p)] in planned]
 
     def frozen_shards(self) -> dict[str, Tensor]:
-        """See :meth:`Unit.frozen_shards`."""
         assert self.gather_info is not None
         pairs = zip(self.gather_info.params, self._param_group.fsdp_params, strict=True)
         return {
@@ -113,13 +104,11 @@ class FSDP2Unit(Unit):
         }
 
     def shard(self) -> Tensor:
-        """See :meth:`Unit.shard`."""
         shards = [p._sharded_param_data.detach() for p in self._param_group.fsdp_params]
         assert self.gather_info is not None
         return torch.cat(shards).to(self.device, self.gather_info.dtype)
 
     def restore(self) -> None:
-        """See :meth:`Unit.restore`."""
         group = self._param_group
         group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook = self._native
         while self._hooks:

@@ -40,12 +40,10 @@ class ReplicatedUnit(FSDP2Unit):
     """One communication unit of a model that ``replicate`` was applied to."""
 
     def install(self, reducer: UnitReducer) -> None:
-        """See :meth:`Unit.install`."""
         super().install(reducer)
         self._param_group._reduce_scatter_comm.average = partial(self._average, reducer)
 
     def on_hosts(self, ranks: int) -> UnitInfo:
-        """See :meth:`Unit.on_hosts`."""
         return whole_on_hosts(self.info, ranks)
 
     def _average(self, reducer: UnitReducer, buffer: Tensor, op: Any) -> None:

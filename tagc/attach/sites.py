@@ -55,7 +55,6 @@ class SiteUnit(Unit):
         return 0 if self.inner is None else self.inner.rank()
 
     def trainable(self) -> list[nn.Parameter]:
-        """See :meth:`Unit.trainable`."""
         # Looked up every time: after a load with `assign`, FSDP has other parameters.
         return self._params.trainable() if isinstance(self._params, Unit) else list(self._params)
 

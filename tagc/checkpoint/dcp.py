@@ -93,11 +93,9 @@ class CheckpointFolder:
         self.identity = check_together(self._headers, self.where)
 
     def headers(self) -> Mapping[int, StateHeader]:
-        """See :class:`tagc.checkpoint.format.Source`."""
         return self._headers
 
     def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See :class:`tagc.checkpoint.format.Source`."""
         found = {name: self._entry(full) for name, full in self._names[rank].items() if name}
         return {name: (t.properties.dtype, tuple(t.size)) for name, t in found.items()}
 

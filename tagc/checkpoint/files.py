@@ -177,15 +177,12 @@ class SafetensorsFolder:
         self.identity = f"save {self.save}, {check_together(self._headers, self.where)}"
 
     def headers(self) -> Mapping[int, StateHeader]:
-        """See :class:`tagc.checkpoint.format.Source`."""
         return self._headers
 
     def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See :class:`tagc.checkpoint.format.Source`."""
         return self._files[rank].shapes
 
     def read(self, rank: int, name: str) -> Tensor:
-        """See :class:`tagc.checkpoint.format.Source`."""
         return self._files[rank].tensors[name]
 
 

@@ -291,11 +291,9 @@ class OneRank:
         return self._headers
 
     def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See :class:`Source`."""
         return {name: (t.dtype, tuple(t.shape)) for name, t in self._own_tensors().items()}
 
     def read(self, rank: int, name: str) -> Tensor:
-        """See :class:`Source`."""
         return self._checked_tensors[name]
 
     def _own_tensors(self) -> dict[str, Tensor]:

@@ -58,12 +58,10 @@ class Coder:
             codec.encode(grad, messages, exchange)
 
     def start(self, exchange: Exchange) -> None:
-        """See :meth:`Codec.start`."""
         for codec in self.codecs.values():
             codec.start(exchange)
 
     def wait(self) -> None:
-        """See :meth:`Codec.wait`."""
         for codec in self.codecs.values():
             codec.wait()
 
@@ -90,10 +88,8 @@ class Coder:
             codec.decode_sums(received, rows)
 
     def skip(self, steps: int) -> None:
-        """See :meth:`Codec.skip`."""
         for codec in self.codecs.values():
             codec.skip(steps)
 
     def selection_counts(self) -> list[SelectionCount]:
-        """See :meth:`Codec.selection_counts`."""
         return [count for codec in self.codecs.values() for count in codec.selection_counts()]

@@ -60,17 +60,14 @@ class DeltaConfig(CodecConfig):
 
     @property
     def needs_matrices(self) -> bool:
-        """See :attr:`CodecConfig.needs_matrices`."""
         return self.bits < 4
 
     @property
     def spelled(self) -> str:
-        """See :attr:`CodecConfig.spelled`."""
         return f"codec 'delta' with bits {self.bits}"
 
     @property
     def for_vectors(self) -> str:
-        """See :attr:`CodecConfig.for_vectors`."""
         return "bits 4 or 8, or codec 'dense'"
 
 
@@ -91,12 +88,10 @@ class DeltaPlan(CodecPlan):
 
     @property
     def of_changes(self) -> bool:
-        """See :attr:`CodecPlan.of_changes`."""
         return True
 
     @property
     def nominal_bits(self) -> float | None:
-        """See :attr:`CodecPlan.nominal_bits`."""
         return self.code.nominal_bits
 
     @property
@@ -113,11 +108,9 @@ class DeltaPlan(CodecPlan):
         return self.code.encoding(x, message)
 
     def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
-        """See :meth:`CodecPlan.decoding`."""
         return self.code.decoding(messages, rows, add=True)
 
     def word_shares(self, columns: Sequence[float]) -> list[float]:
-        """See :meth:`CodecPlan.word_shares`."""
         return self.code.word_shares(columns)
 
 

@@ -33,7 +33,6 @@ class DenseConfig(CodecConfig):
 
     @property
     def compresses(self) -> bool:
-        """See :attr:`CodecConfig.compresses`."""
         return self.wire != "native"
 
     def carries(self, special: Special) -> bool:
@@ -57,7 +56,6 @@ class DensePlan(CodecPlan):
 
     @property
     def compressed(self) -> bool:
-        """See :attr:`CodecPlan.compressed`."""
         return not self.native
 
     @property
@@ -70,7 +68,6 @@ class DensePlan(CodecPlan):
         return 2 * max(4, self.wire.itemsize) * self.numel
 
     def widened_bytes(self, sources: int) -> int:
-        """See :meth:`CodecPlan.widened_bytes`."""
         return 4 * sources * self.numel if self.wire.itemsize < 4 else 0
 
     def sums_bytes(self, rows: int, ranks: int) -> int:
@@ -83,11 +80,9 @@ class DensePlan(CodecPlan):
         return replace(self, numel=length), (Cut(columns=self.numel, length=length),)
 
     def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
-        """See :meth:`CodecPlan.encoding`."""
         yield Launch(Put(self.numel, self.wire), (x, message), self.name)
 
     def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
-        """See :meth:`CodecPlan.decoding`."""
         yield Launch(Get(self.numel, self.wire), (messages, rows), self.name)
 
     def used_words(self, columns: int) -> int:
@@ -111,11 +106,9 @@ class DenseCodec(Codec[DensePlan]):
     """The dense segments of a unit that also has compressed ones; its messages carry both."""
 
     def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
-        """See :meth:`Codec.encode`."""
         self.encode_rows(grad, message)
 
     def encode_rows(self, rows: Tensor, message: Tensor) -> None:
-        """See :meth:`Codec.encode_rows`."""
         for part in self.parts:
             words = message[:, part.words]
             if part.plan.numel * part.plan.wire.itemsize % words.element_size():
@@ -123,7 +116,6 @@ class DenseCodec(Codec[DensePlan]):
             elements_of(words, part.plan).copy_(rows[:, part.columns])
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
-        """See :meth:`Codec.decode`."""
         for part in self.parts:
             wide = torch.float64 if part.plan.wire == torch.float64 else torch.float32
             total = elements_of(received[:, part.words], part.plan).sum(0, dtype=wide)
@@ -135,14 +127,12 @@ class DenseCodec(Codec[DensePlan]):
                 part.feedback.correct(decoded, columns)
 
     def decode_sums(self, received: Tensor, rows: Tensor) -> None:
-        """See :meth:`Codec.decode_sums`."""
         for part in self.parts:
             wide = torch.float64 if part.plan.wire == torch.float64 else torch.float32
             elements = elements_of(received[..., part.words], part.plan)
             rows[:, part.columns].copy_(elements.sum(1, dtype=wide))
 
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
-        """See :meth:`Codec.decode_rows`."""
         for part in self.parts:
             elements = elements_of(received[:, part.words], part.plan)
             if rows.dtype == torch.float16 and not part.plan.native:

@@ -47,11 +47,9 @@ class ElementwiseCodec(Codec[P]):
         raise NotImplementedError
 
     def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
-        """See :meth:`Codec.encode`."""
         self.encode_rows(grad, message)
 
     def encode_rows(self, rows: Tensor, message: Tensor) -> None:
-        """See :meth:`Codec.encode_rows`."""
         for part in self.parts:
             gradient = rows[:, part.columns]
             with part.feedback.opened(gradient, self.steps) as residual:
@@ -59,7 +57,6 @@ class ElementwiseCodec(Codec[P]):
         self.steps += 1
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
-        """See :meth:`Codec.decode`."""
         for part in self.parts:
             columns = out[part.columns]
             decoded = part.feedback.decode_buffer(columns)
@@ -77,17 +74,13 @@ class ElementwiseCodec(Codec[P]):
             self._dequantize(part.plan, words, elements, divisor=1, add=add)
 
     def skip(self, steps: int) -> None:
-        """See :meth:`Codec.skip`."""
         self.steps += steps
 
     def state(self) -> dict[str, Tensor]:
-        """See :meth:`Codec.state`."""
         return {"steps": torch.tensor(self.steps, dtype=torch.int64, device="cpu")}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`Codec.check_state`."""
         check_counter("steps", state["steps"])
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`Codec.load_state`."""
         self.steps = int(state["steps"])

@@ -54,7 +54,6 @@ class MatrixConfig(CodecConfig):
 
     @property
     def needs_matrices(self) -> bool:
-        """See :attr:`CodecConfig.needs_matrices`."""
         return True
 
 
@@ -129,13 +128,11 @@ class MatrixPlan(CodecPlan):
         return tuple(found)
 
     def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
-        """See :meth:`CodecPlan.encoding`."""
         for layout, columns, words in self.runs:
             places = (x[columns], None, message[words])
             yield Launch(QuantizeMatrix(layout), places, self.name)
 
     def decoding(self, messages: Place, rows: Place, *, add: bool = False) -> Iterator[Launch]:
-        """See :meth:`CodecPlan.decoding`."""
         for layout, columns, words in self.runs:
             places = (messages[words], rows[columns])
             yield Launch(DequantizeMatrix(layout=layout, add=add), places, self.name)

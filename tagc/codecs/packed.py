@@ -118,11 +118,9 @@ class PackedCodec(Codec[PackedPlan]):
 
     @property
     def controllers(self) -> tuple[ThresholdController, ...]:
-        """See :attr:`Codec.controllers`."""
         return (self._controller,)
 
     def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
-        """See :meth:`Codec.encode`."""
         self._update_thresholds(grad)
         for i, part in enumerate(self.parts):
             gradient = grad[:, part.columns]
@@ -138,7 +136,6 @@ class PackedCodec(Codec[PackedPlan]):
         self._totals += self._counts[..., KEPT].sum(1)
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
-        """See :meth:`Codec.decode`."""
         for part in self.parts:
             words, columns = received[:, part.words], out[part.columns]
             decoded = part.feedback.decode_buffer(columns)
@@ -146,7 +143,6 @@ class PackedCodec(Codec[PackedPlan]):
             part.feedback.correct(decoded, columns)
 
     def selection_counts(self) -> list[SelectionCount]:
-        """See :meth:`Codec.selection_counts`."""
         return [
             SelectionCount(
                 target=part.plan.target,
@@ -157,7 +153,6 @@ class PackedCodec(Codec[PackedPlan]):
         ]
 
     def state(self) -> dict[str, Tensor]:
-        """See :meth:`Codec.state`."""
         return {
             "started": torch.tensor(self._started, dtype=torch.bool, device="cpu"),
             "counts": self._counts,
@@ -166,12 +161,10 @@ class PackedCodec(Codec[PackedPlan]):
         }
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`Codec.check_state`."""
         check_counts(state["counts"])
         self._controller.check_state(part_of("controller", state))
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`Codec.load_state`."""
         self._started = bool(state["started"])
         self._counts.copy_(state["counts"])
         self._totals.copy_(state["totals"])

@@ -53,7 +53,6 @@ class QuantizedConfig(CodecConfig):
 
     @property
     def spelled(self) -> str:
-        """See :attr:`CodecConfig.spelled`."""
         return super().spelled + (" with rounding 'stochastic'" if self._stochastic else "")
 
     @property
@@ -109,7 +108,6 @@ class QuantizedPlan(CodecPlan):
 
     @property
     def reuses_forward_message(self) -> bool:
-        """See :attr:`CodecPlan.reuses_forward_message`."""
         return self.keep_for_backward
 
     @property
@@ -130,7 +128,6 @@ class QuantizedPlan(CodecPlan):
         return self.layout.words
 
     def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
-        """See :meth:`CodecPlan.encoding`."""
         seeds = ()
         if self.dithered:
             assert self.by_content
@@ -140,7 +137,6 @@ class QuantizedPlan(CodecPlan):
         yield Launch(quantize, (x, None, message, *seeds), self.name)
 
     def decoding(self, messages: Place, rows: Place, *, add: bool = False) -> Iterator[Launch]:
-        """See :meth:`CodecPlan.decoding`."""
         dequantize = Dequantize(layout=self.layout, add=add)
         yield Launch(dequantize, (messages, rows), self.name)
         if rows.dtype == torch.float16 and not add:
@@ -233,7 +229,6 @@ class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
             self._dequantize(part.plan, words, elements, divisor=1)
 
     def decode_rows(self, received: Tensor, rows: Tensor, *, add: bool = False) -> None:
-        """See :meth:`ElementwiseCodec.decode_rows`."""
         super().decode_rows(received, rows, add=add)
         if rows.dtype == torch.float16 and not add:
             # Within a scale's rounding of the largest number; what is not finite is NaN here.

@@ -25,20 +25,17 @@ class BareTransport(Transport):
         *,
         in_flight: bool = False,
     ) -> CollectiveWork:
-        """See :meth:`Transport.all_to_all`."""
         if self.by_messages(inp.device):
             return super().all_to_all(out, inp, columns, in_flight=in_flight)
         work = self.group.alltoall_base(out, inp, [], [], dist.AllToAllOptions())
         return CollectiveWork([work], self._to_others(inp))
 
     def gather(self, out: Tensor, inp: Tensor, *, in_flight: bool = False) -> CollectiveWork:
-        """See :meth:`Transport.gather`."""
         if self.by_messages(inp.device):
             return super().gather(out, inp, in_flight=in_flight)
         return self.all_gather(out.view(-1), inp.view(-1))
 
     def all_gather(self, out: Tensor, inp: Tensor) -> CollectiveWork:
-        """See :meth:`Transport.all_gather`."""
         self.group._allgather_base(out, inp).wait()
         return CollectiveWork((), (self.size - 1) * inp.numel() * inp.element_size())
 
@@ -49,7 +46,6 @@ class BareTransport(Transport):
         *,
         in_flight: bool = False,
     ) -> CollectiveWork:
-        """See :meth:`Transport.all_reduce`."""
         options = dist.AllreduceOptions()
         options.reduceOp = op  # pyright: ignore
         return CollectiveWork([self.group.allreduce([t], options)], 2 * self._to_others(t))

@@ -89,7 +89,6 @@ class CopyGatherer(UnitGatherer):
         """See :meth:`UnitGatherer.note_forward`. The copy serves every forward."""
 
     def refresh(self) -> None:
-        """See :meth:`UnitGatherer.refresh`."""
         self._knows_own = False
         self._by_others.reset()
         self._since_forward.reset()
@@ -100,7 +99,6 @@ class CopyGatherer(UnitGatherer):
         return self._due or not self._knows_own or (reduced and not self._sees_steps)
 
     def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
-        """See :meth:`UnitGatherer._gather`."""
         self._by_others.check()
         self._since_forward.check()
         programs = self._programs
@@ -140,7 +138,6 @@ class CopyGatherer(UnitGatherer):
         }
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`UnitGatherer.check_state`."""
         super().check_state(state)
         if not bool(((state["copy_flags"] == 0) | (state["copy_flags"] == 1)).all()):
             raise ValueError("a flag of the copy is neither 0 nor 1")
@@ -157,7 +154,6 @@ class CopyGatherer(UnitGatherer):
         self._fingerprint.copy_(state["copy_fingerprint"])
 
     def relative_error(self, shard: Tensor) -> tuple[float, float]:
-        """See :meth:`UnitGatherer.relative_error`."""
         return super().relative_error(shard) if self._knows_own else squared_norms(shard, shard)
 
 

@@ -75,7 +75,6 @@ class Counters:
         return self.native_bytes + self.message_bytes + self.other_bytes
 
     def state(self) -> dict[str, Tensor]:
-        """See :meth:`Stateful.state`."""
         counts = [getattr(self, name) for name in _COUNTS]
         found = {"counters": torch.tensor(counts, dtype=torch.int64, device="cpu")}
         if self.on_hosts:
@@ -84,7 +83,6 @@ class Counters:
         return found
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`Stateful.check_state`."""
         counters = state["counters"]
         if bool(((counters < 0) | (counters > MAX_COUNT)).any()):
             raise ValueError("a counter is negative, or larger than any run is long")
@@ -92,7 +90,6 @@ class Counters:
             raise ValueError("the count of bytes inside hosts is negative, or too large")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`Stateful.load_state`."""
         for name, value in zip(_COUNTS, state["counters"].tolist(), strict=True):
             setattr(self, name, value)
         if self.on_hosts:

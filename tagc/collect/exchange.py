@@ -38,11 +38,9 @@ class Exchange:
         return self._counted(self._transport.sum_rows(total, cells, scratch)), total
 
     def sum_counts(self, counts: Tensor) -> CollectiveWork:
-        """See :meth:`tagc.codecs.Exchange.sum_counts`."""
         return self._counted(self._transport.all_reduce(counts, in_flight=True))
 
     def gather(self, values: Tensor) -> Tensor:
-        """See :meth:`tagc.codecs.Exchange.gather`."""
         gathered, sent = self._transport.gather_values(values)
         self.wire_bytes += sent
         return gathered

@@ -257,7 +257,6 @@ class MessageGatherer(UnitGatherer):
                 self._declare(programs.kept_message, programs.again)
 
     def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
-        """See :meth:`UnitGatherer._gather`."""
         self._changed.check()
         for _, _, alarm in self._unfit:
             alarm.check()
@@ -277,7 +276,6 @@ class MessageGatherer(UnitGatherer):
             self._kept = keeps and phase is Phase.FORWARD
 
     def note_forward(self) -> None:
-        """See :meth:`UnitGatherer.note_forward`."""
         # If parameters are still unsharded, after an evaluation or `unshard()`, this forward
         # gathers nothing. A kept message is then from an earlier forward, whose backward may never
         # have gathered. If this forward does gather, it keeps a new message.

@@ -103,11 +103,9 @@ class HostSum(Stage):
         coder.decode_sums(received.transpose(0, 1), total)
 
     def memory(self) -> Iterator[tuple[str, Codec]]:
-        """See :meth:`Messages.memory`."""
         if self._coder is not None:
             yield from ((f"inside.{name}", codec) for name, codec in self._coder.codecs.items())
 
     def skip(self, steps: int) -> None:
-        """See :meth:`Messages.skip`."""
         if self._coder is not None:
             self._coder.skip(steps)

@@ -185,7 +185,6 @@ class ReducerState:
         return self.coder.selection_counts()
 
     def note(self, call: str) -> None:
-        """See :meth:`Lockstep.note`."""
         self._lockstep.note(call)
 
     def rescale(self, factor: float | Tensor) -> None:

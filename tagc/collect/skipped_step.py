@@ -30,7 +30,6 @@ def copy_step_state(reducers: Sequence[UnitReducer]) -> list[Tensor]:
 def restore_step_state(
     reducers: Sequence[UnitReducer], copy: Sequence[Tensor], where: bool | Tensor
 ) -> None:
-    """See :meth:`tagc.Compressor.restore_residuals`."""
     states = [part.state() for part in _parts(reducers)]
     with _opened(reducers) as residuals:
         now = [*residuals, *(t for state in states for t in state.values())]

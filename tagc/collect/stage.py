@@ -240,18 +240,14 @@ class ReduceMessages(Messages):
 
     @property
     def feedbacks(self) -> Mapping[int, SegmentFeedback]:
-        """See :attr:`Messages.feedbacks`."""
         return self.coder.feedbacks
 
     def debts(self, part: Part, rank: int) -> list[Debt]:
-        """See :meth:`Messages.debts`."""
         columns = {s.start: part.missing_columns(s) for s in self._plan.segments}
         return [Debt(f, columns[i], columns[i]) for i, f in self.feedbacks.items()]
 
     def memory(self) -> Iterator[tuple[str, Codec]]:
-        """See :meth:`Messages.memory`."""
         yield from self.coder.codecs.items()
 
     def skip(self, steps: int) -> None:
-        """See :meth:`Messages.skip`."""
         self.coder.skip(steps)

@@ -288,7 +288,6 @@ class SilentTransport(Transport):
         return False
 
     def adds_itself(self, device: torch.device) -> bool:
-        """See :meth:`Transport.adds_itself`."""
         return False
 
     def all_to_all(
@@ -299,7 +298,6 @@ class SilentTransport(Transport):
         *,
         in_flight: bool = False,
     ) -> CollectiveWork:
-        """See :meth:`Transport.all_to_all`."""
         if columns is None:
             return CollectiveWork((), self._to_others(inp))
         numel = sum(c.stop - c.start for r, c in enumerate(columns) if r != self.rank)
@@ -308,23 +306,18 @@ class SilentTransport(Transport):
     def reduce_scatter(
         self, out: Tensor, inp: Tensor, op: dist.ReduceOp.RedOpType
     ) -> CollectiveWork:
-        """See :meth:`Transport.reduce_scatter`."""
         return CollectiveWork((), self._to_others(inp))
 
     def sum_each(self, out: Tensor, inp: Tensor, scratch: Tensor) -> CollectiveWork:
-        """See :meth:`Transport.sum_each`."""
         return CollectiveWork((), self._to_others(inp))
 
     def gather(self, out: Tensor, inp: Tensor, *, in_flight: bool = False) -> CollectiveWork:
-        """See :meth:`Transport.gather`."""
         return CollectiveWork((), (self.size - 1) * inp.numel() * inp.element_size())
 
     def gather_each(self, out: Tensor, inp: Tensor) -> CollectiveWork:
-        """See :meth:`Transport.gather_each`."""
         return self.gather(out, inp)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> CollectiveWork:
-        """See :meth:`Transport.all_gather`."""
         return self.gather(out, inp)
 
     def all_reduce(
@@ -334,7 +327,6 @@ class SilentTransport(Transport):
         *,
         in_flight: bool = False,
     ) -> CollectiveWork:
-        """See :meth:`Transport.all_reduce`."""
         return CollectiveWork((), 2 * self._to_others(t))
 
 

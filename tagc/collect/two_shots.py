@@ -41,7 +41,6 @@ class TwoShots(Messages):
         self._slices = Slices(setup.unit, setup)
 
     def running(self, rows: Tensor, out: Tensor, call: Call) -> Iterator[None]:
-        """See :meth:`Messages.running`."""
         take = self._setup.workspace.take
         total = take("slice_sum", (self._plan.columns,), torch.float32)
         yield from self._reduce.running(self._slices.arrange(rows), total, call)
@@ -59,16 +58,13 @@ class TwoShots(Messages):
 
     @property
     def feedbacks(self) -> Mapping[int, SegmentFeedback]:
-        """See :attr:`Messages.feedbacks`."""
         return self._in_unit(self.coder)
 
     @property
     def owner_feedbacks(self) -> Mapping[int, SegmentFeedback]:
-        """See :attr:`Messages.owner_feedbacks`."""
         return self._in_unit(self.owner_coder)
 
     def debts(self, part: Part, rank: int) -> list[Debt]:
-        """See :meth:`Messages.debts`."""
         unit = self._setup.unit
         mask = part.missing_mask(self._setup.codec.device).to(unit.info.dtype)
         rows = self._slices.arrange(mask).bool()
@@ -81,12 +77,10 @@ class TwoShots(Messages):
         return debts
 
     def memory(self) -> Iterator[tuple[str, Codec]]:
-        """See :meth:`Messages.memory`."""
         yield from self._reduce.memory()
         yield from ((f"second_shot.{name}", c) for name, c in self.owner_coder.codecs.items())
 
     def skip(self, steps: int) -> None:
-        """See :meth:`Messages.skip`."""
         self.coder.skip(steps)
         self.owner_coder.skip(steps)
 

@@ -60,7 +60,6 @@ class FastestChoice:
     link_of_all: Callable[[int], Link] | None = None
 
     def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
-        """See :meth:`tagc.plan.choice.Choose.__call__`."""
         levels = max(option.info.ranks_per_host for option in options)
         seconds = []
         for option in options:

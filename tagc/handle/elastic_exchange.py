@@ -130,7 +130,6 @@ class ElasticExchange(SiteExchange):
                 self._put_back(flight)
 
     def release(self) -> None:
-        """See :meth:`SiteExchange.release`."""
         flights = list(self._flights.values())
         super().release()
         self._members.forget()
@@ -149,7 +148,6 @@ class ElasticExchange(SiteExchange):
         return found | {"counted": torch.tensor(numbers, dtype=torch.int64, device="cpu")}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`SiteExchange.check_state`."""
         super().check_state(state)
         if "counted" not in state:
             raise ValueError("it is of sites that do not come and go")

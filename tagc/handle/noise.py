@@ -66,7 +66,6 @@ class NoiseFactors(Factors):
                     reducer.measure_noise()
 
     def agree(self) -> None:
-        """See :meth:`Factors.agree`."""
         due = [m for m in self._units if any(_is_due(r) for r in m.reducers)]
         for group in dict.fromkeys(m.unit.group for m in due):
             together = [m for m in due if m.unit.group is group]
@@ -86,7 +85,6 @@ class NoiseFactors(Factors):
                     reducer.gauge.agreed_at.fill_(reducer.counters.compressed_steps)
 
     def by_parameter(self) -> dict[int, float]:
-        """See :meth:`Factors.by_parameter`."""
         found: dict[int, float] = {}
         for measured in self._units:
             named = self._by_name(measured)
@@ -288,7 +286,6 @@ def _decays_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def clip_grad_norm(model: nn.Module, noise: Factors, max_norm: float) -> Tensor:
-    """See :meth:`tagc.Compressor.clip_grad_norm_`."""
     noise.agree()
     factors = noise.by_parameter()
     # Two norms for any number of segments, because each norm is a collective.

@@ -103,7 +103,6 @@ class Maker:
         return small_blocks(layout) if self.inputs.small else layout
 
     def packed(self) -> PackedLayout:
-        """See :meth:`blocks`."""
         layout = self.call.option("layout")
         return small_packed(layout) if self.inputs.small else layout
 

@@ -1,4 +1,4 @@
-"""Checks of the GPU kernels that need no GPU: two layers, each of which sees what the other cannot.
+"""Checks of the GPU kernels that need no GPU, in two layers: each sees what the other cannot.
 
-``interpreted`` has Triton's interpreter run programs in other orders, ``ptx`` runs what was compiled.
+``interpreted`` has Triton's interpreter run programs in other orders, ``ptx`` what is compiled.
 """

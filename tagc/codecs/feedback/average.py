@@ -26,16 +26,13 @@ class AverageFeedback(FeedbackRule):
 
     @classmethod
     def of(cls, config: FeedbackConfig) -> FeedbackRule | None:
-        """See :meth:`FeedbackRule.of`."""
         if config.kind != "average":
             return None
         return cls(dtype=config.stored_dtype, beta=config.beta, reset_steps=config.reset_steps)
 
     @property
     def old_share(self) -> float:
-        """See :attr:`FeedbackRule.old_share`."""
         return self.beta
 
     def resets_at(self, step: int) -> bool:
-        """See :meth:`FeedbackRule.resets_at`."""
         return step > 0 and step % self.reset_steps == 0

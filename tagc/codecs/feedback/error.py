@@ -38,7 +38,6 @@ class ErrorFeedback(FeedbackRule):
 
     @classmethod
     def of(cls, config: FeedbackConfig) -> FeedbackRule | None:
-        """See :meth:`FeedbackRule.of`."""
         return (
             cls(dtype=config.stored_dtype)
             if config.kind == "residual" and config.lead == 1
@@ -70,7 +69,6 @@ class LeadFeedback(FeedbackRule):
 
     @classmethod
     def of(cls, config: FeedbackConfig) -> FeedbackRule | None:
-        """See :meth:`FeedbackRule.of`."""
         if config.kind != "residual" or config.lead == 1:
             return None
         lead = None if isinstance(config.lead, str) else config.lead
@@ -78,7 +76,6 @@ class LeadFeedback(FeedbackRule):
 
     @property
     def measures_share(self) -> bool:
-        """See :attr:`FeedbackRule.measures_share`."""
         return self.lead is None
 
     @property
@@ -99,7 +96,6 @@ class LeadFeedback(FeedbackRule):
         return torch.tensor([1 - self.lead, self.lead], dtype=torch.float32, device=device)
 
     def prepare(self, ops: Ops) -> None:
-        """See :meth:`FeedbackRule.prepare`."""
         ops.prepare_lag()
 
     def after(
@@ -110,6 +106,5 @@ class LeadFeedback(FeedbackRule):
         ops: Ops,
         weights: Tensor | None = None,
     ) -> None:
-        """See :meth:`FeedbackRule.after`."""
         assert weights is not None
         ops.undo_lag(decoded, owner_state, out, weights)

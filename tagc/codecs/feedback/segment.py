@@ -67,7 +67,6 @@ class SegmentFeedback:
 
     @property
     def old_share(self) -> float:
-        """See :attr:`FeedbackRule.old_share`."""
         return 0.0 if self.rule is None else self.rule.old_share
 
     @contextmanager

@@ -113,7 +113,6 @@ class SketchCodec(Codec[SketchPlan]):
 
     @property
     def controllers(self) -> tuple[ThresholdController, ...]:
-        """See :attr:`Codec.controllers`."""
         choice = self._choice_controller
         return (self._controller,) if choice is None else (self._controller, choice)
 
@@ -123,7 +122,6 @@ class SketchCodec(Codec[SketchPlan]):
         return {i: shared.support for i, shared in self._shared.items()}
 
     def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
-        """See :meth:`Codec.encode`."""
         self._update_thresholds(grad, exchange)
         self.seed.add_(1)
         for i, part in enumerate(self.parts):
@@ -176,7 +174,6 @@ class SketchCodec(Codec[SketchPlan]):
         self._sum[0].wait()
 
     def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
-        """See :meth:`Codec.decode`."""
         own = slice(exchange.row, exchange.row + 1)
         assert self._sum is not None
         summed, self._sum = self._sum[1], None
@@ -211,7 +208,6 @@ class SketchCodec(Codec[SketchPlan]):
         self._totals[:, 1:].add_(self._stats)
 
     def selection_counts(self) -> list[SelectionCount]:
-        """See :meth:`Codec.selection_counts`."""
         counts = []
         for part, totals in zip(self.parts, self._totals.tolist(), strict=True):
             lanes = part.plan.symbol.lanes
@@ -228,7 +224,6 @@ class SketchCodec(Codec[SketchPlan]):
         return counts
 
     def state(self) -> dict[str, Tensor]:
-        """See :meth:`Codec.state`."""
         self._wait_for_counts()
         state = {
             "started": torch.tensor(self._started, dtype=torch.bool, device="cpu"),
@@ -245,7 +240,6 @@ class SketchCodec(Codec[SketchPlan]):
         return state
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`Codec.check_state`."""
         check_counts(state["summed"])
         self._controller.check_state(part_of("controller", state))
         if self._choice_controller is not None:
@@ -255,7 +249,6 @@ class SketchCodec(Codec[SketchPlan]):
             shared.support.check_state(part_of(f"support.{shared.place}", state))
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`Codec.load_state`."""
         self._wait_for_counts()
         self._started = bool(state["started"])
         self.seed.copy_(state["seed"])

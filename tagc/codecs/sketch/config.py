@@ -33,5 +33,4 @@ class SketchConfig(CodecConfig):
 
     @property
     def shares_support(self) -> bool:
-        """See :attr:`CodecConfig.shares_support`."""
         return self.support == "shared"

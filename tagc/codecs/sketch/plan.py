@@ -57,7 +57,6 @@ class SketchPlan(SelectingPlan):
 
     @property
     def has_shared_support(self) -> bool:
-        """See :attr:`CodecPlan.has_shared_support`."""
         return self.shared
 
     def used_words(self, columns: int) -> int:
@@ -77,12 +76,10 @@ class SketchPlan(SelectingPlan):
 
     @property
     def table_cells(self) -> int:
-        """See :attr:`CodecPlan.table_cells`."""
         return self.layout.cells if self.shared else 0
 
     @property
     def counts(self) -> int:
-        """See :attr:`CodecPlan.counts`."""
         return COUNTS
 
     @property
