@@ -31,7 +31,8 @@ class Gathers:
         changed: set if ``inp`` has changed since :attr:`fingerprint` was taken; boolean, ``[]``.
         fingerprint: of the shard that the last message was made from, int64 ``[2]``.
         copy: the parameters as all other ranks know them, ``[H, S]``; only with a codec of changes.
-        unfit: by frozen segment: set if its codec cannot carry its values; boolean, ``[]``.
+        unfit: by frozen segment, unless its codec carries all values: set if it cannot carry
+            those of the last message; boolean, ``[]``.
     """
 
     def __init__(self, unit: UnitPlan) -> None:
@@ -46,11 +47,11 @@ class Gathers:
         self._now = Place("fingerprint_now", (2,), torch.int64)
         self.fingerprint = Place("fingerprint", (2,), torch.int64, "state")
         self.copy = Place("copy", (unit.peers, unit.columns), info.dtype, "state")
-        self.unfit = {
-            segment: Place(f"unfit.{segment.start}", (), torch.bool, "kept")
-            for segment in unit.compressed
-            if segment.frozen
-        }
+        self.unfit: dict[Segment, Place] = {}
+        for segment in unit.compressed:
+            flag = Place(f"unfit.{segment.start}", (), torch.bool, "kept")
+            if segment.frozen and [*segment.codec.finding_unfit(self._send, info.dtype, flag)]:
+                self.unfit[segment] = flag
         self._spans: list[tuple[Segment, slice, slice]] = []
         word = 0
         for s in unit.segments:

@@ -26,6 +26,7 @@ from support.small_net import loss_of
 from support.states import POLICIES, wrapped
 from tagc.codecs.feedback import MeasuredShare
 from tagc.codecs.workspace import Workspace
+from tagc.collect.replay import Replay
 
 SHIPPED = sorted(file.stem for file in (ROOT / "policies").glob("*.yaml"))
 # Of every kind of state one that has it.
@@ -44,11 +45,11 @@ def shipped(name: str) -> dict[str, Any]:
 
 def tensors_of(thing: Any, seen: set[int], at: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every tensor that an object of the library refers to, and by which attributes. Scratch
-    buffers are none of its state."""
+    buffers are none of its state, and replays hold views of it."""
     if isinstance(thing, Tensor):
         yield at, thing
         return
-    if id(thing) in seen or isinstance(thing, Workspace):
+    if id(thing) in seen or isinstance(thing, Workspace | Replay):
         return
     seen.add(id(thing))
     inside: list[tuple[Any, Any]] = []

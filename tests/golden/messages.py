@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -18,11 +19,10 @@ from golden.inputs import content, digest, fixed
 from support.distributed import run_ranks
 from support.host_reducers import host_reducer, in_two_levels
 from support.units import codec_plan, matrix_plan, reduce, unit_reducer
-from tagc.codecs import Codec, CodecSetup
-from tagc.codecs.registry import make_codecs
-from tagc.codecs.workspace import Workspace
+from tagc.codecs import Codec, in_message_order
 from tagc.collect import UnitReducer
 from tagc.ops import get_ops
+from tagc.ops.program import Launch, Place
 from tagc.plan import Direction, UnitPlan, build_plan
 from tagc.policy import Policy
 
@@ -164,21 +164,28 @@ def _gathered(ranks: int, dtype: torch.dtype, config: dict[str, Any]) -> tuple[b
     dense = {"when": {}, "codec": {"kind": "dense"}}
     policy = Policy.load({"schema": 1, "gradients": [dense], "parameters": [rules]})
     (unit,) = build_plan([info], policy, gathers=[info]).parameters
-    setup = CodecSetup(
-        destinations=1,
-        world_size=ranks,
-        dtype=dtype,
-        ops=get_ops(CPU, "reference"),
-        device=CPU,
-        workspace=Workspace(CPU),
-        seed=7,
-    )
     rows = fixed((ranks, unit.columns), 1000, dtype=torch.float32 if unit.keeps_copy else dtype)
     # Changes are added to rows, and minus zero changes no sum.
     words, got = [], torch.full_like(rows, -0.0 if unit.keeps_copy else torch.nan)
-    for codec in make_codecs(unit.segments, setup).values():
-        message = torch.empty(ranks, codec.stop, dtype=torch.int32)
-        codec.encode_rows(rows, message)
-        codec.decode_rows(message, got)
-        words += [content(message[:, part.words]) for part in codec.parts]
+    x, decoded = (Place(name, (*rows.shape,), rows.dtype) for name in ("rows", "decoded"))
+    for segment in chain.from_iterable(in_message_order(unit.segments)):
+        columns = slice(segment.start, segment.stop)
+        message = Place("message", (ranks, segment.codec.words), torch.int32)
+        tensors = {"rows": rows, "decoded": got}
+        _run(segment.codec.encoding(x[columns], message), tensors)
+        _run(segment.codec.decoding(message, decoded[columns]), tensors)
+        words.append(content(tensors["message"]))
     return b"".join(words), content(got)
+
+
+def _run(launches: Iterator[Launch], tensors: dict[str, Tensor]) -> None:
+    """Launch the reference's operators. Missing tensors are made."""
+    for launch in launches:
+        given: list[Tensor | None] = []
+        for i, place in enumerate(launch.places):
+            if place is None:
+                given.append(None)
+                continue
+            whole = tensors.setdefault(place.name, torch.empty(place.shape, dtype=place.dtype))
+            given.append(launch.operator.adapted(i, whole[place.index(0)]))
+        launch.operator.bound(get_ops(CPU, "reference"))(*given)
