@@ -168,13 +168,13 @@ class Codec(Generic[P]):
 
     def encode_rows(self, rows: Tensor, message: Tensor) -> None:
         """Write a message for every row of ``rows`` ``[R, S]`` to ``message`` ``[R, words]``
-        int32, without an exchange. Only for codecs that work for parameters, or that can be cut
-        into slices (:meth:`CodecPlan.cut`)."""
+        int32, without an exchange. Only for codecs that can be cut into slices
+        (:meth:`CodecPlan.cut`), or that are used inside hosts."""
         raise NotImplementedError
 
     def decode_rows(self, received: Tensor, rows: Tensor) -> None:
         """Decode every message to the columns of its own row, without a sum. Only for codecs that
-        work for parameters, or that can be cut into slices.
+        can be cut into slices.
 
         Args:
             received: ``[W, words]`` int32.
