@@ -7,7 +7,6 @@ branches: what a step decides selects another program. ``print(program)`` lists 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -214,12 +213,6 @@ class Program:
         """32-bit words of the longest message that leaves the host."""
         sends = (s for s in self.steps if isinstance(s, Send) and s.level != "inside")
         return max((s.inp.numel * s.inp.dtype.itemsize // 4 for s in sends), default=0)
-
-    @cached_property
-    def fingerprint(self) -> int:
-        """A number of 48 bits that differs for programs with other steps."""
-        digest = hashlib.sha256(repr(self.steps).encode()).digest()
-        return int.from_bytes(digest[:6], "big")
 
     def prepare(self, ops: Ops) -> None:
         """Compile what its launches call, if an implementation compiles."""
