@@ -175,7 +175,6 @@ _ALL = (
     Method(name="dense"),
     _method(_quantized("float32")),
     _method(_HOSTS),
-    _method(_quantized("int8", "4 bits, residual, int8 residual")),
     _method(("4 bits, average", {"codec": {"kind": "quantized", "bits": 4},
                                  "feedback": {"kind": "average"}})),
     _method(_stateless("8 bits, none, stochastic", "stochastic", 8)),
@@ -234,7 +233,6 @@ LINES = {
     "1 of 8, measured lead, changes in 2 bits": (
         "matrix, 1 of 8, measured lead, bfloat16 residual, changes in 2 bits"
     ),
-    "4 bits, int8 residual": "4 bits, residual, int8 residual",
     "8 bits, stateless": "8 bits, none, stochastic",
     "4 bits, stateless": "4 bits, none, stochastic",
     "4 bits in blocks of 32, stateless": "4 bits in blocks of 32, none, stochastic",

@@ -49,7 +49,7 @@ def _measure(
     wide = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
     grad = wide.to(dtype)
     stored = codec.feedback
-    residual = None if stored is None else torch.zeros_like(grad, dtype=stored.working_dtype)
+    residual = None if stored is None else torch.zeros_like(grad, dtype=stored.dtype)
     average = 0.0 if stored is None else stored.old_share
     encode, decode = kind_of(codec).sample(codec, Sample(ops, grad, residual, average))
     decoded = numel // ROWS if codec.cells else numel

@@ -176,7 +176,7 @@ def _moment_of(unit: UnitPlan, stage: StagePlan, messages: MessagePlan, segment:
     if adds_up:
         found += codec.widened_bytes(messages.read)
     if feedback is not None:
-        found += feedback.scratch_bytes(messages.made, segment.columns, dtype)
+        found += feedback.scratch_bytes(segment.columns, dtype)
     if half and adds_up and codec.compressed and (feedback is None or not feedback.owner_state):
         # The sum in float32, two masks of its finite values, one of the others, and a result.
         found += 17 * segment.columns

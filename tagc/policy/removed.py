@@ -11,11 +11,11 @@ __all__ = ["POLICIES", "REMOVED", "Removed", "remedy_for"]
 class Removed:
     """A value that a key no longer takes.
 
-    `kind` is the kind of the codec or feedback that has the key. `remedy` follows "was removed: "
-    in the error.
+    `kind` is the kind of the codec or feedback that has the key; None for any. `remedy` follows
+    "was removed: " in the error.
     """
 
-    kind: str
+    kind: str | None
     key: str
     value: object
     remedy: str
@@ -24,6 +24,7 @@ class Removed:
 _GROUPS = "write group: 4, the largest"
 
 REMOVED: tuple[Removed, ...] = (
+    Removed(None, "dtype", "int8", "write dtype: bfloat16, which holds twice as many bytes"),
     Removed("delta", "bits", 1, "write bits: 2, which sends 1 bit per element more"),
     Removed(
         "momentum",
@@ -81,6 +82,6 @@ def remedy_for(key: object, mapping: Mapping[Any, object]) -> str | None:
     never allowed."""
     for one in REMOVED:
         same = type(one.value) is type(mapping[key]) and one.value == mapping[key]  # true is not 1
-        if same and one.key == key and one.kind == mapping.get("kind"):
+        if same and one.key == key and one.kind in (None, mapping.get("kind")):
             return one.remedy
     return None

@@ -26,7 +26,6 @@ ON_HOSTS = (
 # Each codec, feedback and dtype of residuals is among the others'.
 RARE = {
     "quantized residual",
-    "matrix int8",
     "matrix average",
     "packed",
     "sketch",

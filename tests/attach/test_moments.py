@@ -24,11 +24,10 @@ from tagc.ops import get_ops
 from tagc.plan.memory import memory_of
 
 RESIDUAL = {"kind": "residual"}
-SMALL = {"kind": "residual", "dtype": "int8"}
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (INT8 | {"bits": 4}, RESIDUAL),
     (INT8 | {"bits": 4, "rounding": "stochastic"}, {"kind": "none"}),
-    (INT8, SMALL),
+    (INT8, RESIDUAL),
     ({"kind": "matrix"}, {"kind": "residual", "lead": 0.8}),
     ({"kind": "packed", "density": 0.2}, RESIDUAL),
     ({"kind": "sketch", "density": 0.2, "symbol": "int32x1"}, RESIDUAL),

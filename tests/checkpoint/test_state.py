@@ -41,7 +41,6 @@ from support.states import (
 # Their parts are among the others'.
 RARE = (
     "quantized residual",
-    "matrix int8",
     "packed",
     "sketch",
     "quantized none",

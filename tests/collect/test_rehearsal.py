@@ -32,7 +32,7 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] =
     "packed": ({"kind": "packed", "density": 0.3}, RESIDUAL, None),
     "quantized": (
         {"kind": "quantized", "bits": 4, "block": 32},
-        RESIDUAL | {"dtype": "int8"},
+        RESIDUAL,
         {"kind": "quantized", "bits": 8},
     ),
     "dithered": (

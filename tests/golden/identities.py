@@ -74,7 +74,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ],
         "FeedbackConfig": [
             ("kind", (_owing({"kind": "residual"}), _owing({"kind": "none"}))),
-            *_in(_owing, {"kind": "residual"}, dtype="int8", lead=0.65),
+            *_in(_owing, {"kind": "residual"}, dtype="bfloat16", lead=0.65),
             *_in(_owing, _AVERAGE, beta=0.5, reset_steps=512),
             ("lead measured", (_owing({"lead": 0.65}), _owing({"lead": "measured"}))),
         ],

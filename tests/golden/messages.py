@@ -32,7 +32,7 @@ STEPS = 3
 CPU = torch.device("cpu")
 
 NONE, RESIDUAL = {"kind": "none"}, {"kind": "residual"}
-BFLOAT16, INT8 = RESIDUAL | {"dtype": "bfloat16"}, RESIDUAL | {"dtype": "int8"}
+BFLOAT16 = RESIDUAL | {"dtype": "bfloat16"}
 AVERAGE = {"kind": "average", "beta": 0.75, "reset_steps": 2, "dtype": "bfloat16"}
 LEAD, MEASURED = RESIDUAL | {"lead": 0.5}, BFLOAT16 | {"lead": "measured"}
 SKETCH, PACKED = ({"kind": kind, "density": 0.2} for kind in ("sketch", "packed"))
@@ -49,7 +49,6 @@ GRADIENTS: dict[str, Case] = {
     "sketch everything": (SKETCH | {"density": 1.0}, RESIDUAL),
     "packed 4 lead": (PACKED | {"bits": 4}, LEAD),
     "packed 8 groups of 4": (PACKED | {"group": 4}, BFLOAT16),
-    "packed 8 sparse": (PACKED | {"block": 64, "density": 0.02}, INT8),
     "quantized 4 average": (QUANTIZED, AVERAGE),
     "quantized 4 chance": (QUANTIZED | {"block": 32} | CHANCE, NONE),
     "quantized 8": (QUANTIZED | {"bits": 8}, BFLOAT16),

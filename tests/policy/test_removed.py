@@ -14,7 +14,8 @@ DENSITY = {"packed": {"density": 0.1}, "sketch": {"density": 0.1}}
 
 def asking(removed: Removed) -> tuple[str, dict[str, Any]]:
     """Where the option stood, and a policy that has it; the rest of it is valid."""
-    asks = {"kind": removed.kind, removed.key: removed.value}
+    asks = {"kind": removed.kind} if removed.kind else {}
+    asks[removed.key] = removed.value
     policy = {"schema": 1, "gradients": [{"when": {}, "codec": {"kind": "dense"}}]}
     for direction, configs in (("gradients", GRADIENT_CONFIGS), ("parameters", PARAMETER_CONFIGS)):
         if removed.kind in [config.model_fields["kind"].default for config in configs]:

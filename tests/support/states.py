@@ -52,8 +52,6 @@ LEAD = {"kind": "residual", "lead": 0.4}
 POLICIES: dict[str, dict[str, Any]] = {
     "quantized average": rules(QUANTIZED, {"kind": "average", "beta": 0.5, "reset_steps": 3}),
     "quantized residual": rules(QUANTIZED, {"kind": "residual"}),
-    "quantized int8": rules(QUANTIZED, {"kind": "residual", "dtype": "int8"}),
-    "matrix int8": rules(MATRIX, {"kind": "residual", "dtype": "int8"}),
     "quantized none": rules(QUANTIZED, {"kind": "none"}),
     "quantized dithered": rules(QUANTIZED | {"rounding": "stochastic"}),
     "inside": rules(QUANTIZED, {"kind": "residual"}, inside="int8"),

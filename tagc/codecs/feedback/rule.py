@@ -19,12 +19,6 @@ from torch import Tensor
 
 from tagc.codecs.feedback.config import FeedbackConfig
 from tagc.ops import Ops
-from tagc.ops.blocks import BlockLayout
-
-
-def stored_layout(columns: int) -> BlockLayout:
-    """The layout of a row of a residual in 8 bits."""
-    return BlockLayout(numel=columns, bits=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +26,7 @@ class FeedbackRule:
     """The plain rule. Subclasses change parts of it.
 
     Attributes:
-        dtype: dtype of the stored residual; int8 has a scale for every 256 elements.
+        dtype: dtype of the residual.
     """
 
     owner_state: ClassVar[str | None] = None
@@ -47,15 +41,8 @@ class FeedbackRule:
         """The rule for a policy's settings; None if another class implements them."""
         raise NotImplementedError
 
-    @property
-    def working_dtype(self) -> torch.dtype:
-        """Dtype of the residual during a step."""
-        return torch.float32 if self.dtype == torch.int8 else self.dtype
-
     def row_bytes(self, columns: int) -> int:
         """Bytes stored for a row of the residual."""
-        if self.dtype == torch.int8:
-            return 4 * stored_layout(columns).words
         return self.dtype.itemsize * columns
 
     @property
@@ -63,18 +50,16 @@ class FeedbackRule:
         """Bytes that an owner stores for an element of its shard."""
         return 0 if self.owner_state is None else 4
 
-    def scratch_bytes(self, destinations: int, columns: int, dtype: torch.dtype) -> int:
-        """The most temporary bytes on a CPU: for a residual in 8 bits, opened in float32, or for
-        :meth:`after`.
+    def scratch_bytes(self, columns: int, dtype: torch.dtype) -> int:
+        """The most temporary bytes of :meth:`after` on a CPU.
 
         Args:
             dtype: dtype of the gradients.
         """
-        opened = 4 * destinations * columns if self.dtype == torch.int8 else 0
         # A buffer in float32 for narrower dtypes; for float16 also a mask of its range, and the
         # values clamped to it.
         each = {torch.float32: 0, torch.bfloat16: 4, torch.float16: 13}[dtype]
-        return max(opened, 0 if self.owner_state is None else each * columns)
+        return 0 if self.owner_state is None else each * columns
 
     @property
     def old_share(self) -> float:

@@ -50,7 +50,7 @@ class SegmentFeedback:
         self.owner_state: Tensor | None = None
         self.share: MeasuredShare | None = None
         if rule is not None:
-            self.residual = Residual(destinations, columns, rule.dtype, ops, device)
+            self.residual = Residual(destinations, columns, rule.dtype, device)
             if rule.owner_state is not None:
                 self.owner_state = torch.zeros(columns, dtype=torch.float32, device=device)
             if rule.measures_share:
@@ -62,8 +62,8 @@ class SegmentFeedback:
 
     @property
     def residual_dtype(self) -> torch.dtype | None:
-        """Dtype of the residual during a step; None if there is no residual."""
-        return None if self.rule is None else self.rule.working_dtype
+        """Dtype of the residual; None if there is no residual."""
+        return None if self.rule is None else self.rule.dtype
 
     @property
     def old_share(self) -> float:
