@@ -41,7 +41,7 @@ from .records import Record, append, markdown
 about = "one rank's steps of a large model on one device, without the network"
 
 DENSE = "FSDP2"
-_POLICIES = ("hybrid", "loco-4bit", "one-bit", "attn-only", "packed-20", "thrifty")
+_POLICIES = ("hybrid", "loco-4bit", "one-bit", "attn-only", "thrifty")
 _TIMED = 5
 
 

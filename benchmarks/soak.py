@@ -38,7 +38,7 @@ RANKS = 2
 SETTLED = 10
 _WIDTH, _LAYERS, _BATCH, _LENGTH = 32, 1, 2, 16
 DENSITY = 0.1
-# One codec of each kind: attention is sketched, the rest packed or quantized.
+# Attention and half of each MLP are sketched, the rest is quantized.
 POLICY: dict[str, Any] = {
     "schema": 1,
     "gradients": [
@@ -46,7 +46,6 @@ POLICY: dict[str, Any] = {
             "when": {"name": "*self_attn*.*weight"},
             "codec": {"kind": "sketch", "density": DENSITY},
         },
-        {"when": {"name": "*linear1.weight"}, "codec": {"kind": "packed", "density": DENSITY}},
         {
             "when": {"name": "*linear2.weight"},
             "codec": {

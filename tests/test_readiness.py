@@ -37,7 +37,7 @@ def policy_of(codec: dict[str, Any], **feedback: Any) -> dict[str, Any]:
 
 
 POLICY = policy_of({"kind": "quantized", "bits": 4, "block": 32})
-SELECTING = policy_of({"kind": "packed", "density": 0.3}, lead=0.65)
+SELECTING = policy_of({"kind": "sketch", "density": 0.3}, lead=0.65)
 
 
 class Standin(ModuleType):

@@ -23,8 +23,6 @@ OPS = {
     "decode": ".ops.decode",
     "quantize": ".ops.quantize",
     "dequantize": ".ops.dequantize",
-    "pack": ".ops.pack",
-    "unpack": ".ops.unpack",
     "quantize_matrix": ".ops.quantize_matrix",
     "dequantize_matrix": ".ops.dequantize_matrix",
 }

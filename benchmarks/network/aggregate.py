@@ -25,7 +25,7 @@ from tagc.codecs.sketch.count_sketch import CountSketch
 from tagc.ops import get_ops
 
 from ..kernels.case import Case
-from ..kernels.ops.codecs import blocks, packed
+from ..kernels.ops.codecs import blocks
 from ..kernels.ops.messages import Codec, Row
 from ..machine import machine
 from ..options import add_outputs
@@ -200,20 +200,12 @@ def gradients(numel: int, workers: int) -> list[Tensor]:
 
 def make_ways(xs: list[Tensor], worker: int) -> list[Way]:
     """All ways, with the message of one worker."""
-    x, numel, workers = xs[worker], xs[0].numel(), len(xs)
+    x, numel = xs[worker], xs[0].numel()
     four = Case(op="quantize", numel=numel, bits=4)
-    some = Case(op="pack", numel=numel, density=DENSITY)
-    union = Case(op="pack", numel=numel, density=min(1.0, workers * DENSITY))
     return [
         _dense("dense fp32", x),
         _dense("dense bf16", x.bfloat16()),
         _coded("4 bits, decoded and encoded again", x, *[lambda row: blocks(four, row)] * 2),
-        _coded(
-            "the largest 5% in 4 bits, decoded and encoded again",
-            x,
-            lambda row: packed(some, row),
-            lambda row: packed(union, row),
-        ),
         _sketch("sketch of each worker's 5%, int8x4", xs, worker, "int8x4", shared=False),
         _sketch("sketch of a shared 5%, int8x4", xs, worker, "int8x4", shared=True),
         _sketch(

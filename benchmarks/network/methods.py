@@ -146,7 +146,7 @@ METHODS = {
 }
 
 # Measured by default, if this version of tagc ships them.
-POLICIES = ("packed-20@bf16", "loco-4bit@bf16", "hybrid", "hosts", "thrifty", "stateless", "auto")
+POLICIES = ("loco-4bit@bf16", "hybrid", "hosts", "thrifty", "stateless", "auto")
 QUICK = ("fp32-messages", "bf16-wire-messages", "hybrid")
 
 

@@ -55,12 +55,6 @@ def _matrix(name: str, lead: float | str, residual: str = "float32", **codec: An
     return _gradients(name, {"kind": "matrix", **codec}, lead=lead, dtype=residual)
 
 
-def _packed(percent: float, lead: float | None = None) -> Part:
-    name = f"top {percent:g}% in 4 bits, residual" + ("" if lead is None else f", lead {lead}")
-    codec = {"kind": "packed", "density": percent / 100, "bits": 4}
-    return _gradients(name, codec, **({} if lead is None else {"lead": lead}))
-
-
 def _method(part: Part | None, *rates: float, changes: int | None = None) -> Method:
     """
     Args:
@@ -192,10 +186,6 @@ _ALL = (
     # TAGC's setting: elements one by one, values not visibly rounded.
     _method(_gradients("sketch of 20%, residual",
                        {"kind": "sketch", "density": 0.2, "symbol": "int32x1"})),
-    # Leads: the shares of a Gaussian's energy in its largest 20% and 5%.
-    _method(_packed(20)),
-    _method(_packed(20, 0.65), *_EIGHTH_RATES),
-    _method(_packed(5, 0.28), *_EIGHTH_RATES),
     _method(None, changes=8),
     _method(None, changes=4),
     _method(None, changes=2),

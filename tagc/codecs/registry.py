@@ -12,12 +12,11 @@ from tagc.codecs.delta import DELTA
 from tagc.codecs.dense import DENSE, plan_empty
 from tagc.codecs.kind import CodecKind
 from tagc.codecs.matrix import MATRIX
-from tagc.codecs.packed import PACKED
 from tagc.codecs.plan import CodecPlan, PlanRequest
 from tagc.codecs.quantized import QUANTIZED
 from tagc.codecs.sketch import SKETCH
 
-CODECS: tuple[CodecKind, ...] = (SKETCH, PACKED, QUANTIZED, MATRIX, DELTA, DENSE)
+CODECS: tuple[CodecKind, ...] = (SKETCH, QUANTIZED, MATRIX, DELTA, DENSE)
 """All codecs, in the order of their words in a unit's message."""
 
 

@@ -27,7 +27,6 @@ ON_HOSTS = (
 RARE = {
     "quantized residual",
     "matrix average",
-    "packed",
     "sketch",
     "warming up",
     "changes in 2 bits",

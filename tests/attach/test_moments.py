@@ -29,7 +29,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (INT8 | {"bits": 4, "rounding": "stochastic"}, {"kind": "none"}),
     (INT8, RESIDUAL),
     ({"kind": "matrix"}, {"kind": "residual", "lead": 0.8}),
-    ({"kind": "packed", "density": 0.2}, RESIDUAL),
     ({"kind": "sketch", "density": 0.2, "symbol": "int32x1"}, RESIDUAL),
     ({"kind": "dense", "wire": "bfloat16"}, {"kind": "none"}),
 ]

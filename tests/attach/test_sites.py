@@ -161,7 +161,6 @@ CODECS: dict[str, dict[str, Any]] = {
         "codec": {"kind": "matrix", "bits": 1},
         "feedback": {"kind": "residual", "lead": 0.5},
     },
-    "largest": {"when": WEIGHTS, "codec": {"kind": "packed", "density": 0.2, "bits": 4}},
     "sketch": {"when": WEIGHTS, "codec": {"kind": "sketch", "density": 0.2, "warmup_steps": 1}},
 }
 

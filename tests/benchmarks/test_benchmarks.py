@@ -25,8 +25,8 @@ from tagc.ops import reference
 
 CPU = torch.device("cpu")
 CONTENDERS = {"tagc", "reference", "topk", "row-hash", "clone"}
-SENDERS = ["quantize", "pack", "quantize_matrix"]
-RECEIVERS = ["dequantize", "unpack", "dequantize_matrix"]
+SENDERS = ["quantize", "quantize_matrix"]
+RECEIVERS = ["dequantize", "dequantize_matrix"]
 
 
 def case(op: str, **values) -> Case:
@@ -104,8 +104,7 @@ class Damages:
 
 @pytest.mark.parametrize("op", SENDERS)
 def test_a_sender_must_have_the_bits_of_the_reference(op, monkeypatch):
-    message = 3 if op == "pack" else 2
-    for position, what in ((1, "residual"), (message, "message")):
+    for position, what in ((1, "residual"), (2, "message")):
         monkeypatch.setattr(messages, "ours", lambda device, at=position: (Damages(at), ""))
         wrong = measured(smallest(op))["contenders"]["tagc"]["wrong"]
         assert f"the {what} differs" in wrong or "sent plus residual" in wrong
@@ -300,11 +299,11 @@ def test_selection():
     for part in ("2^20/", "2^24/", "1%", "5%", "float32/bfloat16", "bfloat16/float32", "int16x2",
                  "int32x1"):  # fmt: skip
         assert any(part in name for name in names), part
-    # encode and decode, quantize, dequantize, pack, unpack, quantize_matrix, dequantize_matrix:
-    # five sizes, and the axes of each.
+    # encode and decode, quantize, dequantize, quantize_matrix, dequantize_matrix: five sizes, and
+    # the axes of each.
     codes = len(CODES)
     assert len(select("full", "cuda")) == 5 * (
-        2 * 2 * 3 * 4 + 2 * 4 + 2 * 2 + 2 * 4 + 2 * 2 + codes * 4 + codes * 2
+        2 * 2 * 3 * 4 + 2 * 4 + 2 * 2 + codes * 4 + codes * 2
     )
     for device in ("cpu", "cuda"):
         matrices = [c for c in select("default", device) if c.op == "quantize_matrix"]

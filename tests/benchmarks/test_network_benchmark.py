@@ -357,12 +357,12 @@ def test_payload_is_what_a_rank_must_send(kind, size):
 
 
 def test_a_policy_is_a_method_and_may_gather_in_bf16():
-    method = resolve("packed-20@bf16")
-    assert (method.policy, method.wire) == ("packed-20", "bfloat16")
-    assert resolve("packed-20").wire == "gloo"
+    method = resolve("loco-4bit@bf16")
+    assert (method.policy, method.wire) == ("loco-4bit", "bfloat16")
+    assert resolve("loco-4bit").wire == "gloo"
     hybrid = resolve("hybrid@bf16")  # has rules for parameters
     assert (hybrid.wire, hybrid.mixed_precision) == ("gloo", True)
-    assert resolve("packed-20").definition != method.definition
+    assert resolve("loco-4bit").definition != method.definition
     assert resolve("fp32-gloo") is METHODS["fp32-gloo"]
     assert resolve("sites").apart
     assert not resolve("hosts").apart
@@ -370,7 +370,7 @@ def test_a_policy_is_a_method_and_may_gather_in_bf16():
         assert resolve(name).measures_link == (name == "auto")
 
 
-@pytest.mark.parametrize("name", ["nothing", "packed-20@fp8", "fp32-gloo@bf16", "sites@ddp"])
+@pytest.mark.parametrize("name", ["nothing", "loco-4bit@fp8", "fp32-gloo@bf16", "sites@ddp"])
 def test_an_unknown_method_is_refused(name):
     with pytest.raises(ValueError, match=name):
         resolve(name)

@@ -25,7 +25,7 @@ from tagc.policy import Policy
 
 RESULTS = ROOT / "benchmarks" / "results"
 SHAPE = Shape(width=32, heads=1, layers=1, context=16, ranks=2, batch=2)
-METHOD = METHODS["top 5% in 4 bits, residual, lead 0.28"]
+METHOD = METHODS["matrix, 1 of 8"]
 BASE = next(iter(SETTINGS.values()))
 BIT = METHODS[LINES["1 bit"]]
 

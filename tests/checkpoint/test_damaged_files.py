@@ -86,9 +86,9 @@ DAMAGES: dict[Callable[[Path], None], str] = {
 def test_damaged_files_are_refused_on_all_ranks(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    run_ranks(train_and_save, 2, "safetensors", POLICIES["packed"], tmp_path)
+    run_ranks(train_and_save, 2, "safetensors", POLICIES["sketch"], tmp_path)
     damage(tmp_path)
-    said = run_ranks(damaged, 2, tmp_path, POLICIES["packed"])
+    said = run_ranks(damaged, 2, tmp_path, POLICIES["sketch"])
     assert re.search(DAMAGES[damage], said[1][1], re.DOTALL), said
     assert said[1][0] == "StateError"
     # Rank 0 fails too: by what it sees itself, or by what it hears of rank 1.
@@ -102,12 +102,12 @@ class Evil:
 
 
 def test_an_index_runs_no_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(train_and_save, 2, "dcp", POLICIES["packed"], tmp_path)
+    run_ranks(train_and_save, 2, "dcp", POLICIES["sketch"], tmp_path)
     index = tmp_path / ".metadata"
     content = pickle.loads(index.read_bytes())
     content.planner_data = Evil()
     index.write_bytes(pickle.dumps(content))
-    for kind, message in run_ranks(damaged, 2, tmp_path, POLICIES["packed"]):
+    for kind, message in run_ranks(damaged, 2, tmp_path, POLICIES["sketch"]):
         assert kind == "StateError"
         assert "builtins.print" in message
     assert "code from a checkpoint" not in capfd.readouterr().out

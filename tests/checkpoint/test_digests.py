@@ -65,7 +65,7 @@ def test_any_tensor_has_a_digest(dtype: torch.dtype) -> None:
 def with_one_element() -> Any:
     torch.manual_seed(1)
     model: Any = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 2))
-    return wrapped(rules({"kind": "packed", "density": 0.5}), fully_shard(model))
+    return wrapped(rules({"kind": "sketch", "density": 0.5}), fully_shard(model))
 
 
 @on_ranks(2)
@@ -117,7 +117,7 @@ def flip(file: Path, bit: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("loader", [slow("dcp"), "folder"])
 def test_a_flipped_bit_is_refused_or_means_nothing(rank: int, world_size: int, loader: str) -> None:
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["sketch"])
     compressor = tagc.compressor(model)
     run(model, rank, range(3))
     refused = unchanged = in_values = flips = 0
@@ -203,7 +203,7 @@ def test_they_stay_what_they_are() -> None:
 @on_ranks(2)
 def test_a_state_is_not_read_again(rank: int, world_size: int) -> None:
     """Its digest is of the sums that the device took: `dcp.async_save` waits for that alone."""
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["sketch"])
     run(model, rank, range(2))
     with patch.object(digest, "sums_of", side_effect=AssertionError("read again")):
         state = tagc.compressor(model).state_dict()

@@ -41,7 +41,7 @@ def no_collectives() -> Iterator[None]:
 @on_ranks(3)
 def test_no_collective_from_the_first_file_on(rank: int, world_size: int) -> None:
     assert {"all_gather_object", "barrier", "all_reduce"} <= {*COLLECTIVES}
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["sketch"])
     compressor = tagc.compressor(model)
     run(model, rank, range(2))
     with shared_folder() as folder, ExitStack() as stack:
@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_come_is_named(rank: int, world_size: int, gone: in
     def stop(*_: Any) -> None:
         raise Stopped
 
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["sketch"])
     compressor = tagc.compressor(model)
     run(model, rank, range(2))
     with shared_folder() as folder:

@@ -60,13 +60,13 @@ def test_a_warm_up_goes_on_with_other_ranks(tmp_path: Path) -> None:
 
 @by_saver
 def test_another_policy_is_refused_unless_forced(tmp_path: Path, saver: str) -> None:
-    before = totals(run_ranks(train_and_save, 2, saver, POLICIES["packed"], tmp_path))
+    before = totals(run_ranks(train_and_save, 2, saver, POLICIES["sketch"], tmp_path))
     other = rules({"kind": "quantized", "bits": 8}, BFLOAT16)
     other["gradients"][0]["when"] = {"name": "second.*"}
     said = run_ranks(loads_badly, 2, "safetensors", other, tmp_path)
     for kind, message in said:
         assert kind == "StateError"
-        for policy in (POLICIES["packed"], other):
+        for policy in (POLICIES["sketch"], other):
             assert tagc.Policy.load(policy).hash[:12] in message
         assert "force=True" in message
     if saver == "dcp":
@@ -89,7 +89,7 @@ def test_another_policy_is_refused_unless_forced(tmp_path: Path, saver: str) -> 
 
 @by_saver
 def test_one_rank_has_no_use_for_residuals(tmp_path: Path, saver: str) -> None:
-    run_ranks(train_and_save, 2, saver, POLICIES["packed"], tmp_path)
+    run_ranks(train_and_save, 2, saver, POLICIES["sketch"], tmp_path)
     ((kind, message),) = run_ranks(loads_alone, 1, tmp_path)
     assert kind == "StateError"
     assert "would be dropped" in message
@@ -98,7 +98,7 @@ def test_one_rank_has_no_use_for_residuals(tmp_path: Path, saver: str) -> None:
 
 def loads_alone(rank: int, folder: Path) -> tuple[str, str]:
     with pytest.warns(UserWarning, match="world size 1"):
-        model = wrapped(POLICIES["packed"])
+        model = wrapped(POLICIES["sketch"])
     compressor = tagc.compressor(model)
     with pytest.raises(tagc.StateError) as caught:
         compressor.load(folder)
@@ -111,8 +111,8 @@ def loads_alone(rank: int, folder: Path) -> tuple[str, str]:
 def test_other_ranks_are_told_to_load_the_folder(tmp_path: Path, ranks: int) -> None:
     """torch asks for a part by name; a part of the ranks' residuals must not do."""
     old = 5 - ranks
-    run_ranks(train_and_save, old, "dcp", POLICIES["packed"], tmp_path)
-    for kind, message in run_ranks(loads_badly, ranks, "dcp", POLICIES["packed"], tmp_path):
+    run_ranks(train_and_save, old, "dcp", POLICIES["sketch"], tmp_path)
+    for kind, message in run_ranks(loads_badly, ranks, "dcp", POLICIES["sketch"], tmp_path):
         assert kind == "CheckpointException"
         assert f"of_{ranks}_ranks" in message
         assert "load it with tagc.compressor(model).load(folder)" in message
@@ -121,7 +121,7 @@ def test_other_ranks_are_told_to_load_the_folder(tmp_path: Path, ranks: int) -> 
 def own_files(rank: int, folder: Path, write: bool) -> tuple[str, str]:
     """Every rank keeps its own state dict, by torch.save."""
     file = folder / f"{min(rank, 1)}.pt"
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["sketch"])
     if write:
         run(model, rank, range(2))
         torch.save(tagc.compressor(model).state_dict(), file)

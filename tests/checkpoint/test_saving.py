@@ -39,7 +39,7 @@ class Run:
 
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank, self.folder, self.steps = rank, folder, 4
-        self.model = wrapped(POLICIES["packed"])
+        self.model = wrapped(POLICIES["sketch"])
         self.compressor = tagc.compressor(self.model)
         run(self.model, rank, range(2))
         self.compressor.save(folder)

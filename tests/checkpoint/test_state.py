@@ -22,7 +22,6 @@ from support.small_net import local_weights, sharded
 from support.states import (
     LEAD,
     MATRIX,
-    PACKED,
     POLICIES,
     QUANTIZED,
     SKETCH,
@@ -41,7 +40,6 @@ from support.states import (
 # Their parts are among the others'.
 RARE = (
     "quantized residual",
-    "packed",
     "sketch",
     "quantized none",
     "matrix average",
@@ -56,7 +54,7 @@ RARE = (
 @pytest.mark.some(1)
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("policy", "saver"), in_turn(["sketch shared", "packed lead", "quantized average"])
+    ("policy", "saver"), in_turn(["sketch shared", "sketch lead", "quantized average"])
 )
 def test_a_running_model_can_go_back(rank: int, world_size: int, saver: str, policy: str) -> None:
     """Loading replaces all that happened since, a count in flight too."""
@@ -71,7 +69,7 @@ def test_a_running_model_can_go_back(rank: int, world_size: int, saver: str, pol
     equal(snapshot(model), expected)
 
 
-REPLICATED = [rules(QUANTIZED), rules(PACKED), rules(SKETCH), rules(MATRIX, LEAD)]
+REPLICATED = [rules(QUANTIZED), rules(SKETCH), rules(MATRIX, LEAD)]
 
 
 @on_ranks(2)
@@ -84,7 +82,7 @@ def test_a_residual_lies_where_the_gradient_does(rank: int, world_size: int) -> 
 
     alone, model = layers(), layers()
     fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.shape[-1:] == (6,) else None)
-    wrapped(POLICIES["packed"], model)
+    wrapped(POLICIES["sketch"], model)
     x = torch.linspace(-1, 1, 12).view(2, 6) + rank
     for one in (alone, model):
         one(x).square().sum().backward()
@@ -152,7 +150,7 @@ def test_what_is_saved_is_a_copy(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_ranks_must_load_the_same_save(rank: int, world_size: int) -> None:
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["sketch"])
     compressor = tagc.compressor(model)
     states = []
     for step in range(2):
@@ -166,7 +164,7 @@ def test_ranks_must_load_the_same_save(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_key_of_a_checkpoint(rank: int, world_size: int) -> None:
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["sketch"])
     run(model, rank, range(2))
     compressor = tagc.compressor(model)
     with shared_folder() as folder:

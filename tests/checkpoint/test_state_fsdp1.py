@@ -22,11 +22,11 @@ KINDS: dict[str, Callable[[], Any]] = {"1": sharded, "2": fsdp2_sharded}
 @pytest.mark.parametrize("kinds", ["11", "12", "21"])
 def test_one_rank_does_not_have_what_another_owned(rank: int, world_size: int, kinds: str) -> None:
     """A state dict is of one rank, which need not have owned all that it owns now."""
-    model = quietly(tagc.wrap, KINDS[kinds[0]](), POLICIES["packed lead"])
+    model = quietly(tagc.wrap, KINDS[kinds[0]](), POLICIES["sketch lead"])
     run(model, rank, range(3))
     state = tagc.compressor(model).state_dict()
     make = otherwise_sharded if kinds == "11" else KINDS[kinds[1]]
-    other = quietly(tagc.wrap, make(), POLICIES["packed lead"])
+    other = quietly(tagc.wrap, make(), POLICIES["sketch lead"])
     # Whichever rank finds it out first, the others learn of it.
     with pytest.raises((tagc.StateError, RuntimeError), match=r"elements of|would be dropped"):
         tagc.compressor(other).load_state_dict(state)

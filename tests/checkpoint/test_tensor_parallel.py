@@ -16,8 +16,8 @@ from support.exact import equal
 from support.layouts import Layout, kept, totals
 from support.parallel_net import SHAPES, loss_of, parallel
 from support.states import (
-    PACKED,
     QUANTIZED,
+    SKETCH,
     shared_folder,
     snapshot,
     wrapped,
@@ -38,7 +38,7 @@ def policy(codec: dict[str, Any] = QUANTIZED) -> dict[str, Any]:
 def test_a_residual_is_of_this_ranks_part(rank: int, world_size: int) -> None:
     """What is not sent in the first step is the gradient itself."""
     alone = parallel(4, 1)
-    model = TWO_BY_TWO.wrapped(policy(PACKED))
+    model = TWO_BY_TWO.wrapped(policy(SKETCH))
     # The gradient of one rank's data: it does not matter which rank has which rows of it.
     whole = {}
     for data in range(2):

@@ -31,7 +31,6 @@ CODECS: dict[str, dict[str, Any]] = {
     "matrix 1 bit": {"kind": "matrix", "level": 1.3},
     "matrix 1 of 8": {"kind": "matrix", "group": 8},
     "quantized 4": {"kind": "quantized", "bits": 4, "block": 64},
-    "packed 4": {"kind": "packed", "density": 0.1, "bits": 4},
     "shared": {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"},
     "sketch": {"kind": "sketch", "density": 0.1, "symbol": "int8x4"},
 }
@@ -79,7 +78,7 @@ def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: st
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("codec", ["matrix 1 bit", "packed 4", "sketch"])
+@pytest.mark.parametrize("codec", ["matrix 1 bit", "sketch"])
 def test_a_low_precision_gradient(rank: int, world_size: int, codec: str) -> None:
     """The owner computes in float32, and rounds once."""
     spec = CODECS[codec]
@@ -154,7 +153,7 @@ def test_an_overflowing_sum_is_not_kept() -> None:
 
 
 def test_it_stores_the_last_sum_too() -> None:
-    codec = CODECS["packed 4"]
+    codec = CODECS["quantized 4"]
     plain, ahead = (matrix_plan(4, codec, f) for f in ({"kind": "residual"}, leading(0.5)))
     for a, b in zip(plain.compressed, ahead.compressed, strict=True):
         assert ahead.stored_bytes(b) == plain.stored_bytes(a) + 4 * a.columns

@@ -1,4 +1,4 @@
-"""Codecs that travel in messages alone, one unit on several ranks: `quantized`, `packed`, `dense`.
+"""Codecs that travel in messages, one unit on several ranks: `quantized`, `dense`, and sketches.
 
 The oracles here work on all ranks' buffers, by formula, and know nothing of messages.
 """
@@ -89,10 +89,6 @@ def test_average_feedback_is_loco(rank: int, world_size: int, ops: str) -> None:
 CODECS: dict[str, dict[str, Any]] = {
     "quantized 4": {"kind": "quantized", "bits": 4, "block": 32},
     "quantized 8": {"kind": "quantized", "bits": 8, "block": 128},
-    "packed 4": {"kind": "packed", "density": 0.1, "bits": 4},
-    "packed 8 groups": {"kind": "packed", "density": 0.3, "bits": 8, "group": 4, "block": 64},
-    "packed sparse": {"kind": "packed", "density": 0.05},
-    "packed all": {"kind": "packed", "density": 1.0, "bits": 8},
     "shared sketch": {"kind": "sketch", "density": 0.3, "symbol": "int32x1", "support": "shared"},
     "shared sketch 8": {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"},
 }

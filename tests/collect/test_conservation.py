@@ -35,8 +35,6 @@ STEPS = 12
 CODECS: dict[str, dict[str, Any]] = {
     "quantized 4": {"kind": "quantized", "bits": 4, "block": 32},
     "quantized 8": {"kind": "quantized", "bits": 8, "block": 128},
-    "packed 4": {"kind": "packed", "density": 0.3, "bits": 4},
-    "packed groups": {"kind": "packed", "density": 0.3, "bits": 8, "group": 4, "block": 64},
     "sketch int8x4": {"kind": "sketch", "density": 0.3, "symbol": "int8x4"},
     "sketch int16x2": {"kind": "sketch", "density": 0.3, "symbol": "int16x2"},
     "sketch int32x1": {"kind": "sketch", "density": 0.3, "symbol": "int32x1"},
@@ -45,7 +43,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "matrix 1": {"kind": "matrix", "level": 1.3},
     "matrix 2": {"kind": "matrix", "bits": 2},
     "matrix groups": {"kind": "matrix", "group": 8},
-    "packed warm": {"kind": "packed", "density": 0.3, "bits": 4, "warmup_steps": 2},
+    "matrix warm": {"kind": "matrix", "bits": 2, "warmup_steps": 2},
     "sketch warm": {"kind": "sketch", "density": 0.3, "symbol": "int8x4", "warmup_steps": 3},
 }
 FEEDBACKS: dict[str, dict[str, Any]] = {
@@ -215,7 +213,7 @@ def conserves(backward: Backward, accounts: Accounts, rank: int, draw: Callable)
     ("world_size", "route", "codec"),
     [
         (int(route.split()[1]), route, codec)
-        for route, codec in product(["flat 3", "hosts 4", "replicas 4"], [*CODECS][:12])
+        for route, codec in product(["flat 3", "hosts 4", "replicas 4"], [*CODECS][:10])
         if (route.split()[0], codec.split()[0]) not in REFUSED
     ],
 )

@@ -29,7 +29,6 @@ from tagc.collect.gatherer import UnitGatherer
 
 CODECS: dict[str, dict[str, Any]] = {
     "quantized": {"kind": "quantized", "bits": 4, "block": 32},
-    "packed": {"kind": "packed", "density": 0.3},
     # Its counts are in flight until the unit's next step.
     "sketch": {"kind": "sketch", "density": 0.3, "symbol": "int8x4"},
 }

@@ -29,7 +29,6 @@ from tagc.selfcheck.calls import OPERATORS
 WEIGHTS = {"name": ["first*weight", "second*weight", "head.weight"]}
 RESIDUAL = {"kind": "residual"}
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
-    "packed": ({"kind": "packed", "density": 0.3}, RESIDUAL, None),
     "quantized": (
         {"kind": "quantized", "bits": 4, "block": 32},
         RESIDUAL,
@@ -120,9 +119,9 @@ def test_a_rehearsal_calls_what_training_calls(name):
 
 
 def test_a_rehearsal_calls_what_ranks_of_a_host_call():
-    inside = policy("packed") | {"inside": "int8"}
+    inside = policy("sketch") | {"inside": "int8"}
     for trained, rehearsed in run_ranks(called, 4, inside, 2):
-        assert {call.operator for call in trained} >= {"quantize", "dequantize", "pack"}
+        assert {call.operator for call in trained} >= {"quantize", "dequantize", "encode"}
         assert trained == rehearsed
 
 
@@ -152,7 +151,7 @@ class _Exchange:
         return _Done()
 
 
-@pytest.mark.parametrize("name", ["groups", slow("packed"), slow("sketch")])
+@pytest.mark.parametrize("name", ["groups", slow("sketch")])
 def test_what_a_rehearsal_compiles_is_all_that_a_step_launches(name):
     """Kernels differ by what is aligned: rows and messages of all segments lie as they will."""
     gradients, feedback, _ = RULES[name]

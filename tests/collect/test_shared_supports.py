@@ -13,8 +13,8 @@ from tagc.codecs.sketch.codec import SketchCodec
 from tagc.codecs.sketch.config import SketchConfig
 from tagc.codecs.sketch.plan import plan_sketch
 from tagc.ops.bitmap import to_bitmap
-from tagc.ops.blocks import BlockLayout
-from tagc.ops.packed import PackedLayout
+from tagc.ops.sketch import plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 
 @on_ranks(2)
@@ -36,14 +36,8 @@ def test_steps_of_stationary_gradients_stay(rank: int, world_size: int, density:
 def test_every_group_of_a_support_has_a_cell() -> None:
     """In order, zeros behind, and back at its place."""
     groups, capacity = 1000, 300
-    layout = PackedLayout(
-        numel=4 * groups,
-        group=4,
-        capacity=capacity,
-        low_bits=0,
-        values=BlockLayout(numel=4 * capacity, bits=8),
-    )
-    support = Support(layout, 0.3, 2, torch.device("cpu"))
+    layout = plan_layout(4 * groups, SYMBOLS["int8x4"], groups)
+    support = Support(layout, capacity, 0.3, 2, torch.device("cpu"))
     torch.manual_seed(0)
     kept = torch.rand(2, groups) < torch.tensor([[0.25], [0.0]])
     support.current.copy_(to_bitmap(kept))

@@ -69,15 +69,15 @@ def test_every_turn_starts_from_an_empty_residual() -> None:
 
         return call
 
-    decoders = {name: getattr(real, name) for name in ("decode", "unpack", "dequantize")}
-    encoders = {name: encoding(name) for name in ("encode", "pack", "quantize")}
+    decoders = {name: getattr(real, name) for name in ("decode", "dequantize")}
+    encoders = {name: encoding(name) for name in ("encode", "quantize")}
     ops: Any = SimpleNamespace(**decoders, **encoders)
     with patch.dict(codec_speed._ELEMENTS, {"cpu": 1 << 12}):
-        for policy in ("attn-only", "packed-20", "loco-4bit"):
+        for policy in ("attn-only", "loco-4bit"):
             codecs = auto.codecs_of(tagc.Policy.load(policy), torch.float32, 2, parameters=False)
             measure_speeds(codecs, ops, torch.device("cpu"), torch.float32, repeats=3)
     # Of shared supports, and for small segments of own ones. One more call finds the support.
-    times = {"encode": 9, "pack": 4, "quantize": 4}
+    times = {"encode": 9, "quantize": 4}
     assert seen == [(name, 0.0) for name, count in times.items() for _ in range(count)]
 
 

@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("policy", ["packed-20", "hybrid", "loco-4bit"])
+@pytest.mark.parametrize("policy", ["hybrid", "loco-4bit"])
 def test_explain_is_what_wrap_makes(rank: int, world_size: int, policy: str) -> None:
     check_explained(policy, world_size)
 
@@ -62,7 +62,7 @@ def test_explain_is_what_wrap_makes_on_hosts(rank: int, world_size: int, policy:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("policy", ["packed-20", "hosts", "one-bit"])
+@pytest.mark.parametrize("policy", ["hosts", "one-bit"])
 def test_explain_is_what_wrap_makes_of_ddp(rank: int, world_size: int, policy: str) -> None:
     check_explained(policy, world_size, replicated=True)
 
@@ -262,7 +262,7 @@ def test_explain_ddp_in_python() -> None:
     with pytest.raises(ValueError, match=r"of 2 dtypes \(torch.float32, torch.bfloat16\)"):
         tagc.explain(mixed, "loco-4bit", world_size=4, ddp=True)
     mixed[1].requires_grad_(False)
-    plan = tagc.explain(mixed, "packed-20", world_size=4, ddp=True)
+    plan = tagc.explain(mixed, "loco-4bit", world_size=4, ddp=True)
     assert [p.name for p in plan.units[0].info.params] == [
         *("0.weight", "0.bias", "2.weight", "2.bias")
     ]

@@ -35,7 +35,7 @@ NONE, RESIDUAL = {"kind": "none"}, {"kind": "residual"}
 BFLOAT16 = RESIDUAL | {"dtype": "bfloat16"}
 AVERAGE = {"kind": "average", "beta": 0.75, "reset_steps": 2, "dtype": "bfloat16"}
 LEAD, MEASURED = RESIDUAL | {"lead": 0.5}, BFLOAT16 | {"lead": "measured"}
-SKETCH, PACKED = ({"kind": kind, "density": 0.2} for kind in ("sketch", "packed"))
+SKETCH = {"kind": "sketch", "density": 0.2}
 QUANTIZED, MATRIX, DELTA = ({"kind": kind} for kind in ("quantized", "matrix", "delta"))
 SHARED, CHANCE = {"support": "shared"}, {"rounding": "stochastic"}
 
@@ -47,8 +47,6 @@ GRADIENTS: dict[str, Case] = {
     "sketch int32x1 none": (SKETCH | {"symbol": "int32x1"}, NONE),
     "sketch shared": (SKETCH | SHARED, RESIDUAL),
     "sketch everything": (SKETCH | {"density": 1.0}, RESIDUAL),
-    "packed 4 lead": (PACKED | {"bits": 4}, LEAD),
-    "packed 8 groups of 4": (PACKED | {"group": 4}, BFLOAT16),
     "quantized 4 average": (QUANTIZED, AVERAGE),
     "quantized 4 chance": (QUANTIZED | {"block": 32} | CHANCE, NONE),
     "quantized 8": (QUANTIZED | {"bits": 8}, BFLOAT16),
@@ -57,13 +55,7 @@ GRADIENTS: dict[str, Case] = {
     "matrix groups of 8 measured": (MATRIX | {"group": 8}, MEASURED),
 }
 # Three replicas or more take two shots by these.
-REPLICAS = (
-    "dense bfloat16",
-    "quantized 4 average",
-    "quantized 4 chance",
-    "matrix 2",
-    "packed 4 lead",
-)
+REPLICAS = ("dense bfloat16", "quantized 4 average", "quantized 4 chance", "matrix 2")
 PARAMETERS: dict[str, dict[str, Any]] = {
     "quantized 4": QUANTIZED | {"bits": 4},
     "quantized 8": QUANTIZED | {"bits": 8},

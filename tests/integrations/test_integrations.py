@@ -331,7 +331,7 @@ def test_only_wrapped_models_have_any() -> None:
 
 @on_ranks(2)
 def test_ranks_load_together_or_not_at_all(rank: int, world_size: int) -> None:
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["sketch"])
     run(model, rank, range(2))
     with shared_folder() as folder:
         residuals.save_residuals(model, folder / "tagc")

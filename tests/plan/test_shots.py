@@ -96,7 +96,6 @@ def test_what_a_plan_says() -> None:
 @pytest.mark.parametrize(
     ("codec", "more", "why"),
     [
-        ({"kind": "packed", "density": 0.01}, {}, "codec 'packed int8' needs all messages"),
         ({"kind": "sketch", "density": 0.01}, {}, "codec 'sketch int8x4' needs all messages"),
         (QUANTIZED, {"dtype": torch.float16}, "sums may leave the range of float16"),
         (QUANTIZED, {"dim": 1}, "another dimension than the first"),

@@ -111,7 +111,7 @@ def test_the_rest_as_bfloat16_is_not_all_that_was_asked_for():
 
 def test_vectors_alone_are_answered_with_a_name():
     with pytest.raises(tagc.PolicyError, match=r"write `name: layers\.0\.b` under `when`"):
-        tagc.explain({"layers.0.b": (99999,)}, "packed-20", world_size=2)
+        tagc.explain({"layers.0.b": (99999,)}, "loco-4bit", world_size=2)
 
 
 def test_roles_of_the_policy_reach_the_plan():

@@ -16,7 +16,6 @@ EVERY_MATRIX = {
     "loco-4bit": "quantized",
     "hybrid": "quantized",
     "hybrid-3d": "quantized",
-    "packed-20": "packed",
     "two-bit": "matrix",
     "one-bit": "matrix",
     "half-bit": "matrix",

@@ -24,8 +24,7 @@ schema: 1
 about: every key of the schema
 gradients:
   - when: {role: [attention, mlp], name: ["*.weight", "h.*"], layers: 0-11, min_numel: 10}
-    codec: {kind: packed, density: 0.25, bits: 4, group: 2, block: 64,
-            warmup_steps: 3}
+    codec: {kind: matrix, bits: 1, group: 8, level: 1.3, warmup_steps: 3}
     feedback: {kind: residual, dtype: bfloat16}
   - when: {layers: [1, 2], max_numel: 1000000}
     codec: {kind: quantized, bits: 4, block: 1024}

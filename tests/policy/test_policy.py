@@ -61,7 +61,7 @@ def test_models_are_frozen():
         ({"kind": "dense"}, "none"),
         ({"kind": "dense", "wire": "bfloat16"}, "none"),
         ({"kind": "sketch", "density": 0.1}, "residual"),
-        ({"kind": "packed", "density": 0.1}, "residual"),
+        ({"kind": "matrix"}, "residual"),
         ({"kind": "quantized"}, "average"),
         ({"kind": "auto"}, "average"),
     ],

@@ -44,8 +44,8 @@ parameters:
         ("quantized, block: big", "dense", "unknown value 'big'; available: 32, 64,"),
         ("quantized, block: .nan", "dense", "unknown value nan; available: 32, 64,"),
         ("quantized, block: true", "dense", "unknown value True; available: 32, 64,"),
-        ("packed, density: 0", "dense", "gradients[0].codec.density: must be greater than 0"),
-        ("packed, density: 1, warmup_steps: 2147483648", "dense", "less than or equal to "
+        ("sketch, density: 0", "dense", "gradients[0].codec.density: must be greater than 0"),
+        ("sketch, density: 1, warmup_steps: 2147483648", "dense", "less than or equal to "
          "2147483647, not 2147483648"),
         ("matrix, level: 0.4", "dense", "codec.level: must be greater than or equal to 0.5"),
         ("dense, wire: bf16", "dense", "gradients[0].codec.wire: unknown value 'bf16'; "
@@ -66,9 +66,8 @@ def test_errors_of_every_codec(gradient: str, parameter: str, message: str, tmp_
 @pytest.mark.parametrize(
     ("codec", "feedback", "message"),
     [
-        ({"kind": "packed", "density": 0.1}, {"kind": "average"}, "would forget most"),
         ({"kind": "sketch", "density": 0.1}, {"kind": "average"}, "would forget most"),
-        ({"kind": "packed", "density": 0.1}, {"beta": 0.5}, "only for the kind 'average'"),
+        ({"kind": "sketch", "density": 0.1}, {"beta": 0.5}, "only for the kind 'average'"),
         ({"kind": "sketch", "density": 0.1, "support": "shared"}, {"kind": "none"}, "residuals"),
         ({"kind": "dense", "wire": "bfloat16"}, {"kind": "residual"}, "has no effect"),
         ({"kind": "quantized"}, {"kind": "average", "beta": 1.0}, "less than 1"),

@@ -21,7 +21,7 @@ REFERENCE = get_ops("cpu", "reference")
 CPU = torch.device("cpu")
 CALLS = list(every_call())
 ONE_OF_EACH = {call.operator: call for call in reversed(CALLS)}
-ENCODERS = {"quantize": "grad", "quantize_matrix": "grad", "pack": "grad", "encode": "grad"}
+ENCODERS = {"quantize": "grad", "quantize_matrix": "grad", "encode": "grad"}
 
 
 def standin(name: str, **operators: Callable[..., Any]) -> Ops:
@@ -109,10 +109,10 @@ def test_all_failures_are_listed_if_it_goes_on():
     def fails(**arguments: Any) -> None:
         raise RuntimeError("no")
 
-    packs = [call for call in CALLS if call.operator == "pack"]
-    others = [call for call in ONE_OF_EACH.values() if call.operator != "pack"]
-    checked = check(standin("wrong", pack=fails), CPU, [*packs, *others], go_on=True)
-    assert [failure.operator for failure in checked.failures] == ["pack"] * len(packs)
+    selects = [call for call in CALLS if call.operator == "select"]
+    others = [call for call in ONE_OF_EACH.values() if call.operator != "select"]
+    checked = check(standin("wrong", select=fails), CPU, [*selects, *others], go_on=True)
+    assert [failure.operator for failure in checked.failures] == ["select"] * len(selects)
     assert checked.calls == others
 
 
@@ -140,7 +140,7 @@ def test_inputs_have_what_kernels_stumble_over(operator):
 def test_more_groups_are_above_the_threshold_than_fit():
     above, kept = 0, 0
     for call in CALLS:
-        if call.operator == "pack":
+        if call.operator == "select":
             counts = case_of(call).run(REFERENCE, Tensor.clone)["counts"]
             above, kept = above + int(counts[:, 0].sum()), kept + int(counts[:, 2].sum())
     assert kept < above

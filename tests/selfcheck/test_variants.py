@@ -83,7 +83,6 @@ def test_the_check_at_length_has_large_tables_and_many_columns():
         slow("attn-only", 8),
         slow("attn-only", 2),
         slow("thrifty", 8),
-        slow("packed-20", 8),
         slow("stateless", 8),
         slow("hybrid", 8),
     ],

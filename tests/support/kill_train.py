@@ -30,7 +30,6 @@ STEPS, EVERY = 10, 3
 CODECS: dict[str, dict[str, Any]] = {
     "sketch": {"kind": "sketch", "density": 0.3, "warmup_steps": 2},
     "shared": {"kind": "sketch", "density": 0.3, "symbol": "int32x1", "support": "shared"},
-    "packed": {"kind": "packed", "density": 0.3},
     "quantized": {"kind": "quantized", "bits": 4},
 }
 CHANGES = {"kind": "delta", "bits": 4}

@@ -42,7 +42,6 @@ def with_changes(bits: int, **more: Any) -> dict:
     return rules(QUANTIZED, parameters=[{"when": when, "codec": codec}])
 
 
-PACKED = {"kind": "packed", "density": 0.3}
 SKETCH = {"kind": "sketch", "density": 0.3}
 QUANTIZED = {"kind": "quantized", "bits": 4, "block": 32}
 MATRIX = {"kind": "matrix", "group": 8}
@@ -55,20 +54,18 @@ POLICIES: dict[str, dict[str, Any]] = {
     "quantized none": rules(QUANTIZED, {"kind": "none"}),
     "quantized dithered": rules(QUANTIZED | {"rounding": "stochastic"}),
     "inside": rules(QUANTIZED, {"kind": "residual"}, inside="int8"),
-    "inside warming up": rules(PACKED | {"warmup_steps": 2}, inside="bfloat16"),
+    "inside warming up": rules(SKETCH | {"warmup_steps": 2}, inside="bfloat16"),
     "matrix lead": rules(MATRIX | {"level": 1.3}, LEAD),
     "matrix average": rules(
         {"kind": "matrix", "warmup_steps": 1}, {"kind": "average", "beta": 0.5, "reset_steps": 3}
     ),
-    "packed": rules(PACKED),
-    "packed lead": rules(PACKED | {"warmup_steps": 2}, LEAD),
     # A segment of everything, which is FSDP1's own buffer.
     "whole lead": {
         "schema": 1,
-        "gradients": [{"when": {"min_numel": 1}, "codec": PACKED, "feedback": LEAD}],
+        "gradients": [{"when": {"min_numel": 1}, "codec": QUANTIZED, "feedback": LEAD}],
     },
-    "packed bfloat16": rules(PACKED | {"group": 4, "warmup_steps": 1}, BFLOAT16),
     "sketch": rules(SKETCH),
+    "sketch lead": rules(SKETCH | {"warmup_steps": 2}, LEAD),
     "sketch bfloat16": rules(SKETCH | {"symbol": "int16x2"}, BFLOAT16),
     "sketch shared": rules(SKETCH | {"symbol": "int32x1", "support": "shared"}),
     "warming up": rules(SKETCH | {"warmup_steps": 6}),

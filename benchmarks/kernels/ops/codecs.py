@@ -1,15 +1,12 @@
-"""The codecs of messages: blocks, the largest elements, and matrices."""
+"""The codecs of messages: blocks and matrices."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from tagc.codecs.selection.capacity import SLACK
-from tagc.ops import COUNTS, Ops
+from tagc.ops import Ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import BITS, GROUP, MatrixLayout
-from tagc.ops.packed import plan_packed
 
 from ..case import Case
 from .messages import Codec, Row
@@ -18,7 +15,6 @@ from .messages import Codec, Row
 CODES = {f"int{bits}": {"bits": bits} for bits in sorted(BITS, reverse=True)}
 CODES |= {f"group{GROUP}": {"group": GROUP}}
 _MOST_COLUMNS = 4096
-_SAMPLE = 1 << 20
 
 
 def blocks(case: Case, row: Row) -> Codec:
@@ -33,26 +29,6 @@ def blocks(case: Case, row: Row) -> Codec:
         ops.dequantize(messages[None], out[None], layout=layout, divisor=messages.shape[0])
 
     return Codec(words=layout.words, send=send, read=read)
-
-
-def packed(case: Case, row: Row) -> Codec:
-    """Single elements in 4 bits, with a step's slack."""
-    assert case.density is not None
-    capacity = min(case.numel, int(SLACK * case.density * case.numel) + 1)
-    layout = plan_packed(case.numel, capacity=capacity, bits=4)
-    size = row.x[:: max(1, case.numel // _SAMPLE)].abs().sort(descending=True).values
-    # [1], the size that the share `density` of the elements exceeds.
-    threshold = size[round(case.density * (size.numel() - 1))][None]
-    counts = torch.empty(1, COUNTS, dtype=torch.int32, device=row.x.device)
-
-    def send(ops: Ops, residual: Tensor, message: Tensor) -> None:
-        ops.pack(row.grad, residual, threshold, message, counts, layout=layout)
-
-    def read(ops: Ops, messages: Tensor, out: Tensor) -> None:
-        ops.unpack(messages, out, layout=layout, divisor=messages.shape[0])
-
-    facts = {"low_bits": layout.low_bits, "words": layout.words, "capacity": layout.capacity}
-    return Codec(words=layout.words, send=send, read=read, facts=facts)
 
 
 def matrix(case: Case, row: Row) -> Codec:

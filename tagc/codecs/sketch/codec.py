@@ -28,9 +28,6 @@ from tagc.codecs.selection.threshold import (
 from tagc.codecs.sketch.plan import SketchPlan
 from tagc.codecs.state import nested, part_of
 from tagc.ops import COUNTS, KEPT
-from tagc.ops.blocks import BlockLayout
-from tagc.ops.packed import PackedLayout
-from tagc.ops.sketch import SketchLayout
 
 # If there is room for every group, all are kept, and the threshold only sets the step. The median
 # is a scale that neither outliers nor zeros move.
@@ -73,9 +70,7 @@ class SketchCodec(Codec[SketchPlan]):
             self._cell_columns.append(slice(self._cells, self._cells + plan.sent_cells))
             self._cells += plan.cells
             if plan.shared:
-                choice = choice_of(plan.layout, plan.capacity)
-                self._ops.prepare_packed(choice, setup.dtype, stored)
-                support = Support(choice, plan.target, D, device)
+                support = Support(plan.layout, plan.capacity, plan.target, D, device)
                 union = torch.zeros(1, plan.layout.index_words, dtype=torch.int32, device=device)
                 self._shared[i] = _Shared(len(self._shared), support, union)
         n = len(self.parts)
@@ -186,7 +181,7 @@ class SketchCodec(Codec[SketchPlan]):
                 choices, poison = index[:, :-1], index[:, -1]
                 shared.union[0, :-1] = shared.support.current[exchange.row]
                 torch.amax(poison, 0, out=shared.union[0, -1])
-                shared.support.receive(self._ops, choices)
+                shared.support.receive(choices)
                 index = shared.union
             columns = out[part.columns]
             decoded = part.feedback.decode_buffer(columns)
@@ -297,14 +292,3 @@ def _scale_density(part: Part[SketchPlan]) -> float:
     """The density that the first threshold is sampled for, and that thresholds then keep."""
     everything = part.plan.capacity >= part.plan.layout.groups
     return min(part.plan.target, _SCALE_DENSITY) if everything else part.plan.target
-
-
-def choice_of(layout: SketchLayout, capacity: int) -> PackedLayout:
-    """The layout of an owner's choice: one bit per symbol in a bitmap, without values."""
-    return PackedLayout(
-        numel=layout.numel,
-        group=layout.symbol.lanes,
-        capacity=capacity,
-        low_bits=0,
-        values=BlockLayout(numel=capacity * layout.symbol.lanes, bits=8),
-    )

@@ -9,7 +9,6 @@ from tagc.codecs.sample import ROWS, Sample, TimedSteps
 from tagc.codecs.selection.capacity import capacity_for
 from tagc.codecs.selection.quantization_step import quantization_step
 from tagc.codecs.selection.support import Support
-from tagc.codecs.sketch.codec import choice_of
 from tagc.codecs.sketch.plan import SketchPlan
 from tagc.ops import COUNTS
 from tagc.ops.sketch import plan_layout
@@ -41,7 +40,7 @@ def sample_sketch(plan: SketchPlan, s: Sample) -> TimedSteps:
     sent = cells
     if plan.shared:
         encode()
-        support = Support(choice_of(layout, capacity), plan.target, ROWS, s.grad.device)
+        support = Support(layout, capacity, plan.target, ROWS, s.grad.device)
         support.current.copy_(index[:1, : layout.words].expand(ROWS, -1))
         sent = s.empty(ROWS, capacity)
         index = torch.cat([support.current, index[:, layout.words :]], 1)
