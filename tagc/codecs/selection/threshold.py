@@ -1,8 +1,9 @@
 """Steers a threshold per segment and destination, so that the kept groups follow the density.
 
-For a sketch, every rank selects with the same threshold. An all-reduce sums the ranks' counts in
-each step; in the next step, all ranks move the threshold by these sums in the same way
-(:meth:`tagc.ops.thresholds.ThresholdOps.steer`). ``packed`` steers by a rank's own counts.
+Every rank selects with the same threshold. An all-reduce sums the ranks' counts in each step; in
+the next step, all ranks move the threshold by these sums in the same way
+(:meth:`tagc.ops.thresholds.ThresholdOps.steer`). The owner of a shard, who alone chooses a shared
+support, steers by its own counts.
 """
 
 from __future__ import annotations
