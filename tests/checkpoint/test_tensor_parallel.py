@@ -38,7 +38,7 @@ def policy(codec: dict[str, Any] = QUANTIZED) -> dict[str, Any]:
 def test_a_residual_is_of_this_ranks_part(rank: int, world_size: int) -> None:
     """What is not sent in the first step is the gradient itself."""
     alone = parallel(4, 1)
-    model = TWO_BY_TWO.wrapped(policy(SKETCH))
+    model = TWO_BY_TWO.wrapped(policy(SKETCH | {"symbol": "int32x1"}))
     # The gradient of one rank's data: it does not matter which rank has which rows of it.
     whole = {}
     for data in range(2):

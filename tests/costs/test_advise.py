@@ -89,7 +89,7 @@ def test_the_loss_is_that_of_the_documentation(shapes: str, capsys: Any) -> None
     found = re.findall(r"^\| `([\w-]+)` \| [0-9.]+ \| (?:= )?([-+][0-9.]+)% ±", page, re.MULTILINE)
     assert {name: f"{100 * loss:+.2f}" for name, loss in WITH_DDP.items()} == dict(found)
     assert rows(ddp)["one-bit"][6] == "+4.2%"
-    assert rows(ddp)["thrifty"][6] == "not measured"
+    assert rows(ddp)["two-bit"][6] == "not measured"
     best = re.search(r"This compares time only. ([\w-]+): loss (\S+), learning rate", out)
     assert best is not None
     assert best[2] == table[best[1]][6]
