@@ -33,14 +33,6 @@ def test_the_error_says_what_to_write(removed: Removed):
     assert str(caught.value) == said
 
 
-def test_another_type_or_kind_was_never_allowed():
-    for codec in ({"kind": "delta", "bits": True}, {"kind": "quantized", "bits": 1}):
-        rule = {"when": {}, "codec": codec}
-        dense = {"when": {}, "codec": {"kind": "dense"}}
-        with pytest.raises(PolicyError, match="bits: unknown value"):
-            Policy.load({"schema": 1, "gradients": [dense], "parameters": [rule]})
-
-
 # What these policies' hashes were.
 HASHES = {
     "all": "d3dbc8d22ebc10d02ac6eeaddd6ea271d1a79739a3b1c8d3d84c57e370c4e858",
