@@ -53,12 +53,6 @@ def test_all_of_a_unit_is_its_buffer() -> None:
     assert filled_columns(info, info.params[::2]) == [4, 2]
 
 
-def test_a_parameter_over_many_rows() -> None:
-    info = flat(4, a=1, b=9)
-    lengths = [(p.row, p.offset, p.length) for p in param_slices(info, chosen(info, "b"))]
-    assert lengths == [(0, 0, 2), (1, 2, 3), (2, 5, 3), (3, 8, 1)]
-
-
 def test_fsdp2() -> None:
     """FSDP2 cuts the first dimension: (5, 3) over 4 ranks is 2 rows, 2 rows, 1 row and nothing."""
     params = (
