@@ -28,7 +28,6 @@ from tagc.costs import (
 )
 from tagc.costs.codec_time import codec_seconds
 from tagc.costs.link import GLOO_REDUCE_SCATTER
-from tagc.costs.shapes import ranks_in_levels
 from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan, build_plan, native_units
 from tagc.plan.inside import plan_inside
 from tagc.policy import Policy
@@ -244,13 +243,6 @@ def test_what_ranks_of_a_host_send_each_other_is_encoded_too() -> None:
     assert more == 3 * (4e4 + 4e6) * COLUMNS
     assert traffic(unit, 3).inside == 3 * unit.inside_bytes
     assert unit.inside_bytes < alone.inside_bytes / 3
-
-
-def test_levels_take_whole_hosts() -> None:
-    assert ranks_in_levels(64, 8) == 8
-    assert ranks_in_levels(8, 8) == 1
-    assert ranks_in_levels(4, 8) == 1
-    assert ranks_in_levels(12, 8) == 1
 
 
 def test_codec_time_by_speed() -> None:

@@ -10,9 +10,8 @@ import pytest
 from tagc.commands.cli import main
 from tagc.costs.dimensions import activation_traffic
 from tagc.costs.link import Link
-from tagc.costs.placement import advise_dimensions, data_ranks, link_of, place
+from tagc.costs.placement import advise_dimensions, data_ranks, place
 from tagc.costs.shapes import ModelError, synthetic
-from tagc.costs.traffic import Traffic
 from tagc.policy import Policy
 
 MESH = {"pp": 2, "dp": 4, "tp": 8}
@@ -28,13 +27,6 @@ def test_neighbours_differ_in_the_last_dimension() -> None:
         place(MESH, 3)
     with pytest.raises(ModelError, match="tp=6 does not fill hosts"):
         place({"dp": 2, "tp": 6}, 4)
-
-
-def test_groups_of_a_host_share_its_card() -> None:
-    link = link_of(Link(bandwidth=1.0, ranks_per_host=8), 2)
-    assert (link.ranks_per_host, link.groups) == (2, 4)
-    assert link.seconds(Traffic(ring=100), 4) == 400
-    assert Link(bandwidth=1.0, all_gather=1.5, groups=3).seconds(Traffic(gathered=2), 4) == 9
 
 
 def test_seconds_by_hand() -> None:
@@ -91,17 +83,3 @@ def test_the_data_ranks_of_a_host_share_its_card(capsys: Any) -> None:
     # 8 times as many groups on the card, each with an eighth of the matrices.
     assert seconds["dp=4,tp=8"] == pytest.approx(seconds["dp=4"], rel=1e-3)
     assert seconds["tp=8,dp=4"] == pytest.approx(seconds["dp=4"] / 8, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (["--mesh", "dp=4", "--replicas", "2"], "leave --replicas out"),
-        (["--mesh", "dp=4", "--world", "4"], "leave --world out"),
-        (["--mesh", "dp=4", "--ranks-per-host", "3"], "do not divide by --ranks-per-host 3"),
-        (["--world", "8"], "without --mesh leave --tokens out"),
-    ],
-)
-def test_what_is_refused(options: list[str], why: str, capsys: Any) -> None:
-    assert main([*ADVISE, *options]) == 2
-    assert why in capsys.readouterr().err
