@@ -37,7 +37,7 @@ from tagc.policy import Policy
 
 CODECS = [
     {"kind": "quantized", "bits": 4, "block": 32},
-    {"kind": "packed", "density": 0.2},
+    {"kind": "matrix", "bits": 1},
     {"kind": "sketch", "density": 0.2},
     {"kind": "sketch", "density": 0.3, "symbol": "int32x1", "support": "shared"},
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -186,18 +186,6 @@ def shared_folder() -> Iterator[Path]:
 
 SAVERS = ("dcp", "safetensors")
 by_saver = pytest.mark.parametrize("saver", SAVERS)
-
-
-def in_turn(values: Iterable[Any], rare: Sequence[Any] = ()) -> list[Any]:
-    """Every value with one saver, in turn. The other saver and rare values are for
-    `make test-slow`."""
-    return [
-        pytest.param(
-            value, saver, marks=[] if i % 2 == j and value not in rare else [pytest.mark.slow]
-        )
-        for i, value in enumerate(values)
-        for j, saver in enumerate(SAVERS)
-    ]
 
 
 def train_and_save(
