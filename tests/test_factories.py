@@ -48,11 +48,15 @@ def without(keyword: str, functions: set[str], source: str) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_every_factory_call_names_a_dtype_and_a_device(file: Path) -> None:
-    source = file.read_text()
-    assert not without("dtype", DTYPED, source)
-    assert not without("device", PLACED | {"Generator"}, source)
+def test_every_factory_call_names_a_dtype_and_a_device() -> None:
+    found = {
+        str(file.relative_to(ROOT)): (
+            without("dtype", DTYPED, file.read_text()),
+            without("device", PLACED | {"Generator"}, file.read_text()),
+        )
+        for file in FILES
+    }
+    assert not {file: lines for file, lines in found.items() if any(lines)}
 
 
 def test_a_call_without_one_is_seen() -> None:
@@ -90,10 +94,10 @@ def test_what_is_made_by_default_is_seen() -> None:
     assert torch.ones(3).device.type == "cpu"
 
 
-@pytest.mark.some(4)
 @on_ranks(2)
-@pytest.mark.parametrize("ops", ["reference", "cpu"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "ops"), [("sketch shared", "cpu"), ("matrix lead", "reference"), ("changes", "cpu")]
+)
 def test_a_run_with_another_default_device(
     rank: int, world_size: int, policy: str, ops: str
 ) -> None:

@@ -83,7 +83,6 @@ def without_ranks():
 PLANS = {
     "int8x4": lambda: unit_plan(2, symbol="int8x4"),
     "quantized": lambda: codec_plan(2, {"kind": "quantized"}, {"kind": "average"}),
-    "packed": lambda: codec_plan(2, {"kind": "packed", "density": 0.1}),
     "shared sketch": lambda: codec_plan(
         2, {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"}
     ),

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -90,17 +89,6 @@ def test_the_remedy_for_parameters_unfrozen_later(rank: int, world_size: int) ->
     tagc.compressor(model).remove()
     tagc.wrap(model, MLP_ONLY)
     backward(model)
-
-
-@on_ranks(2, 3)
-def test_the_remedy_for_unused_parameters(rank: int, world_size: int) -> None:
-    model: Any = fully_shard(Net())
-    model.set_reduce_scatter_unused_params(True)
-    tagc.wrap(model, MLP_ONLY)
-    backward(model)
-    grad = model.unused.weight.grad.to_local()
-    torch.testing.assert_close(grad, torch.zeros_like(grad))
-    assert model.layers[0].up_proj.weight.grad.to_local().any()
 
 
 @on_ranks(2)

@@ -12,7 +12,6 @@ import pytest
 
 import tagc
 from support.paths import ROOT
-from tagc.basics.quantities import bandwidth, count, seconds
 from tagc.commands.cli import main
 from tagc.costs import Speed, candidates, speed_key
 from tagc.costs.quality import UNTUNED, WITH_DDP
@@ -203,20 +202,6 @@ def test_ddp(shapes: str, tmp_path: Path, capsys: Any) -> None:
     data = json.loads(run(capsys, *common, "--json"))
     assert data["ddp"] is True
     assert set(data["refused"]) == left_out | {"half-bit"}
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("10Gbit", 1.25e9), ("10Gbit/s", 1.25e9), ("200Mbps", 2.5e7), ("1.5GB/s", 1.5e9)],
-)
-def test_bandwidths(text: str, value: float) -> None:
-    assert bandwidth(text) == value
-
-
-def test_times_and_counts() -> None:
-    assert seconds("50us") == pytest.approx(50e-6)
-    assert seconds("1.2s") == 1.2
-    assert [count(text) for text in ("64", "7e9", "1.3M", "7B")] == [64, 7e9, 1.3e6, 7e9]
 
 
 LARGE = ("advise", "--params", "70e9", "--world", "64", "--ranks-per-host", "8")

@@ -28,7 +28,7 @@ from tagc.costs import (
 )
 from tagc.costs.codec_time import codec_seconds
 from tagc.costs.link import GLOO_REDUCE_SCATTER
-from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan, build_plan, native_units
+from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan, native_units
 from tagc.plan.inside import plan_inside
 from tagc.policy import Policy
 
@@ -77,13 +77,6 @@ def test_a_native_unit() -> None:
     assert unit_seconds(unit, link, no_time) == pytest.approx(1e-3 + 3 * 4 * COLUMNS / 1e9)
     gloo = Link(bandwidth=1e9, latency=1e-3, reduce_scatter=GLOO_REDUCE_SCATTER)
     assert unit_seconds(unit, gloo, no_time) == pytest.approx(1e-3 + 2 * 3 * 4 * COLUMNS / 1e9)
-
-
-def test_messages_are_no_reduce_scatter() -> None:
-    unit = plan(INT4)
-    assert traffic(unit) == Traffic(collectives=1, all_to_all=3 * 4 * INT4_MESSAGE)
-    gloo = Link(bandwidth=1e9, reduce_scatter=GLOO_REDUCE_SCATTER)
-    assert unit_seconds(unit, gloo, no_time) == pytest.approx(3 * 4 * INT4_MESSAGE / 1e9)
 
 
 @pytest.mark.parametrize(("keep", "exchanges"), [(True, 1), (False, 2)])
@@ -282,15 +275,6 @@ def test_codec_time_by_memory() -> None:
 def test_the_step(overlap: float, compute: float, expected: float) -> None:
     cost = StepCost(compute=compute, codec=1.0, link=2.0, overlap=overlap, wire_bytes=0)
     assert cost.seconds == pytest.approx(expected)
-
-
-def test_a_step_gathers_parameters_that_the_policy_leaves_alone() -> None:
-    unit = plan(INT4)
-    work = workload(Plan(Policy.load("loco-4bit"), (unit,)), no_time, gathers=[info(per_step=2)])
-    cost = step_cost(work, Link(bandwidth=1e6), compute=1.0)
-    sent = 3 * 4 * INT4_MESSAGE + 2 * 3 * 4 * COLUMNS
-    assert cost.wire_bytes == sent
-    assert cost.seconds == pytest.approx(1 + sent / 1e6)
 
 
 def test_each_direction_has_a_link() -> None:

@@ -206,16 +206,6 @@ def test_micro_batches(policy: str, hosts: int, again: tuple[int, int]) -> None:
         tagc.explain(SHAPES, policy, world_size=4, micro_batches=0)
 
 
-def test_micro_batches_of_the_command(capsys: Any) -> None:
-    data = json.loads(
-        run(capsys, "explain", "1e6", "--world", "4", "--micro-batches", "2", "--json")
-    )
-    assert data["micro_batches"] == 2
-    sums = {name: (s["wire_bytes"], s["dense_bytes"]) for name, s in data["directions"].items()}
-    for name, sent in data["sent"].items():
-        assert sums[name] == pytest.approx((sent["wire_bytes"], sent["dense_bytes"]))
-
-
 def test_explain_ddp_in_python() -> None:
     shapes = {"layers.0.mlp.up_proj.weight": (1024, 512)}
     with pytest.raises(tagc.PolicyError, match=r"DDP and replicate\(\) all ranks are replicas"):
@@ -230,16 +220,6 @@ def test_explain_ddp_in_python() -> None:
     assert [p.name for p in plan.units[0].info.params] == [
         *("0.weight", "0.bias", "2.weight", "2.bias")
     ]
-
-
-def test_explain_prints_warnings(tmp_path: Path, capsys: Any) -> None:
-    """At 64 ranks a sketch of density 0.2 sends more than bfloat16."""
-    file = tmp_path / "sketch.yaml"
-    codec = {"kind": "sketch", "density": 0.2}
-    file.write_text(json.dumps({"schema": 1, "gradients": [{"when": {}, "codec": codec}]}))
-    said = ["--policy", str(file), "--world", "64", "--dtype", "bf16"]
-    assert main(["explain", "1e8", *said]) == 0
-    assert f"warning: policy {str(file)!r} sends" in capsys.readouterr().err
 
 
 def test_stacked_experts_are_explained_as_they_are_wrapped():

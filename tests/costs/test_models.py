@@ -82,14 +82,6 @@ def test_without_transformers_it_is_named(tmp_path: Path, without_transformers: 
     )
 
 
-def test_what_transformers_does_not_know(tmp_path: Path, stand_in: list[str | None]) -> None:
-    path = write(tmp_path / "config.json", {"model_type": "x", "architectures": ["Unknown"]})
-    with pytest.raises(
-        ModelError, match=r"of Unknown, .*: KeyError: 'Unknown'\. Give the model's s"
-    ):
-        load_model(path)
-
-
 @pytest.mark.recipes
 def test_configs_of_published_models(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="pip install tagc[recipes]")
@@ -190,12 +182,6 @@ def test_headers_that_are_not_valid(tmp_path: Path, content: Any, message: str) 
         load_model(str(file))
 
 
-@pytest.mark.parametrize("index", [{"weight_map": []}, {"weight_map": {"w": 1}}])
-def test_indices_that_are_not_valid(tmp_path: Path, index: dict) -> None:
-    with pytest.raises(ModelError, match="weight_map is not an object"):
-        load_model(write(tmp_path / "i.json", index))
-
-
 def test_a_folder_without_a_model(tmp_path: Path, stand_in: list[str | None]) -> None:
     with pytest.raises(ModelError, match=r"neither safetensors files nor a config\.json"):
         load_model(str(tmp_path))
@@ -225,3 +211,28 @@ def test_functions_may_return_a_state_dict(tmp_path: Path, monkeypatch: pytest.M
     assert model.blocks == ("h.0", "h.1")
     with pytest.raises(ModelError, match=r"returned dict, neither an nn\.Module nor a state dict"):
         load_model("made_here:wrong")
+
+
+# Blocks by name
+
+
+def test_blocks_of_names() -> None:
+    names = {
+        f"{stack}.{i}.mlp.experts.{e}.w1.weight": [8, 8]
+        for stack in ("encoder.layers", "decoder.layers")
+        for i in range(2)
+        for e in range(3)
+    } | {"head.0.weight": [8, 8]}
+    assert ModelShapes.of(names).blocks == (
+        "encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"
+    )  # fmt: skip
+
+
+def test_layer_1_is_no_prefix_of_layer_10() -> None:
+    shapes = ModelShapes.of({f"layers.{i}.w.weight": [4, i + 1] for i in range(12)})
+    reduces, gathers = shapes.units(2, torch.float32, torch.bfloat16)
+    assert [[p.name for p in u.params] for u in reduces] == [
+        [f"layers.{i}.w.weight"] for i in range(12)
+    ]
+    assert {u.per_step for u in gathers} == {2}
+    assert load_model("1e6").blocks

@@ -3,7 +3,7 @@
 import pytest
 
 from support.policy_files import one_rule
-from tagc.policy import Policy, Tuning, policies
+from tagc.policy import Policy, Tuning
 
 OR = (
     " of your uncompressed run; or keep both, with compressor.keep_rates(optimizer) and "
@@ -14,13 +14,6 @@ OR = (
 def with_tuning(**factors: object) -> dict[str, object]:
     rule = {"when": {"role": "mlp"}, "codec": {"kind": "quantized", "bits": 4}}
     return {"schema": 1, "tuning": factors, "gradients": [rule]}
-
-
-@pytest.mark.parametrize("name", policies())
-def test_every_shipped_policy_names_its_factors(name: str):
-    tuning = Policy.load(name).tuning
-    assert tuning is not None
-    assert {"rate_factor", "norm_factor"} <= tuning.model_fields_set
 
 
 @pytest.mark.parametrize(
