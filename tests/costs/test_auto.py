@@ -96,18 +96,6 @@ def codecs(model: Any) -> dict[str, str]:
     return {row.param: row.codec for row in tagc.compressor(model).plan().rows}
 
 
-@on_ranks(2)
-def test_a_slow_link_gets_the_fewest_bits_allowed(rank: int, world_size: int) -> None:
-    assert codecs(wrapped(SLOW))["layers.0.up_proj.weight"] == "quantized int4"
-    eight = codecs(wrapped(SLOW, chosen=policy(8)))
-    assert eight["layers.1.down_proj.weight"] == "quantized int8"
-    assert eight["layers.1.down_proj.bias"] == "dense"
-    half = codecs(wrapped(SLOW, chosen=policy(16)))
-    assert half["layers.0.up_proj.weight"] == "dense bfloat16"
-    full = codecs(wrapped(SLOW, chosen=policy(32)))
-    assert full["layers.0.up_proj.weight"] == "dense"
-
-
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("memory", "hosts", "expected"),
