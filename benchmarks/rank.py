@@ -15,33 +15,26 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tagc
-from tagc.collect import transport
-from tagc.handle import wrapper
 
-from .machine import machine
-from .options import add_outputs
-from .records import Record, append, markdown
+from .one_device import alone
+from .records import Record, add_outputs, append, machine, markdown
 
 about = "one rank's steps of a large model on one device, without the network"
 
 DENSE = "FSDP2"
-_POLICIES = ("hybrid", "loco-4bit", "one-bit", "attn-only", "packed-20", "thrifty")
+_POLICIES = ("hybrid", "loco-4bit", "one-bit", "attn-only", "thrifty")
 _TIMED = 5
 
 
@@ -109,71 +102,6 @@ class Net(nn.Module):
         return F.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1).float(), tokens.flatten())
 
 
-class _Done:
-    """A collective that is over."""
-
-    def wait(self, *args: Any) -> bool:
-        return True
-
-
-def _all_gather(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
-    rows = output.view(dist.get_world_size(), -1)
-    rows.copy_(input.reshape(1, -1).expand_as(rows))
-    return _Done()
-
-
-def _reduce_scatter(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
-    output.view(-1).copy_(input.view(dist.get_world_size(), -1)[dist.get_rank()])
-    return _Done()
-
-
-def _all_to_all(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
-    output.copy_(input)
-    return _Done()
-
-
-def _all_to_all_rows(output: list[Tensor], input: list[Tensor], *args: Any, **how: Any) -> _Done:
-    for received in output:
-        received.copy_(input[dist.get_rank()])
-    return _Done()
-
-
-def _all_reduce(tensor: Tensor, *args: Any, **how: Any) -> _Done:
-    return _Done()
-
-
-@contextmanager
-def alone(ranks: int) -> Iterator[None]:
-    """Be rank 0 of ``ranks``, of which the others are copies of this one."""
-    names = {
-        "all_gather_single": _all_gather, "all_gather_into_tensor": _all_gather,
-        "reduce_scatter_single": _reduce_scatter, "reduce_scatter_tensor": _reduce_scatter,
-        "all_to_all_single": _all_to_all, "all_to_all": _all_to_all_rows,
-        "all_reduce": _all_reduce,
-    }  # fmt: skip
-
-    def of_all(groups: Any, mine: Mapping[int, Any]) -> dict[int, Any]:
-        return dict.fromkeys(range(ranks), mine[0])
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        with ExitStack() as stack:
-            for name in names.keys() & vars(dist).keys():
-                stack.enter_context(mock.patch.object(dist, name, names[name]))
-            stack.enter_context(
-                mock.patch.multiple(
-                    transport, all_gather=_all_gather, reduce_scatter=_reduce_scatter
-                )
-            )
-            # What tagc.wrap refuses and asks the other ranks for good reasons.
-            stack.enter_context(
-                mock.patch.multiple(wrapper, check_backends=lambda _: None, gather_by_rank=of_all)
-            )
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
 def sharded(device: torch.device, width: int = 4096, layers: int = 2) -> nn.Module:
     """The model, in bfloat16 with shards in float32; each rank has its own only. On a CPU it is
     tiny, with ``layers``."""
@@ -193,24 +121,25 @@ def sharded(device: torch.device, width: int = 4096, layers: int = 2) -> nn.Modu
     return model
 
 
-def train(policy: str, device: torch.device, tokens: int, settle: int, width: int) -> Record:
-    """Medians of a few steps, after ``settle`` others.
+def wrap(model: nn.Module, policy: str) -> None:
+    """Wrap the model with a policy, past its warm-up."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a tiny model's units may send more when compressed
+        tagc.wrap(model, policy, hosts=1)
+    for reducer in tagc.compressor(model).reducers:
+        reducer.counters.steps = reducer.plan.warmup_steps
 
-    Args:
-        policy: of tagc, or :data:`DENSE`.
-        tokens: of the rank's batch, a single sequence.
-    """
+
+def train(policy: str, device: torch.device, tokens: int, settle: int, width: int) -> Record:
+    """Medians of a few steps, after ``settle`` others, with a sequence of ``tokens``; ``policy`` is
+    one of tagc, or :data:`DENSE`."""
     cuda = device.type == "cuda"
     model = sharded(device, width)
     found: Record = {"policy": policy}
     if policy != DENSE:
         start = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a tiny model's units may send more when compressed
-            tagc.wrap(model, policy, hosts=1)
+        wrap(model, policy)
         found["wrap_s"] = round(time.perf_counter() - start, 1)
-        for reducer in tagc.compressor(model).reducers:
-            reducer.counters.steps = reducer.plan.warmup_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = torch.randint(256, (1, tokens), device=device)
 
@@ -317,8 +246,7 @@ def run(args: argparse.Namespace) -> int:
     """A run without tagc first and last, the policies between them; 0 if none failed."""
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here; --device cpu rehearses the runs", file=sys.stderr)
-        return 2
+        raise ValueError("no CUDA device here; --device cpu rehearses the runs")
     facts = {"suite": "rank", "ranks": args.ranks, "tokens": args.tokens, "width": args.width}
     facts |= machine(device)
     records: list[Record] = []

@@ -2,9 +2,9 @@
 
 A suite is a module with ``about`` (one line of help), ``add_arguments(parser)`` and
 ``run(args) -> int``, the exit status. It appends its records to ``--json``, prints a table on
-stdout and progress on stderr, and writes plots to ``--plots``. ``report`` draws its records again
-with its ``table(records) -> str`` (Markdown) and, if it has plots, ``plots(records, folder) ->
-list[Path]``. Its records have its name as ``suite``.
+stdout and progress on stderr, and writes plots to ``--plots``. Its records have its name as
+``suite``. ``report`` prints them again with its ``table(records) -> str`` (Markdown), and draws
+them if it has ``plots(records, folder) -> list[Path]``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from tagc.basics.plots import PlotsUnavailableError, pyplot
+
+from .records import Record, read
 
 # name -> module; imported only when requested.
 SUITES = {
@@ -29,9 +32,11 @@ SUITES = {
     "host": ".host",
     "soak": ".soak",
     "structure": ".structure",
-    "report": ".report",
+    "report": ".suites",
 }
 _DEFAULT = "kernels"
+
+about = "tables and plots from the records of earlier runs"
 
 
 def available() -> list[str]:
@@ -64,13 +69,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(args, "plots", None):
             pyplot()  # before hours of work, not after
         return suite.run(args)
-    except PlotsUnavailableError as error:
-        print(error, file=sys.stderr)
+    except (PlotsUnavailableError, ValueError) as error:
+        print(f"python -m benchmarks {name}: {error}", file=sys.stderr)
         return 2
+
+
+def show(suite: ModuleType, records: Sequence[Record], plots: Path | None) -> None:
+    """Print a suite's table and, with a folder, write its plots."""
+    print(suite.table(records))
+    if plots and hasattr(suite, "plots"):
+        for file in suite.plots(records, plots):
+            print(f"wrote {file}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``report``."""
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE.jsonl",
+        help="records, such as those in benchmarks/results",
+    )  # fmt: skip
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots there, as PNG")
+
+
+def run(args: argparse.Namespace) -> int:
+    """``report``: the table of every suite in the files; 1 if there was nothing to print."""
+    try:
+        records = read(args.files)
+    except OSError as error:
+        raise ValueError(error) from error
+    drawn = 0
+    for name in dict.fromkeys(r.get("suite") for r in records):
+        suite = load(name) if name in SUITES else None
+        if suite is None or not hasattr(suite, "table"):
+            print(f"no suite draws the records of {name!r}", file=sys.stderr)
+            continue
+        show(suite, [r for r in records if r.get("suite") == name], args.plots)
+        print()
+        drawn += 1
+    return 0 if drawn else 1
 
 
 def _usage() -> str:
     lines = ["usage: python -m benchmarks SUITE [options]", "", "suites:"]
-    lines += [f"  {name:9} {load(name).about}" for name in available()]
+    lines += [f"  {name:10} {load(name).about}" for name in available()]
     lines += ["", "python -m benchmarks SUITE --help lists the options of a suite."]
     return "\n".join(lines)

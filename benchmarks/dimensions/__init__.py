@@ -1,28 +1,20 @@
 """``dimensions``: losses and step times of models split over tensor, pipeline, expert parallelism.
 
-| file | idea |
-|---|---|
-| ``model.py`` | a transformer that can be split |
-| ``training.py`` | one rank of a run |
-| ``worker.py`` | a rank's process on a slow link |
+``model.py`` is a transformer that can be split, ``training.py`` one rank of a run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from ..options import add_outputs
-from ..records import Record, append, markdown, read
-
-if TYPE_CHECKING:
-    from .training import Job
+from ..gloo import on_ranks
+from ..network.launch import Network, Rate
+from ..quality.report import difference
+from ..records import Record, add_outputs, append, machine, markdown, read
+from .model import Size
+from .training import Job, train
 
 about = "losses, and times on slow links, with tensor, pipeline and expert parallelism"
 
@@ -50,46 +42,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the runs that are missing, and print the tables."""
     for job in _jobs(args):
-        facts = {"suite": "dimensions"} | ({"link": args.rate} if args.rate else {})
-        about = facts | job.key
+        link = {"link": args.rate} if args.rate else {}
+        about = {"suite": "dimensions"} | link | job.key
         known = read([args.json]) if args.json.exists() else []
         if any(about.items() <= record.items() for record in known):
             continue
-        from ..machine import machine
-
-        record = _timed(job, args.rate) if args.rate else _trained(job)
+        if args.rate:
+            with Network(job.ranks, rate=Rate.parse(args.rate)) as network:
+                record = network.on_ranks(train, 0, job)
+        else:
+            record = on_ranks(train, job.ranks, job)[0]
         append(args.json, machine() | about | record)
-        said = f"{record['loss']:.4f}" if "loss" in record else f"{record['seconds']:.3f} s"
-        print(f"{job.key['layout']}, {job.method}, seed {job.seed}: {said}", file=sys.stderr)
+        found = f"{record['loss']:.4f}" if "loss" in record else f"{record['seconds']:.3f} s"
+        print(f"{job.key['layout']}, {job.method}, seed {job.seed}: {found}", file=sys.stderr)
     print(table(read([args.json])))
     return 0
 
 
-def policy_of(method: str) -> Any:
-    """The policy of a method; None for torch's own groups."""
-    if method in ("dense", "bf16"):
-        return None
-    if method == "all hard":
-        hard = policy_of("4 bits")
-        return {"schema": 1, "extends": "half-bit", "dimensions": hard["dimensions"]}
-    bits, _, rest = method.partition(" ")
-    if rest not in ("bits", "bits, stochastic"):
-        return method
-    codec: dict[str, Any] = {"kind": "quantized", "bits": int(bits), "block": 64}
-    if rest.endswith("stochastic"):
-        codec["rounding"] = "stochastic"
-    rule = {"codec": codec}
-    return {
-        "schema": 1,
-        "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
-        "dimensions": dict.fromkeys(("pp", "tp", "ep"), rule),
-    }
-
-
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:
-    from .model import Size
-    from .training import Job
-
     for seed in range(1 if args.rate else args.seeds):
         for text in args.layouts.split(";"):
             layout = {}
@@ -97,50 +67,14 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
                 name, ranks = part.split()
                 layout[name] = int(ranks)
             for method in args.methods.split(";"):
-                job = Job(
+                yield Job(
                     layout=layout,
                     method=method.strip(),
-                    policy=policy_of(method.strip()),
                     steps=args.steps,
                     seed=seed,
                     size=Size(experts=4 if "ep" in layout else 0),
+                    timed=args.timed if args.rate else 0,
                 )
-                yield replace(job, timed=args.timed) if args.rate else job
-
-
-def _trained(job: Job) -> Record:
-    import torch.multiprocessing as mp
-
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(job, folder), nprocs=job.ranks)
-        return json.loads((Path(folder) / "record").read_text())
-
-
-def _rank(rank: int, job: Job, folder: str) -> None:
-    import torch.distributed as dist
-
-    from ..gloo import join
-    from .training import train
-
-    join(rank, job.ranks, folder, minutes=30)
-    record = train(job)
-    if rank == 0:
-        (Path(folder) / "record").write_text(json.dumps(record))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _timed(job: Job, rate: str) -> Record:
-    from ..network.launch import run as run_ranks
-    from ..network.namespaces import Network, Rate
-
-    with tempfile.TemporaryDirectory() as folder, Network(job.ranks) as network:
-        network.limit(Rate.parse(rate))
-        said = json.dumps(asdict(job) | {"layout": dict(job.layout)})
-        command = [sys.executable, "-m", f"{__name__}.worker", said, f"{folder}/record"]
-        if run_ranks(network, command):
-            raise RuntimeError(f"a rank of {job.key['layout']}, {job.method} failed")
-        return json.loads(Path(f"{folder}/record").read_text())
 
 
 def table(records: Sequence[Record]) -> str:
@@ -152,8 +86,6 @@ def table(records: Sequence[Record]) -> str:
 
 
 def _losses(records: Sequence[Record]) -> str:
-    from ..quality.intervals import difference
-
     found: dict[tuple[str, int, str], dict[int, float]] = {}
     for r in records:
         found.setdefault((r["layout"], r["steps"], r["method"]), {})[r["seed"]] = r["loss"]
@@ -167,28 +99,14 @@ def _losses(records: Sequence[Record]) -> str:
 
 
 def _times(records: Sequence[Record]) -> str:
+    bf16 = {(r["layout"], r["link"]): r for r in records if r["method"] == "bf16"}
     rows = []
     for r in records:
-        alike = [o for o in records if o["layout"] == r["layout"] and o["link"] == r["link"]]
-        bf16 = next((o for o in alike if o["method"] == "bf16"), None)
-        rows.append(
-            (
-                r["link"],
-                r["layout"],
-                r["method"],
-                f"{r['seconds']:.3f}",
-                "" if bf16 is None else f"{bf16['seconds'] / r['seconds']:.2f}",
-                f"{r['interface_bytes'] / 1e6:.2f}",
-                "" if bf16 is None else f"{r['interface_bytes'] / bf16['interface_bytes']:.3f}",
-            )
-        )
-    head = (
-        "link",
-        "layout",
-        "activations",
-        "s a step",
-        "bf16's time to it",
-        "MB a step",
-        "to bf16",
-    )
-    return markdown(head, rows)
+        row = [r["link"], r["layout"], r["method"], f"{r['seconds']:.3f}"]
+        beside = bf16.get((r["layout"], r["link"]))
+        row.append(f"{beside['seconds'] / r['seconds']:.2f}" if beside else "")
+        row.append(f"{r['interface_bytes'] / 1e6:.2f}")
+        row.append(f"{r['interface_bytes'] / beside['interface_bytes']:.3f}" if beside else "")
+        rows.append(row)
+    head = ["link", "layout", "activations", "s a step", "bf16's time to it", "MB a step"]
+    return markdown([*head, "to bf16"], rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ import tagc
 from examples.text import load_corpus
 from tagc.attach.groups import bytes_by_dimension
 
+from ..network.launch import sent_bytes
 from ..records import Record
 from .model import Block, Experts, Net, Size, split_tensors
 
@@ -30,21 +32,39 @@ _MICRO_BATCHES = 4
 _WINDOWS = 2048
 
 
+def policy_of(method: str) -> Any:
+    """The policy of a method; None for torch's own groups."""
+    if method in ("dense", "bf16"):
+        return None
+    if method == "all hard":
+        hard = policy_of("4 bits")
+        return {"schema": 1, "extends": "half-bit", "dimensions": hard["dimensions"]}
+    bits, _, rest = method.partition(" ")
+    if rest not in ("bits", "bits, stochastic"):
+        return method
+    codec: dict[str, Any] = {"kind": "quantized", "bits": int(bits), "block": 64}
+    if rest.endswith("stochastic"):
+        codec["rounding"] = "stochastic"
+    return {
+        "schema": 1,
+        "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
+        "dimensions": {name: {"codec": codec} for name in ("pp", "tp", "ep")},
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What to train.
 
     Attributes:
         layout: ranks by dimension, the slowest first: ``pp``, ``dp``, ``ep``, ``tp``.
-        method: the policy's name for people; ``dense`` is torch's own, ``bf16`` the same with
-            stages that send each other bfloat16.
-        policy: a policy for ``tagc.init_device_mesh`` and ``tagc.wrap``; None is dense.
+        method: ``dense`` is torch's own, ``bf16`` the same with stages that send each other
+            bfloat16; see :func:`policy_of`.
         timed: steps that are timed, after as many to settle; no loss is measured then.
     """
 
     layout: Mapping[str, int]
     method: str
-    policy: Any = None
     steps: int = 600
     rate: float = 4.5e-3
     seed: int = 0
@@ -54,10 +74,7 @@ class Job:
     @property
     def ranks(self) -> int:
         """Of all dimensions."""
-        total = 1
-        for n in self.layout.values():
-            total *= n
-        return total
+        return math.prod(self.layout.values())
 
     @property
     def key(self) -> Record:
@@ -85,11 +102,12 @@ class Trainer:
 
     def __init__(self, job: Job) -> None:
         self._job, self._corpus = job, load_corpus()
+        self._policy = policy_of(job.method)
         names, sizes = tuple(job.layout), tuple(job.layout.values())
         self.mesh: DeviceMesh = (
             native_mesh("cpu", sizes, mesh_dim_names=names)
-            if job.policy is None
-            else tagc.init_device_mesh("cpu", sizes, mesh_dim_names=names, policy=job.policy)
+            if self._policy is None
+            else tagc.init_device_mesh("cpu", sizes, mesh_dim_names=names, policy=self._policy)
         )
         torch.manual_seed(job.seed)
         self.net = Net(job.size)
@@ -108,7 +126,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             list(self.net.parameters()), lr=job.rate, betas=(0.9, 0.95), foreach=False
         )
-        if job.policy is not None and "dp" in names:
+        if self._policy is not None and "dp" in names:
             tagc.compressor(self.net).keep_rates(self.optimizer)
         self.steps = 0
 
@@ -117,14 +135,14 @@ class Trainer:
 
     def _shard(self, blocks: list[Block]) -> None:
         if "dp" not in self._job.layout:
-            if self._job.policy is not None:
+            if self._policy is not None:
                 tagc.compress_activations(self.net)
             return
         for block in blocks:
             fully_shard(block, mesh=self.mesh["dp"])
         fully_shard(self.net, mesh=self.mesh["dp"])
-        if self._job.policy is not None:
-            tagc.wrap(self.net, self._job.policy)
+        if self._policy is not None:
+            tagc.wrap(self.net, self._policy)
 
     def _make_pipeline(self) -> Any:
         stage, stages = self._place("pp"), self._job.layout["pp"]
@@ -217,11 +235,8 @@ def _global(name: str, net: Net) -> str:
     return f"{before}{found}{owner.first + int(number)}.{rest}"
 
 
-def train(job: Job, count: Any = None) -> Record:
-    """Train as one of the job's ranks.
-
-    Args:
-        count: returns the bytes that this rank's interface has sent; only with ``timed``.
+def train(rank: int, job: Job) -> Record:
+    """Train as one of the job's ranks; on hosts of a network, if the job is timed.
 
     Returns:
         ``loss``, or for a timed job ``seconds`` of a step and ``interface_bytes`` of the busiest
@@ -239,13 +254,12 @@ def train(job: Job, count: Any = None) -> Record:
         return {"loss": trainer.validate(), "step_ms": round(1e3 * took, 1), **sent}
     for _ in range(job.timed):
         trainer.step()
-    dist.barrier()
-    sent, began = count(), time.perf_counter()
+    before, began = sent_bytes(), time.perf_counter()
     for _ in range(job.timed):
         trainer.step()
     dist.barrier()
     seconds = (time.perf_counter() - began) / job.timed
-    mine = torch.tensor([(count() - sent) / job.timed], dtype=torch.float64)
+    mine = torch.tensor([(sent_bytes() - before) / job.timed], dtype=torch.float64)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return {"seconds": seconds, "interface_bytes": mine.item(), **_sent(2 * job.timed)}
 

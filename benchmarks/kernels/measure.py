@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from ..timing import Clock, Timed, interleaved
-from .case import Case
-from .registry import OURS, Contender, load
+from .cases import Case
+from .clocks import Clock, Timed, interleaved
+from .operators import Contender, problem
 
+OURS = "tagc"
 _COPY = "copy of the floor's bytes"
 
 
@@ -21,13 +22,12 @@ def measure(case: Case, device: torch.device, clock: Clock, *, budget: float) ->
     time of a plain copy that reads and writes ``floor_bytes`` in all, over the contender's. A
     speedup is only given where both results are right, and ``refused`` says why where not.
     """
-    problem = load(case.op).problem(case, device)
-    contenders, results = _checked(problem.contenders)
-    source = torch.zeros(max(1, problem.floor_bytes // 8), device=device)
+    made = problem(case, device)
+    contenders, results = _checked(made.contenders)
+    source = torch.zeros(max(1, made.floor_bytes // 8), device=device)
     target = torch.empty_like(source)
-    timed = {_COPY: Timed(lambda: target.copy_(source))}
-    timed |= {name: Timed(c.run, c.before) for name, c in contenders.items()}
-    timings = interleaved(timed, clock, budget=budget)
+    copying = {_COPY: Timed(lambda: target.copy_(source))}
+    timings = interleaved(copying | contenders, clock, budget=budget)
     copy = timings.pop(_COPY)
     for name, timing in timings.items():
         results[name] |= {
@@ -40,11 +40,11 @@ def measure(case: Case, device: torch.device, clock: Clock, *, budget: float) ->
     return (
         {"case": case.name}
         | asdict(case)
-        | problem.facts
+        | made.facts
         | {
-            "floor_bytes": problem.floor_bytes,
+            "floor_bytes": made.floor_bytes,
             "copy_ms": _round(1e3 * copy.seconds),
-            "copy_gb_per_s": _round(problem.floor_bytes / copy.seconds / 1e9),
+            "copy_gb_per_s": _round(made.floor_bytes / copy.seconds / 1e9),
             "contenders": results,
             "speedup": speedup,
             "refused": refused,
@@ -76,19 +76,17 @@ def _checked(makers: dict[str, Any]) -> tuple[dict[str, Contender], dict[str, di
 
 def _speedups(results: dict[str, dict[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
     """Of ours over each other contender, or the reason why not."""
-    speedup: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    mine = results[OURS]
-    for name, other in results.items():
-        if name == OURS:
-            continue
-        if mine["wrong"]:
-            refused[name] = f"{OURS}: {mine['wrong']}"
-        elif other["wrong"]:
-            refused[name] = f"{name}: {other['wrong']}"
-        else:
-            speedup[name] = _round(other["ms"] / mine["ms"])
-    return speedup, refused
+    mine, others = results[OURS], {k: v for k, v in results.items() if k != OURS}
+    refused = {
+        name: f"{OURS}: {mine['wrong']}" if mine["wrong"] else f"{name}: {other['wrong']}"
+        for name, other in others.items()
+        if mine["wrong"] or other["wrong"]
+    }
+    return {
+        name: _round(other["ms"] / mine["ms"])
+        for name, other in others.items()
+        if name not in refused
+    }, refused
 
 
 def said(error: Exception) -> str:

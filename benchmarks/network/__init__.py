@@ -2,12 +2,11 @@
 
 | file | idea |
 |---|---|
-| ``namespaces.py``, ``latency.py`` | the network: a namespace and a rate for each host; latency |
+| ``launch.py``, ``latency.py`` | the network, and ranks that run in it; latency |
 | ``methods.py``, ``baselines.py`` | what is compared; how the dense ones communicate |
 | ``training.py``, ``ledger.py`` | one rank's training; its collectives, counted |
-| ``worker.py``, ``ranks.py`` | a rank's process; all of them from outside |
-| ``cells.py`` | which cells to measure, and the file that keeps them |
-| ``results.py``, ``predicted.py``, ``report.py`` | tables and a plot from that file alone |
+| ``worker.py`` | one rank of a run: measures all cells |
+| ``report.py`` | tables and a plot from the records alone |
 """
 
 from __future__ import annotations
@@ -15,20 +14,21 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from tagc.basics.quantities import seconds
 
-from ..options import add_outputs
-from ..records import Record
+from ..records import Results, add_outputs
+from . import worker
+from .launch import UNLIMITED, Network, Rate, check_requirements
+from .methods import DEFAULT, QUICK, Settings, keys, resolve
+from .report import plots, table
+
+__all__ = ["about", "add_arguments", "plots", "run", "table"]
 
 about = "time and bytes of FSDP training steps over rate-limited links; needs root"
 
 _RATES = "unlimited,10gbit,1gbit,200mbit,100mbit"
-_QUICK: dict[str, Any] = {"ranks": "2", "rates": "unlimited,200mbit", "steps": 6}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,58 +58,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure what is missing and print the tables; 2 if that is impossible here."""
-    from .cells import ResultsFile, measure
-    from .namespaces import NetworkUnavailable, check_requirements
-    from .ranks import RanksError
-
+    """Measure what is missing and print the tables."""
+    check_requirements()
+    check(args)
+    args.command = f"python -m benchmarks {' '.join(sys.argv[1:])}"
+    # As for Ctrl-C: leave through the contexts, which remove processes and namespaces.
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        check_requirements()
-        options = _options(args)
-        results = ResultsFile(args.json, _facts())
-        # As for Ctrl-C: leave through the contexts, which remove processes and namespaces.
-        before = signal.signal(signal.SIGTERM, _terminate)
-        try:
-            measure(options, results, lambda text: print(text, file=sys.stderr, flush=True))
-        finally:
-            signal.signal(signal.SIGTERM, before)
-    except (NetworkUnavailable, RanksError, ValueError) as error:
-        print(f"benchmarks network: {error}", file=sys.stderr)
-        return 2
-    print(table(results.cells))
+        for ranks in args.ranks:
+            measure(args, ranks)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    cells = Results(args.json, "key", {"suite": "network"}).records
+    print(table(cells))
     if args.plots:
-        for file in plots(results.cells, args.plots):
+        for file in plots(cells, args.plots):
             print(f"wrote {file}")
     return 0
 
 
-# The workers import this package and must count collectives before anything binds them, so what
-# imports tagc is imported late.
-def table(cells: Sequence[Record]) -> str:
-    """The report, as Markdown."""
-    from . import report
-
-    return report.table(cells)
-
-
-def plots(cells: Sequence[Record], folder: Path) -> list[Path]:
-    """Step time by bandwidth."""
-    from . import report
-
-    return report.plots(cells, folder)
+def measure(args: argparse.Namespace, ranks: int) -> None:
+    """Measure the cells that the file does not have with so many ranks."""
+    results = Results(args.json, "key", {"suite": "network"})
+    if any(results.get(key) is None for key, _ in keys(args, ranks)):
+        with Network(ranks, args.ranks_per_host, latency=args.latency) as network:
+            network.on_ranks(worker.measure, args, pinned=False)
 
 
-def _options(args: argparse.Namespace) -> Any:
-    from .cells import UNLIMITED, Options
-    from .methods import QUICK, default_methods, resolve_all
-    from .namespaces import Rate
-    from .training import Settings
+def check(args: argparse.Namespace) -> None:
+    """Turn the options' texts into what they mean.
 
+    Raises:
+        ValueError: if they mean nothing.
+    """
     if args.quick:
-        vars(args).update(_QUICK)
-    names = list(QUICK) if args.quick else default_methods()
-    if args.methods:
-        names = args.methods.split(",")
+        args.ranks, args.rates, args.steps = "2", "unlimited,200mbit", 6
+    names = args.methods.split(",") if args.methods else QUICK if args.quick else DEFAULT
     ranks = tuple(int(part) for part in args.ranks.split(","))
     if min(ranks) < 2:
         raise ValueError(f"--ranks {args.ranks}: one rank alone sends nothing")
@@ -121,32 +105,11 @@ def _options(args: argparse.Namespace) -> Any:
         raise ValueError(f"--micro-batches {args.micro_batches}: a step has at least one")
     rates = [Rate.parse(text) for text in args.rates.split(",")]
     size = {"width": 160, "layers": 4} if args.quick else {}
-    return Options(
-        ranks=ranks,
-        # The unlimited steps tell compute from communication, and how long the others will take.
-        rates=(UNLIMITED, *(rate for rate in rates if rate != UNLIMITED)),
-        methods=tuple(resolve_all(names)),
-        settings=Settings(**size, micro_batches=args.micro_batches),
-        ranks_per_host=args.ranks_per_host,
-        latency=args.latency,
-        steps=args.steps,
-        step_time=args.step_time,
-    )
-
-
-def _facts() -> dict[str, Any]:
-    import os
-    import platform
-
-    from ..machine import machine
-
-    return {
-        "suite": "network",
-        **machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "command": f"python -m benchmarks {' '.join(sys.argv[1:])}",
-    }
+    args.ranks = ranks
+    # The unlimited steps tell compute from communication, and how long the others will take.
+    args.rates = (UNLIMITED, *(rate for rate in rates if rate != UNLIMITED))
+    args.methods = tuple(resolve(name) for name in dict.fromkeys(names))
+    args.settings = Settings(**size, micro_batches=args.micro_batches)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

@@ -1,21 +1,17 @@
 """``aggregate``: one process adds up the messages of N workers and sends the sum back, as a switch
 or a parameter server would (the setting of LHC, arXiv 2402.07529); needs root.
 
-Each is in a network namespace of its own. Sketches are added as integers, without decoding. Other
-codes are decoded, added, and encoded again.
+Each is in a network namespace of its own. Dense gradients are added as float32, sketches as
+integers, without decoding.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,14 +20,8 @@ from torch import Tensor
 from tagc.codecs.sketch.count_sketch import CountSketch
 from tagc.ops import get_ops
 
-from ..kernels.case import Case
-from ..kernels.ops.codecs import blocks, packed
-from ..kernels.ops.messages import Codec, Row
-from ..machine import machine
-from ..options import add_outputs
-from ..records import Record, append, markdown, read
-from . import launch
-from .namespaces import Network, NetworkUnavailable, Rate
+from ..records import Record, add_outputs, append, machine, markdown
+from .launch import Network, Rate
 
 DENSITY = 0.05  # LHC's benchmark
 _OPS = get_ops(torch.device("cpu"), "cpu")
@@ -44,19 +34,17 @@ class Way:
     """One way to add up.
 
     Attributes:
-        message: what this worker sends.
-        answer: of the dtype and size of what comes back.
-        add: writes the sum of messages ``[N, ...]`` to ``answer``.
+        message: what this worker sends; the answer is as large.
+        add: writes the sum of messages ``[N, ...]`` to an answer.
         read: the sum, ``[numel]`` float32, of an answer.
-        expected: what the workers read at the end, if the way is exact; None if it rounds.
+        expected: what the workers read at the end.
     """
 
     name: str
     message: Tensor
-    answer: Tensor
     add: Callable[[Tensor, Tensor], object]
     read: Callable[[Tensor], Tensor]
-    expected: Tensor | None = None
+    expected: Tensor
 
 
 about = "one process that adds up the messages of many; needs root"
@@ -73,22 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure at every rate and print the tables; 2 if that is impossible here."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "records.jsonl"
-        try:
-            rates = [Rate.parse(text) for text in args.rates.split(",")]
-            with Network(args.workers + 1) as network:
-                for rate in rates:
-                    network.limit(rate)
-                    wanted = {"link": str(rate), "numel": args.numel, "rounds": args.rounds}
-                    command = [sys.executable, "-m", __name__, json.dumps(wanted), str(file)]
-                    if status := launch.run(network, command):
-                        return status
-        except (NetworkUnavailable, ValueError) as error:
-            print(f"benchmarks aggregate: {error}", file=sys.stderr)
-            return 2
-        records = read([file])
+    """Measure at every rate and print the tables."""
+    records: list[Record] = []
+    for rate in [Rate.parse(text) for text in args.rates.split(",")]:
+        with Network(args.workers + 1, rate=rate) as network:
+            records += network.on_ranks(measure, str(rate), args.numel, args.rounds)
     for record in records if args.json else []:
         append(args.json, record)
     print(table(records))
@@ -97,97 +74,91 @@ def run(args: argparse.Namespace) -> int:
 
 def table(records: Sequence[Record]) -> str:
     """A table for each link, as Markdown. Ratios are to its first row."""
-    return "\n\n".join(
-        _table(link, [r for r in records if r["link"] == link])
-        for link in dict.fromkeys(r["link"] for r in records)
-    )
+    head = ["way", "bits in", "bits out", "adds, M elements/s", "ratio", "round", "faster"]
+    tables = []
+    for link in dict.fromkeys(r["link"] for r in records):
+        rows = [r for r in records if r["link"] == link]
+        lines = []
+        for r in rows:
+            elements = r["workers"] * r["numel"]
+            lines.append(
+                [
+                    r["way"],
+                    f"{8 * r['received_bytes'] / elements:.2f}",
+                    f"{8 * r['sent_bytes'] / elements:.2f}",
+                    f"{elements / r['add_seconds'] / 1e6:.0f}",
+                    f"{rows[0]['add_seconds'] / r['add_seconds']:.2f}×",
+                    f"{1e3 * r['round_seconds']:.0f} ms",
+                    f"{rows[0]['round_seconds'] / r['round_seconds']:.2f}×",
+                ]
+            )
+        tables.append(f"{Rate.parse(link).label}\n\n{markdown(head, lines)}")
+    return "\n\n".join(tables)
 
 
-def _table(link: str, rows: Sequence[Record]) -> str:
-    first = rows[0]
-    label = Rate.parse(link).label
-    head = [
-        "way",
-        "bits in",
-        "bits out",
-        "adds, M elements/s",
-        "ratio",
-        f"round, {label}",
-        "faster",
-    ]
-    lines = []
-    for row in rows:
-        elements = row["workers"] * row["numel"]
-        lines.append(
-            [
-                row["way"],
-                f"{8 * row['received_bytes'] / elements:.2f}",
-                f"{8 * row['sent_bytes'] / elements:.2f}",
-                f"{elements / row['add_seconds'] / 1e6:.0f}",
-                f"{first['add_seconds'] / row['add_seconds']:.2f}×",
-                f"{1e3 * row['round_seconds']:.0f} ms",
-                f"{first['round_seconds'] / row['round_seconds']:.2f}×",
-            ]
-        )
-    return markdown(head, lines)
-
-
-def measure(link: str, numel: int, rounds: int, file: Path) -> None:
-    """One process's part; rank 0 adds, and writes a record for each way. The ways take turns."""
-    dist.init_process_group("gloo")
+def measure(link: str, numel: int, rounds: int) -> list[Record]:
+    """One process's part; rank 0 adds, and has a record for each way. The ways take turns."""
     workers, rank = dist.get_world_size() - 1, dist.get_rank()
     torch.set_num_threads(1)
-    ways = make_ways(gradients(numel, workers), max(0, rank - 1))
+    xs, worker = gradients(numel, workers), max(0, rank - 1)
+    ways = [
+        _dense(xs, worker),
+        _sketch("sketch of each worker's 5%, int8x4", xs, worker, shared=False),
+        _sketch("sketch of a shared 5%, int8x4", xs, worker, shared=True),
+    ]
     turns = [[one_round(way, workers) for way in ways] for _ in range(rounds + 1)][1:]
-    for i, way in enumerate(ways if rank == 0 else []):
+    records = []
+    for i, way in enumerate(ways):
         seconds, added = (statistics.median(turn[i][part] for turn in turns) for part in (0, 1))
-        record = {
-            "suite": "aggregate",
-            **machine(),
-            "way": way.name,
-            "link": link,
-            "workers": workers,
-            "numel": numel,
-            "received_bytes": workers * way.message.nbytes,
-            "sent_bytes": workers * way.answer.nbytes,
-            "round_seconds": seconds,
-            "add_seconds": added,
-        }
-        append(file, record)
-    dist.destroy_process_group()
+        records.append(
+            {
+                "suite": "aggregate",
+                **machine(),
+                "way": way.name,
+                "link": link,
+                "workers": workers,
+                "numel": numel,
+                "received_bytes": workers * way.message.nbytes,
+                "sent_bytes": workers * way.message.nbytes,
+                "round_seconds": seconds,
+                "add_seconds": added,
+            }
+        )
+    return records
 
 
 def one_round(way: Way, workers: int) -> tuple[float, float]:
     """Seconds until rank 0 knows that every worker has read the sum, and of them those for adding.
 
     Raises:
-        RuntimeError: if a worker does not read the exact sum of an exact way.
+        RuntimeError: if a worker does not read the exact sum.
     """
     dist.barrier()
     start = time.perf_counter()
-    answer = torch.empty_like(way.answer)
+    answer = torch.empty_like(way.message)
     if dist.get_rank():
         dist.send(way.message, 0)
         dist.recv(answer, 0)
         total = way.read(answer)
         dist.send(torch.ones(1), 0)
-        if way.expected is not None and not torch.equal(total, way.expected):
+        if not torch.equal(total, way.expected):
             raise RuntimeError(f"{way.name}: not the exact sum")
         return 0.0, 0.0
     messages = way.message.new_empty(workers, *way.message.shape)
-    arriving = [dist.irecv(message, i + 1) for i, message in enumerate(messages)]
-    for one in arriving:
-        assert one is not None
-        one.wait()
+    _wait([dist.irecv(message, i + 1) for i, message in enumerate(messages)])
     before = time.perf_counter()
     way.add(messages, answer)
     added = time.perf_counter() - before
-    for one in [dist.isend(answer, i + 1) for i in range(workers)]:
-        assert one is not None
-        one.wait()
+    _wait([dist.isend(answer, i + 1) for i in range(workers)])
     for i in range(workers):
         dist.recv(torch.empty(1), i + 1)
     return time.perf_counter() - start, added
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 def gradients(numel: int, workers: int) -> list[Tensor]:
@@ -198,78 +169,26 @@ def gradients(numel: int, workers: int) -> list[Tensor]:
     return [_COMMON * common + (1 - _COMMON) * noise for noise in own]
 
 
-def make_ways(xs: list[Tensor], worker: int) -> list[Way]:
-    """All ways, with the message of one worker."""
-    x, numel, workers = xs[worker], xs[0].numel(), len(xs)
-    four = Case(op="quantize", numel=numel, bits=4)
-    some = Case(op="pack", numel=numel, density=DENSITY)
-    union = Case(op="pack", numel=numel, density=min(1.0, workers * DENSITY))
-    return [
-        _dense("dense fp32", x),
-        _dense("dense bf16", x.bfloat16()),
-        _coded("4 bits, decoded and encoded again", x, *[lambda row: blocks(four, row)] * 2),
-        _coded(
-            "the largest 5% in 4 bits, decoded and encoded again",
-            x,
-            lambda row: packed(some, row),
-            lambda row: packed(union, row),
-        ),
-        _sketch("sketch of each worker's 5%, int8x4", xs, worker, "int8x4", shared=False),
-        _sketch("sketch of a shared 5%, int8x4", xs, worker, "int8x4", shared=True),
-        _sketch(
-            "sketch of each worker's 5%, int32x1 (as LHC)", xs, worker, "int32x1", shared=False
-        ),
-    ]
-
-
-def _dense(name: str, message: Tensor) -> Way:
+def _dense(xs: list[Tensor], worker: int) -> Way:
     def add(messages: Tensor, answer: Tensor) -> None:
-        # Sums in float32, in the order of ranks.
-        total = messages[0].float()
+        # In the order of ranks.
+        answer.copy_(messages[0])
         for one in messages[1:]:
-            total += one
-        answer.copy_(total)
+            answer += one
 
-    return Way(name=name, message=message, answer=message, add=add, read=Tensor.float)
-
-
-def _coded(
-    name: str, x: Tensor, inbound: Callable[[Row], Codec], outbound: Callable[[Row], Codec]
-) -> Way:
-    total = torch.empty_like(x)  # rank 0's sum, over the number of workers
-
-    def row(values: Tensor) -> Row:
-        return Row(grad=values[None], residual=torch.zeros(1, values.numel()), x=values)
-
-    def message_of(codec: Codec) -> Tensor:
-        message = torch.zeros(1, codec.words, dtype=torch.int32)
-        codec.send(_OPS, torch.zeros(1, x.numel()), message)
-        return message
-
-    def add(messages: Tensor, answer: Tensor) -> None:
-        first.read(_OPS, messages.flatten(0, 1), total)
-        second.send(_OPS, no_residual, answer)
-
-    def read(answer: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        second.read(_OPS, answer, out)
-        return out
-
-    first, no_residual = inbound(row(x)), torch.zeros(1, x.numel())
-    message = message_of(first)
-    first.read(_OPS, message, total)
-    second = outbound(row(total))
-    return Way(name=name, message=message, answer=message_of(second), add=add, read=read)
+    expected = torch.empty_like(xs[0])
+    add(torch.stack(xs), expected)
+    return Way(name="dense fp32", message=xs[worker], add=add, read=Tensor.float, expected=expected)
 
 
-def _sketch(name: str, xs: list[Tensor], worker: int, symbol: str, *, shared: bool) -> Way:
+def _sketch(name: str, xs: list[Tensor], worker: int, *, shared: bool) -> Way:
     workers, numel = len(xs), xs[0].numel()
-    codec = CountSketch(numel, keys=1, symbol=symbol)
+    codec = CountSketch(numel, keys=1, symbol="int8x4")
     lanes, kept = codec.symbol.lanes, round(DENSITY * numel / codec.symbol.lanes)
     levels = min(127, codec.symbol.levels(workers))
     quantized = [_largest(x, lanes, kept, levels, xs[0] if shared else x) for x in xs]
     keys = kept if shared else min(numel // lanes, workers * kept)
-    codec = CountSketch(numel, keys=keys, symbol=symbol, ops="cpu")
+    codec = CountSketch(numel, keys=keys, symbol="int8x4", ops="cpu")
     sent = codec.encode(quantized[worker])
     words = sent.index.numel()
 
@@ -290,7 +209,7 @@ def _sketch(name: str, xs: list[Tensor], worker: int, symbol: str, *, shared: bo
     seed, stats = (torch.zeros(n, dtype=torch.int32) for n in (1, 2))
     one = torch.ones(1)  # the quantization step
     expected = torch.stack(quantized).sum(0, dtype=torch.int32).float()
-    return Way(name=name, message=message, answer=message, add=add, read=read, expected=expected)
+    return Way(name=name, message=message, add=add, read=read, expected=expected)
 
 
 def _largest(x: Tensor, lanes: int, kept: int, levels: int, chosen_by: Tensor) -> Tensor:
@@ -300,7 +219,3 @@ def _largest(x: Tensor, lanes: int, kept: int, levels: int, chosen_by: Tensor) -
     mask[size.topk(kept).indices] = True
     q = (x * (levels / x.abs().max())).round().to(torch.int32)
     return q * mask.repeat_interleave(lanes)
-
-
-if __name__ == "__main__":
-    measure(**json.loads(sys.argv[1]), file=Path(sys.argv[2]))

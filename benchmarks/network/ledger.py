@@ -1,7 +1,7 @@
 """Every collective that a step starts: how often, how many bytes, how long the step waits for it.
 
 The functions of ``torch.distributed`` are replaced by ones that count and call them, so that FSDP1,
-FSDP2 and tagc are measured alike. Install it before anything binds those functions by name.
+FSDP2 and tagc are measured alike.
 
 Payload bytes are what a rank must send to others, headers and a backend's waste left out:
 ``(W - 1) / W`` of a reduce-scatter's or all-to-all's input, ``W - 1`` times an all-gather's,
@@ -58,16 +58,10 @@ class Tally:
 
 _tally = Tally()
 _direction: str | None = None
-_installed = False
 
 
 def install() -> None:
-    """Replace the collectives of ``torch.distributed`` in this process; once is enough."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    _count_parameters()
+    """Replace the collectives of ``torch.distributed`` in this process."""
     for name, kind in _KINDS.items():
         original = getattr(dist, name, None)
         if original is not None:
@@ -75,10 +69,7 @@ def install() -> None:
             setattr(dist, name, counted)
             if name in _ALSO_IN_C10D:
                 setattr(distributed_c10d, name, counted)
-
-
-def _count_parameters() -> None:
-    """tagc gathers parameters by messages, which nothing else tells from gradients."""
+    # tagc gathers parameters by messages, which nothing else tells from gradients.
     original = UnitGatherer.gather
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""What is compared: ways to train the same model, one entry each.
+"""What is compared: ways to train the same model, one entry each; and the cells of a run.
 
 A tagc policy needs no entry: its name or the path of its file is a method, and with ``@bf16``
 behind it the parameters travel in bf16, too. If the policy itself has rules for parameters, that is
@@ -8,14 +8,37 @@ the policy has a section ``sites``, every rank is a site.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import tagc
 from tagc.costs import is_automatic
+
+from ..records import Record
+from .launch import UNLIMITED, Rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every method of a run shares.
+
+    Attributes:
+        width, layers, heads, context: of the byte-level GPT.
+        batch: sequences per rank and micro-batch.
+        micro_batches: backward passes per optimizer step. With a policy on hosts, gradients stay
+            inside the host except for the last one.
+    """
+
+    width: int = 320
+    layers: int = 8
+    heads: int = 5
+    context: int = 128
+    batch: int = 1
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,16 +168,10 @@ METHODS = {
     )
 }
 
-# Measured by default, if this version of tagc ships them.
-POLICIES = ("packed-20@bf16", "loco-4bit@bf16", "hybrid", "hosts", "thrifty", "stateless", "auto")
+# Measured by default, besides all of the above but sites.
+_POLICIES = ("loco-4bit@bf16", "hybrid", "hosts", "thrifty", "stateless", "auto")
+DEFAULT = (*(name for name, method in METHODS.items() if not method.apart), *_POLICIES)
 QUICK = ("fp32-messages", "bf16-wire-messages", "hybrid")
-
-
-def default_methods() -> list[str]:
-    """All registered methods but sites, then the built-in policies worth comparing."""
-    shipped = tagc.policies()
-    of_each_step = (method.name for method in METHODS.values() if not method.apart)
-    return [*of_each_step, *(name for name in POLICIES if name.partition("@")[0] in shipped)]
 
 
 def resolve(name: str) -> Method:
@@ -187,6 +204,29 @@ def resolve(name: str) -> Method:
     return replace(method, wire="bfloat16", about=f"{method.about} Parameters in bf16.")
 
 
-def resolve_all(names: Iterable[str]) -> list[Method]:
-    """The methods of all names, each once, in this order."""
-    return [resolve(name) for name in dict.fromkeys(names)]
+def keys(args: argparse.Namespace, ranks: int) -> Iterator[tuple[Record, Method | None]]:
+    """The cells of a run with so many ranks: what is measured, and the method; without one, it is
+    the link. Sites are not measured on the unlimited one."""
+    for rate in args.rates:
+        yield cell_key(args, ranks, rate), None
+        for method in args.methods:
+            if not method.apart or rate != UNLIMITED:
+                yield cell_key(args, ranks, rate, method), method
+
+
+def cell_key(
+    args: argparse.Namespace, ranks: int, rate: Rate, method: Method | None = None
+) -> Record:
+    """Everything that the numbers of a cell depend on, except the machine."""
+    kind = "link" if method is None else "sites" if method.apart else "step"
+    key: Record = {"kind": kind, "ranks": ranks, "rate": str(rate)}
+    key["settings"] = asdict(args.settings)
+    if args.ranks_per_host > 1:
+        key["ranks_per_host"] = args.ranks_per_host
+    if args.latency:
+        key["latency"] = args.latency
+    if kind == "sites" and args.step_time is not None:
+        key["step_time"] = args.step_time
+    if method is not None:
+        key |= {"method": method.name, "definition": method.definition}
+    return key

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tagc.basics.quantities import format_seconds
+from tagc.costs import Link, Traffic
+from tagc.costs.link import GLOO_REDUCE_SCATTER
 
 from ..figure import Curve, Panel, draw
 from ..records import Record, markdown
-from .namespaces import Rate
-from .results import Results, group
+from .launch import UNLIMITED, Rate
 
 # What others are compared with: dense fp32 without gloo's waste, in both directions of the link
 # at once, as tagc's messages travel.
@@ -69,17 +73,17 @@ def plots(cells: Sequence[Record], folder: Path) -> list[Path]:
     return [draw(panels, folder / "network-step-time.png")]
 
 
-def _curve(r: Results, method: str) -> Curve:
+def _curve(r: Group, method: str) -> Curve:
     found = ((rate.bits_per_second, r.step_seconds(method, rate)) for rate in r.rates)
     points = [(bits / 1e6, seconds) for bits, seconds in found if bits and seconds]
     return Curve(label=method, x=[x for x, _ in points], y=[y for _, y in points])
 
 
-def predicted_table(r: Results) -> str:
+def predicted_table(r: Group) -> str:
     """By how much the model of ``tagc advise`` misses the measured step."""
     rows = []
     for name in r.methods:
-        misses = [r.predicted_miss(name, rate) for rate in r.rates]
+        misses = [predicted_miss(r, name, rate) for rate in r.rates]
         if any(miss is not None for miss in misses):
             shown = ["-" if miss is None else f"{100 * miss:+.0f}%" for miss in misses]
             rows.append([f"`{name}`", *shown])
@@ -87,13 +91,13 @@ def predicted_table(r: Results) -> str:
     return markdown(header, rows) if rows else ""
 
 
-def step_table(r: Results) -> str:
+def step_table(r: Group) -> str:
     """Step times by link."""
     rows = []
     for method in r.methods:
-        if not any(r.steps(method, rate) for rate in r.rates):
+        if not any(r.find("step", rate, method) for rate in r.rates):
             continue
-        unlimited = r.steps(method, Rate(None))
+        unlimited = r.find("step", UNLIMITED, method)
         compute = statistics.fmean(c["compute_seconds"] for c in unlimited) if unlimited else None
         row = [f"`{method}`", "-" if compute is None else f"{compute:.3f} s"]
         for rate in r.rates:
@@ -108,11 +112,11 @@ def step_table(r: Results) -> str:
     return markdown(["step time", "compute", *(rate.label for rate in r.rates)], rows)
 
 
-def bytes_table(r: Results) -> str:
+def bytes_table(r: Group) -> str:
     """Bytes a host and step: what the kernel counted, what had to be sent, what tagc counts."""
     rows = []
     for method in r.methods:
-        cells = [c for rate in r.rates for c in r.steps(method, rate)]
+        cells = [c for rate in r.rates for c in r.find("step", rate, method)]
         if not cells:
             continue
         kernel = statistics.fmean(c["kernel_bytes"] for c in cells)
@@ -137,15 +141,15 @@ def bytes_table(r: Results) -> str:
     return markdown(header, rows) if rows else ""
 
 
-def sites_table(r: Results) -> str:
+def sites_table(r: Group) -> str:
     """Sites beside training without exchange, and the dense methods of every step beside both."""
     rows = []
     for rate in r.rates:
-        found = [(_site_label(cell), cell) for m in r.methods for cell in r.sites(m, rate)]
+        found = [(_site_label(cell), cell) for m in r.methods for cell in r.find("sites", rate, m)]
         if not found:
             continue
         alone = statistics.median(p[1] / c["every"] for _, c in found for p in c["period_seconds"])
-        dense = [c for name in DENSE for c in r.steps(name, rate)]
+        dense = [c for name in DENSE for c in r.find("step", rate, name)]
         least = min((c["kernel_bytes"] for c in dense), default=None)
         for cell in dense:
             seconds = statistics.fmean(cell["step_seconds"])
@@ -182,11 +186,11 @@ def _site_label(cell: Record) -> str:
     return f"`{cell['key']['method']}`{elsewhere}"
 
 
-def link_table(r: Results) -> str:
+def link_table(r: Group) -> str:
     """What the links really do: payload rate of large messages, latency of small ones."""
     rows = []
     for rate in r.rates:
-        cells = r.links(rate)
+        cells = r.find("link", rate)
         if not cells:
             continue
         row = [rate.label]
@@ -215,10 +219,139 @@ def _facts(cells: Sequence[Record]) -> str:
     )
 
 
-def _parameters(r: Results) -> str:
+def _parameters(r: Group) -> str:
     counts = [c["parameters"] for c in r.cells if "parameters" in c]
     return f"{counts[0] / 1e6:.2f} M " if counts else ""
 
 
 def _megabytes(count: float) -> str:
     return f"{count / 1e6:.2f}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that may stand in one table: of one setting of the training, one number of ranks and of
+    them on a host, and one latency (seconds)."""
+
+    settings: dict[str, Any]
+    ranks: int
+    ranks_per_host: int
+    latency: float
+    cells: Sequence[Record]
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        hosts = self.ranks // self.ranks_per_host
+        on_hosts = f" on {hosts} hosts" if self.ranks_per_host > 1 else ""
+        latency = f", latency {format_seconds(self.latency)}" if self.latency else ""
+        return f"{self.ranks} ranks{on_hosts}{latency}"
+
+    @property
+    def methods(self) -> list[str]:
+        """Names of the methods, in the order of measurement."""
+        return list(dict.fromkeys(c["key"]["method"] for c in self.cells if "method" in c["key"]))
+
+    @property
+    def rates(self) -> list[Rate]:
+        """The links, fastest first."""
+        found = {Rate.parse(c["key"]["rate"]) for c in self.cells if "rate" in c["key"]}
+        return sorted(found, key=lambda r: -(r.bits_per_second or float("inf")))
+
+    def find(self, kind: str, rate: Rate, method: str | None = None) -> list[Record]:
+        """Cells of a kind on a link; older records have several passes."""
+        wanted = {"kind": kind, "rate": str(rate)} | ({"method": method} if method else {})
+        return [cell for cell in self.cells if wanted.items() <= cell["key"].items()]
+
+    def step_seconds(self, method: str, rate: Rate) -> float | None:
+        """Median step time over all passes."""
+        seconds = [s for cell in self.find("step", rate, method) for s in cell["step_seconds"]]
+        return statistics.median(seconds) if seconds else None
+
+
+def group(cells: Iterable[Record]) -> list[Group]:
+    """The groups of all cells, of every method with its last definition."""
+    cells = list(cells)
+    current = {c["key"]["method"]: c["key"]["definition"] for c in cells if "method" in c["key"]}
+    found: dict[str, tuple[tuple, list[Record]]] = {}
+    for cell in cells:
+        key = cell["key"]
+        if key.get("definition") != current.get(key.get("method")):
+            continue
+        defaults = {"ranks_per_host": 1, "latency": 0.0}
+        about = key["settings"], key["ranks"], *(key.get(k, v) for k, v in defaults.items())
+        found.setdefault(json.dumps(about, sort_keys=True), (about, []))[1].append(cell)
+    return [Group(*about, mine) for about, mine in found.values()]
+
+
+def predicted_miss(r: Group, method: str, rate: Rate) -> float | None:
+    """The step that the model behind ``tagc advise`` predicts, less the measured one, relative to
+    it; medians over the passes. None on the unlimited link, which the model starts from, where it
+    says nothing, and on hosts of several ranks, whose bytes inside a host the ledger does not tell
+    from others."""
+    if rate == UNLIMITED or r.ranks_per_host > 1:
+        return None
+    taken, predicted = [], []
+    for turn in sorted({c["key"].get("pass", 0) for c in r.find("step", rate, method)}):
+        cells = [
+            next((c for c in found if c["key"].get("pass", 0) == turn), None)
+            for found in (
+                r.find("step", rate, method),
+                r.find("step", UNLIMITED, method),
+                r.find("link", rate),
+                r.find("link", UNLIMITED),
+            )
+        ]
+        cell, base, link, free = cells
+        if cell is None or base is None or link is None or free is None:
+            continue
+        seconds = predicted_seconds(method, cell, base, link, free, r.ranks)
+        if seconds is not None:
+            predicted.append(seconds)
+            taken.append(statistics.median(cell["step_seconds"]))
+    return statistics.median(predicted) / statistics.median(taken) - 1 if predicted else None
+
+
+def predicted_seconds(
+    method: str, cell: Record, unlimited: Record, probe: Record, free: Record, ranks: int
+) -> float | None:
+    """A step of the cell, or None where the model says nothing: FSDP1 and gloo's all-to-all, which
+    older records have.
+
+    It is the step on the unlimited link of the same pass, with its compute, its codecs and the
+    ranks' waiting for each other, and what its bytes take longer here, by the probes of both links.
+    What the benchmark's token bucket saves up while ranks compute goes at once. Nothing overlaps on
+    a CPU.
+    """
+    counts = cell["collectives"]
+    if method.startswith("fsdp1") or "all_to_all" in counts:
+        return None
+    # An exchange by messages is a receive and a send for every other rank.
+    sends = counts.get("send", 0.0)
+    others = sum(n for kind, n in counts.items() if kind not in ("send", "receive"))
+    payload = {"gradients": 0.0, "parameters": 0.0} | cell["payload_bytes"]
+    reduced = payload["gradients"] if "reduce_scatter" in counts else 0.0
+    gathered = payload["parameters"] if "all_gather" in counts else 0.0
+    traffic = Traffic(
+        collectives=round(others + sends),
+        reduced=reduced,
+        gathered=gathered,
+        all_to_all=payload["gradients"] - reduced + payload["parameters"] - gathered,
+    )
+    # What a collective costs whatever its size is in the step without a limit.
+    here, there = (
+        Link(
+            bandwidth=p["exchange_rate"] / 8,
+            latency=0.0,
+            reduce_scatter=GLOO_REDUCE_SCATTER,
+            all_gather=p["exchange_rate"] / p["all_gather_rate"],
+        ).seconds(traffic, ranks)
+        for p in (probe, free)
+    )
+    rate, compute = Rate.parse(cell["key"]["rate"]), unlimited["compute_seconds"]
+    if rate.bits_per_second is not None:
+        # The bucket is full at every exchange, if the rank computed long enough before it.
+        exchanges = others + sends / (ranks - 1)
+        here -= min(8 * rate.burst * exchanges / rate.bits_per_second, compute)
+    waited = statistics.median(unlimited["communication_seconds"])
+    return compute + waited + max(0.0, here - there)

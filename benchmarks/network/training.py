@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,30 +24,11 @@ from tagc.collect.hosts import host_groups
 from ..gloo import clip, with_powersgd
 from . import ledger
 from .baselines import MessageAllGather, MessageReduceScatter
-from .methods import Method
+from .methods import Method, Settings
 
 # Thresholds and moments settle before anything is timed.
 _SETTLE_STEPS = 8
 _RATE = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What every method of a run shares.
-
-    Attributes:
-        width, layers, heads, context: of the byte-level GPT.
-        batch: sequences per rank and micro-batch.
-        micro_batches: backward passes per optimizer step. With a policy on hosts, gradients stay
-            inside the host except for the last one.
-    """
-
-    width: int = 320
-    layers: int = 8
-    heads: int = 5
-    context: int = 128
-    batch: int = 1
-    micro_batches: int = 1
 
 
 class Model(GPT):
@@ -77,14 +57,8 @@ class Trainer:
         self.ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.steps = 0
         torch.manual_seed(0)
-        model = Model(
-            GPTConfig(
-                width=settings.width,
-                layers=settings.layers,
-                heads=settings.heads,
-                context=settings.context,
-            )
-        )
+        sizes = ("width", "layers", "heads", "context")
+        model = Model(GPTConfig(**{name: getattr(settings, name) for name in sizes}))
         self.parameters = sum(p.numel() for p in model.parameters())
         self._model = _shard(model, method, mesh, self.ranks_per_host)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=_RATE, betas=(0.9, 0.95))
@@ -111,19 +85,17 @@ class Trainer:
         if self._sites is not None:
             # One exchange; the next ones are in the middle of the periods that are timed.
             return self.every + self.every // 2
-        compressor = self._compressor
-        warm_up = 0 if compressor is None else compressor.plan().warmup_steps
+        warm_up = self._compressor.plan().warmup_steps if self._compressor else 0
         return warm_up + _SETTLE_STEPS
 
     @property
-    def tagc_bytes(self) -> tuple[int, int] | None:
+    def tagc_bytes(self) -> dict[str, int]:
         """Bytes of gradients, and of parameters where a policy takes those from FSDP, that this
-        rank sent so far by tagc's own count; None without tagc."""
-        compressor = self._compressor
-        if compressor is None:
-            return None
-        metrics = compressor.metrics()
-        return metrics.wire_bytes, metrics.parameter_wire_bytes
+        rank sent so far by tagc's own count; nothing without tagc."""
+        if self._compressor is None:
+            return {}
+        metrics = self._compressor.metrics()
+        return {"gradients": metrics.wire_bytes, "parameters": metrics.parameter_wire_bytes}
 
     @property
     def _adds_up_inside(self) -> bool:

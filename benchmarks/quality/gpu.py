@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,17 +17,15 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tagc.handle import readiness
 
 from .. import tokens
-from ..gloo import join
-from ..machine import machine
+from ..gloo import on_ranks
 from ..one_device import Memory, through_memory
-from ..records import Record, append, markdown
+from ..records import Record, append, machine
 from .methods import DENSE, Method
-from .runs import Results
+from .runs import losses_of, results_of
 from .settings import GPT2, GPT2_RECIPE, Run, Shape
 from .training import train
 
@@ -52,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--through", choices=("device", "host"), default="device", help="memory of the messages")
 
 
-def run(args: argparse.Namespace) -> list[Record]:
-    """Make the runs that are missing; all records of them.
+def run(args: argparse.Namespace) -> None:
+    """Make the runs that are missing.
 
     Raises:
         ValueError: without a GPU, or without the file of the text.
@@ -64,16 +61,9 @@ def run(args: argparse.Namespace) -> list[Record]:
         raise ValueError(f"no such file: {args.text}; python -m benchmarks.tokens makes one")
     args.started = time.time()
     args.shape = replace(GPT2, batch=args.batch) if args.device == "cuda" else _REHEARSAL
-    device = torch.device(args.device)
-    args.facts = {"suite": "quality", "comparison": "gpu"} | machine(device)
-    memory = Memory(
-        args.shape.ranks,
-        4 * _parameters(args.shape) + 2**20,
-        torch.device("cpu") if args.through == "host" else device,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(memory, folder, args), nprocs=args.shape.ranks)
-    return Results(args.json, args.facts).records
+    through = torch.device("cpu" if args.through == "host" else args.device)
+    memory = Memory(args.shape.ranks, 4 * _parameters(args.shape) + 2**20, through)
+    on_ranks(_rank, args.shape.ranks, memory, args, minutes=6)
 
 
 def _parameters(shape: Shape) -> int:
@@ -101,8 +91,7 @@ def lines(policies: Sequence[str], shape: Shape, steps: int, seed: int) -> list[
     ]
 
 
-def _rank(rank: int, memory: Memory, folder: str, args: argparse.Namespace) -> None:
-    join(rank, args.shape.ranks, folder, minutes=6)
+def _rank(rank: int, memory: Memory, args: argparse.Namespace) -> None:
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     corpus = tokens.load(args.text) if args.text else None
     if corpus and int(corpus.train.max()) >= args.shape.vocabulary:
@@ -110,7 +99,7 @@ def _rank(rank: int, memory: Memory, folder: str, args: argparse.Namespace) -> N
             f"{args.text} has more tokens than a vocabulary of {args.shape.vocabulary}"
         )
     source = corpus.source if corpus else "the standard library's source files, in words"
-    results = Results(args.json, args.facts | {"text": source})
+    results = results_of("gpu", args.json)
     with (
         through_memory(memory, rank, device),
         # Ranks that share a GPU check for long, and `make gpu` has checked.
@@ -122,11 +111,10 @@ def _rank(rank: int, memory: Memory, folder: str, args: argparse.Namespace) -> N
             raise ValueError(f"{args.seconds:g} s are too few for a step of each line")
         for seed in range(args.seeds):
             for run in lines(args.policies, args.shape, steps[0], seed):
-                if results.loss(run) is None:
-                    said = _trained(run, device, corpus, args, noted=rank == 0)
-                    results.add(run, said, write=rank == 0)
-    dist.barrier()
-    dist.destroy_process_group()
+                if losses_of(results)(run) is None:
+                    facts = machine(device) | {"text": source, "method": run.method.name}
+                    found = _trained(run, device, corpus, args, noted=rank == 0)
+                    results.add(run.key, facts | found, write=rank == 0)
 
 
 def _trained(
@@ -175,38 +163,3 @@ def _steps(args: argparse.Namespace, device: torch.device, corpus: Any) -> int:
         _free(device)
     left = args.started + args.seconds * (1 - _SPARE) - time.time()
     return int((left / args.seeds - fixed) / each)
-
-
-def table(records: Sequence[Record]) -> str:
-    """A column for each line: losses by step, and how far they are from dense's."""
-    parts = []
-    for about in dict.fromkeys(_about(r) for r in records):
-        mine = {r["method"]: r for r in records if _about(r) == about}
-        dense = mine.get(DENSE.name, {"losses": {}, "loss": None})
-        rows: list[list[object]] = [["bits", *(_bits(r) for r in mine.values())]]
-        for step in next(iter(mine.values()))["losses"]:
-            losses = [r["losses"].get(step) for r in mine.values()]
-            rows.append([step, *(_beside(loss, dense["losses"].get(step)) for loss in losses)])
-        rows.append(["end", *(_beside(r["loss"], dense["loss"]) for r in mine.values())])
-        rows.append(["ms a step", *(r["step_ms"] for r in mine.values())])
-        parts.append(f"{about}\n\n" + markdown(["step", *mine], rows))
-    return "\n\n".join(parts)
-
-
-def _about(record: Record) -> str:
-    run = record["run"]
-    return (
-        f"{record['parameters'] / 1e6:.1f} M parameters, {run['ranks']} ranks of {run['batch']} × "
-        f"{run['context']} tokens, {run['steps']} steps, seed {run['seed']}; {record['text']}"
-    )
-
-
-def _bits(record: Record) -> str:
-    parameters = record.get("parameter_bits")
-    return f"{record['bits']:.2f}" + ("" if parameters is None else f", {parameters:.2f}")
-
-
-def _beside(loss: float | None, dense: float | None) -> str:
-    if loss is None or dense is None:
-        return "-" if loss is None else f"{loss:.4f}"
-    return f"{loss:.4f}" if loss == dense else f"{loss:.4f} ({loss / dense - 1:+.2%})"

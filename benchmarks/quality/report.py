@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..figure import Curve, Panel, draw
 from ..records import Record, markdown
-from . import gpu
-from .intervals import difference
 from .methods import DENSE, LINES
 from .settings import SETTINGS
 
@@ -24,8 +22,12 @@ _DENSE = "dense"
 
 def table(records: Sequence[Record]) -> str:
     """The tables of all comparisons that have records."""
-    made = {"sweep": _sweep_table, "paired": _paired_table, "untuned": _untuned_table}
-    made["gpu"] = gpu.table
+    made = {
+        "sweep": _sweep_table,
+        "paired": _paired_table,
+        "untuned": _untuned_table,
+        "gpu": _gpu_table,
+    }
     found = {name: [r for r in records if r["comparison"] == name] for name in made}
     return "\n\n".join(made[name](mine) for name, mine in found.items() if mine)
 
@@ -35,30 +37,17 @@ def plots(records: Sequence[Record], folder: Path) -> list[Path]:
     settings = _by_setting([r for r in records if r["comparison"] == "sweep"])
     if not settings:
         return []
-    bits, steps = [], []
+    panels: dict[str, list[Panel]] = {"bits": [], "steps": []}
+    loss = "validation loss (nats per byte)"
     for title, mine in settings.items():
         found = _bests(mine)
-        bits.append(
-            Panel(
-                title=title,
-                x="bits per compressed element",
-                y="validation loss (nats per byte)",
-                curves=[Curve(label=b.name, x=[b.bits], y=[b.loss]) for b in found],
-                log="x",
-            )
+        points = [Curve(label=b.name, x=[b.bits], y=[b.loss]) for b in found]
+        curves = [_curve(best) for best in sorted(found, key=lambda b: b.loss)]
+        panels["bits"].append(
+            Panel(title=title, x="bits per compressed element", y=loss, curves=points, log="x")
         )
-        steps.append(
-            Panel(
-                title=title,
-                x="steps",
-                y="validation loss (nats per byte)",
-                curves=[_curve(best) for best in sorted(found, key=lambda b: b.loss)],
-            )
-        )
-    return [
-        draw(bits, folder / "convergence-bits.png"),
-        draw(steps, folder / "convergence-steps.png"),
-    ]
+        panels["steps"].append(Panel(title=title, x="steps", y=loss, curves=curves))
+    return [draw(found, folder / f"convergence-{name}.png") for name, found in panels.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,3 +241,75 @@ def _norm_ratio(record: Record, dense: Record) -> float:
     """Mean norm of the gradients to dense's, in the second half of the steps, past any warm-up."""
     half = len(record["norms"]) // 2
     return statistics.fmean(record["norms"][half:]) / statistics.fmean(dense["norms"][half:])
+
+
+def _gpu_table(records: Sequence[Record]) -> str:
+    """A column for each line: losses by step, and how far they are from dense's."""
+    parts = []
+    for about in dict.fromkeys(_gpu_about(r) for r in records):
+        mine = {r["method"]: r for r in records if _gpu_about(r) == about}
+        dense = mine.get(DENSE.name, {"losses": {}, "loss": None})
+        rows: list[list[object]] = [["bits", *(_both_bits(r) for r in mine.values())]]
+        for step in next(iter(mine.values()))["losses"]:
+            losses = [r["losses"].get(step) for r in mine.values()]
+            rows.append([step, *(_beside(loss, dense["losses"].get(step)) for loss in losses)])
+        rows.append(["end", *(_beside(r["loss"], dense["loss"]) for r in mine.values())])
+        rows.append(["ms a step", *(r["step_ms"] for r in mine.values())])
+        parts.append(f"{about}\n\n" + markdown(["step", *mine], rows))
+    return "\n\n".join(parts)
+
+
+def _gpu_about(record: Record) -> str:
+    run = record["run"]
+    return (
+        f"{record['parameters'] / 1e6:.1f} M parameters, {run['ranks']} ranks of {run['batch']} × "
+        f"{run['context']} tokens, {run['steps']} steps, seed {run['seed']}; {record['text']}"
+    )
+
+
+def _both_bits(record: Record) -> str:
+    parameters = record.get("parameter_bits")
+    return f"{record['bits']:.2f}" + ("" if parameters is None else f", {parameters:.2f}")
+
+
+def _beside(loss: float | None, dense: float | None) -> str:
+    if loss is None or dense is None:
+        return "-" if loss is None else f"{loss:.4f}"
+    return f"{loss:.4f}" if loss == dense else f"{loss:.4f} ({loss / dense - 1:+.2%})"
+
+
+# Student's t, two-sided 95%, by degrees of freedom; 1.96 at last.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+      2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and half the width of its interval (infinite for one pair), of ``pairs``."""
+
+    mean: float
+    half: float
+    pairs: int
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether zero lies in it."""
+        return math.isfinite(self.mean) and abs(self.mean) <= self.half
+
+    def __str__(self) -> str:
+        if self.pairs == 1:
+            return f"{self.mean:+.2%} (1)"
+        return f"{self.mean:+.2%} ± {self.half * 100:.2f} ({self.pairs})"
+
+
+def difference(losses: Mapping[int, float], dense: Mapping[int, float]) -> Interval | None:
+    """Of losses by seed, relative to dense's of the same seed; None without a pair. A run that
+    diverged, whose loss is infinite, makes the mean infinite."""
+    found = [losses[seed] / dense[seed] - 1 for seed in sorted(losses.keys() & dense.keys())]
+    if not found:
+        return None
+    mean = statistics.fmean(found)
+    if len(found) == 1 or not math.isfinite(mean):
+        return Interval(mean, math.inf, len(found))
+    t = _T[min(len(found) - 2, len(_T) - 1)]
+    return Interval(mean, t * statistics.stdev(found) / math.sqrt(len(found)), len(found))

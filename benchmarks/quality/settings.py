@@ -16,7 +16,7 @@ class Shape:
     """The model and its batches; the default has 0.86 M parameters.
 
     Attributes:
-        vocabulary: 256 is bytes; more is words (:mod:`.words`).
+        vocabulary: 256 is bytes; more is words.
         tied: embedding and head are one parameter, and weights start at 0.02 as in nanoGPT.
     """
 
@@ -35,7 +35,7 @@ class Recipe:
     """Everything that all methods of a comparison share.
 
     Attributes:
-        optimizer: a name in ``OPTIMIZERS``.
+        optimizer: ``adamw``, ``muon``, ``sgd`` or ``lion``.
         beta2: Adam's second momentum; the first is 0.9.
         clip: limit on the norm of the gradient; None for no limit.
         floor: end of the cosine schedule, as a share of the rate.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -22,10 +22,9 @@ from examples.text import load_corpus
 
 from ..gloo import clip, with_powersgd
 from ..records import Record
+from ..tokens import in_words
 from .methods import DENSE, Method
-from .optimizers import factor, make_optimizers
-from .settings import BYTES, Run, Shape
-from .words import in_words
+from .settings import BYTES, Recipe, Run, Shape
 
 _HELD_OUT = 256
 _CHUNK = 256
@@ -143,13 +142,8 @@ def make_model(
         half: for FSDP2, see ``Recipe``.
     """
     torch.manual_seed(seed)
-    config = GPTConfig(
-        vocab=shape.vocabulary,
-        context=shape.context,
-        width=shape.width,
-        layers=shape.layers,
-        heads=shape.heads,
-    )
+    sizes = {name: getattr(shape, name) for name in ("context", "width", "layers", "heads")}
+    config = GPTConfig(vocab=shape.vocabulary, **sizes)
     model = GPT(config)
     if shape.tied:
         for name, p in model.named_parameters():
@@ -216,3 +210,63 @@ def _validate(model: Any, corpus: Any, windows: int, shape: Shape, device: torch
 def _corpus(vocabulary: int) -> Any:
     corpus = load_corpus()
     return corpus if vocabulary == BYTES else in_words(corpus, vocabulary)
+
+
+def make_optimizers(model: nn.Module, recipe: Recipe, rate: float) -> list[torch.optim.Optimizer]:
+    """The recipe's optimizer; a second one where Muon takes only the matrices of the blocks."""
+    named = dict(model.named_parameters())
+    betas = (0.9, recipe.beta2)
+    if recipe.optimizer == "adamw":
+        fused = next(iter(named.values())).is_cuda or None
+        return [torch.optim.AdamW(_groups(named.values()), lr=rate, betas=betas, fused=fused)]
+    if recipe.optimizer == "muon":
+        hidden = {n: p for n, p in named.items() if ".h." in n and p.ndim == 2}
+        rest = [p for n, p in named.items() if n not in hidden]
+        muon = torch.optim.Muon(
+            [*hidden.values()], lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        )
+        return [muon, torch.optim.AdamW(_groups(rest), lr=rate, betas=betas)]
+    if recipe.optimizer == "sgd":
+        # Rates are larger than Adam's, so the decay that they multiply is smaller.
+        groups = _groups(named.values(), decay=0.1 * 3e-4)
+        return [torch.optim.SGD(groups, lr=rate, momentum=0.9)]
+    if recipe.optimizer == "lion":
+        return [Lion(_groups(named.values()), lr=rate)]
+    raise ValueError(f"unknown optimizer: {recipe.optimizer}")
+
+
+def _groups(parameters: Iterable[nn.Parameter], decay: float = 0.1) -> list[dict[str, Any]]:
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def factor(step: int, steps: int, floor: float) -> float:
+    """The rate's share in a step: a tenth of the steps to warm up, then a cosine to ``floor``."""
+    warm_up = max(1, steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return floor + (1 - floor) / 2 * (1 + math.cos(math.pi * progress))
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step."""
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum: Tensor = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(momentum.lerp(p.grad, 1 - first).sign_(), alpha=group["lr"])
+                momentum.lerp_(p.grad, 1 - second)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-
-
-def nothing() -> None:
-    """Does nothing."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +21,7 @@ class Timed:
     """
 
     run: Callable[[], object]
-    before: Callable[[], object] = nothing
+    before: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,7 @@ def clock_for(device: torch.device, *, cold: bool = True) -> HostClock | CudaClo
 
 
 def interleaved(
-    contenders: dict[str, Timed],
+    contenders: Mapping[str, Timed],
     clock: Clock,
     *,
     budget: float = 1.0,

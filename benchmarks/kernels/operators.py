@@ -1,0 +1,297 @@
+"""The operators of each codec, beside the eager reference and a clone of the gradient.
+
+A codec is how to write a message and how to add messages up. Both ends are right if what the
+message says plus the residual is the gradient, and if they have the reference's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tagc.codecs.selection.capacity import SLACK
+from tagc.codecs.selection.quantization_step import quantization_step
+from tagc.ops import COUNTS, Ops, get_ops, reference
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.matrix import MatrixLayout
+from tagc.ops.sketch import plan_layout
+from tagc.ops.symbols import SYMBOLS
+
+from .cases import CODES, Case
+from .clocks import Timed
+
+# Ranks whose messages the owner adds up.
+RANKS = 2
+_MOST_COLUMNS = 4096
+_SAMPLE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One destination's segment on the device: ``grad`` and ``residual`` ``[1, n]``, ``x`` ``[n]``
+    float32, their sum."""
+
+    grad: Tensor
+    residual: Tensor
+    x: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """How a row becomes a message, and messages a shard.
+
+    Attributes:
+        parts: int32 words of each part of a message.
+        send: of an implementation, a residual ``[1, n]`` that it updates, and the parts
+            ``[1, words]`` that it writes.
+        read: of an implementation, the parts of ``ranks`` messages, which it may overwrite, and
+            the shard ``[n]`` that it writes: their sum, divided by ``ranks``.
+        floor: bytes of a message that any codec would need to send the same.
+        exact: whether a float32 residual has all that the message does not say.
+        facts: further entries for the result.
+    """
+
+    parts: Sequence[int]
+    send: Callable[[Ops, Tensor, list[Tensor]], object]
+    read: Callable[[Ops, list[Tensor], Tensor], object]
+    floor: int
+    ranks: int = RANKS
+    exact: bool = True
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender(Timed):
+    """One way to do a case's work.
+
+    Attributes:
+        check: after a run, says what is wrong with the result; None if it is right.
+        note: which implementation this is.
+        details: after a check, further entries for the result.
+    """
+
+    check: Callable[[], str | None] = lambda: None
+    note: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A case on its device.
+
+    Attributes:
+        floor_bytes: bytes that any implementation must read or write.
+        contenders: makers by name, called once each; one that raises is reported as failed.
+        facts: further entries for the result.
+    """
+
+    floor_bytes: int
+    contenders: dict[str, Callable[[], Contender]]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def ours(device: torch.device) -> tuple[Ops, str]:
+    """The implementation that is measured on a device, and its name."""
+    name, note = ("triton", "Triton") if device.type == "cuda" else ("cpu", "numba, one thread")
+    return get_ops(device, name), note
+
+
+def problem(case: Case, device: torch.device) -> Problem:
+    """All contenders on one input. The floor is reading gradient and residual, and writing the
+    residual and the message; or reading the messages and writing the shard, which has the
+    gradient's dtype. Every tensor is made here, none in a contender's run."""
+    row = make_row(case, device)
+    make_codec, make = _OPS[case.op]
+    codec = make_codec(case, row)
+    size = row.grad.element_size()
+    if make is _sender:
+        floor = case.numel * (size + 2 * row.residual.element_size()) + codec.floor
+    else:
+        floor = case.numel * size + codec.ranks * codec.floor
+    ops, note = ours(device)
+    expected: list[Tensor] = []
+    return Problem(
+        floor_bytes=floor,
+        contenders={
+            # First, so that its results are there when others are checked.
+            "reference": lambda: make(reference, "eager torch", row, codec, expected),
+            "tagc": lambda: make(ops, note, row, codec, expected),
+            "clone": lambda: Contender(run=row.grad.clone, note="the gradient"),
+        },
+        facts=codec.facts,
+    )
+
+
+def make_row(case: Case, device: torch.device) -> Row:
+    """Normal gradients, and a residual half as large."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(dtype: torch.dtype, scale: float) -> Tensor:
+        shape = (1, case.numel)
+        return torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
+
+    gradient, residual = case.dtypes
+    grad, left = normal(gradient, 1.0), normal(residual, 0.5)
+    return Row(grad=grad, residual=left, x=grad[0].float() + left[0].float())
+
+
+def _sender(ops: Ops, note: str, row: Row, codec: Codec, expected: list[Tensor]) -> Contender:
+    message, residual = _new_message(row, codec), row.residual.clone()
+
+    def shard() -> Tensor:
+        out = torch.empty_like(row.x)
+        codec.read(reference, _of_all(message, codec), out)
+        return out
+
+    return _contender(
+        Timed(
+            lambda: codec.send(ops, residual, message), lambda: residual.copy_(row.residual)
+        ),
+        [*message, residual], shard, residual, row, codec, note, ops is reference, expected,
+    )  # fmt: skip
+
+
+def _receiver(ops: Ops, note: str, row: Row, codec: Codec, expected: list[Tensor]) -> Contender:
+    sent, residual = _new_message(row, codec), row.residual.clone()
+    codec.send(reference, residual, sent)
+    kept, out = _of_all(sent, codec), torch.full_like(row.grad[0], torch.nan)
+    messages = [part.clone() for part in kept]
+
+    def restore() -> None:
+        for part, former in zip(messages, kept, strict=True):
+            part.copy_(former)
+
+    return _contender(
+        Timed(lambda: codec.read(ops, messages, out), restore),
+        [out], lambda: out, residual, row, codec, note, ops is reference, expected,
+    )  # fmt: skip
+
+
+def _contender(
+    timed: Timed,
+    results: list[Tensor],
+    shard: Callable[[], Tensor],
+    residual: Tensor,
+    row: Row,
+    codec: Codec,
+    note: str,
+    is_reference: bool,
+    expected: list[Tensor],
+) -> Contender:
+    details: dict[str, str] = {}
+
+    def check() -> str | None:
+        out = shard()
+        halves = torch.bfloat16 in (out.dtype, residual.dtype)
+        unit = 2.0**-8 if halves else 0.0 if codec.exact else 2.0**-23
+        allowed = (row.x.abs() + residual[0].float().abs()) * unit
+        excess = (out.float() + residual[0].float() - row.x).abs().sub_(allowed).max().item()
+        if not excess <= 0:  # a NaN is no small difference
+            return f"sent plus residual is not the gradient (off by {excess:.3g} beyond rounding)"
+        if is_reference:
+            expected.extend(results)
+        elif not expected:
+            details["compared"] = "with nothing: the reference failed"
+        elif not all(map(torch.equal, results, expected)):
+            return "its bits differ from the reference's"
+        return None
+
+    return Contender(run=timed.run, before=timed.before, check=check, note=note, details=details)
+
+
+def _new_message(row: Row, codec: Codec) -> list[Tensor]:
+    device = row.grad.device
+    return [torch.full((1, n), -1, dtype=torch.int32, device=device) for n in codec.parts]
+
+
+def _of_all(message: list[Tensor], codec: Codec) -> list[Tensor]:
+    """The messages of all ranks, of which each sent the same."""
+    return [part.expand(codec.ranks, -1).clone() for part in message]
+
+
+def _sketch(case: Case, row: Row) -> Codec:
+    """Bitmap, cells and counts; of one rank, as more ranks' keys are the same work. The floor has
+    the bitmap only: cells are the price of this codec, not of the task."""
+    assert case.symbol is not None
+    assert case.density is not None
+    symbol = SYMBOLS[case.symbol]
+    groups = case.numel // symbol.lanes
+    size = row.x.view(groups, -1)[:: max(1, groups // _SAMPLE)].abs().amax(1)
+    # [1], what the share `density` of the groups exceeds.
+    threshold = size.sort(descending=True).values[round(case.density * (size.numel() - 1))][None]
+    capacity, levels = int(SLACK * case.density * groups) + 1, symbol.levels(RANKS)
+    step = quantization_step(threshold, symbol, levels)
+    layout = plan_layout(case.numel, symbol, capacity)
+    seed, stats = (torch.zeros(n, dtype=torch.int32, device=row.x.device) for n in (1, 2))
+
+    def send(ops: Ops, residual: Tensor, message: list[Tensor]) -> None:
+        ops.encode(
+            row.grad, residual, threshold, step, seed, *message,
+            layout=layout, levels=levels, capacity=capacity,
+        )  # fmt: skip
+
+    def read(ops: Ops, message: list[Tensor], out: Tensor) -> None:
+        index, cells, _ = message
+        ops.decode(index, cells[0], step, seed, out, None, stats, layout=layout, divisor=1)
+
+    return Codec(
+        parts=(layout.index_words, layout.cells, COUNTS),
+        send=send,
+        read=read,
+        floor=groups // 8,
+        ranks=1,
+        facts={"cells": layout.cells, "kept": max(1, round(case.density * groups))},
+    )
+
+
+def _blocks(case: Case, row: Row) -> Codec:
+    """Blocks of 256."""
+    assert case.bits is not None
+    layout = BlockLayout(numel=case.numel, bits=case.bits)
+
+    def send(ops: Ops, residual: Tensor, message: list[Tensor]) -> None:
+        ops.quantize(row.grad, residual, *message, layout=layout, average=0.0)
+
+    def read(ops: Ops, messages: list[Tensor], out: Tensor) -> None:
+        ops.dequantize(messages[0][None], out[None], layout=layout, divisor=RANKS)
+
+    return Codec(parts=(layout.words,), send=send, read=read, floor=4 * layout.words)
+
+
+def _matrix(case: Case, row: Row) -> Codec:
+    """As nearly square as powers of two are, with at most 4096 columns. Its scales need a pass over
+    gradient and residual before the one that rounds; the floor has one."""
+    assert case.code is not None
+    columns = min(_MOST_COLUMNS, 1 << case.numel.bit_length() // 2)
+    if case.numel % columns:
+        raise ValueError(f"{case.numel} elements are not a multiple of {columns} columns")
+    layout = MatrixLayout(rows=case.numel // columns, columns=columns, **CODES[case.code])
+
+    def send(ops: Ops, residual: Tensor, message: list[Tensor]) -> None:
+        ops.quantize_matrix(row.grad, residual, *message, layout=layout, average=0.0)
+
+    def read(ops: Ops, messages: list[Tensor], out: Tensor) -> None:
+        ops.dequantize_matrix(messages[0][None], out[None], layout=layout, divisor=RANKS)
+
+    return Codec(
+        parts=(layout.words,),
+        send=send,
+        read=read,
+        floor=4 * layout.words,
+        exact=False,  # no code says 0, so what is left of an element far below its step is rounded
+        facts={"rows": layout.rows, "columns": columns, "words": layout.words},
+    )
+
+
+_OPS = {
+    "encode": (_sketch, _sender),
+    "decode": (_sketch, _receiver),
+    "quantize": (_blocks, _sender),
+    "dequantize": (_blocks, _receiver),
+    "quantize_matrix": (_matrix, _sender),
+    "dequantize_matrix": (_matrix, _receiver),
+}
