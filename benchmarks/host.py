@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -29,7 +29,7 @@ from tagc.handle import collectives
 
 from .one_device import alone
 from .rank import sharded, wrap
-from .records import Record, add_outputs, append, machine, markdown
+from .records import Record, add_outputs, machine, markdown, measured
 
 about = "the host's time of a step, with kernels that do nothing; needs no GPU"
 _POLICIES = ("hybrid", "loco-4bit", "one-bit", "thrifty")
@@ -84,7 +84,6 @@ def measure(policy: str, steps: int) -> Record:
             shares.append(spent / rest)
     low, _, high = statistics.quantiles(shares, n=4)
     return {
-        "policy": policy,
         "tagc_ms": round(statistics.median(ours), 1),
         "share": round(statistics.median(shares), 3),
         "quartiles": [round(low, 3), round(high, 3)],
@@ -108,17 +107,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser, plots=False)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> list[Record]:
     """Measure the policies one after the other, on one thread."""
     if args.steps < 2:
         raise ValueError("--steps: quartiles need at least 2")
     torch.set_num_threads(1)
-    facts = {"suite": "host"} | machine(_CPU)
-    records = []
-    for policy in args.policies:
-        records.append(facts | measure(policy, args.steps))
-        print(f"{policy}: {records[-1]}", file=sys.stderr, flush=True)
-        if args.json:
-            append(args.json, records[-1])
-    print(table(records))
-    return 0
+    runs = ((name, partial(measure, name, args.steps)) for name in args.policies)
+    return measured("policy", runs, {"suite": "host"} | machine(_CPU), args.json)

@@ -9,13 +9,12 @@ would arrive. So losses say nothing, and the time of a step is that of all excep
 from __future__ import annotations
 
 import argparse
-import gc
 import re
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 import tagc
 
 from .one_device import alone
-from .records import Record, add_outputs, append, machine, markdown
+from .records import Record, add_outputs, machine, markdown, measured
 
 about = "one rank's steps of a large model on one device, without the network"
 
@@ -135,7 +134,7 @@ def train(policy: str, device: torch.device, tokens: int, settle: int, width: in
     one of tagc, or :data:`DENSE`."""
     cuda = device.type == "cuda"
     model = sharded(device, width)
-    found: Record = {"policy": policy}
+    found: Record = {}
     if policy != DENSE:
         start = time.perf_counter()
         wrap(model, policy)
@@ -223,45 +222,29 @@ def table(records: Sequence[Record]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model"
-    )
-    parser.add_argument("--ranks", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=4096, help="default: %(default)s")
-    parser.add_argument(
-        "--width",
-        type=int,
-        default=4096,
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model")
+    add("--ranks", type=int, default=8, help="default: %(default)s")
+    add("--tokens", type=int, default=4096, help="default: %(default)s")
+    add("--width", type=int, default=4096,
         help="of the model on a GPU, a multiple of 128; small ones show the host's time; "
         "default: %(default)s",
-    )
-    parser.add_argument("--settle", type=int, default=8, help="steps before; default: %(default)s")
-    parser.add_argument(
-        "--policies", nargs="+", default=_POLICIES, metavar="POLICY", help="default: %(default)s"
-    )
+    )  # fmt: skip
+    add("--settle", type=int, default=8, help="steps before; default: %(default)s")
+    add("--policies", nargs="+", default=_POLICIES, metavar="POLICY", help="default: %(default)s")
     add_outputs(parser, plots=False)
 
 
-def run(args: argparse.Namespace) -> int:
-    """A run without tagc first and last, the policies between them; 0 if none failed."""
+def run(args: argparse.Namespace) -> list[Record]:
+    """A run without tagc first and last, the policies between them."""
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device here; --device cpu rehearses the runs")
     facts = {"suite": "rank", "ranks": args.ranks, "tokens": args.tokens, "width": args.width}
-    facts |= machine(device)
-    records: list[Record] = []
-    for policy in (DENSE, *args.policies, DENSE):
-        try:
-            with alone(args.ranks):
-                found = train(policy, device, args.tokens, args.settle, args.width)
-        except Exception as error:  # the others are tried all the same
-            found = {"policy": policy, "failed": f"{type(error).__name__}: {error}"}
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        records.append(facts | found)
-        print(f"{policy}: {found}", file=sys.stderr, flush=True)
-        if args.json:
-            append(args.json, records[-1])
-    print(table(records))
-    return int(any("failed" in r for r in records))
+
+    def run_of(policy: str) -> Record:
+        with alone(args.ranks):
+            return train(policy, device, args.tokens, args.settle, args.width)
+
+    runs = ((name, partial(run_of, name)) for name in (DENSE, *args.policies, DENSE))
+    return measured("policy", runs, facts | machine(device), args.json)

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import importlib
 import json
 import os
 import platform
-from collections.abc import Iterable
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +102,35 @@ class Results:
         self._found[_text(key)] = record
         if write:
             append(self._file, record)
+
+
+def measured(
+    field: str, runs: Iterable[tuple[str, Callable[[], Record]]], facts: Record, file: Path | None
+) -> list[Record]:
+    """Do runs one after the other: their records, with their names in ``field``, each written as
+    soon as it is there. One that fails, out of memory say, takes nothing from the others."""
+    records = []
+    for name, run in runs:
+        began = time.monotonic()
+        try:
+            found = run()
+        except Exception as error:
+            traceback.print_exc()
+            found = {"failed": about_error(error)}
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        records.append(facts | {field: name} | found)
+        if file:
+            append(file, records[-1])
+        print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    return records
+
+
+def about_error(error: Exception) -> str:
+    """Kind and first line of an error."""
+    first, *_ = [*str(error).strip().splitlines(), ""]
+    return f"{type(error).__name__}: {first}"
 
 
 def _text(key: Record) -> str:

@@ -1,10 +1,10 @@
 """The suites and the command line that runs them: ``python -m benchmarks SUITE [options]``.
 
-A suite is a module with ``about`` (one line of help), ``add_arguments(parser)`` and
-``run(args) -> int``, the exit status. It appends its records to ``--json``, prints a table on
-stdout and progress on stderr, and writes plots to ``--plots``. Its records have its name as
-``suite``. ``report`` prints them again with its ``table(records) -> str`` (Markdown), and draws
-them if it has ``plots(records, folder) -> list[Path]``.
+A suite is a module with ``about`` (one line of help), ``add_arguments(parser)``, ``run(args)``,
+``table(records) -> str`` (Markdown) and perhaps ``plots(records, folder) -> list[Path]``. ``run``
+appends its records to ``--json``, prints progress on stderr, and returns the records, which are
+printed and drawn, or an exit status. They have the suite's name as ``suite``, by which ``report``
+prints and draws them again; one that has ``failed`` makes the status 1.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ SUITES = {
     "kernels": ".kernels",
     "quality": ".quality",
     "network": ".network",
-    "aggregate": ".network.aggregate",
+    "aggregate": ".aggregate",
     "dimensions": ".dimensions",
     "rank": ".rank",
     "host": ".host",
-    "soak": ".soak",
     "structure": ".structure",
     "report": ".suites",
 }
@@ -68,15 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if getattr(args, "plots", None):
             pyplot()  # before hours of work, not after
-        return suite.run(args)
+        done = suite.run(args)
+        if isinstance(done, int):
+            return done
+        if done:
+            _show(suite, done, getattr(args, "plots", None))
+        return int(not done or any("failed" in record for record in done))
     except (PlotsUnavailableError, ValueError) as error:
         print(f"python -m benchmarks {name}: {error}", file=sys.stderr)
         return 2
 
 
-def show(suite: ModuleType, records: Sequence[Record], plots: Path | None) -> None:
-    """Print a suite's table and, with a folder, write its plots."""
-    print(suite.table(records))
+def _show(suite: ModuleType, records: Sequence[Record], plots: Path | None) -> None:
+    print(suite.table(records) + "\n")
     if plots and hasattr(suite, "plots"):
         for file in suite.plots(records, plots):
             print(f"wrote {file}")
@@ -103,8 +106,7 @@ def run(args: argparse.Namespace) -> int:
         if suite is None or not hasattr(suite, "table"):
             print(f"no suite draws the records of {name!r}", file=sys.stderr)
             continue
-        show(suite, [r for r in records if r.get("suite") == name], args.plots)
-        print()
+        _show(suite, [r for r in records if r.get("suite") == name], args.plots)
         drawn += 1
     return 0 if drawn else 1
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..gloo import on_ranks
-from ..network.launch import Network, Rate
+from ..network.launch import Network
 from ..quality.report import difference
 from ..records import Record, add_outputs, append, machine, markdown, read
 from .model import Size
@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser, "runs/dimensions.jsonl")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Make the runs that are missing, and print the tables."""
+def run(args: argparse.Namespace) -> list[Record]:
+    """Make the runs that are missing."""
     for job in _jobs(args):
         link = {"link": args.rate} if args.rate else {}
         about = {"suite": "dimensions"} | link | job.key
@@ -48,15 +48,14 @@ def run(args: argparse.Namespace) -> int:
         if any(about.items() <= record.items() for record in known):
             continue
         if args.rate:
-            with Network(job.ranks, rate=Rate.parse(args.rate)) as network:
+            with Network(job.ranks, rate=args.rate) as network:
                 record = network.on_ranks(train, 0, job)
         else:
             record = on_ranks(train, job.ranks, job)[0]
         append(args.json, machine() | about | record)
         found = f"{record['loss']:.4f}" if "loss" in record else f"{record['seconds']:.3f} s"
         print(f"{job.key['layout']}, {job.method}, seed {job.seed}: {found}", file=sys.stderr)
-    print(table(read([args.json])))
-    return 0
+    return read([args.json])
 
 
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:

@@ -25,7 +25,7 @@ from tagc.attach.groups import bytes_by_dimension
 
 from ..network.launch import sent_bytes
 from ..records import Record
-from .model import Block, Experts, Net, Size, split_tensors
+from .model import Block, Net, Size, split_tensors
 
 _BATCH = 32
 _MICRO_BATCHES = 4
@@ -146,12 +146,9 @@ class Trainer:
 
     def _make_pipeline(self) -> Any:
         stage, stages = self._place("pp"), self._job.layout["pp"]
-        module: nn.Module = self.net
-        if self._job.method == "bf16":
-            module = _InBfloat16(self.net)
-        made = PipelineStage(
-            module, stage, stages, torch.device("cpu"), group=self.mesh.get_group("pp")
-        )
+        module = _InBfloat16(self.net) if self._job.method == "bf16" else self.net
+        group, cpu = self.mesh.get_group("pp"), torch.device("cpu")
+        made = PipelineStage(module, stage, stages, cpu, group=group)
         return Schedule1F1B(made, _MICRO_BATCHES, loss_fn=_loss)
 
     def step(self) -> None:
@@ -161,12 +158,8 @@ class Trainer:
             group["lr"] = job.rate * (1 - self.steps / job.steps)
         parts = job.layout.get("dp", 1) * job.layout.get("ep", 1)
         part = self._place("dp") + self._place("ep")
-        tokens, targets = (
-            t.chunk(parts)[part]
-            for t in self._corpus.batch(
-                _BATCH, job.size.context, seed=job.seed, step=self.steps, rank=0
-            )
-        )
+        batch = self._corpus.batch(_BATCH, job.size.context, seed=job.seed, step=self.steps, rank=0)
+        tokens, targets = (t.chunk(parts)[part] for t in batch)
         if self._pipeline is None:
             _loss(self.net(tokens), targets).backward()
         elif self._place("pp") == 0:
@@ -183,25 +176,18 @@ class Trainer:
 
     def _average_over_experts(self) -> None:
         """Each rank has its own tokens, and every expert the tokens of all ranks."""
-        group = self._data
-        experts = {
-            id(p)
-            for m in self.net.modules()
-            if isinstance(m, Experts)
-            for p in m.experts.parameters()
-        }
-        for p in self.net.parameters():
+        for name, p in self.net.named_parameters():
             assert p.grad is not None
-            if id(p) not in experts:
-                dist.all_reduce(p.grad, group=group)
-            p.grad /= group.size()
+            if ".experts." not in name:
+                dist.all_reduce(p.grad, group=self._data)
+            p.grad /= self._data.size()
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters of the whole model, on all ranks, by name."""
-        mine: dict[str, Tensor] = {}
-        for name, p in self.net.named_parameters():
-            whole = p.full_tensor() if isinstance(p, DTensor) else p
-            mine[_global(name, self.net)] = whole.detach().clone()
+        mine = {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in self.net.named_parameters()
+        }
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         return {name: t for rank in everyone for name, t in rank.items()}
@@ -223,16 +209,6 @@ class Trainer:
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def _global(name: str, net: Net) -> str:
-    """The name in the whole model: experts are counted over all ranks."""
-    before, found, after = name.partition(".mlp.experts.")
-    if not found:
-        return name
-    owner: Any = net.get_submodule(f"{before}.mlp")
-    number, _, rest = after.partition(".")
-    return f"{before}{found}{owner.first + int(number)}.{rest}"
 
 
 def train(rank: int, job: Job) -> Record:

@@ -12,14 +12,15 @@ import importlib
 import shlex
 import sys
 import time
-import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
-from ..records import Record, add_outputs, append, machine
+from ..records import Record, add_outputs, machine, measured
 from .cases import select
 from .clocks import clock_for
-from .measure import measure, said
+from .measure import measure
 from .report import plots, table
 
 __all__ = ["about", "add_arguments", "plots", "run", "table"]
@@ -49,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, print the table; 1 if a result of ours was wrong, a case failed, or none was run."""
+def run(args: argparse.Namespace) -> list[Record] | int:
+    """Measure."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device here")
@@ -65,52 +66,35 @@ def run(args: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
-        results = _measured(args, cases, device)
+        return _measured(args, cases, device)
     finally:
         torch.set_num_threads(threads)
-    if not results:
-        return 1
-    print("\n" + table(results))
-    if args.plots:
-        for file in plots(results, args.plots):
-            print(f"wrote {file}")
-    return 1 if any("failed" in r or r["contenders"]["tagc"]["wrong"] for r in results) else 0
 
 
 def _measured(args: argparse.Namespace, cases: list, device: torch.device) -> list[Record]:
     # Turns on a GPU are short; the host's first ones, which compile, do not count.
     budget = 0.25 if args.quick or device.type == "cuda" else 1.0
     clock, started = clock_for(device, cold=not args.warm), time.monotonic()
-    command = _command(args, device)
-    results: list[Record] = []
-    for case in cases:
-        began = time.monotonic()
-        if began - started > args.time_limit:
-            print(f"time limit: {len(cases) - len(results)} cases not measured", flush=True)
-            break
-        result = {"suite": "kernels", **machine(device), "timing": clock.about, "command": command}
-        try:
-            result |= measure(case, device, clock, budget=budget)
-        except Exception as error:  # out of memory, say: the other cases are measured all the same
-            traceback.print_exc()
-            result |= {"case": case.name, "failed": said(error)}
-        if device.type == "cuda":
-            # So that a case does not depend on those before it.
-            importlib.import_module("tagc.triton_kernels.scratch").release()
-            torch.cuda.empty_cache()
-        results.append(result)
-        if args.json:
-            append(args.json, result)
-        print(f"{case.name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-    return results
+
+    def runs() -> Iterator[tuple[str, Callable[[], Record]]]:
+        for done, case in enumerate(cases):
+            if time.monotonic() - started > args.time_limit:
+                print(f"time limit: {len(cases) - done} cases not measured", file=sys.stderr)
+                return
+            yield case.name, partial(measure, case, device, clock, budget=budget)
+            if device.type == "cuda":
+                # So that a case does not depend on those before it.
+                importlib.import_module("tagc.triton_kernels.scratch").release()
+
+    command = f"python -m benchmarks kernels {shlex.join(_words(args, device))}"
+    about = {"suite": "kernels", "timing": clock.about, "command": command}
+    return measured("case", runs(), about | machine(device), args.json)
 
 
-def _command(args: argparse.Namespace, device: torch.device) -> str:
+def _words(args: argparse.Namespace, device: torch.device) -> list[str]:
     """What repeats this, without the files that it writes."""
-    words = ["python -m benchmarks kernels", "--device", device.type]
-    words += ["--quick"] if args.quick else []
+    words = ["--device", device.type]
+    words += [f"--{name}" for name in ("quick", "warm") if getattr(args, name)]
     words += ["--sizes", *map(str, args.sizes)] if args.sizes else []
-    words += [word for pattern in args.filter for word in ("--filter", shlex.quote(pattern))]
-    words += ["--warm"] if args.warm else []
-    words += ["--threads", str(args.threads)] if args.threads != 1 else []
-    return " ".join(words)
+    words += [word for pattern in args.filter for word in ("--filter", pattern)]
+    return words + (["--threads", str(args.threads)] if args.threads != 1 else [])

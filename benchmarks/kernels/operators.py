@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,51 +80,32 @@ class Contender(Timed):
     details: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """A case on its device.
+def problem(
+    case: Case, device: torch.device
+) -> tuple[int, dict[str, Callable[[], Contender]], dict[str, Any]]:
+    """A case on its device: the floor, makers of the contenders, further entries for the result.
 
-    Attributes:
-        floor_bytes: bytes that any implementation must read or write.
-        contenders: makers by name, called once each; one that raises is reported as failed.
-        facts: further entries for the result.
+    All contenders work on one input. The floor has the bytes that any implementation must read or
+    write: gradient, residual and message, or messages and shard, which has the gradient's dtype.
     """
-
-    floor_bytes: int
-    contenders: dict[str, Callable[[], Contender]]
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-def ours(device: torch.device) -> tuple[Ops, str]:
-    """The implementation that is measured on a device, and its name."""
-    name, note = ("triton", "Triton") if device.type == "cuda" else ("cpu", "numba, one thread")
-    return get_ops(device, name), note
-
-
-def problem(case: Case, device: torch.device) -> Problem:
-    """All contenders on one input. The floor is reading gradient and residual, and writing the
-    residual and the message; or reading the messages and writing the shard, which has the
-    gradient's dtype. Every tensor is made here, none in a contender's run."""
     row = make_row(case, device)
-    make_codec, make = _OPS[case.op]
+    make_codec, sends = _OPS[case.op]
     codec = make_codec(case, row)
     size = row.grad.element_size()
-    if make is _sender:
+    if sends:
         floor = case.numel * (size + 2 * row.residual.element_size()) + codec.floor
     else:
         floor = case.numel * size + codec.ranks * codec.floor
-    ops, note = ours(device)
+    name, note = ("triton", "Triton") if device.type == "cuda" else ("cpu", "numba, one thread")
     expected: list[Tensor] = []
-    return Problem(
-        floor_bytes=floor,
-        contenders={
-            # First, so that its results are there when others are checked.
-            "reference": lambda: make(reference, "eager torch", row, codec, expected),
-            "tagc": lambda: make(ops, note, row, codec, expected),
-            "clone": lambda: Contender(run=row.grad.clone, note="the gradient"),
-        },
-        facts=codec.facts,
-    )
+    make = partial(_contender, row, codec, sends, expected)
+    makers = {
+        # First, so that its results are there when others are checked.
+        "reference": partial(make, reference, "eager torch"),
+        "tagc": partial(make, get_ops(device, name), note),
+        "clone": lambda: Contender(run=row.grad.clone, note="the gradient"),
+    }
+    return floor, makers, codec.facts
 
 
 def make_row(case: Case, device: torch.device) -> Row:
@@ -139,60 +121,41 @@ def make_row(case: Case, device: torch.device) -> Row:
     return Row(grad=grad, residual=left, x=grad[0].float() + left[0].float())
 
 
-def _sender(ops: Ops, note: str, row: Row, codec: Codec, expected: list[Tensor]) -> Contender:
-    message, residual = _new_message(row, codec), row.residual.clone()
-
-    def shard() -> Tensor:
-        out = torch.empty_like(row.x)
-        codec.read(reference, _of_all(message, codec), out)
-        return out
-
-    return _contender(
-        Timed(
-            lambda: codec.send(ops, residual, message), lambda: residual.copy_(row.residual)
-        ),
-        [*message, residual], shard, residual, row, codec, note, ops is reference, expected,
-    )  # fmt: skip
-
-
-def _receiver(ops: Ops, note: str, row: Row, codec: Codec, expected: list[Tensor]) -> Contender:
-    sent, residual = _new_message(row, codec), row.residual.clone()
-    codec.send(reference, residual, sent)
-    kept, out = _of_all(sent, codec), torch.full_like(row.grad[0], torch.nan)
-    messages = [part.clone() for part in kept]
-
-    def restore() -> None:
-        for part, former in zip(messages, kept, strict=True):
-            part.copy_(former)
-
-    return _contender(
-        Timed(lambda: codec.read(ops, messages, out), restore),
-        [out], lambda: out, residual, row, codec, note, ops is reference, expected,
-    )  # fmt: skip
-
-
 def _contender(
-    timed: Timed,
-    results: list[Tensor],
-    shard: Callable[[], Tensor],
-    residual: Tensor,
-    row: Row,
-    codec: Codec,
-    note: str,
-    is_reference: bool,
-    expected: list[Tensor],
+    row: Row, codec: Codec, sends: bool, expected: list[Tensor], ops: Ops, note: str
 ) -> Contender:
-    details: dict[str, str] = {}
+    """One end of a codec. Every tensor is made here, none in a run."""
+    device = row.grad.device
+    sent = [torch.full((1, n), -1, dtype=torch.int32, device=device) for n in codec.parts]
+    residual, details = row.residual.clone(), {}
+    out = torch.full_like(row.x if sends else row.grad[0], torch.nan)
+
+    def of_all_ranks() -> list[Tensor]:
+        return [part.expand(codec.ranks, -1).clone() for part in sent]
+
+    if sends:
+        run = partial(codec.send, ops, residual, sent)
+        before: Callable[[], object] = partial(residual.copy_, row.residual)
+        results = [*sent, residual]
+    else:
+        codec.send(reference, residual, sent)
+        kept, messages = of_all_ranks(), of_all_ranks()
+        run, results = partial(codec.read, ops, messages, out), [out]
+
+        def before() -> None:
+            for part, former in zip(messages, kept, strict=True):
+                part.copy_(former)
 
     def check() -> str | None:
-        out = shard()
+        if sends:
+            codec.read(reference, of_all_ranks(), out)
         halves = torch.bfloat16 in (out.dtype, residual.dtype)
         unit = 2.0**-8 if halves else 0.0 if codec.exact else 2.0**-23
         allowed = (row.x.abs() + residual[0].float().abs()) * unit
         excess = (out.float() + residual[0].float() - row.x).abs().sub_(allowed).max().item()
         if not excess <= 0:  # a NaN is no small difference
             return f"sent plus residual is not the gradient (off by {excess:.3g} beyond rounding)"
-        if is_reference:
+        if ops is reference:
             expected.extend(results)
         elif not expected:
             details["compared"] = "with nothing: the reference failed"
@@ -200,17 +163,7 @@ def _contender(
             return "its bits differ from the reference's"
         return None
 
-    return Contender(run=timed.run, before=timed.before, check=check, note=note, details=details)
-
-
-def _new_message(row: Row, codec: Codec) -> list[Tensor]:
-    device = row.grad.device
-    return [torch.full((1, n), -1, dtype=torch.int32, device=device) for n in codec.parts]
-
-
-def _of_all(message: list[Tensor], codec: Codec) -> list[Tensor]:
-    """The messages of all ranks, of which each sent the same."""
-    return [part.expand(codec.ranks, -1).clone() for part in message]
+    return Contender(run=run, before=before, check=check, note=note, details=details)
 
 
 def _sketch(case: Case, row: Row) -> Codec:
@@ -287,11 +240,12 @@ def _matrix(case: Case, row: Row) -> Codec:
     )
 
 
+# The codec of each operator, and whether it sends.
 _OPS = {
-    "encode": (_sketch, _sender),
-    "decode": (_sketch, _receiver),
-    "quantize": (_blocks, _sender),
-    "dequantize": (_blocks, _receiver),
-    "quantize_matrix": (_matrix, _sender),
-    "dequantize_matrix": (_matrix, _receiver),
+    "encode": (_sketch, True),
+    "decode": (_sketch, False),
+    "quantize": (_blocks, True),
+    "dequantize": (_blocks, False),
+    "quantize_matrix": (_matrix, True),
+    "dequantize_matrix": (_matrix, False),
 }

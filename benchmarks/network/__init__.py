@@ -18,10 +18,10 @@ from types import FrameType
 
 from tagc.basics.quantities import seconds
 
-from ..records import Results, add_outputs
+from ..records import Record, Results, add_outputs
 from . import worker
-from .launch import UNLIMITED, Network, Rate, check_requirements
-from .methods import DEFAULT, QUICK, Settings, keys, resolve
+from .launch import UNLIMITED, Network, check_requirements, rates
+from .methods import DEFAULT, Settings, keys, resolve
 from .report import plots, table
 
 __all__ = ["about", "add_arguments", "plots", "run", "table"]
@@ -34,12 +34,11 @@ _RATES = "unlimited,10gbit,1gbit,200mbit,100mbit"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
     add = parser.add_argument
-    add("--quick", action="store_true", help="2 ranks, 2 rates, 3 methods, a small model")
     add("--ranks", default="2,4", help="world sizes (default: %(default)s)")
     add("--ranks-per-host", type=int, default=1,
         help="ranks that share a host and its link; all methods then work in two levels",
     )  # fmt: skip
-    add("--rates", default=_RATES, help="what a host may send (default: %(default)s)")
+    add("--rates", type=rates, default=_RATES, help="what a host may send (default: %(default)s)")
     add("--latency", type=seconds, default=0.0,
         help="what a packet takes from one host to another, such as 50ms (default: nothing)",
     )  # fmt: skip
@@ -57,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser, "runs/network.jsonl")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure what is missing and print the tables."""
+def run(args: argparse.Namespace) -> list[Record]:
+    """Measure what is missing."""
     check_requirements()
     check(args)
     args.command = f"python -m benchmarks {' '.join(sys.argv[1:])}"
@@ -69,12 +68,7 @@ def run(args: argparse.Namespace) -> int:
             measure(args, ranks)
     finally:
         signal.signal(signal.SIGTERM, before)
-    cells = Results(args.json, "key", {"suite": "network"}).records
-    print(table(cells))
-    if args.plots:
-        for file in plots(cells, args.plots):
-            print(f"wrote {file}")
-    return 0
+    return Results(args.json, "key", {"suite": "network"}).records
 
 
 def measure(args: argparse.Namespace, ranks: int) -> None:
@@ -82,7 +76,7 @@ def measure(args: argparse.Namespace, ranks: int) -> None:
     results = Results(args.json, "key", {"suite": "network"})
     if any(results.get(key) is None for key, _ in keys(args, ranks)):
         with Network(ranks, args.ranks_per_host, latency=args.latency) as network:
-            network.on_ranks(worker.measure, args, pinned=False)
+            network.on_ranks(worker.measure, args)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -91,9 +85,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: if they mean nothing.
     """
-    if args.quick:
-        args.ranks, args.rates, args.steps = "2", "unlimited,200mbit", 6
-    names = args.methods.split(",") if args.methods else QUICK if args.quick else DEFAULT
+    names = args.methods.split(",") if args.methods else DEFAULT
     ranks = tuple(int(part) for part in args.ranks.split(","))
     if min(ranks) < 2:
         raise ValueError(f"--ranks {args.ranks}: one rank alone sends nothing")
@@ -103,13 +95,11 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.micro_batches < 1:
         raise ValueError(f"--micro-batches {args.micro_batches}: a step has at least one")
-    rates = [Rate.parse(text) for text in args.rates.split(",")]
-    size = {"width": 160, "layers": 4} if args.quick else {}
     args.ranks = ranks
     # The unlimited steps tell compute from communication, and how long the others will take.
-    args.rates = (UNLIMITED, *(rate for rate in rates if rate != UNLIMITED))
+    args.rates = tuple(dict.fromkeys((UNLIMITED, *args.rates)))
     args.methods = tuple(resolve(name) for name in dict.fromkeys(names))
-    args.settings = Settings(**size, micro_batches=args.micro_batches)
+    args.settings = Settings(micro_batches=args.micro_batches)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

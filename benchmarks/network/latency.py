@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 # From asm-generic/socket.h, linux/if_packet.h and linux/virtio_net.h; Python has no names for them.
 _SO_RCVBUFFORCE, _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 33, 263, 15, 23
@@ -37,30 +37,24 @@ class Switch:
     """
 
     def __init__(self, ports: int, seconds: float) -> None:
-        self._ports, self._seconds = ports, seconds
+        self._ports, self._seconds = range(ports), seconds
         self._places: dict[bytes, int] = {}
-        # In the order of time, as all frames wait equally long.
-        self._held: deque[tuple[float, int, bytes]] = deque()
+        # In the order of time, as all frames wait equally long: when, where to, and what.
+        self.held: deque[tuple[float, int, bytes]] = deque()
 
     def take(self, port: int, frame: bytes, now: float) -> None:
         """A frame has come in, with its offload header, at the time ``now``."""
-        target = frame[_OFFLOAD_HEADER : _OFFLOAD_HEADER + _ADDRESS]
-        source = frame[_OFFLOAD_HEADER + _ADDRESS : _OFFLOAD_HEADER + 2 * _ADDRESS]
-        self._places[source] = port
-        place = self._places.get(target)
-        others: Iterable[int] = range(self._ports) if place is None else (place,)
+        addresses = frame[_OFFLOAD_HEADER : _OFFLOAD_HEADER + 2 * _ADDRESS]
+        self._places[addresses[_ADDRESS:]] = port
+        place = self._places.get(addresses[:_ADDRESS])
+        others = self._ports if place is None else (place,)
         due = now + self._seconds
-        self._held.extend((due, other, frame) for other in others if other != port)
+        self.held.extend((due, other, frame) for other in others if other != port)
 
-    def due(self, now: float) -> Iterable[tuple[int, bytes]]:
+    def due(self, now: float) -> Iterator[tuple[int, bytes]]:
         """The frames to send now, each with its port; they are held no longer."""
-        while self._held and self._held[0][0] <= now:
-            _, port, frame = self._held.popleft()
-            yield port, frame
-
-    def pause(self, now: float) -> float | None:
-        """Seconds until a frame is due; None if there is none."""
-        return max(0.0, self._held[0][0] - now) if self._held else None
+        while self.held and self.held[0][0] <= now:
+            yield self.held.popleft()[1:]
 
 
 def main() -> None:
@@ -73,7 +67,8 @@ def main() -> None:
     switch = Switch(len(sockets), float(seconds))
     print("ready", flush=True)
     while True:
-        ready, _, _ = select.select(ports, [], [], switch.pause(time.monotonic()))
+        pause = max(0.0, switch.held[0][0] - time.monotonic()) if switch.held else None
+        ready, _, _ = select.select(ports, [], [], pause)
         now = time.monotonic()
         for descriptor in ready:
             port = ports[descriptor]

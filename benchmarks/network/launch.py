@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import os
 import pickle
 import re
@@ -27,13 +28,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+
+from tagc.basics.quantities import bandwidth, format_bandwidth
 
 INTERFACE = "e0"
 # A namespace has all ports to itself.
@@ -44,8 +46,6 @@ _COUNTER = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
 _PR_SET_PDEATHSIG = 1
 _ROOT = Path(__file__).parents[2]
 _PREFIX = "tagcnet"
-_NAME = re.compile(rf"^{_PREFIX}-(\d+)-\w+$")
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 # Queueing that a packet may meet in the bucket; more than TCP keeps there, so that none is lost.
 _LATENCY = "50ms"
 _LEAST_BURST = 68 * 1024
@@ -58,48 +58,32 @@ class NetworkUnavailable(ValueError):  # noqa: N818 - it is a state of the machi
     """This machine, or this user, cannot make a network of namespaces; the message says why."""
 
 
-@dataclass(frozen=True)
-class Rate:
-    """What one host may send, in bits per second; None is as fast as the machine goes."""
-
-    bits_per_second: int | None
-
-    @staticmethod
-    def parse(text: str) -> Rate:
-        """``unlimited``, or a number and a unit: ``10gbit``, ``200mbit``, ``64kbit``.
-
-        Raises:
-            ValueError: for anything else.
-        """
-        if text == "unlimited":
-            return UNLIMITED
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
-        if not found or float(found[1]) == 0:
-            raise ValueError(f"{text!r} is no rate: write unlimited, 10gbit, 200mbit or 64kbit")
-        return Rate(round(float(found[1]) * _UNITS[found[2]]))
-
-    @property
-    def burst(self) -> int:
-        """Bytes that go at once after a pause, 0 without a limit: a millisecond of tokens (with
-        fewer, timers and not the rate limit a fast link), and no less than a large packet."""
-        return max(_LEAST_BURST, self.bits_per_second // 8000) if self.bits_per_second else 0
-
-    def __str__(self) -> str:
-        if self.bits_per_second is None:
-            return "unlimited"
-        for unit, size in reversed(_UNITS.items()):
-            if self.bits_per_second >= size:
-                return f"{self.bits_per_second / size:g}{unit}"
-        return f"{self.bits_per_second / 1000:g}kbit"
-
-    @property
-    def label(self) -> str:
-        """For people: ``10 Gbit/s``."""
-        found = re.fullmatch(r"([\d.]+)(.)bit", str(self))
-        return str(self) if not found else f"{found[1]} {found[2].upper()}bit/s"
+UNLIMITED = "unlimited"
+"""A rate is a text: this one, or what a host may send, such as ``100mbit``."""
 
 
-UNLIMITED = Rate(None)
+def bits_per_second(rate: str) -> float:
+    """What a host may send; infinite without a limit."""
+    return math.inf if rate == UNLIMITED else 8 * bandwidth(rate[:-4] + rate[-4:].capitalize())
+
+
+def rates(text: str) -> tuple[str, ...]:
+    """Of texts with commas between them, which must be rates."""
+    found = tuple(text.split(","))
+    for rate in found:
+        bits_per_second(rate)
+    return found
+
+
+def label(rate: str) -> str:
+    """For people: ``10 Gbit/s``."""
+    return rate if rate == UNLIMITED else format_bandwidth(bits_per_second(rate) / 8)
+
+
+def burst(rate: str) -> int:
+    """Bytes that go at once after a pause on a limited link: a millisecond of tokens (with fewer,
+    timers and not the rate limit a fast link), and no less than a large packet."""
+    return max(_LEAST_BURST, round(bits_per_second(rate) / 8000))
 
 
 def check_requirements() -> None:
@@ -143,11 +127,11 @@ def _creation_commands(tag: str, hosts: int, *, bridge: bool) -> list[str]:
     return commands
 
 
-def _rate_command(rate: Rate) -> str:
+def _rate_command(rate: str) -> str:
     """Shapes what the namespace sends that runs it, or (unlimited) ends that."""
-    if rate.bits_per_second is None:
+    if rate == UNLIMITED:
         return f"tc qdisc del dev {INTERFACE} root"
-    shaper = f"tbf rate {rate.bits_per_second}bit burst {rate.burst} latency {_LATENCY}"
+    shaper = f"tbf rate {bits_per_second(rate):.0f}bit burst {burst(rate)} latency {_LATENCY}"
     return f"tc qdisc replace dev {INTERFACE} root {shaper}"
 
 
@@ -176,7 +160,7 @@ class Network:
         ranks: int,
         ranks_per_host: int = 1,
         *,
-        rate: Rate = UNLIMITED,
+        rate: str = UNLIMITED,
         latency: float = 0.0,
     ) -> None:
         self.ranks, self.ranks_per_host = ranks, ranks_per_host
@@ -213,12 +197,12 @@ class Network:
             if name in here:
                 _run(f"ip netns del {name}")
 
-    def run(self, command: Sequence[str], *, pinned: bool = True) -> int:
+    def run(self, command: Sequence[str], *, pinned: bool = False) -> int:
         """Run a command on every rank; the status of the first that fails, or 0. The others are
         ended then.
 
         Args:
-            pinned: a rank has cores of its own, or else only as many threads.
+            pinned: a rank has cores of its own; otherwise only as many threads.
         """
         cores = sorted(os.sched_getaffinity(0))
         processes: list[subprocess.Popen[Any]] = []
@@ -254,12 +238,12 @@ class Network:
             ["ip", "netns", "exec", host, *command], cwd=_ROOT, env=os.environ | environment
         )
 
-    def on_ranks(self, work: Callable[..., Any], *args: Any, pinned: bool = True) -> Any:
+    def on_ranks(self, work: Callable[..., Any], *args: Any) -> Any:
         """Call ``work(*args)`` on every rank of a gloo group; what it returned on the first."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "work"
             file.write_bytes(pickle.dumps((work, args)))
-            status = self.run([sys.executable, "-m", __name__, _WORK, str(file)], pinned=pinned)
+            status = self.run([sys.executable, "-m", __name__, _WORK, str(file)])
             if status:
                 raise RuntimeError(f"a rank failed with status {status}; it wrote why")
             return pickle.loads(file.read_bytes())
@@ -280,7 +264,7 @@ def _work(file: Path) -> None:
     dist.destroy_process_group()
 
 
-def limit(rate: Rate, former: Rate) -> None:
+def limit(rate: str, former: str) -> None:
     """From within a rank: let every host send at ``rate`` from now on."""
     dist.barrier()
     if rate != former and os.environ["LOCAL_RANK"] == "0":
@@ -297,24 +281,20 @@ def sent_bytes() -> int:
 
 def existing() -> list[str]:
     """Names of all namespaces of this benchmark on this machine."""
-    names = (line.split()[0] for line in _run("ip netns list").splitlines() if line.strip())
-    return [name for name in names if _NAME.match(name)]
+    return re.findall(rf"^{_PREFIX}-\d+-\w+", _run("ip netns list"), re.MULTILINE)
 
 
-def remove_stale() -> list[str]:
-    """Remove the namespaces of runs whose process is gone; returns their names."""
-    stale = []
+def remove_stale() -> None:
+    """Remove the namespaces of runs whose process is gone."""
     for name in existing():
-        found = _NAME.match(name)
-        if found and not Path(f"/proc/{found[1]}").exists():
+        process = name.split("-")[1]
+        if not Path(f"/proc/{process}").exists():
             try:
                 _run(f"ip netns del {name}")
             except NetworkUnavailable:
                 # Another run that begins now may have been quicker.
                 if name in existing():
                     raise
-            stale.append(name)
-    return stale
 
 
 def _start_delayer(tag: str, latency: float, hosts: Sequence[str]) -> subprocess.Popen[Any]:
@@ -342,10 +322,9 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 def _set_congestion_control(namespace: str) -> None:
     setting, inside = "/proc/sys/net/ipv4/tcp_%s", f"ip netns exec {namespace}"
-    allowed = _run(f"{inside} cat {setting % 'allowed_congestion_control'}")
-    chosen = next((name for name in _CONGESTION_CONTROL if name in allowed.split()), None)
-    if chosen:
-        _run(f"{inside} sh -c 'echo {chosen} > {setting % 'congestion_control'}'")
+    allowed = _run(f"{inside} cat {setting % 'allowed_congestion_control'}").split()
+    for name in [name for name in _CONGESTION_CONTROL if name in allowed][:1]:
+        _run(f"{inside} sh -c 'echo {name} > {setting % 'congestion_control'}'")
 
 
 def _run(command: str) -> str:
@@ -362,16 +341,15 @@ def main() -> int:
         _work(Path(sys.argv[2]))
         return 0
     parser = argparse.ArgumentParser(prog="python -m benchmarks.network.launch")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks, each on a host of its own")
-    parser.add_argument(
-        "--rate", type=Rate.parse, required=True, help="what a host may send: 1gbit"
-    )
-    parser.add_argument("script", help="Python file to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, help="ranks, each on a host of its own")
+    add("--rate", type=rates, required=True, help="what a host may send: 1gbit")
+    add("script", help="Python file to run")
+    add("arguments", nargs=argparse.REMAINDER, help="of the script")
     args = parser.parse_args()
     try:
-        with Network(args.ranks, rate=args.rate) as network:
-            return network.run([sys.executable, args.script, *args.arguments])
+        with Network(args.ranks, rate=args.rate[0]) as network:
+            return network.run([sys.executable, args.script, *args.arguments], pinned=True)
     except NetworkUnavailable as error:
         print(f"launch: {error}", file=sys.stderr)
         return 2

@@ -108,16 +108,15 @@ def direction(name: str) -> Iterator[None]:
 
 def payload_bytes(kind: str, sent: Tensor, world_size: int) -> int:
     """Bytes that a rank must send to others for a collective whose input is ``sent``."""
-    size = sent.numel() * sent.element_size()
-    if kind == "receive":
-        return 0
-    if kind == "send":
-        return size
-    if kind == "all_gather":
-        return size * (world_size - 1)
-    if kind == "all_reduce":
-        return 2 * size * (world_size - 1) // world_size
-    return size * (world_size - 1) // world_size
+    size, others = sent.numel() * sent.element_size(), world_size - 1
+    return {
+        "receive": 0,
+        "send": size,
+        "all_gather": size * others,
+        "all_reduce": 2 * size * others // world_size,
+        "reduce_scatter": size * others // world_size,
+        "all_to_all": size * others // world_size,
+    }[kind]
 
 
 class _TimedWork(dist.Work):

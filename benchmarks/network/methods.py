@@ -19,7 +19,7 @@ import tagc
 from tagc.costs import is_automatic
 
 from ..records import Record
-from .launch import UNLIMITED, Rate
+from .launch import UNLIMITED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,6 @@ METHODS = {
 # Measured by default, besides all of the above but sites.
 _POLICIES = ("loco-4bit@bf16", "hybrid", "hosts", "thrifty", "stateless", "auto")
 DEFAULT = (*(name for name, method in METHODS.items() if not method.apart), *_POLICIES)
-QUICK = ("fp32-messages", "bf16-wire-messages", "hybrid")
 
 
 def resolve(name: str) -> Method:
@@ -215,11 +214,11 @@ def keys(args: argparse.Namespace, ranks: int) -> Iterator[tuple[Record, Method 
 
 
 def cell_key(
-    args: argparse.Namespace, ranks: int, rate: Rate, method: Method | None = None
+    args: argparse.Namespace, ranks: int, rate: str, method: Method | None = None
 ) -> Record:
     """Everything that the numbers of a cell depend on, except the machine."""
     kind = "link" if method is None else "sites" if method.apart else "step"
-    key: Record = {"kind": kind, "ranks": ranks, "rate": str(rate)}
+    key: Record = {"kind": kind, "ranks": ranks, "rate": rate}
     key["settings"] = asdict(args.settings)
     if args.ranks_per_host > 1:
         key["ranks_per_host"] = args.ranks_per_host

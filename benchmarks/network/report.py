@@ -15,7 +15,7 @@ from tagc.costs.link import GLOO_REDUCE_SCATTER
 
 from ..figure import Curve, Panel, draw
 from ..records import Record, markdown
-from .launch import UNLIMITED, Rate
+from .launch import UNLIMITED, bits_per_second, burst, label
 
 # What others are compared with: dense fp32 without gloo's waste, in both directions of the link
 # at once, as tagc's messages travel.
@@ -50,7 +50,6 @@ def table(cells: Sequence[Record]) -> str:
             step_table(r),
             bytes_table(r),
             sites_table(r),
-            link_table(r),
             predicted_table(r),
         ]
     about = {c["key"]["method"]: c["about"] for c in cells if "method" in c["key"]}
@@ -60,23 +59,18 @@ def table(cells: Sequence[Record]) -> str:
 
 def plots(cells: Sequence[Record], folder: Path) -> list[Path]:
     """Step time by bandwidth."""
+    rate, seconds = "what a host may send (Mbit/s)", "step time (s)"
     panels = [
-        Panel(
-            title=r.title,
-            x="what a host may send (Mbit/s)",
-            y="step time (s)",
-            curves=[_curve(r, method) for method in r.methods],
-            log="xy",
-        )
+        Panel(r.title, rate, seconds, [_curve(r, method) for method in r.methods], log="xy")
         for r in group(cells)
     ]
     return [draw(panels, folder / "network-step-time.png")]
 
 
 def _curve(r: Group, method: str) -> Curve:
-    found = ((rate.bits_per_second, r.step_seconds(method, rate)) for rate in r.rates)
-    points = [(bits / 1e6, seconds) for bits, seconds in found if bits and seconds]
-    return Curve(label=method, x=[x for x, _ in points], y=[y for _, y in points])
+    limited = (rate for rate in r.rates if rate != UNLIMITED)
+    found = ((bits_per_second(rate) / 1e6, r.step_seconds(method, rate)) for rate in limited)
+    return Curve(method, [(bits, seconds) for bits, seconds in found if seconds])
 
 
 def predicted_table(r: Group) -> str:
@@ -87,7 +81,7 @@ def predicted_table(r: Group) -> str:
         if any(miss is not None for miss in misses):
             shown = ["-" if miss is None else f"{100 * miss:+.0f}%" for miss in misses]
             rows.append([f"`{name}`", *shown])
-    header = ["predicted less measured", *(rate.label for rate in r.rates)]
+    header = ["predicted less measured", *(label(rate) for rate in r.rates)]
     return markdown(header, rows) if rows else ""
 
 
@@ -109,7 +103,7 @@ def step_table(r: Group) -> str:
             else:
                 row.append(f"{seconds:.3f} s ({reference / seconds:.2f}×)")
         rows.append(row)
-    return markdown(["step time", "compute", *(rate.label for rate in r.rates)], rows)
+    return markdown(["step time", "compute", *(label(rate) for rate in r.rates)], rows)
 
 
 def bytes_table(r: Group) -> str:
@@ -155,7 +149,7 @@ def sites_table(r: Group) -> str:
             seconds = statistics.fmean(cell["step_seconds"])
             name, sent = cell["key"]["method"], cell["kernel_bytes"]
             rows.append(
-                [f"`{name}`, {rate.label}", f"{seconds:.3f} s", f"{alone / seconds:.1%}",
+                [f"`{name}`, {label(rate)}", f"{seconds:.3f} s", f"{alone / seconds:.1%}",
                  f"{sent / 1e3:.1f}", "-" if sent == least else f"{least / sent:.2f}", "-", "-"]
             )  # fmt: skip
         for name, cell in found:
@@ -164,7 +158,7 @@ def sites_table(r: Group) -> str:
             step = statistics.median(seconds for seconds, _ in periods) / every
             rows.append(
                 [
-                    f"{name}, {rate.label}",
+                    f"{name}, {label(rate)}",
                     f"{step:.3f} s",
                     f"{statistics.median(shares):.1%} ({shares[0]:.1%} to {shares[-1]:.1%})",
                     f"{sent / 1e3:.1f}",
@@ -184,23 +178,6 @@ def _site_label(cell: Record) -> str:
     taken = cell["key"].get("step_time")
     elsewhere = "" if taken is None else f", {format_seconds(taken)} elsewhere"
     return f"`{cell['key']['method']}`{elsewhere}"
-
-
-def link_table(r: Group) -> str:
-    """What the links really do: payload rate of large messages, latency of small ones."""
-    rows = []
-    for rate in r.rates:
-        cells = r.find("link", rate)
-        if not cells:
-            continue
-        row = [rate.label]
-        for probe in ("exchange", "all_gather"):
-            bits = statistics.fmean(c[f"{probe}_rate"] for c in cells)
-            seconds = statistics.fmean(c[f"{probe}_latency"] for c in cells)
-            row.append(f"{bits / 1e6:.0f} Mbit/s, {seconds * 1e3:.2f} ms")
-        rows.append(row)
-    header = ["link", "messages, receives first", "gloo's all-gather"]
-    return markdown(header, rows) if rows else ""
 
 
 def _facts(cells: Sequence[Record]) -> str:
@@ -253,17 +230,16 @@ class Group:
         return list(dict.fromkeys(c["key"]["method"] for c in self.cells if "method" in c["key"]))
 
     @property
-    def rates(self) -> list[Rate]:
+    def rates(self) -> list[str]:
         """The links, fastest first."""
-        found = {Rate.parse(c["key"]["rate"]) for c in self.cells if "rate" in c["key"]}
-        return sorted(found, key=lambda r: -(r.bits_per_second or float("inf")))
+        return sorted({c["key"]["rate"] for c in self.cells}, key=bits_per_second, reverse=True)
 
-    def find(self, kind: str, rate: Rate, method: str | None = None) -> list[Record]:
+    def find(self, kind: str, rate: str, method: str | None = None) -> list[Record]:
         """Cells of a kind on a link; older records have several passes."""
-        wanted = {"kind": kind, "rate": str(rate)} | ({"method": method} if method else {})
+        wanted = {"kind": kind, "rate": rate} | ({"method": method} if method else {})
         return [cell for cell in self.cells if wanted.items() <= cell["key"].items()]
 
-    def step_seconds(self, method: str, rate: Rate) -> float | None:
+    def step_seconds(self, method: str, rate: str) -> float | None:
         """Median step time over all passes."""
         seconds = [s for cell in self.find("step", rate, method) for s in cell["step_seconds"]]
         return statistics.median(seconds) if seconds else None
@@ -284,7 +260,7 @@ def group(cells: Iterable[Record]) -> list[Group]:
     return [Group(*about, mine) for about, mine in found.values()]
 
 
-def predicted_miss(r: Group, method: str, rate: Rate) -> float | None:
+def predicted_miss(r: Group, method: str, rate: str) -> float | None:
     """The step that the model behind ``tagc advise`` predicts, less the measured one, relative to
     it; medians over the passes. None on the unlimited link, which the model starts from, where it
     says nothing, and on hosts of several ranks, whose bytes inside a host the ledger does not tell
@@ -348,10 +324,9 @@ def predicted_seconds(
         ).seconds(traffic, ranks)
         for p in (probe, free)
     )
-    rate, compute = Rate.parse(cell["key"]["rate"]), unlimited["compute_seconds"]
-    if rate.bits_per_second is not None:
-        # The bucket is full at every exchange, if the rank computed long enough before it.
-        exchanges = others + sends / (ranks - 1)
-        here -= min(8 * rate.burst * exchanges / rate.bits_per_second, compute)
+    rate, compute = cell["key"]["rate"], unlimited["compute_seconds"]
+    # The bucket is full at every exchange, if the rank computed long enough before it.
+    exchanges = others + sends / (ranks - 1)
+    here -= min(8 * burst(rate) * exchanges / bits_per_second(rate), compute)
     waited = statistics.median(unlimited["communication_seconds"])
     return compute + waited + max(0.0, here - there)

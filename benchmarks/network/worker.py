@@ -27,7 +27,7 @@ from tagc.plan.sites import exchange_bytes
 from ..records import Record, Results, machine
 from . import ledger
 from .baselines import all_gather, exchange
-from .launch import UNLIMITED, Rate, limit, sent_bytes
+from .launch import UNLIMITED, bits_per_second, label, limit, sent_bytes
 from .methods import ALONE, Method, cell_key, keys
 from .training import Trainer
 
@@ -71,7 +71,7 @@ class _Rank:
         for method in dict.fromkeys(m for _, m in missing if m is not None):
             self._settle(method)
         for key, method in missing:
-            rate = Rate.parse(key["rate"])
+            rate = key["rate"]
             self._limit(rate)
             if method is None:
                 numbers = self._link()
@@ -89,10 +89,10 @@ class _Rank:
             self._results.add(key, self._facts | load | numbers, write=dist.get_rank() == 0)
             if dist.get_rank() == 0:
                 name = "messages" if method is None else method.name
-                said = f"{self._ranks} ranks  {rate.label:10}  {name:16}  {about}"
+                said = f"{self._ranks} ranks  {label(rate):10}  {name:16}  {about}"
                 print(said, file=sys.stderr, flush=True)
 
-    def _limit(self, rate: Rate) -> None:
+    def _limit(self, rate: str) -> None:
         limit(rate, self._rate)
         self._rate = rate
 
@@ -126,7 +126,7 @@ class _Rank:
             trainer.step()
         dist.barrier()
 
-    def _steps(self, rate: Rate, method: Method) -> Record:
+    def _steps(self, rate: str, method: Method) -> Record:
         """Timed steps, and what they send: of a step's seconds the slowest rank's, of the rest the
         mean. The kernel's bytes, and tagc's beside them, are those of a whole host."""
         if method.measures_link:
@@ -167,14 +167,12 @@ class _Rank:
             "parameters": trainer.parameters,
         }  # fmt: skip
 
-    def _expected_seconds(self, rate: Rate, method: Method) -> float:
+    def _expected_seconds(self, rate: str, method: Method) -> float:
         unlimited = self._results.get(cell_key(self._args, self._ranks, UNLIMITED, method))
         if unlimited is None:
             return 1.0
         seconds = statistics.median(unlimited["step_seconds"])
-        if rate.bits_per_second is None:
-            return seconds
-        return seconds + 8 * unlimited["kernel_bytes"] / rate.bits_per_second
+        return seconds + 8 * unlimited["kernel_bytes"] / bits_per_second(rate)
 
     def _sites(self, method: Method) -> Record:
         """Steps as a site, in turns with as many without any exchange. A period is from the middle

@@ -14,7 +14,7 @@ Four comparisons, which share one training loop; the first three run on CPUs, ov
 | ``methods.py``, ``settings.py`` | what is compared; model, recipe and settings |
 | ``training.py`` | one run, as each of its ranks does it |
 | ``runs.py``, ``gpu.py`` | which runs to make, and the ranks that make them |
-| ``report.py`` | tables and plots from the records alone |
+| ``report.py`` | tables from the records alone |
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from functools import partial
 
 import tagc
 
-from ..records import add_outputs
+from ..records import Record, add_outputs
 from . import gpu
 from .methods import LINES, METHODS, QUICK, Method, method_of
-from .report import plots, table
+from .report import table
 from .runs import Comparison, listed_runs, make, paired_runs, results_of, sweep_runs
 from .settings import NANO, NANO_RECIPE, SETTINGS, Run, Shape
 
-__all__ = ["about", "add_arguments", "plots", "run", "table"]
+__all__ = ["about", "add_arguments", "run", "table"]
 
 about = "training loss with each codec, feedback and policy, on real ranks"
 
@@ -69,11 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared = comparisons.add_parser("gpu", help="100 M parameters on ranks that share a GPU")
     gpu.add_arguments(shared)
     for comparison in (sweep, paired, untuned, shared):
-        add_outputs(comparison, "runs/quality.jsonl", plots=comparison is sweep)
+        add_outputs(comparison, "runs/quality.jsonl", plots=False)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Make the runs that are missing, print the table."""
+def run(args: argparse.Namespace) -> list[Record]:
+    """Make the runs that are missing."""
     if args.comparison == "gpu":
         gpu.run(args)
     else:
@@ -82,14 +82,7 @@ def run(args: argparse.Namespace) -> int:
             make(args.comparison, runs, args.json)
         except KeyboardInterrupt:
             print("interrupted; the same command goes on", file=sys.stderr)
-    records = results_of(args.comparison, args.json).records
-    if not records:
-        return 130
-    print("\n" + table(records))
-    if getattr(args, "plots", None):
-        for file in plots(records, args.plots):
-            print(f"wrote {file}")
-    return 0
+    return results_of(args.comparison, args.json).records
 
 
 def _names(asked: str | None, default: tuple[str, ...]) -> list[str]:
