@@ -24,6 +24,7 @@ from tagc.collect import transport
 from tagc.handle import wrapper
 
 _PATIENCE = 300.0  # seconds
+_SUM = dist.ReduceOp.SUM
 
 
 @contextmanager
@@ -162,13 +163,9 @@ class _Meetings:
         return self._finished(async_op)
 
     def reduce_scatter(
-        self,
-        output: Tensor,
-        input: Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
+        self, output: Tensor, input: Tensor, op: Any = _SUM, group: Any = None,
         async_op: bool = False,
-    ) -> _Done | None:
+    ) -> _Done | None:  # fmt: skip
         mine = [sent.view(self._ranks, -1)[self._rank] for sent in self._sent(input, group)]
         output.view(-1).copy_(_reduced(mine, op))
         return self._finished(async_op)
@@ -184,26 +181,19 @@ class _Meetings:
         raise NotImplementedError("no policy here sends rows of their own sizes")
 
     def all_reduce(
-        self,
-        tensor: Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
+        self, tensor: Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False
     ) -> _Done | None:
         tensor.detach().copy_(_reduced(self._sent(tensor, group), op).view(tensor.shape))
         return self._finished(async_op)
 
 
 def _reduced(rows: list[Tensor], op: Any) -> Tensor:
-    stacked = torch.stack(rows)
+    ops = dist.ReduceOp
     for known, reduce in (
-        (dist.ReduceOp.SUM, torch.sum),
-        (dist.ReduceOp.AVG, torch.mean),
-        (dist.ReduceOp.MAX, torch.amax),
-        (dist.ReduceOp.MIN, torch.amin),
-    ):
+        (ops.SUM, torch.sum), (ops.AVG, torch.mean), (ops.MAX, torch.amax), (ops.MIN, torch.amin),
+    ):  # fmt: skip
         if op == known:
-            return reduce(stacked, dim=0)
+            return reduce(torch.stack(rows), dim=0)
     raise ValueError(f"unknown reduction {op}")
 
 

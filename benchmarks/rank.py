@@ -37,49 +37,35 @@ _POLICIES = ("hybrid", "loco-4bit", "one-bit", "attn-only", "thrifty")
 _TIMED = 5
 
 
-class Attention(nn.Module):
-    """Causal attention, named as policies expect."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(width, width, bias=False) for _ in range(4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    """A gated one."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
-    """A layer of the model."""
+    """Causal attention and a gated MLP, named as policies expect."""
 
     def __init__(self, width: int, inner: int, heads: int) -> None:
         super().__init__()
+        sizes = {
+            "gate_proj": (width, inner),
+            "up_proj": (width, inner),
+            "down_proj": (inner, width),
+        }
+        self.heads = heads
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.self_attn, self.mlp = Attention(width, heads), MLP(width, inner)
+        self.self_attn = nn.ModuleDict(
+            {f"{name}_proj": nn.Linear(width, width, bias=False) for name in "qkvo"}
+        )
+        self.mlp = nn.ModuleDict(
+            {name: nn.Linear(*size, bias=False) for name, size in sizes.items()}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        attn, mlp, y = self.self_attn, self.mlp, self.norm1(x)
+        q, k, v = (
+            attn[f"{name}_proj"](y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for name in "qkv"
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + attn["o_proj"](mixed.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
 
 
 class Net(nn.Module):

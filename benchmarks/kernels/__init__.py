@@ -40,10 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sizes to measure instead: 22 for 2^22 elements",
     )  # fmt: skip
     add("--list", action="store_true", help="print the names of the cases and exit")
-    add("--threads", type=int, default=1, help="threads of torch on the CPU (default: 1)")
-    add("--warm", action="store_true",
-        help="leave the CPU's caches as the contender before left them (default: flush them)",
-    )  # fmt: skip
     add("--time-limit", type=float, default=float("inf"), metavar="SECONDS",
         help="start no further case after this many seconds",
     )  # fmt: skip
@@ -55,8 +51,6 @@ def run(args: argparse.Namespace) -> list[Record] | int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device here")
-    if device.type == "cuda" and args.warm:
-        raise ValueError("--warm is for --device cpu: a GPU's cache is always flushed")
     cases = select(device.type, args.filter, args.sizes, quick=args.quick)
     if args.list or not cases:
         print("\n".join(case.name for case in cases) or "no case matches", flush=True)
@@ -64,7 +58,7 @@ def run(args: argparse.Namespace) -> list[Record] | int:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     threads = torch.get_num_threads()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     try:
         return _measured(args, cases, device)
     finally:
@@ -74,7 +68,7 @@ def run(args: argparse.Namespace) -> list[Record] | int:
 def _measured(args: argparse.Namespace, cases: list, device: torch.device) -> list[Record]:
     # Turns on a GPU are short; the host's first ones, which compile, do not count.
     budget = 0.25 if args.quick or device.type == "cuda" else 1.0
-    clock, started = clock_for(device, cold=not args.warm), time.monotonic()
+    clock, started = clock_for(device), time.monotonic()
 
     def runs() -> Iterator[tuple[str, Callable[[], Record]]]:
         for done, case in enumerate(cases):
@@ -94,7 +88,6 @@ def _measured(args: argparse.Namespace, cases: list, device: torch.device) -> li
 def _words(args: argparse.Namespace, device: torch.device) -> list[str]:
     """What repeats this, without the files that it writes."""
     words = ["--device", device.type]
-    words += [f"--{name}" for name in ("quick", "warm") if getattr(args, name)]
+    words += ["--quick"] if args.quick else []
     words += ["--sizes", *map(str, args.sizes)] if args.sizes else []
-    words += [word for pattern in args.filter for word in ("--filter", pattern)]
-    return words + (["--threads", str(args.threads)] if args.threads != 1 else [])
+    return words + [word for pattern in args.filter for word in ("--filter", pattern)]

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,15 +24,9 @@ class Timed:
     before: Callable[[], object] = lambda: None
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Medians of one contender.
-
-    Attributes:
-        seconds: time on the device.
-        host_seconds: until the call returned; less than ``seconds`` if nothing waits for a GPU.
-        repeats: runs behind the medians.
-    """
+class Timing(NamedTuple):
+    """Medians of one contender's ``repeats``: seconds on the device, and until the call returned,
+    which is less if nothing waits for a GPU."""
 
     seconds: float
     host_seconds: float
@@ -50,26 +44,19 @@ class HostClock:
     begins, the caches hold neither its operands nor its code nor Python's. With warm caches, times
     depend on the contender that ran before: a copy of 4 MB takes 0.15 ms if its operands are still
     cached, and 0.33 ms after a contender with large temporary tensors.
-
-    Args:
-        cold: False to leave the caches as the previous contender and ``before`` left them.
     """
+
+    about = "median wall-clock time; caches flushed before every run"
 
     # More than the caches that a core of the usual servers has to itself or shares with few.
     _FLUSHED = 128 << 20
 
-    def __init__(self, cold: bool = True) -> None:
-        self.about = "median wall-clock time; " + (
-            "caches flushed before every run"
-            if cold
-            else "caches as the previous contender left them"
-        )
-        self._flush = torch.zeros(self._FLUSHED // 4) if cold else None
+    def __init__(self) -> None:
+        self._flush = torch.zeros(self._FLUSHED // 4)
 
     def __call__(self, timed: Timed) -> tuple[float, float]:
         timed.before()
-        if self._flush is not None:
-            self._flush.add_(1.0)
+        self._flush.add_(1.0)
         start = time.perf_counter()
         timed.run()
         elapsed = time.perf_counter() - start
@@ -110,9 +97,9 @@ class CudaClock:
         return start.elapsed_time(end) / 1e3, host
 
 
-def clock_for(device: torch.device, *, cold: bool = True) -> HostClock | CudaClock:
-    """The clock of a device; on a GPU caches are always cold."""
-    return CudaClock(device) if device.type == "cuda" else HostClock(cold)
+def clock_for(device: torch.device) -> HostClock | CudaClock:
+    """The clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 def interleaved(

@@ -80,15 +80,11 @@ def install() -> None:
     UnitGatherer.gather = gather
 
 
-def reset() -> Tally:
-    """Start counting from zero; returns the tally that counts from here."""
+def tally(*, reset: bool = False) -> Tally:
+    """The tally that counts now, or one that counts from here."""
     global _tally
-    _tally = Tally()
-    return _tally
-
-
-def tally() -> Tally:
-    """The tally that counts now."""
+    if reset:
+        _tally = Tally()
     return _tally
 
 

@@ -41,7 +41,7 @@ class Settings:
     micro_batches: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Method:
     """One way to train.
 
@@ -71,10 +71,7 @@ class Method:
         mixed."""
         content = asdict(self) | {"name": "", "about": ""}
         # So that it is that of earlier results.
-        if self.ddp is None:
-            content.pop("ddp")
-        if not self.apart:
-            content.pop("apart")
+        content = {k: v for k, v in content.items() if v or k not in ("ddp", "apart")}
         if self.policy is not None:
             content["policy"] = tagc.Policy.load(self.policy).hash
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
@@ -82,12 +79,10 @@ class Method:
     @property
     def measures_link(self) -> bool:
         """Whether it chooses by the link that it finds, and so has to be made anew on each."""
-        if self.policy is None:
-            return False
-        return is_automatic(tagc.Policy.load(self.policy))
+        return self.policy is not None and is_automatic(tagc.Policy.load(self.policy))
 
 
-TAGC_PAPER: dict[str, Any] = {
+_TAGC_PAPER = {
     "schema": 1,
     "about": "The TAGC paper's parameters and density, symbols of one element, no warm-up.",
     "gradients": [
@@ -98,76 +93,47 @@ TAGC_PAPER: dict[str, Any] = {
         }
     ],
 }
-
 _MATRICES = {"role": ["attention", "mlp", "embedding", "head", "other"]}
-ZERO_PLUS_PLUS: dict[str, Any] = {
+_FOUR_BITS = {"codec": {"kind": "quantized", "bits": 4}, "feedback": {"kind": "none"}}
+_EIGHT_BITS = {"codec": {"kind": "quantized", "bits": 8, "keep_for_backward": True}}
+_ZERO_PLUS_PLUS = {
     "schema": 1,
     "about": "In the manner of ZeRO++: parameters in 8 bits, across hosts in forward only, and "
     "gradients in 4 bits without feedback.",
-    "gradients": [
-        {
-            "when": _MATRICES,
-            "codec": {"kind": "quantized", "bits": 4},
-            "feedback": {"kind": "none"},
-        }
-    ],
-    "parameters": [
-        {"when": _MATRICES, "codec": {"kind": "quantized", "bits": 8, "keep_for_backward": True}}
-    ],
+    "gradients": [{"when": _MATRICES, **_FOUR_BITS}],
+    "parameters": [{"when": _MATRICES, **_EIGHT_BITS}],
 }
 
-ALONE = Method(name="alone", about="no exchange between ranks", apart=True)
+
+def _delayed(name: str, delay: int) -> Method:
+    sites = {"every": 32, "delay": delay, "alpha": 0.5}
+    policy = {"schema": 1, "extends": "sites", "sites": sites}
+    about = f"policy sites, training goes on for {delay} steps, alpha 0.5"
+    return Method(name, about, policy=policy, apart=True)
+
+
+ALONE = Method("alone", "no exchange between ranks", apart=True)
 """What sites are compared with."""
 
-METHODS = {
-    method.name: method
-    for method in (
-        Method(name="fp32-gloo", about="dense FSDP2, fp32, gloo's own collectives"),
-        Method(name="fp32-messages", about="dense FSDP2, fp32, by messages", wire="float32"),
-        Method(
-            name="bf16-gloo",
-            about="FSDP2 with MixedPrecisionPolicy(bf16, bf16), gloo's own collectives",
-            mixed_precision=True,
-        ),
-        Method(
-            name="bf16-wire-messages",
-            about="dense FSDP2, compute and sums in fp32, bf16 on the wire, by messages",
-            wire="bfloat16",
-        ),
-        Method(
-            name="tagc-paper",
-            about="the TAGC paper's parameters and density 0.2, no warm-up",
-            policy=TAGC_PAPER,
-        ),
-        Method(name="ddp-fp32", about="DDP, gloo's own all-reduce", ddp="plain"),
-        Method(name="ddp-bf16", about="DDP with torch's hook for bf16", ddp="bf16"),
-        Method(
-            name="ddp-powersgd",
-            about="DDP with torch's PowerSGD hook, rank 4, one bucket",
-            ddp="PowerSGD",
-        ),
-        Method(
-            name="zero++-like",
-            about="in the manner of ZeRO++ (2306.10209): parameters in 8 bits in each forward, "
-            "gradients in 4 bits without feedback",
-            policy=ZERO_PLUS_PLUS,
-        ),
-        *(
-            Method(
-                name=name,
-                about=f"policy sites, training goes on for {delay} steps, alpha 0.5",
-                policy={
-                    "schema": 1,
-                    "extends": "sites",
-                    "sites": {"every": 32, "delay": delay, "alpha": 0.5},
-                },
-                apart=True,
-            )
-            for name, delay in (("sites-delayed", 4), ("sites-delayed-8", 8))
-        ),
-    )
-}
-
+_ALL = (
+    Method("fp32-gloo", "dense FSDP2, fp32, gloo's own collectives"),
+    Method("fp32-messages", "dense FSDP2, fp32, by messages", wire="float32"),
+    Method("bf16-gloo", "FSDP2 with MixedPrecisionPolicy(bf16, bf16), gloo's own collectives",
+           mixed_precision=True),
+    Method("bf16-wire-messages", wire="bfloat16",
+           about="dense FSDP2, compute and sums in fp32, bf16 on the wire, by messages"),
+    Method("tagc-paper", "the TAGC paper's parameters and density 0.2, no warm-up",
+           policy=_TAGC_PAPER),
+    Method("ddp-fp32", "DDP, gloo's own all-reduce", ddp="plain"),
+    Method("ddp-bf16", "DDP with torch's hook for bf16", ddp="bf16"),
+    Method("ddp-powersgd", "DDP with torch's PowerSGD hook, rank 4, one bucket", ddp="PowerSGD"),
+    Method("zero++-like", policy=_ZERO_PLUS_PLUS,
+           about="in the manner of ZeRO++ (2306.10209): parameters in 8 bits in each forward, "
+           "gradients in 4 bits without feedback"),
+    _delayed("sites-delayed", 4),
+    _delayed("sites-delayed-8", 8),
+)  # fmt: skip
+METHODS = {method.name: method for method in _ALL}
 # Measured by default, besides all of the above but sites.
 _POLICIES = ("loco-4bit@bf16", "hybrid", "hosts", "thrifty", "stateless", "auto")
 DEFAULT = (*(name for name, method in METHODS.items() if not method.apart), *_POLICIES)

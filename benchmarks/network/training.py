@@ -62,27 +62,17 @@ class Trainer:
         self.parameters = sum(p.numel() for p in model.parameters())
         self._model = _shard(model, method, mesh, self.ranks_per_host)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=_RATE, betas=(0.9, 0.95))
-        self._sites = None
+        # Of a site: the handle, and the optimizer steps between two exchanges.
+        self.sites: Any = None
+        self.every = 0
         if method.apart and method.policy is not None:
-            self._sites = tagc.sites(self._model, self._optimizer, method.policy)
-
-    @property
-    def sites(self) -> tagc.Sites:
-        """The handle, if this rank is a site."""
-        assert self._sites is not None
-        return self._sites
-
-    @property
-    def every(self) -> int:
-        """Optimizer steps between two exchanges of this site."""
-        config = self.sites.plan().policy.sites
-        assert config is not None
-        return config.every
+            self.sites = tagc.sites(self._model, self._optimizer, method.policy)
+            self.every = self.sites.plan().policy.sites.every
 
     @property
     def settle_steps(self) -> int:
         """Steps before this method's time and bytes are those of the long run."""
-        if self._sites is not None:
+        if self.sites is not None:
             # One exchange; the next ones are in the middle of the periods that are timed.
             return self.every + self.every // 2
         warm_up = self._compressor.plan().warmup_steps if self._compressor else 0
@@ -96,13 +86,6 @@ class Trainer:
             return {}
         metrics = self._compressor.metrics()
         return {"gradients": metrics.wire_bytes, "parameters": metrics.parameter_wire_bytes}
-
-    @property
-    def _adds_up_inside(self) -> bool:
-        """Whether a micro-batch's gradients can wait inside the host."""
-        return (
-            self.method.policy is not None and self.method.ddp is None and self.ranks_per_host > 1
-        )
 
     @property
     def _compressor(self) -> tagc.Compressor | None:
@@ -128,12 +111,12 @@ class Trainer:
             for step in range(s.micro_batches * self.steps, s.micro_batches * (self.steps + 1))
         ]
         waited, start = ledger.tally().seconds, time.perf_counter()
+        # A micro-batch's gradients can wait inside the host.
+        waits = self.method.policy is not None and self.ranks_per_host > 1
         for i, (tokens, targets) in enumerate(batches, start=1):
-            if s.micro_batches > 1 and self._adds_up_inside:
-                assert isinstance(self._model, FSDPModule)
+            if waits and isinstance(self._model, FSDPModule):
                 self._model.set_requires_all_reduce(i == s.micro_batches)
-            loss = self._model(tokens, targets) / s.micro_batches
-            loss.backward()
+            (self._model(tokens, targets) / s.micro_batches).backward()
         with ledger.direction(ledger.OTHER):
             clip(self._model.parameters(), 1.0)
         self._optimizer.step()
@@ -147,7 +130,16 @@ def _shard(model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: i
     if method.apart:
         return model
     if method.ddp is not None:
-        return _replicate(model, method, mesh, ranks_per_host)
+        model = _replicate(model, method, mesh)
+    else:
+        _shard_blocks(model, method, mesh, ranks_per_host)
+    if method.policy is None:
+        return model
+    hosts = ranks_per_host if ranks_per_host > 1 else None
+    return tagc.wrap(model, method.policy, hosts=hosts)
+
+
+def _shard_blocks(model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: int) -> None:
     bf16 = torch.bfloat16 if method.mixed_precision else None
     for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
         precision = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
@@ -160,26 +152,14 @@ def _shard(model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: i
                 module.set_custom_all_gather(MessageAllGather(wire, hosts))
                 if method.policy is None:
                     module.set_custom_reduce_scatter(MessageReduceScatter(wire, hosts))
-    if method.policy is None:
-        return model
-    return tagc.wrap(model, method.policy, hosts=_neighbours(ranks_per_host))
 
 
-def _neighbours(ranks_per_host: int) -> int | None:
-    return ranks_per_host if ranks_per_host > 1 else None
-
-
-def _replicate(
-    model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: int
-) -> nn.Module:
-    group = mesh.get_group()
+def _replicate(model: nn.Module, method: Method, mesh: DeviceMesh) -> nn.Module:
     if method.ddp == "PowerSGD":
         return with_powersgd(model, rank=4, first=4)
-    replicated = DistributedDataParallel(model, process_group=group)
-    if method.policy is not None:
-        return tagc.wrap(replicated, method.policy, hosts=_neighbours(ranks_per_host))
+    replicated = DistributedDataParallel(model, process_group=mesh.get_group())
     if method.ddp == "bf16":
-        replicated.register_comm_hook(group, _in_bf16)
+        replicated.register_comm_hook(mesh.get_group(), _in_bf16)
     return replicated
 
 

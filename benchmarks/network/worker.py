@@ -142,7 +142,7 @@ class _Rank:
         most = int(_CELL_SECONDS / self._expected_seconds(rate, method))
         count = max(_LEAST_STEPS, min(self._args.steps, most))
         counted, sent = trainer.tagc_bytes, sent_bytes()
-        tally = ledger.reset()
+        tally = ledger.tally(reset=True)
         took = [trainer.step() for _ in range(count)]
         # All of this rank's bytes have left once the others have what they waited for.
         kernel = (sent_bytes() - sent) / count
@@ -215,8 +215,8 @@ class _Rank:
 
     def _trainer(self, method: Method) -> Trainer:
         if method.name not in self._trainers:
-            made = Trainer(method, self._args.settings, self._mesh, self._corpus)
-            self._trainers[method.name] = made
+            trainer = Trainer(method, self._args.settings, self._mesh, self._corpus)
+            self._trainers[method.name] = trainer
         return self._trainers[method.name]
 
 

@@ -75,9 +75,8 @@ def _parameters(shape: Shape) -> int:
 def lines(policies: Sequence[str], shape: Shape, steps: int, seed: int) -> list[Run]:
     """The uncompressed run and one for each policy, all at GPT-2 small's usual rate."""
     methods = [DENSE, *(Method(name=name, policy=name) for name in policies)]
-    recipe = GPT2_RECIPE
-    if shape == _REHEARSAL:
-        recipe = replace(recipe, windows=8, evaluations=4)
+    small = {"windows": 8, "evaluations": 4} if shape == _REHEARSAL else {}
+    recipe = replace(GPT2_RECIPE, **small)
     return [
         Run(
             method=method,
@@ -130,19 +129,19 @@ def _trained(
             took = time.time() - args.started
             print(f"{took:5.0f} s  {said} {loss:.4f}", file=sys.stderr, flush=True)
 
-    found = train(run, device, corpus, note)
+    found = _train(run, device, corpus, note)
     if device.type == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-    _free(device)
     return found
 
 
-def _free(device: torch.device) -> None:
-    """Leave a line's memory to the next, and to the other ranks."""
+def _train(run: Run, device: torch.device, corpus: Any, note: Any) -> Record:
+    # The line before leaves its memory to this one, and to the other ranks.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    return train(run, device, corpus, note)
 
 
 def _steps(args: argparse.Namespace, device: torch.device, corpus: Any) -> int:
@@ -151,7 +150,7 @@ def _steps(args: argparse.Namespace, device: torch.device, corpus: Any) -> int:
     for run in lines(args.policies, args.shape, _TRIAL, 0):
         marks: dict[int, float] = {}
         since = time.perf_counter()
-        train(run, device, corpus, lambda step, loss, at, marks=marks: marks.update({step: at}))
+        _train(run, device, corpus, lambda step, loss, at, marks=marks: marks.update({step: at}))
         took = time.perf_counter() - since
         first = min(step for step in marks if step >= _TRIAL // 2)
         step = (marks[_TRIAL] - marks[first]) / (_TRIAL - first)
@@ -160,6 +159,5 @@ def _steps(args: argparse.Namespace, device: torch.device, corpus: Any) -> int:
         if dist.get_rank() == 0:
             text = f"{run.method.name}: {1e3 * step:.0f} ms a step, {took:.0f} s in all"
             print(text, file=sys.stderr, flush=True)
-        _free(device)
     left = args.started + args.seconds * (1 - _SPARE) - time.time()
     return int((left / args.seeds - fixed) / each)

@@ -132,14 +132,9 @@ class Setting:
 
     def run(self, method: Method, rate: float, seed: int, *, kept: bool) -> Run:
         """A run in this setting."""
-        return Run(
-            method=method,
-            shape=self.shape,
-            steps=self.steps,
-            rate=rate,
-            seed=seed,
-            recipe=replace(self.recipe, kept=kept),
-        )
+        recipe = replace(self.recipe, kept=kept)
+        given = {"shape": self.shape, "steps": self.steps, "rate": rate, "seed": seed}
+        return Run(method=method, recipe=recipe, **given)
 
 
 def _with(name: str, **recipe: Any) -> Setting:
@@ -157,6 +152,8 @@ def _sites(name: str, sites: int, **recipe: Any) -> Setting:
 
 
 _DDP = replace(DENSE, ddp=True)
+_LARGE = Shape(width=544, layers=6, heads=17, ranks=2, batch=4)
+_MUON_SITES = replace(_sites("2 sites, Muon", 2, optimizer="muon"), rates=(1.8e-2,))
 
 # After the first setting, each one changes one thing. The sites have the rate of 2 ranks.
 _ALL = (
@@ -171,13 +168,8 @@ _ALL = (
     Setting(name="8 k words", shape=replace(_SMALL, vocabulary=8192), steps=400, max_rates=3),
     Setting(name="2000 steps", steps=2000),
     Setting(name="width 128, 4 layers", shape=Shape()),
-    Setting(
-        name="21.6 M parameters",  # hours: its rate is not swept
-        shape=Shape(width=544, layers=6, heads=17, ranks=2, batch=4),
-        steps=1000,
-        rates=(1e-3,),
-        max_rates=1,
-    ),
+    # Hours: its rate is not swept.
+    Setting(name="21.6 M parameters", shape=_LARGE, steps=1000, rates=(1e-3,), max_rates=1),
     _with("Muon", optimizer="muon"),
     replace(_with("SGD", optimizer="sgd"), unit=50.0),
     replace(_with("Lion", optimizer="lion"), unit=0.1),
@@ -189,13 +181,8 @@ _ALL = (
     replace(_sites("2 sites, 10000 steps", 2), steps=10_000, rates=(6e-3, 9e-3), max_rates=2),
     replace(_sites("8 sites, 3000 steps", 8), steps=3000),
     replace(_sites("8 sites, 10000 steps", 8), steps=10_000, dense=_DDP),
-    replace(_sites("2 sites, Muon", 2, optimizer="muon"), rates=(1.8e-2,)),
-    replace(_sites("2 sites, Muon, 3000 steps", 2, optimizer="muon"), rates=(1.8e-2,), steps=3000),
-    replace(
-        _sites("2 sites, Muon, 10000 steps", 2, optimizer="muon"),
-        rates=(1.8e-2,),
-        steps=10_000,
-        dense=_DDP,
-    ),
+    _MUON_SITES,
+    replace(_MUON_SITES, name="2 sites, Muon, 3000 steps", steps=3000),
+    replace(_MUON_SITES, name="2 sites, Muon, 10000 steps", steps=10_000, dense=_DDP),
 )
 SETTINGS = {setting.name: setting for setting in _ALL}

@@ -23,7 +23,6 @@ from examples.text import load_corpus
 from ..gloo import clip, with_powersgd
 from ..records import Record
 from ..tokens import in_words
-from .methods import DENSE, Method
 from .settings import BYTES, Recipe, Run, Shape
 
 _HELD_OUT = 256
@@ -55,7 +54,7 @@ def train(
     """
     shape, recipe = run.shape, run.recipe
     rank, corpus = dist.get_rank(), corpus or _corpus(shape.vocabulary)
-    model = make_model(shape, run.seed, run.method, device, half=recipe.half)
+    model = make_model(run, device)
     compressor = None
     if run.method.policy is not None and not run.method.in_sites:
         with warnings.catch_warnings():
@@ -72,9 +71,7 @@ def train(
     losses: dict[int, float] = {}
     norms: list[float] = []
     seconds = 0.0
-    done = 0
-    curve = min(_HELD_OUT, recipe.windows)
-    often = recipe.evaluations
+    done, often = 0, recipe.evaluations
     for step in range(run.steps):
         started = time.perf_counter()
         for optimizer in optimizers:
@@ -93,7 +90,7 @@ def train(
         if done == run.steps and sites is not None:
             sites.exchange()
         if done in last or done * often // run.steps != step * often // run.steps:
-            windows = recipe.windows if done in last else curve
+            windows = recipe.windows if done in last else min(_HELD_OUT, recipe.windows)
             losses[done] = _validate(model, corpus, windows, shape, device)
             if said is not None:
                 said(done, losses[done], seconds)
@@ -101,12 +98,13 @@ def train(
                 break
     ended = [losses[step] for step in last if step in losses]
     loss = math.fsum(ended) / len(ended) if done == run.steps else math.inf
+    every = max(1, run.steps // _NORMS)
     record: Record = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "bits": 32.0,
         "loss": loss if math.isfinite(loss) else None,
         "losses": {str(s): round(x, 5) for s, x in losses.items() if math.isfinite(x)},
-        "norms": [float(f"{n:.4g}") for n in norms[:: _every(run.steps)] if math.isfinite(n)],
+        "norms": [float(f"{n:.4g}") for n in norms[::every] if math.isfinite(n)],
         "step_ms": round(1e3 * seconds / done, 1),
     }
     if sites is not None:
@@ -118,30 +116,17 @@ def train(
         if bits := _bits(plan.parameters):
             record["parameter_bits"] = bits
         compressor.remove()
-    if run.method.powersgd is not None:
-        record["bits"] = _powersgd_bits(model, run.method.powersgd)
+    if run.method.powersgd is not None:  # of the two factors of each matrix
+        shapes = [p.shape for p in model.parameters() if p.ndim == 2]
+        factors = sum(run.method.powersgd * (n + m) for n, m in shapes)
+        record["bits"] = 32 * factors / sum(n * m for n, m in shapes)
     return record
 
 
-def _every(steps: int) -> int:
-    """How many steps one noted norm stands for."""
-    return max(1, steps // _NORMS)
-
-
-def make_model(
-    shape: Shape,
-    seed: int,
-    method: Method = DENSE,
-    device: torch.device = _CPU,
-    *,
-    half: bool = False,
-) -> Any:
-    """The same weights on all ranks, sharded block by block, or replicated by DDP.
-
-    Args:
-        half: for FSDP2, see ``Recipe``.
-    """
-    torch.manual_seed(seed)
+def make_model(run: Run, device: torch.device = _CPU) -> Any:
+    """The same weights on all ranks, sharded block by block, or replicated by DDP."""
+    shape, method = run.shape, run.method
+    torch.manual_seed(run.seed)
     sizes = {name: getattr(shape, name) for name in ("context", "width", "layers", "heads")}
     config = GPTConfig(vocab=shape.vocabulary, **sizes)
     model = GPT(config)
@@ -158,7 +143,7 @@ def make_model(
     if method.in_sites:
         return model
     how: dict[str, Any] = {}
-    if half:
+    if run.recipe.half:
         how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if device != _CPU:
         # By itself FSDP would make a group of NCCL beside one of gloo.
@@ -176,13 +161,6 @@ def _clip(model: nn.Module, keeps: tagc.Compressor | None, limit: float | None) 
     if keeps is not None and limit is not None:
         return keeps.clip_grad_norm_(limit).item()
     return clip(model.parameters(), math.inf if limit is None else limit).item()
-
-
-def _powersgd_bits(model: nn.Module, rank: int) -> float:
-    """Of the two factors of a matrix, per element."""
-    shapes = [p.shape for p in model.parameters() if p.ndim == 2]
-    factors = sum(rank * (n + m) for n, m in shapes)
-    return 32 * factors / sum(n * m for n, m in shapes)
 
 
 def _bits(units: Any) -> float:
