@@ -25,7 +25,7 @@ from .records import Record, read
 SUITES = {
     "kernels": ".kernels",
     "quality": ".quality",
-    "network": ".network",
+    "network": ".network.suite",
     "aggregate": ".aggregate",
     "dimensions": ".dimensions",
     "rank": ".rank",
@@ -40,7 +40,8 @@ about = "tables and plots from the records of earlier runs"
 
 def available() -> list[str]:
     """The suites available here: an installed package leaves out those that need the repository."""
-    return [name for name in SUITES if importlib.util.find_spec(SUITES[name], __package__)]
+    found = {name: f".{module.split('.')[1]}" for name, module in SUITES.items()}
+    return [name for name in SUITES if importlib.util.find_spec(found[name], __package__)]
 
 
 def load(name: str) -> ModuleType:

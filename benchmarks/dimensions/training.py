@@ -230,6 +230,7 @@ def train(rank: int, job: Job) -> Record:
         return {"loss": trainer.validate(), "step_ms": round(1e3 * took, 1), **sent}
     for _ in range(job.timed):
         trainer.step()
+    dist.barrier()
     before, began = sent_bytes(), time.perf_counter()
     for _ in range(job.timed):
         trainer.step()

@@ -135,16 +135,17 @@ def _contender(
 
     if sends:
         run = partial(codec.send, ops, residual, sent)
-        before: Callable[[], object] = partial(residual.copy_, row.residual)
+        changed = [(residual, row.residual)]
         results = [*sent, residual]
     else:
         codec.send(reference, residual, sent)
-        kept, messages = of_all_ranks(), of_all_ranks()
+        messages = of_all_ranks()
         run, results = partial(codec.read, ops, messages, out), [out]
+        changed = list(zip(messages, of_all_ranks(), strict=True))
 
-        def before() -> None:
-            for part, former in zip(messages, kept, strict=True):
-                part.copy_(former)
+    def before() -> None:
+        for tensor, former in changed:
+            tensor.copy_(former)
 
     def check() -> str | None:
         if sends:

@@ -32,9 +32,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-import torch.distributed as dist
-
 from tagc.basics.quantities import bandwidth, format_bandwidth
 
 INTERFACE = "e0"
@@ -251,6 +248,9 @@ class Network:
 
 def _work(file: Path) -> None:
     """As one of the ranks. It ends with the process that started it."""
+    import torch
+    import torch.distributed as dist
+
     # A killed parent must not leave ranks behind, even in the middle of a collective.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
@@ -264,18 +264,13 @@ def _work(file: Path) -> None:
     dist.destroy_process_group()
 
 
-def limit(rate: str, former: str) -> None:
-    """From within a rank: let every host send at ``rate`` from now on."""
-    dist.barrier()
-    if rate != former and os.environ["LOCAL_RANK"] == "0":
-        _run(_rate_command(rate))
-    dist.barrier()
+def limit(rate: str) -> None:
+    """From within a rank: let its host send at ``rate`` from now on."""
+    _run(_rate_command(rate))
 
 
 def sent_bytes() -> int:
-    """From within a rank: bytes that the kernel counted on this host's interface, all ranks being
-    at this point."""
-    dist.barrier()
+    """From within a rank: bytes that the kernel counted on its host's interface."""
     return int(_COUNTER.read_text())
 
 

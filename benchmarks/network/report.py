@@ -214,7 +214,7 @@ class Group:
     ranks: int
     ranks_per_host: int
     latency: float
-    cells: Sequence[Record]
+    cells: list[Record]
 
     @property
     def title(self) -> str:
@@ -249,15 +249,14 @@ def group(cells: Iterable[Record]) -> list[Group]:
     """The groups of all cells, of every method with its last definition."""
     cells = list(cells)
     current = {c["key"]["method"]: c["key"]["definition"] for c in cells if "method" in c["key"]}
-    found: dict[str, tuple[tuple, list[Record]]] = {}
+    found: dict[str, Group] = {}
     for cell in cells:
         key = cell["key"]
         if key.get("definition") != current.get(key.get("method")):
             continue
-        defaults = {"ranks_per_host": 1, "latency": 0.0}
-        about = key["settings"], key["ranks"], *(key.get(k, v) for k, v in defaults.items())
-        found.setdefault(json.dumps(about, sort_keys=True), (about, []))[1].append(cell)
-    return [Group(*about, mine) for about, mine in found.values()]
+        about = key["settings"], key["ranks"], key.get("ranks_per_host", 1), key.get("latency", 0.0)
+        found.setdefault(json.dumps(about, sort_keys=True), Group(*about, [])).cells.append(cell)
+    return list(found.values())
 
 
 def predicted_miss(r: Group, method: str, rate: str) -> float | None:

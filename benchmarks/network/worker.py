@@ -93,8 +93,11 @@ class _Rank:
                 print(said, file=sys.stderr, flush=True)
 
     def _limit(self, rate: str) -> None:
-        limit(rate, self._rate)
+        dist.barrier()
+        if rate != self._rate and os.environ["LOCAL_RANK"] == "0":
+            limit(rate)
         self._rate = rate
+        dist.barrier()
 
     def _of_all(self, mine: Record) -> list[Record]:
         answers: list[Any] = [None] * self._ranks
@@ -141,11 +144,11 @@ class _Rank:
             trainer.step()
         most = int(_CELL_SECONDS / self._expected_seconds(rate, method))
         count = max(_LEAST_STEPS, min(self._args.steps, most))
-        counted, sent = trainer.tagc_bytes, sent_bytes()
+        counted, sent = trainer.tagc_bytes, _sent()
         tally = ledger.tally(reset=True)
         took = [trainer.step() for _ in range(count)]
         # All of this rank's bytes have left once the others have what they waited for.
-        kernel = (sent_bytes() - sent) / count
+        kernel = (_sent() - sent) / count
         ours = {
             name: trainer.ranks_per_host * (after - counted[name]) / count
             for name, after in trainer.tagc_bytes.items()
@@ -185,9 +188,9 @@ class _Rank:
         took, before, kernel = [], handle.metrics(), 0
         for _ in range(_PERIODS):
             without = self._together(alone, every)
-            sent = sent_bytes()
+            sent = _sent()
             took.append((self._together(sites, every), without))
-            kernel += sent_bytes() - sent
+            kernel += _sent() - sent
         after, plan, steps = handle.metrics(), handle.plan(), _PERIODS * every
         mine = {
             "kernel_bytes": kernel / steps,
@@ -218,6 +221,12 @@ class _Rank:
             trainer = Trainer(method, self._args.settings, self._mesh, self._corpus)
             self._trainers[method.name] = trainer
         return self._trainers[method.name]
+
+
+def _sent() -> int:
+    """Bytes that the kernel counted on this host's interface, all ranks being at this point."""
+    dist.barrier()
+    return sent_bytes()
 
 
 def _all_gather(out: Tensor, sent: Tensor) -> None:
