@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,7 +28,6 @@ about = "lines by room, and the calls of one reduction"
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("tagc", "triton_kernels", "policies", "tests", "benchmarks", "examples")
-RANKS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,14 +43,12 @@ def run(args: argparse.Namespace) -> int:
     print(markdown(("room", "Python lines", "files"), rooms))
     rows = []
     for policy in args.policies.split(","):
-        calls = on_ranks(_reduce, RANKS, policy)[0]
-        files = [place.split(":")[0] for place, _ in calls]
-        changes = sum(a != b for a, b in pairwise(files))
-        rows.append((f"`{policy}`", len(calls), len(set(calls)), len(set(files)), changes))
+        calls = on_ranks(_reduce, 2, policy)[0]
+        files = {place.split(":")[0] for place, _ in calls}
+        rows.append((f"`{policy}`", len(calls), len(set(calls)), len(files)))
         if args.calls:
             print(*(f"    {place} {name}" for place, name in calls), sep="\n")
-    head = ("one reduction", "calls", "functions", "files", "changes of file")
-    print("\n" + markdown(head, rows))
+    print("\n" + markdown(("one reduction", "calls", "functions", "files"), rows))
     return 0
 
 
@@ -60,10 +56,10 @@ def _reduce(rank: int, policy: str) -> list[tuple[str, str]]:
     """Calls of the library's own functions, as a place (file and line) and a name."""
     shapes = {"q_proj": (512, 512), "up_proj": (1024, 512), "norm": (512,)}
     params = tuple(
-        UnitParam(name=f"layers.0.{n}.weight", shape=s, columns=torch.Size(s).numel() // RANKS)
+        UnitParam(name=f"layers.0.{n}.weight", shape=s, columns=torch.Size(s).numel() // 2)
         for n, s in shapes.items()
     )
-    info = UnitInfo(name="layers.0", params=params, world_size=RANKS, dtype=torch.bfloat16)
+    info = UnitInfo(name="layers.0", params=params, world_size=2, dtype=torch.bfloat16)
     (plan,) = build_plan([info], Policy.load(policy)).units
     cpu = torch.device("cpu")
     reducer = UnitReducer(plan, get_ops(cpu), cpu, Workspace(cpu), seed=0, rank=rank)
@@ -79,7 +75,7 @@ def _reduce(rank: int, policy: str) -> list[tuple[str, str]]:
             calls.append((place, frame.f_code.co_qualname))
 
     for step in range(3):
-        inp = torch.full((RANKS * plan.columns,), 0.5, dtype=torch.bfloat16)
+        inp = torch.full((2 * plan.columns,), 0.5, dtype=torch.bfloat16)
         out = torch.empty(plan.columns, dtype=torch.bfloat16)
         sys.setprofile(note if step == 2 else None)
         reducer.reduce(out, inp, group, dist.ReduceOp.AVG)

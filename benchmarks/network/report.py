@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tagc.basics.quantities import format_seconds
-from tagc.costs import Link, Traffic
-from tagc.costs.link import GLOO_REDUCE_SCATTER
 
 from ..figure import Curve, Panel, draw
 from ..records import Record, markdown
-from .launch import UNLIMITED, bits_per_second, burst, label
+from .launch import UNLIMITED, bits_per_second, label
 
 # What others are compared with: dense fp32 without gloo's waste, in both directions of the link
 # at once, as tagc's messages travel.
@@ -44,13 +42,12 @@ def table(cells: Sequence[Record]) -> str:
         micro = s.get("micro_batches", 1)
         unit = "step" if micro == 1 else f"micro-batch, {micro} of them a step"
         parts += [
-            f"## {r.title}, {_parameters(r)}parameters",
+            f"## {r.title}",
             f"GPT of width {s['width']} and {s['layers']} layers, {s['batch']} × {s['context']} "
             f"bytes per rank and {unit}.",
             step_table(r),
             bytes_table(r),
             sites_table(r),
-            predicted_table(r),
         ]
     about = {c["key"]["method"]: c["about"] for c in cells if "method" in c["key"]}
     parts.append("\n".join(f"- `{name}`: {said}" for name, said in about.items()))
@@ -71,18 +68,6 @@ def _curve(r: Group, method: str) -> Curve:
     limited = (rate for rate in r.rates if rate != UNLIMITED)
     found = ((bits_per_second(rate) / 1e6, r.step_seconds(method, rate)) for rate in limited)
     return Curve(method, [(bits, seconds) for bits, seconds in found if seconds])
-
-
-def predicted_table(r: Group) -> str:
-    """By how much the model of ``tagc advise`` misses the measured step."""
-    rows = []
-    for name in r.methods:
-        misses = [predicted_miss(r, name, rate) for rate in r.rates]
-        if any(miss is not None for miss in misses):
-            shown = ["-" if miss is None else f"{100 * miss:+.0f}%" for miss in misses]
-            rows.append([f"`{name}`", *shown])
-    header = ["predicted less measured", *(label(rate) for rate in r.rates)]
-    return markdown(header, rows) if rows else ""
 
 
 def step_table(r: Group) -> str:
@@ -139,10 +124,10 @@ def sites_table(r: Group) -> str:
     """Sites beside training without exchange, and the dense methods of every step beside both."""
     rows = []
     for rate in r.rates:
-        found = [(_site_label(cell), cell) for m in r.methods for cell in r.find("sites", rate, m)]
+        found = [cell for method in r.methods for cell in r.find("sites", rate, method)]
         if not found:
             continue
-        alone = statistics.median(p[1] / c["every"] for _, c in found for p in c["period_seconds"])
+        alone = statistics.median(p[1] / c["every"] for c in found for p in c["period_seconds"])
         dense = [c for name in DENSE for c in r.find("step", rate, name)]
         least = min((c["kernel_bytes"] for c in dense), default=None)
         for cell in dense:
@@ -152,7 +137,9 @@ def sites_table(r: Group) -> str:
                 [f"`{name}`, {label(rate)}", f"{seconds:.3f} s", f"{alone / seconds:.1%}",
                  f"{sent / 1e3:.1f}", "-" if sent == least else f"{least / sent:.2f}", "-", "-"]
             )  # fmt: skip
-        for name, cell in found:
+        for cell in found:
+            taken, name = cell["key"].get("step_time"), f"`{cell['key']['method']}`"
+            name += "" if taken is None else f", {format_seconds(taken)} elsewhere"
             periods, every, sent = cell["period_seconds"], cell["every"], cell["kernel_bytes"]
             shares = sorted(without / seconds for seconds, without in periods)
             step = statistics.median(seconds for seconds, _ in periods) / every
@@ -174,31 +161,16 @@ def sites_table(r: Group) -> str:
     return markdown(header, rows) if rows else ""
 
 
-def _site_label(cell: Record) -> str:
-    taken = cell["key"].get("step_time")
-    elsewhere = "" if taken is None else f", {format_seconds(taken)} elsewhere"
-    return f"`{cell['key']['method']}`{elsewhere}"
-
-
 def _facts(cells: Sequence[Record]) -> str:
     names = ("processor", "cores", "kernel", "python", "torch", "tagc", "congestion_control")
-    said = [
-        f"{name.replace('_', ' ')} {', '.join(dict.fromkeys(str(c[name]) for c in cells))}"
-        for name in names
-        if all(name in c for c in cells)
-    ]
-    loads = [c["load"] for c in cells]
-    dates = sorted({c["date"] for c in cells})
+    values = {name: dict.fromkeys(str(c[name]) for c in cells if name in c) for name in names}
+    said = [f"{name.replace('_', ' ')} {', '.join(found)}" for name, found in values.items()]
+    loads, dates = [c["load"] for c in cells], [c["date"] for c in cells]
     commands = "\n".join(f"    {command}" for command in dict.fromkeys(c["command"] for c in cells))
     return (
-        f"{dates[0]}{f' to {dates[-1]}' if len(dates) > 1 else ''}; {'; '.join(said)}; load "
-        f"average {min(loads):.1f} to {max(loads):.1f} (the ranks' own included).\n\n{commands}"
+        f"{min(dates)} to {max(dates)}; {'; '.join(said)}; load average {min(loads):.1f} to "
+        f"{max(loads):.1f} (the ranks' own included).\n\n{commands}"
     )
-
-
-def _parameters(r: Group) -> str:
-    counts = [c["parameters"] for c in r.cells if "parameters" in c]
-    return f"{counts[0] / 1e6:.2f} M " if counts else ""
 
 
 def _megabytes(count: float) -> str:
@@ -257,75 +229,3 @@ def group(cells: Iterable[Record]) -> list[Group]:
         about = key["settings"], key["ranks"], key.get("ranks_per_host", 1), key.get("latency", 0.0)
         found.setdefault(json.dumps(about, sort_keys=True), Group(*about, [])).cells.append(cell)
     return list(found.values())
-
-
-def predicted_miss(r: Group, method: str, rate: str) -> float | None:
-    """The step that the model behind ``tagc advise`` predicts, less the measured one, relative to
-    it; medians over the passes. None on the unlimited link, which the model starts from, where it
-    says nothing, and on hosts of several ranks, whose bytes inside a host the ledger does not tell
-    from others."""
-    if rate == UNLIMITED or r.ranks_per_host > 1:
-        return None
-    taken, predicted = [], []
-    for turn in sorted({c["key"].get("pass", 0) for c in r.find("step", rate, method)}):
-        cells = [
-            next((c for c in found if c["key"].get("pass", 0) == turn), None)
-            for found in (
-                r.find("step", rate, method),
-                r.find("step", UNLIMITED, method),
-                r.find("link", rate),
-                r.find("link", UNLIMITED),
-            )
-        ]
-        cell, base, link, free = cells
-        if cell is None or base is None or link is None or free is None:
-            continue
-        seconds = predicted_seconds(method, cell, base, link, free, r.ranks)
-        if seconds is not None:
-            predicted.append(seconds)
-            taken.append(statistics.median(cell["step_seconds"]))
-    return statistics.median(predicted) / statistics.median(taken) - 1 if predicted else None
-
-
-def predicted_seconds(
-    method: str, cell: Record, unlimited: Record, probe: Record, free: Record, ranks: int
-) -> float | None:
-    """A step of the cell, or None where the model says nothing: FSDP1 and gloo's all-to-all, which
-    older records have.
-
-    It is the step on the unlimited link of the same pass, with its compute, its codecs and the
-    ranks' waiting for each other, and what its bytes take longer here, by the probes of both links.
-    What the benchmark's token bucket saves up while ranks compute goes at once. Nothing overlaps on
-    a CPU.
-    """
-    counts = cell["collectives"]
-    if method.startswith("fsdp1") or "all_to_all" in counts:
-        return None
-    # An exchange by messages is a receive and a send for every other rank.
-    sends = counts.get("send", 0.0)
-    others = sum(n for kind, n in counts.items() if kind not in ("send", "receive"))
-    payload = {"gradients": 0.0, "parameters": 0.0} | cell["payload_bytes"]
-    reduced = payload["gradients"] if "reduce_scatter" in counts else 0.0
-    gathered = payload["parameters"] if "all_gather" in counts else 0.0
-    traffic = Traffic(
-        collectives=round(others + sends),
-        reduced=reduced,
-        gathered=gathered,
-        all_to_all=payload["gradients"] - reduced + payload["parameters"] - gathered,
-    )
-    # What a collective costs whatever its size is in the step without a limit.
-    here, there = (
-        Link(
-            bandwidth=p["exchange_rate"] / 8,
-            latency=0.0,
-            reduce_scatter=GLOO_REDUCE_SCATTER,
-            all_gather=p["exchange_rate"] / p["all_gather_rate"],
-        ).seconds(traffic, ranks)
-        for p in (probe, free)
-    )
-    rate, compute = cell["key"]["rate"], unlimited["compute_seconds"]
-    # The bucket is full at every exchange, if the rank computed long enough before it.
-    exchanges = others + sends / (ranks - 1)
-    here -= min(8 * burst(rate) * exchanges / bits_per_second(rate), compute)
-    waited = statistics.median(unlimited["communication_seconds"])
-    return compute + waited + max(0.0, here - there)

@@ -184,9 +184,10 @@ def test_an_aggregator_adds_sketches_without_decoding(tmp_path: Path, capsys: An
     """The command itself checks the sums of sketches, to the bit."""
     small = ["--workers", "3", "--numel", "65536", "--rounds", "2"]
     assert suites.main(["aggregate", *small, "--json", str(tmp_path / "r.jsonl")]) == 0
-    rows = [row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines()[2:5]]
-    bits = [float(row[1]) for row in rows]
-    assert bits[0] == 32 > bits[1] > bits[2]
+    rows = [row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines()[2:4]]
+    dense, sketched = (float(row[1]) for row in rows)
+    assert dense == 32
+    assert sketched < 1
 
 
 @pytest.mark.slow

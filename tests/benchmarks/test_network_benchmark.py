@@ -184,49 +184,6 @@ def test_sites_are_compared_with_training_without_exchange() -> None:
     assert f"| `sites`, 250 ms elsewhere, 100 Mbit/s {row}" in text
 
 
-def test_a_step_is_predicted_from_the_unlimited_one_and_the_bytes() -> None:
-    link = {"exchange_rate": 80e6, "all_gather_rate": 40e6, "exchange_latency": 1e-3}
-    free = {"exchange_rate": 800e6, "all_gather_rate": 800e6, "exchange_latency": 1e-3}
-    unlimited = {"compute_seconds": 0.5, "communication_seconds": [0.9, 0.08, 0.07]}
-    cell: dict[str, Any] = {
-        "key": {"rate": "80mbit"},
-        "payload_bytes": {"parameters": 2e6, "gradients": 1e6},
-        "collectives": {"all_gather": 4.0, "reduce_scatter": 2.0},
-    }
-    # 10 MB/s; gloo's all-gather takes twice as long, its reduce-scatter sends twice the bytes. A
-    # full bucket at each of the six collectives.
-    saved = 6 * 68 * 1024 / 10e6
-    predicted = report.predicted_seconds
-    native = predicted("bf16-gloo", cell, unlimited, link, free, 2)
-    assert native == pytest.approx(0.5 + 0.08 + (0.4 + 0.2) - saved - (0.02 + 0.02))
-    # A probe of the unlimited link that came out slow makes no link faster than it.
-    assert predicted("bf16-gloo", cell, unlimited, free, link, 2) == pytest.approx(0.58)
-    cell["collectives"] = {"send": 3.0, "receive": 3.0}
-    messages = predicted("hybrid", cell, unlimited, link, free, 2)
-    assert messages == pytest.approx(0.5 + 0.08 + 0.3 - saved / 2 - 0.03)
-    # Without compute there is no pause in which a bucket could fill.
-    busy = predicted("hybrid", cell, unlimited | {"compute_seconds": 0.0}, link, free, 2)
-    assert busy == pytest.approx(0.08 + 0.3 - 0.03)
-    assert predicted("fsdp1-bf16-hook", cell, unlimited, link, free, 2) is None
-
-
-def test_a_prediction_is_compared_with_the_step_of_its_own_pass() -> None:
-    cells: list[Any] = []
-    for turn, compute in enumerate((1.0, 2.0)):  # the machine was slower in the second pass
-        for rate, bits, took in ((UNLIMITED, 80e9, 0.0), ("80mbit", 80e6, 0.0930)):
-            key = {"ranks": 2, "rate": rate, "pass": turn, "settings": {}}
-            probe = dict.fromkeys(("exchange_rate", "all_gather_rate"), bits)
-            times = {"step_seconds": [compute + took], "communication_seconds": [took]}
-            sent = {"payload_bytes": {"gradients": 1e6}, "collectives": {"send": 1.0}}
-            cells.append({"key": key | {"kind": "link"}, **probe})
-            step = {"kind": "step", "method": "hybrid", "definition": "a"}
-            cells.append({"key": key | step, "compute_seconds": compute, **times, **sent})
-    (results,) = report.group(cells)
-    assert report.predicted_miss(results, "hybrid", "80mbit") == pytest.approx(0, abs=1e-3)
-    assert report.predicted_miss(results, "hybrid", UNLIMITED) is None
-    assert "0%" in report.predicted_table(results)
-
-
 def test_cells_of_a_methods_former_definition_are_left_out() -> None:
     cells = read([FIXTURE])
     newer = json.loads(json.dumps(next(c for c in cells if c["key"].get("method") == "tagc-paper")))
