@@ -147,10 +147,11 @@ def train(policy: str, device: torch.device, tokens: int, settle: int, width: in
         step()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    before = _sent(model, policy)
+    before = 0 if policy == DENSE else tagc.compressor(model).metrics().wire_bytes
     times = [step() for _ in range(_TIMED)]
     if policy != DENSE:
-        found["gradients_gib"] = round((_sent(model, policy) - before) / _TIMED / 2**30, 2)
+        sent = tagc.compressor(model).metrics().wire_bytes - before
+        found["gradients_gib"] = round(sent / _TIMED / 2**30, 2)
     done, started = (1e3 * statistics.median(part) for part in zip(*times, strict=True))
     found |= {"step_ms": round(done, 1), "host_ms": round(started, 1)}
     if cuda:
@@ -159,17 +160,14 @@ def train(policy: str, device: torch.device, tokens: int, settle: int, width: in
     return found
 
 
-def _sent(model: nn.Module, policy: str) -> int:
-    """Bytes of gradients so far."""
-    return 0 if policy == DENSE else tagc.compressor(model).metrics().wire_bytes
-
-
 def _kernels(step: Any) -> Record:
     """What a step starts on a GPU: all of it, and tagc's kernels, by name."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         step()
     seen = [e for e in profiled.key_averages() if e.self_device_time_total > 0]
-    names = _names()
+    folder = files("tagc.triton_kernels").iterdir()
+    sources = [f.read_text() for f in folder if f.name.endswith(".py")]
+    names = re.findall(r"^def (\w+_kernel)\(", "\n".join(sources), re.MULTILINE)
     ours = [e for e in seen if e.key in names]
     ours.sort(key=lambda e: -e.self_device_time_total)
     return {
@@ -180,30 +178,21 @@ def _kernels(step: Any) -> Record:
     }
 
 
-def _names() -> set[str]:
-    """Of tagc's kernels."""
-    folder = files("tagc.triton_kernels")
-    sources = [f.read_text() for f in folder.iterdir() if f.name.endswith(".py")]
-    return set(re.findall(r"^def (\w+_kernel)\(", "\n".join(sources), re.MULTILINE))
-
-
 def table(records: Sequence[Record]) -> str:
     """A row for each run, and below it what the kernels of each take."""
     keys = ["policy", "step_ms", "to dense", "host_ms", "started", "tagc_started", "tagc_ms",
             "peak_gib", "gradients_gib", "wrap_s"]  # fmt: skip
     dense = next((r["step_ms"] for r in records if r["policy"] == DENSE), None)
-    rows = [
-        r | ({"to dense": f"{r['step_ms'] / dense:.3f}"} if dense and "step_ms" in r else {})
-        for r in records
-    ]
-    lines = [markdown(keys, ([r.get(key, "-") for key in keys] for r in rows)), ""]
+    rows, notes = [], []
     for r in records:
+        ratio = {"to dense": f"{r['step_ms'] / dense:.3f}"} if dense and "step_ms" in r else {}
+        rows.append([(r | ratio).get(key, "-") for key in keys])
         if r.get("kernels"):
             parts = (f"{k} x{n} {ms} ms" for k, (n, ms) in r["kernels"].items())
-            lines.append(f"- {r['policy']}: {', '.join(parts)}")
+            notes.append(f"- {r['policy']}: {', '.join(parts)}")
         if "failed" in r:
-            lines.append(f"- {r['policy']} failed: {r['failed']}")
-    return "\n".join(lines)
+            notes.append(f"- {r['policy']} failed: {r['failed']}")
+    return "\n".join([markdown(keys, rows), "", *notes])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -118,8 +118,7 @@ def measured(
             traceback.print_exc()
             found = {"failed": about_error(error)}
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         records.append(facts | {field: name} | found)
         if file:
             append(file, records[-1])

@@ -27,7 +27,7 @@ SUITES = {
     "quality": ".quality",
     "network": ".network.suite",
     "aggregate": ".aggregate",
-    "dimensions": ".dimensions",
+    "dimensions": ".dimensions.training",
     "rank": ".rank",
     "host": ".host",
     "structure": ".structure",

@@ -1,19 +1,140 @@
-"""One case: every contender checked, then all of them timed in turns beside a plain copy."""
+"""One case: every contender checked, then all of them timed in turns beside a plain copy, so that a
+slow moment hits all of them. Results are medians.
+"""
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..records import Record, about_error
-from .cases import Case
-from .clocks import Clock, Timed, interleaved
-from .operators import Contender, problem
+from .operators import Case, Contender, problem
+
+
+class Timing(NamedTuple):
+    """Medians of one contender's ``repeats``: seconds on the device, and until the call returned,
+    which is less if nothing waits for a GPU."""
+
+    seconds: float
+    host_seconds: float
+    repeats: int
+
+
+Clock = Callable[[Contender], tuple[float, float]]
+"""Times one run: seconds on the device, seconds until the call returned."""
+
+
+class HostClock:
+    """Wall-clock time, with cold caches.
+
+    In training, a forward and a backward pass run between two calls of an operator. So when a run
+    begins, the caches hold neither its operands nor its code nor Python's. With warm caches, times
+    depend on the contender that ran before: a copy of 4 MB takes 0.15 ms if its operands are still
+    cached, and 0.33 ms after a contender with large temporary tensors.
+    """
+
+    about = "median wall-clock time; caches flushed before every run"
+
+    # More than the caches that a core of the usual servers has to itself or shares with few.
+    _FLUSHED = 128 << 20
+
+    def __init__(self) -> None:
+        self._flush = torch.zeros(self._FLUSHED // 4)
+
+    def __call__(self, timed: Contender) -> tuple[float, float]:
+        timed.before()
+        self._flush.add_(1.0)
+        start = time.perf_counter()
+        timed.run()
+        elapsed = time.perf_counter() - start
+        return elapsed, elapsed
+
+
+class CudaClock:
+    """CUDA events around the run, with a cold L2 cache and launches queued ahead.
+
+    In training, backward keeps the device busy while the host runs ahead. So the device sleeps
+    before the first event for as long as the host needs for its launches. The time is then the
+    device's, unless the run itself waits for it.
+    """
+
+    about = "median of CUDA events; L2 flushed before every run, launches queued ahead"
+    _LONGEST_SLEEP = 0.03
+
+    def __init__(self, device: torch.device) -> None:
+        properties: Any = torch.cuda.get_device_properties(device)
+        l2 = getattr(properties, "L2_cache_size", 64 << 20)
+        self._flush = torch.empty(max(4 * l2, 256 << 20), dtype=torch.uint8, device=device)
+        self._host: dict[int, float] = {}
+
+    def __call__(self, timed: Contender) -> tuple[float, float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        timed.before()
+        self._flush.zero_()
+        sleep = min(2 * self._host.get(id(timed), 0.0), self._LONGEST_SLEEP)
+        if sleep:
+            torch.cuda._sleep(int(sleep * 2e9))  # cycles of a clock of about 2 GHz
+        start.record()
+        began = time.perf_counter()
+        timed.run()
+        host = time.perf_counter() - began
+        end.record()
+        end.synchronize()
+        self._host[id(timed)] = host
+        return start.elapsed_time(end) / 1e3, host
+
+
+def clock_for(device: torch.device) -> HostClock | CudaClock:
+    """The clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def interleaved(
+    contenders: Mapping[str, Contender],
+    clock: Clock,
+    *,
+    budget: float = 1.0,
+    repeats: int = 30,
+    least: int = 3,
+    warm_up: int = 2,
+) -> dict[str, Timing]:
+    """Time all contenders in turns.
+
+    Args:
+        budget: seconds that each contender may take in all; a slow one skips later turns.
+        repeats: the most turns.
+        least: turns that even the slowest takes. If a single turn exceeds the budget, it is enough.
+        warm_up: uncounted runs before; a single one if it takes up the budget.
+    """
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    spent = dict.fromkeys(contenders, 0.0)
+    for turn in range(warm_up + repeats):
+        for name, timed in contenders.items():
+            counted, slow = taken[name], spent[name] >= budget
+            enough = 1 if spent[name] > 2 * budget else least
+            if slow and (turn < warm_up or len(counted) >= enough):
+                continue
+            began = time.perf_counter()
+            measured = clock(timed)
+            spent[name] += time.perf_counter() - began
+            if turn >= warm_up:
+                counted.append(measured)
+    return {
+        name: Timing(
+            statistics.median(device for device, _ in counted),
+            statistics.median(host for _, host in counted),
+            len(counted),
+        )
+        for name, counted in taken.items()
+    }
+
 
 OURS = "tagc"
-_COPY = "copy of the floor's bytes"
 
 
 def measure(case: Case, device: torch.device, clock: Clock, *, budget: float) -> Record:
@@ -32,9 +153,9 @@ def measure(case: Case, device: torch.device, clock: Clock, *, budget: float) ->
         raise RuntimeError(f"wrong: {wrong}")
     source = torch.zeros(max(1, floor // 8), device=device)
     target = torch.empty_like(source)
-    copying = {_COPY: Timed(lambda: target.copy_(source))}
+    copying = {"copy": Contender(run=lambda: target.copy_(source))}
     timings = interleaved(copying | contenders, clock, budget=budget)
-    copy = timings.pop(_COPY).seconds
+    copy = timings.pop("copy").seconds
     for name, timing in timings.items():
         results[name] |= {
             "ms": _round(1e3 * timing.seconds),

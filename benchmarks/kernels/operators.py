@@ -1,4 +1,5 @@
-"""The operators of each codec, beside the eager reference and a clone of the gradient.
+"""The operators of each codec, beside the eager reference and a clone of the gradient, and the
+cases to measure: one operator on one input each.
 
 A codec is how to write a message and how to add messages up. Both ends are right if what the
 message says plus the residual is the gradient, and if they have the reference's bits.
@@ -6,9 +7,11 @@ message says plus the residual is the gradient, and if they have the reference's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,12 +21,113 @@ from tagc.codecs.selection.capacity import SLACK
 from tagc.codecs.selection.quantization_step import quantization_step
 from tagc.ops import COUNTS, Ops, get_ops, reference
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.matrix import MatrixLayout
+from tagc.ops.matrix import BITS, GROUP, MatrixLayout
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
 
-from .cases import CODES, Case
-from .clocks import Timed
+# What a code of a matrix is, by name: bits of an element, or neighbours that share a code.
+CODES = {f"int{bits}": {"bits": bits} for bits in sorted(BITS, reverse=True)}
+CODES |= {f"group{GROUP}": {"group": GROUP}}
+# The operators, and what of a case each depends on besides its size and the gradient's dtype.
+OPS = {
+    "encode": ("residual", "density", "symbol"),
+    "decode": ("residual", "density", "symbol"),
+    "quantize": ("residual", "bits"),
+    "dequantize": ("bits",),
+    "quantize_matrix": ("residual", "code"),
+    "dequantize_matrix": ("code",),
+}
+_DTYPES = ("float32", "bfloat16")
+_AXES: dict[str, tuple[Any, ...]] = {
+    "residual": _DTYPES,
+    "density": (0.05, 0.01),
+    "symbol": ("int8x4", "int16x2", "int32x1"),
+    "bits": (4, 8),
+    "code": tuple(CODES),
+}
+# log2 of the number of elements, the one at which the other axes vary first.
+_SIZES = {"cpu": (22, 24, 20), "cuda": (26, 28, 24, 22, 20)}
+_QUICK = {"cpu": (20, 22), "cuda": (22, 26)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One operator on one input.
+
+    Attributes:
+        op: a name in ``OPS``.
+        numel: elements of the gradient of one destination, a power of 2.
+        gradient: dtype of the gradient.
+        residual, density, symbol, bits, code: dtype of the residual, fraction kept, symbol, bits
+            of a quantized element, code of a matrix (a key of ``CODES``); None where the operator
+            has no such thing.
+    """
+
+    op: str
+    numel: int
+    gradient: str = "float32"
+    residual: str | None = None
+    density: float | None = None
+    symbol: str | None = None
+    bits: int | None = None
+    code: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What ``--filter`` matches, such as ``encode/2^22/float32/float32/5%/int8x4``."""
+        size = f"2^{self.numel.bit_length() - 1}"
+        density = self.density and f"{100 * self.density:g}%"
+        bits = self.bits and f"int{self.bits}"
+        parts = [self.op, size, self.gradient, self.residual, density, self.symbol, bits, self.code]
+        return "/".join(part for part in parts if part is not None)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of the gradient and of the residual, which is float32 where a case has none."""
+        return getattr(torch, self.gradient), getattr(torch, self.residual or "float32")
+
+
+def select(
+    device: str,
+    patterns: Iterable[str] = (),
+    sizes: Sequence[int] | None = None,
+    *,
+    quick: bool = False,
+) -> list[Case]:
+    """The cases, most telling ones first, each once: all sizes and densities with the first value
+    of every other axis, then all values of each axis at one size.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        patterns: globs over :attr:`Case.name`, or parts of it; a case that matches any stays.
+        sizes: log2 of the numbers of elements, in place of the device's own.
+        quick: two small sizes, and no other axis than the density.
+    """
+    patterns = list(patterns)
+    own = (_QUICK if quick else _SIZES)[device]
+    return [
+        case
+        for case in dict.fromkeys(_cases(sizes or own, quick))
+        if not patterns or any(fnmatchcase(case.name, f"*{pattern}*") for pattern in patterns)
+    ]
+
+
+def _cases(sizes: Sequence[int], quick: bool) -> Iterator[Case]:
+    for size, density, op in product(sizes, _AXES["density"], OPS):
+        yield _case(op, size, density=density)
+    if quick:
+        return
+    for axis in ("symbol", "bits", "code"):
+        for value, op in product(_AXES[axis], OPS):
+            yield _case(op, sizes[0], **{axis: value})
+    for gradient, residual, op in product(_DTYPES, _DTYPES, OPS):
+        yield _case(op, sizes[0], gradient=gradient, residual=residual)
+
+
+def _case(op: str, size: int, gradient: str = "float32", **values: Any) -> Case:
+    chosen = {axis: values.get(axis, _AXES[axis][0]) for axis in OPS[op]}
+    return Case(op=op, numel=1 << size, gradient=gradient, **chosen)
+
 
 # Ranks whose messages the owner adds up.
 RANKS = 2
@@ -66,15 +170,19 @@ class Codec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender(Timed):
+class Contender:
     """One way to do a case's work.
 
     Attributes:
+        run: what the clock measures.
+        before: called ahead of every run, outside the clock, to restore inputs.
         check: after a run, says what is wrong with the result; None if it is right.
         note: which implementation this is.
         details: after a check, further entries for the result.
     """
 
+    run: Callable[[], object]
+    before: Callable[[], object] = lambda: None
     check: Callable[[], str | None] = lambda: None
     note: str = ""
     details: dict[str, Any] = field(default_factory=dict)
@@ -221,8 +329,6 @@ def _matrix(case: Case, row: Row) -> Codec:
     gradient and residual before the one that rounds; the floor has one."""
     assert case.code is not None
     columns = min(_MOST_COLUMNS, 1 << case.numel.bit_length() // 2)
-    if case.numel % columns:
-        raise ValueError(f"{case.numel} elements are not a multiple of {columns} columns")
     layout = MatrixLayout(rows=case.numel // columns, columns=columns, **CODES[case.code])
 
     def send(ops: Ops, residual: Tensor, message: list[Tensor]) -> None:

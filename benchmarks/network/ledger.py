@@ -3,11 +3,9 @@
 The functions of ``torch.distributed`` are replaced by ones that count and call them, so that FSDP1,
 FSDP2 and tagc are measured alike.
 
-Payload bytes are what a rank must send to others, headers and a backend's waste left out:
-``(W - 1) / W`` of a reduce-scatter's or all-to-all's input, ``W - 1`` times an all-gather's,
-``2 (W - 1) / W`` of an all-reduce's, and all of a message to one rank. Seconds are those that the
-calling thread spends in the call and in ``wait()``: time that communication adds to the step,
-waiting for slower ranks included.
+Payload bytes are what a rank must send to others, headers and a backend's waste left out. Seconds
+are those that the calling thread spends in the call and in ``wait()``: time that communication adds
+to the step, waiting for slower ranks included.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from types import FrameType
 
 from tagc.basics.quantities import seconds
 
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> list[Record]:
     check(args)
     args.command = f"python -m benchmarks {' '.join(sys.argv[1:])}"
     # As for Ctrl-C: leave through the contexts, which remove processes and namespaces.
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
         for ranks in args.ranks:
             measure(args, ranks)
@@ -91,7 +90,3 @@ def check(args: argparse.Namespace) -> None:
     args.rates = tuple(dict.fromkeys((UNLIMITED, *args.rates)))
     args.methods = tuple(resolve(name) for name in dict.fromkeys(names))
     args.settings = Settings(micro_batches=args.micro_batches)
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)

@@ -26,10 +26,9 @@ from tagc.plan.sites import exchange_bytes
 
 from ..records import Record, Results, machine
 from . import ledger
-from .baselines import all_gather, exchange
 from .launch import UNLIMITED, bits_per_second, label, limit, sent_bytes
 from .methods import ALONE, Method, cell_key, keys
-from .training import Trainer
+from .training import Trainer, all_gather, exchange
 
 # After a change of rate, TCP and tc need a step to forget the old one.
 _WARM_UP = 1
@@ -89,8 +88,7 @@ class _Rank:
             self._results.add(key, self._facts | load | numbers, write=dist.get_rank() == 0)
             if dist.get_rank() == 0:
                 name = "messages" if method is None else method.name
-                said = f"{self._ranks} ranks  {label(rate):10}  {name:16}  {about}"
-                print(said, file=sys.stderr, flush=True)
+                print(self._ranks, "ranks", label(rate), name, about, file=sys.stderr, flush=True)
 
     def _limit(self, rate: str) -> None:
         dist.barrier()
@@ -230,17 +228,16 @@ def _sent() -> int:
 
 
 def _all_gather(out: Tensor, sent: Tensor) -> None:
-    all_gather(out, sent[: sent.numel() // dist.get_world_size()])
+    all_gather(out.view(-1), sent[0])
 
 
 def _exchange(out: Tensor, sent: Tensor) -> None:
-    ranks = dist.get_world_size()
-    exchange(out.view(ranks, -1).unbind(), sent.view(ranks, -1).unbind())
+    exchange(out.unbind(), sent.unbind())
 
 
 def _seconds(collective: Callable[[Tensor, Tensor], None], numel: int, repeats: int) -> list[float]:
     """Seconds of each call of a collective with ``numel`` fp32 elements for each rank."""
-    sent, out = torch.zeros(2, numel * dist.get_world_size())
+    sent, out = torch.zeros(2, dist.get_world_size(), numel)
     seconds = []
     for _ in range(repeats + 1):
         dist.barrier()

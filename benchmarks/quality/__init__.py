@@ -8,13 +8,6 @@ Four comparisons, which share one training loop; the first three run on CPUs, ov
   initialization, so their difference says more than their losses.
 * ``untuned``: the shipped policies at dense's own settings: what happens on the first try.
 * ``gpu``: a larger model on ranks that share a GPU, as many steps as the time allows.
-
-| file | idea |
-|---|---|
-| ``methods.py``, ``settings.py`` | what is compared; model, recipe and settings |
-| ``training.py`` | one run, as each of its ranks does it |
-| ``runs.py``, ``gpu.py`` | which runs to make, and the ranks that make them |
-| ``report.py`` | tables from the records alone |
 """
 
 from __future__ import annotations
@@ -23,15 +16,26 @@ import argparse
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import tagc
 
 from ..records import Record, add_outputs
-from . import gpu
-from .methods import LINES, METHODS, QUICK, Method, method_of
 from .report import table
-from .runs import Comparison, listed_runs, make, paired_runs, results_of, sweep_runs
-from .settings import NANO, NANO_RECIPE, SETTINGS, Run, Shape
+from .runs import GPU, Comparison, listed_runs, make, on_gpu, paired_runs, results_of, sweep_runs
+from .settings import (
+    GPT2,
+    LINES,
+    METHODS,
+    NANO,
+    NANO_RECIPE,
+    QUICK,
+    SETTINGS,
+    Method,
+    Run,
+    Shape,
+    method_of,
+)
 
 __all__ = ["about", "add_arguments", "run", "table"]
 
@@ -45,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sweep = comparisons.add_parser("sweep", help="each method at its best learning rate")
     add = sweep.add_argument
     add("--quick", action="store_true", help="3 methods, 2 ranks, a small model, 100 steps")
-    add("--methods", help="names as in benchmarks/quality/methods.py, separated by ';'")
+    add("--methods", help="names as in benchmarks/quality/settings.py, separated by ';'")
     add("--steps", type=int, nargs="+", default=[1500], help="lengths of training in steps")
     add("--seeds", type=int, default=3, help="the first sweeps the rates, others use the best")
     add("--width", type=int, default=128, help="width of the model, a multiple of 32")
@@ -67,7 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--kept", action="store_true", help="let tagc keep rate and limit")
 
     shared = comparisons.add_parser("gpu", help="100 M parameters on ranks that share a GPU")
-    gpu.add_arguments(shared)
+    add = shared.add_argument
+    add("--text", type=Path, help="made by benchmarks.tokens; default: Python's library")
+    add("--policies", nargs="+", default=GPU, metavar="POLICY", help="%(default)s")
+    add("--seconds", type=float, default=570, help="for everything (default: %(default)s)")
+    add("--steps", type=int, help="of every line, whatever time that takes")
+    add("--seeds", type=int, default=1, help="runs of each line (default: %(default)s)")
+    add("--batch", type=int, default=GPT2.batch, help="sequences a rank (default: %(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model")
     for comparison in (sweep, paired, untuned, shared):
         add_outputs(comparison, "runs/quality.jsonl", plots=False)
 
@@ -75,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[Record]:
     """Make the runs that are missing."""
     if args.comparison == "gpu":
-        gpu.run(args)
+        on_gpu(args)
     else:
         runs = {"sweep": _sweep, "paired": _paired, "untuned": _untuned}[args.comparison](args)
         try:

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..records import Record, markdown
-from .methods import DENSE, LINES
-from .settings import SETTINGS
+from .settings import DENSE, LINES, SETTINGS
 
 _DENSE = "dense"
 
@@ -69,15 +68,16 @@ def _sweep_table(records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
-def _by_setting(records: Sequence[Record]) -> dict[str, list[Record]]:
+def _by_setting(records: Sequence[Record], unit: str = "bytes") -> dict[str, list[Record]]:
     """Records that may be compared, by a title."""
     found: dict[str, list[Record]] = {}
     for r in sorted(records, key=lambda r: (r["parameters"], r["run"]["ranks"], r["run"]["steps"])):
         run = r["run"]
         title = (
             f"{r['parameters'] / 1e6:.2f} M parameters, {run['ranks']} ranks of {run['batch']} × "
-            f"{run['context']} bytes, {run['steps']} steps"
+            f"{run['context']} {unit}, {run['steps']} steps"
         )
+        title += f", seed {run['seed']}; {r['text']}" if "text" in r else ""
         found.setdefault(title, []).append(r)
     return found
 
@@ -174,30 +174,19 @@ def _norm_ratio(record: Record, dense: Record) -> float:
 def _gpu_table(records: Sequence[Record]) -> str:
     """A column for each line: losses by step, and how far they are from dense's."""
     parts = []
-    for about in dict.fromkeys(_gpu_about(r) for r in records):
-        mine = {r["method"]: r for r in records if _gpu_about(r) == about}
+    for title, found in _by_setting(records, "tokens").items():
+        mine = {r["method"]: r for r in found}
         dense = mine.get(DENSE.name, {"losses": {}, "loss": None})
-        rows: list[list[object]] = [["bits", *(_both_bits(r) for r in mine.values())]]
-        for step in next(iter(mine.values()))["losses"]:
+        bits = ([r["bits"], r.get("parameter_bits")] for r in mine.values())
+        shown = (", ".join(f"{b:.2f}" for b in both if b is not None) for both in bits)
+        rows: list[list[object]] = [["bits", *shown]]
+        for step in found[0]["losses"]:
             losses = [r["losses"].get(step) for r in mine.values()]
             rows.append([step, *(_beside(loss, dense["losses"].get(step)) for loss in losses)])
         rows.append(["end", *(_beside(r["loss"], dense["loss"]) for r in mine.values())])
         rows.append(["ms a step", *(r["step_ms"] for r in mine.values())])
-        parts.append(f"{about}\n\n" + markdown(["step", *mine], rows))
+        parts.append(f"{title}\n\n" + markdown(["step", *mine], rows))
     return "\n\n".join(parts)
-
-
-def _gpu_about(record: Record) -> str:
-    run = record["run"]
-    return (
-        f"{record['parameters'] / 1e6:.1f} M parameters, {run['ranks']} ranks of {run['batch']} × "
-        f"{run['context']} tokens, {run['steps']} steps, seed {run['seed']}; {record['text']}"
-    )
-
-
-def _both_bits(record: Record) -> str:
-    parameters = record.get("parameter_bits")
-    return f"{record['bits']:.2f}" + ("" if parameters is None else f", {parameters:.2f}")
 
 
 def _beside(loss: float | None, dense: float | None) -> str:

@@ -107,15 +107,13 @@ def train(
         "norms": [float(f"{n:.4g}") for n in norms[::every] if math.isfinite(n)],
         "step_ms": round(1e3 * seconds / done, 1),
     }
-    if sites is not None:
-        record["bits"] = _bits(sites.plan().units) or 32.0
-        sites.remove()
-    if compressor is not None:
-        plan = compressor.plan()
+    handle = compressor or sites
+    if handle is not None:
+        plan = handle.plan()
         record["bits"] = _bits(plan.units) or 32.0
-        if bits := _bits(plan.parameters):
+        if bits := _bits(getattr(plan, "parameters", ())):
             record["parameter_bits"] = bits
-        compressor.remove()
+        handle.remove()
     if run.method.powersgd is not None:  # of the two factors of each matrix
         shapes = [p.shape for p in model.parameters() if p.ndim == 2]
         factors = sum(run.method.powersgd * (n + m) for n, m in shapes)

@@ -12,9 +12,8 @@ import torch
 
 from benchmarks import suites
 from benchmarks.kernels import operators
-from benchmarks.kernels.cases import CODES, OPS, Case, select
-from benchmarks.kernels.clocks import HostClock, Timed, interleaved
-from benchmarks.kernels.measure import measure
+from benchmarks.kernels.measure import HostClock, interleaved, measure
+from benchmarks.kernels.operators import CODES, OPS, Case, select
 from support.marks import covering, slow
 from support.paths import ROOT
 
@@ -122,9 +121,11 @@ def test_a_case_that_fails_takes_nothing_from_the_others(
 
 def test_slow_contenders_take_fewer_turns() -> None:
     order: list[str] = []
-    runs = {name: Timed(lambda name=name: order.append(name)) for name in ("a", "b")}
+    runs = {
+        name: operators.Contender(run=lambda name=name: order.append(name)) for name in ("a", "b")
+    }
 
-    def clock(timed: Timed) -> tuple[float, float]:
+    def clock(timed: operators.Contender) -> tuple[float, float]:
         timed.run()
         return (2.0, 1.0) if order[-1] == "a" else (4.0, 3.0)
 

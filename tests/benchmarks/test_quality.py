@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.quality.methods import DENSE, GRID, LINES, METHODS, method_of
 from benchmarks.quality.report import Interval, difference, table
 from benchmarks.quality.runs import (
     Comparison,
@@ -23,7 +22,20 @@ from benchmarks.quality.runs import (
     results_of,
     sweep_runs,
 )
-from benchmarks.quality.settings import NANO, NANO_RECIPE, PAIRED, SETTINGS, Recipe, Run, Shape
+from benchmarks.quality.settings import (
+    DENSE,
+    GRID,
+    LINES,
+    METHODS,
+    NANO,
+    NANO_RECIPE,
+    PAIRED,
+    SETTINGS,
+    Recipe,
+    Run,
+    Shape,
+    method_of,
+)
 from benchmarks.quality.training import Lion, factor
 from tagc.policy import Policy
 

@@ -15,8 +15,7 @@ from benchmarks import suites, tokens
 from benchmarks.gloo import on_ranks as spawned
 from benchmarks.one_device import Memory, through_memory
 from benchmarks.quality import runs
-from benchmarks.quality.methods import DENSE, method_of
-from benchmarks.quality.settings import Recipe, Run, Shape
+from benchmarks.quality.settings import DENSE, Recipe, Run, Shape, method_of
 from benchmarks.quality.training import train
 from support.distributed import on_ranks
 from support.marks import slow

@@ -57,15 +57,15 @@ def miss(r: Group, method: str, rate: str) -> float:
     """The predicted step over the measured one, less 1; medians over the passes."""
     taken, said = [], []
     for cell in r.find("step", rate, method):
-        of_pass = [
+        base, link, free = (
             next(c for c in found if c["key"]["pass"] == cell["key"]["pass"])
             for found in (
                 r.find("step", UNLIMITED, method),
                 r.find("link", rate),
                 r.find("link", UNLIMITED),
             )
-        ]
-        said.append(predicted(cell, *of_pass, r.ranks))
+        )
+        said.append(predicted(cell, base, link, free, r.ranks))
         taken.append(statistics.median(cell["step_seconds"]))
     return statistics.median(said) / statistics.median(taken) - 1
 
