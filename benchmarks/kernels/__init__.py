@@ -121,18 +121,13 @@ def table(results: Sequence[Record]) -> str:
     head = ["case", "floor", "copy", OURS, "of copy", *to_others]
     notes = [f"[{number}] no speedup: {why}" for why, number in reasons.items()]
     below = "  \n".join(notes + failed)
-    return "\n\n".join([_machine(results), markdown(head, rows), below]).strip()
+    shown = ("date", "gpu", "processor", "device", "threads", "load", "timing", "torch", "triton")
+    machine = ", ".join(f"{key} {results[0][key]}" for key in shown if key in results[0])
+    return "\n\n".join([machine, markdown(head, rows), below]).strip()
 
 
 def _ms(result: Record) -> str:
     return f"{result['ms']:.3g} ms" if "ms" in result else "failed"
-
-
-def _machine(results: Sequence[Record]) -> str:
-    shown = ("date", "gpu", "processor", "device", "threads", "load", "timing", "torch", "triton")
-    lines = {", ".join(f"{key} {r[key]}" for key in shown if key in r) for r in results}
-    # The load differs from case to case; one line says enough.
-    return min(lines)
 
 
 def plots(results: Sequence[Record], folder: Path) -> list[Path]:
